@@ -1,0 +1,104 @@
+"""What can go wrong between ranks, in words: who, what, where, how long, and what to do next."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+__all__ = [
+    "AbortedError",
+    "ClosedError",
+    "CommError",
+    "CommTimeoutError",
+    "DeadlockError",
+    "MismatchError",
+    "PeerLostError",
+    "UnavailableError",
+]
+
+_FIELDS = ("rank", "size", "operation", "call", "peer", "nbytes", "waited_s")
+
+
+class CommError(RuntimeError):
+    """Anything that went wrong between ranks; every other error of the library derives from it.
+
+    Whoever raises it says what it knows; the layers above add where it happened with
+    :meth:`locate`, and the text is put together only when it is read.
+
+    Attributes:
+        rank, size: The rank that raised, and the size of its group.
+        operation, call: The operation's name and its number in the group, counted from 1.
+        peer: The rank of the same group that it is about, where there is one.
+        nbytes: Bytes of the message in question.
+        waited_s: Seconds waited before giving up.
+
+    Example:
+        >>> print(CommError("nobody answered", rank=2, size=8, operation="all_reduce", call=17))
+        rank 2 of 8, all_reduce #17: nobody answered
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+        operation: str | None = None,
+        call: int | None = None,
+        peer: int | None = None,
+        nbytes: int | None = None,
+        waited_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank, self.size, self.operation, self.call = rank, size, operation, call
+        self.peer, self.nbytes, self.waited_s = peer, nbytes, waited_s
+
+    def locate(self, **known: Any) -> Self:
+        """Fill in fields that nobody has filled in yet, and return the error itself."""
+        for name, value in known.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        return self
+
+    def __str__(self) -> str:
+        where = []
+        if self.rank is not None:
+            where.append(f"rank {self.rank} of {self.size}" if self.size is not None else f"rank {self.rank}")
+        if self.operation is not None:
+            where.append(f"{self.operation} #{self.call}" if self.call is not None else self.operation)
+        return f"{', '.join(where)}: {self.message}" if where else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, {name: getattr(self, name) for name in _FIELDS})
+
+
+def _rebuild(kind: type[CommError], message: str, fields: dict[str, Any]) -> CommError:
+    return kind(message, **fields)
+
+
+class CommTimeoutError(CommError, TimeoutError):
+    """A wait ended at its timeout; the message names who is missing."""
+
+
+class PeerLostError(CommError, ConnectionError):
+    """Another rank died, left, or failed by an exception of its own."""
+
+
+class MismatchError(CommError, ValueError):
+    """Ranks called different operations, or the same one with arguments that do not fit together."""
+
+
+class DeadlockError(CommError):
+    """Every rank waits for another one; nothing can move any more."""
+
+
+class AbortedError(CommError):
+    """The communicator was aborted on purpose, by this rank or another."""
+
+
+class ClosedError(CommError):
+    """The communicator was closed before this call."""
+
+
+class UnavailableError(CommError, ImportError):
+    """A backend, a device or an optional package is not to be had here; the message says how to get it."""

@@ -1,0 +1,75 @@
+"""Things found by name: a file of a package, an entry point of another package, or what was registered."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar, cast
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """One new file is one new name; nothing needs to be listed anywhere.
+
+    Args:
+        kind: What one entry is called in messages ("transport").
+        package: The package whose modules are the entries. Also the entry-point group of other packages.
+        attribute: What of a module is the entry; the module itself if None.
+        aliases: Names that lead to another module of the package.
+
+    Example:
+        >>> collectives = Registry("all_reduce algorithm", "unisono.schedules.all_reduce")
+        >>> "ring" in collectives.names()
+        True
+        >>> collectives["rang"]
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown all_reduce algorithm 'rang'; known: ...
+    """
+
+    def __init__(
+        self, kind: str, package: str, attribute: str | None = None, aliases: dict[str, str] | None = None
+    ) -> None:
+        self.kind, self._package, self._attribute = kind, package, attribute
+        self._aliases = aliases or {}
+        self._registered: dict[str, T] = {}
+
+    def register(self, name: str, entry: T) -> T:
+        """Add an entry for this process; a name that is taken is an error."""
+        if name in self.names():
+            raise ValueError(f"the {self.kind} {name!r} exists already; choose another name")
+        self._registered[name] = entry
+        return entry
+
+    def unregister(self, name: str) -> None:
+        """Take back what `register` added."""
+        del self._registered[name]
+
+    def names(self) -> list[str]:
+        """Every known name, sorted; imports nothing but the package itself."""
+        return sorted({*self._modules(), *self._aliases, *self._foreign(), *self._registered})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._registered:
+            return self._registered[name]
+        module_name = self._aliases.get(name, name)
+        if module_name in self._modules():
+            module = importlib.import_module(f"{self._package}.{module_name}")
+            return cast(T, getattr(module, self._attribute) if self._attribute else module)
+        if name in self._foreign():
+            return cast(T, self._foreign()[name].load())
+        raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+
+    def _modules(self) -> list[str]:
+        package = importlib.import_module(self._package)
+        return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+
+    def _foreign(self) -> dict[str, Any]:
+        return {entry.name: entry for entry in entry_points(group=self._package)}

@@ -1,0 +1,119 @@
+"""The few values that every floor speaks of: messages, calls, reduce operations, work in progress."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["COLLECTIVE_TAG", "MAX_TAG", "Call", "Message", "Recv", "ReduceOp", "Send", "Work"]
+
+COLLECTIVE_TAG = -1
+"""The channel of collectives. Users' tags start at 0, so the two never match each other."""
+
+MAX_TAG = 2**24 - 1
+"""The largest tag that a user may give: what every transport with tags can carry."""
+
+
+class ReduceOp(StrEnum):
+    """How contributions are put together; a plain string of the same name does as well.
+
+    Example:
+        >>> ReduceOp("sum") is ReduceOp.SUM
+        True
+    """
+
+    SUM = "sum"
+    AVG = "avg"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Send:
+    """Send a one-dimensional contiguous tensor to `peer`; it must not change until the work is done."""
+
+    tensor: torch.Tensor
+    peer: int
+    tag: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recv:
+    """Receive into a one-dimensional contiguous tensor from `peer`; dtype and length match the send's."""
+
+    tensor: torch.Tensor
+    peer: int
+    tag: int = 0
+
+
+Message = Send | Recv
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One collective as it passes the door to a native implementation, or to a schedule.
+
+    All tensors are one-dimensional and contiguous. What `inputs` and `outputs` hold:
+
+    | name | inputs | outputs |
+    |---|---|---|
+    | all_reduce | the tensor | the same tensor |
+    | reduce | a tensor that may be overwritten | at the root the same tensor, elsewhere nothing |
+    | broadcast | at the root the tensor, elsewhere nothing | the tensor |
+    | gather | the tensor | at the root one a rank, elsewhere nothing |
+    | scatter | at the root one a rank, elsewhere nothing | the tensor |
+    | all_gather | the tensor | one a rank |
+    | reduce_scatter | one a rank | the tensor |
+    | all_to_all | one a rank | one a rank |
+    | barrier | nothing | nothing |
+
+    Attributes:
+        name: As in the table.
+        inputs, outputs: As in the table.
+        op: The reduce operation, never `avg` (the façade divides).
+        root: The rank that a rooted operation is about.
+        whole: Where the one-a-rank side consists of consecutive slices of one tensor, that tensor.
+    """
+
+    name: str
+    inputs: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[torch.Tensor, ...] = ()
+    op: ReduceOp | None = None
+    root: int | None = None
+    whole: torch.Tensor | None = None
+
+
+class Work(ABC):
+    """Something under way. Every transport and every asynchronous call returns one."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when it is done; raise its error, or `CommTimeoutError` after `timeout` seconds.
+
+        A wait that timed out may be repeated. Without `timeout`, the group's default holds.
+        """
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or badly. Never blocks."""
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """The error it ended with, or None (also while it runs)."""
+
+    @abstractmethod
+    def get_future(self) -> torch.futures.Future[None]:
+        """A future that completes, with no help from the caller, when the work does."""
+
+    def cancel(self) -> bool:
+        """Ask that it does not happen; whether that was still possible. By default it never is."""
+        return False

@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from unisono.control.base import Cause, Control
+from unisono.control.failure import error_of
+from unisono.control.local import LocalControl, LocalHub
 
-__all__ = ["Cause", "Control"]
+__all__ = ["Cause", "Control", "LocalControl", "LocalHub", "error_of"]

@@ -1,0 +1,57 @@
+# What can be done here; `make` alone prints the list.
+# Another interpreter: make install PYTHON=python3.12. More options: make demo ARGS='--ranks 4'.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+
+# A virtual environment knows its own path. One that came along with a copied or moved folder must be
+# made anew, or it would run the old folder's code; so the stamp's name tells where it was made.
+STAMP := $(VENV)/installed-in-$(shell pwd -P | cksum | cut -d ' ' -f 1)
+
+.PHONY: help install demo test soak bench lint format docs clean
+
+help: ## print this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+install: $(STAMP) ## make .venv with all that the tests and benchmarks need
+
+demo: $(STAMP) ## train on two ranks, and prove the result
+	$(PY) -m unisono demo $(ARGS)
+
+test: $(STAMP) ## all tests but the long ones: a few minutes
+	$(PY) -m pytest $(ARGS)
+
+soak: $(STAMP) ## all tests, the long ones too
+	$(PY) -m pytest -m '' --hypothesis-profile soak --timeout 1800 $(ARGS)
+
+bench: $(STAMP) ## answer every question in benchmarks/
+	@for script in benchmarks/[!_]*.py; do \
+		echo "== $$script"; $(PY) "$$script" $(ARGS) || exit 1; \
+	done
+
+lint: $(STAMP) ## style, types and floors
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
+
+format: $(STAMP) ## put the code into the one form that lint accepts
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs: $(STAMP) ## run every example in the documents and docstrings
+	$(PY) -m pytest tests/house/test_examples.py $(ARGS)
+
+clean: ## remove all that was made here
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find src tests benchmarks docs -name __pycache__ -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "unisono needs Python 3.11 or later. Name one: make install PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -e $(STAMP) || $(PYTHON) -m venv --clear $(VENV) || { \
+		echo "$(PYTHON) cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)

@@ -1,0 +1,93 @@
+"""What every call does first: is it this thread's communicator, is it open, are the arguments right."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Literal, Required, TypedDict
+
+import torch
+
+from unisono.engine import Engine
+from unisono.errors import CommError
+from unisono.tensors import check_tensor
+
+__all__ = ["Async", "Blocking", "Caller"]
+
+
+class Blocking(TypedDict, total=False):
+    """Keywords of a collective that returns when it is done."""
+
+    algorithm: str | None
+    async_op: Literal[False]
+    timeout: float | None
+
+
+class Async(TypedDict, total=False):
+    """Keywords of a collective that returns a `Work` at once."""
+
+    algorithm: str | None
+    async_op: Required[Literal[True]]
+    timeout: float | None
+
+
+class Caller:
+    """Base of the parts that `Communicator` is made of."""
+
+    _engine: Engine
+    _owner: int | None
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0 to `size` - 1."""
+        return self._engine.group.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._engine.group.size
+
+    def _enter(self, operation: str) -> None:
+        """Raise unless this thread may call, and the communicator still works."""
+        here = threading.get_ident()
+        if self._owner is None:
+            self._owner = here
+        if self._owner != here:
+            raise CommError(
+                f"this communicator belongs to another thread than {threading.current_thread().name!r}; "
+                "call hand_over() there first, or use dup() for a second communicator",
+                rank=self.rank,
+                size=self.size,
+                operation=operation,
+            )
+        self._engine.check(operation)
+
+    def _check_rank(self, rank: int, name: str, *, other: bool = False) -> None:
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise TypeError(f"{name} must be an int, not {type(rank).__name__}")
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{name}={rank} is no rank of this communicator, whose ranks are 0 to {self.size - 1}")
+        if other and rank == self.rank:
+            raise ValueError(f"{name}={rank} is this rank itself; copy the tensor instead")
+
+    def _check_tensor(self, tensor: torch.Tensor, name: str, *, written: bool = False) -> None:
+        check_tensor(tensor, name, self._engine.transport.devices, written=written)
+
+    def _check_list(
+        self, tensors: Sequence[torch.Tensor], name: str, like: torch.Tensor, *, written: bool = False
+    ) -> None:
+        """One tensor a rank, all of `like`'s dtype and device."""
+        if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+            raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
+        if len(tensors) != self.size:
+            raise ValueError(f"{name} must have one tensor for each of the {self.size} ranks, not {len(tensors)}")
+        for index, tensor in enumerate(tensors):
+            self._check_tensor(tensor, f"{name}[{index}]", written=written)
+            self._check_like(tensor, f"{name}[{index}]", like)
+
+    def _check_like(self, tensor: torch.Tensor, name: str, like: torch.Tensor) -> None:
+        if tensor.dtype != like.dtype or tensor.device != like.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, but the other tensor of the call is {like.dtype} "
+                f"on {like.device}; they must be alike"
+            )

@@ -1,0 +1,112 @@
+"""The form of what travels on a control connection: a mutual proof of the secret, then authenticated frames.
+
+Nothing is encrypted. Who does not know the secret can neither be heard nor pass for a rank, and cannot
+change, repeat, drop or reorder a frame without ending the connection.
+
+1. The client sends its hello: a fixed word and 32 random bytes, its nonce.
+2. The server sends its hello, and its proof: an HMAC-SHA256 over both nonces with the secret as key.
+3. The client sends its own proof. Both derive one key a direction; every later byte is in a frame.
+
+A frame is its length (4 bytes), a keyed BLAKE2 hash over its number and its content (16 bytes), and the
+content, which nobody parses before the hash is found right.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+from hashlib import blake2b
+
+__all__ = ["HELLO_BYTES", "MAX_FRAME_BYTES", "PROOF_BYTES", "Channel", "Greeting", "InvalidFrameError"]
+
+MAX_FRAME_BYTES = 64 << 20
+PROOF_BYTES = 32
+
+_WORD = b"unisono1"
+_NONCE_BYTES = 32
+HELLO_BYTES = len(_WORD) + _NONCE_BYTES
+
+_HEAD = struct.Struct("<I16s")
+_NUMBER = struct.Struct("<Q")
+
+
+class InvalidFrameError(ValueError):
+    """Bytes that the other side did not make, or not for this place."""
+
+
+class Channel:
+    """Seals what goes out, and opens what comes in, in order."""
+
+    def __init__(self, seal_key: bytes, open_key: bytes) -> None:
+        self._seal_key, self._open_key = seal_key, open_key
+        self._sealed = self._opened = 0
+        self._arrived = bytearray()
+
+    def seal(self, content: bytes) -> bytes:
+        """The frame to send next."""
+        if len(content) > MAX_FRAME_BYTES:
+            raise ValueError(f"{len(content)} bytes are more than the {MAX_FRAME_BYTES} that one message may have")
+        mac = _mac(self._seal_key, self._sealed, content)
+        self._sealed += 1
+        return _HEAD.pack(len(content), mac) + content
+
+    def open(self, data: bytes) -> list[bytes]:
+        """The contents of the frames that are complete with these bytes."""
+        self._arrived += data
+        contents = []
+        while len(self._arrived) >= _HEAD.size:
+            length, mac = _HEAD.unpack_from(self._arrived)
+            if length > MAX_FRAME_BYTES:
+                raise InvalidFrameError("a frame is too long")
+            end = _HEAD.size + length
+            if len(self._arrived) < end:
+                break
+            content = bytes(memoryview(self._arrived)[_HEAD.size : end])
+            if not hmac.compare_digest(mac, _mac(self._open_key, self._opened, content)):
+                raise InvalidFrameError("a frame is not authentic")
+            self._opened += 1
+            del self._arrived[:end]
+            contents.append(content)
+        return contents
+
+
+def _mac(key: bytes, number: int, content: bytes) -> bytes:
+    mac = blake2b(_NUMBER.pack(number), key=key, digest_size=16)
+    mac.update(content)
+    return mac.digest()
+
+
+class Greeting:
+    """One side's part in the proof that both know the secret.
+
+    Attributes:
+        hello: What to send first.
+    """
+
+    def __init__(self, secret: bytes, *, client: bool) -> None:
+        self._secret, self._client = secret, client
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self.hello = _WORD + self._nonce
+
+    def meet(self, hello: bytes) -> bool:
+        """Take the other side's hello; False if it speaks of something else."""
+        self._theirs = hello[len(_WORD) :]
+        return len(hello) == HELLO_BYTES and hello.startswith(_WORD)
+
+    def proof(self) -> bytes:
+        """What shows the other side that this one knows the secret."""
+        return self._derive(b"client" if self._client else b"server")
+
+    def accepts(self, proof: bytes) -> bool:
+        """Whether the other side knows it."""
+        return hmac.compare_digest(proof, self._derive(b"server" if self._client else b"client"))
+
+    def channel(self) -> Channel:
+        """For everything that follows."""
+        keys = self._derive(b"client's frames"), self._derive(b"server's frames")
+        return Channel(*keys) if self._client else Channel(*reversed(keys))
+
+    def _derive(self, purpose: bytes) -> bytes:
+        nonces = (self._nonce, self._theirs) if self._client else (self._theirs, self._nonce)
+        return hmac.digest(self._secret, b"unisono " + purpose + b"\0" + b"".join(nonces), "sha256")

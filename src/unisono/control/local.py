@@ -1,0 +1,111 @@
+"""The control plane of ranks that are threads of one process: the same state machine behind a lock."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from unisono.control.base import Cause
+from unisono.control.groups import Outgoing
+from unisono.control.requester import Requester
+from unisono.control.state import ControlState
+
+__all__ = ["LocalControl", "LocalHub"]
+
+T = TypeVar("T")
+
+_PATIENCE_S = 30.0
+
+
+class LocalHub:
+    """Where the ranks of one process meet. Make one, and give each rank a `control()` of its own.
+
+    Example:
+        >>> from unisono.group import Group
+        >>> control = LocalHub().control()
+        >>> alone = Group.world(0, 1)
+        >>> control.join(alone, print)
+        >>> control.exchange(alone, "who", "me", timeout=1.0)
+        ['me']
+    """
+
+    def __init__(self) -> None:
+        self._state = ControlState()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._controls: dict[int, LocalControl] = {}
+        self._objects: dict[str, Any] = {}
+        self._making = threading.RLock()
+
+    def control(self) -> LocalControl:
+        """The handle of one more rank."""
+        client = next(self._numbers)
+        control = self._controls[client] = LocalControl(self, client)
+        return control
+
+    def share(self, key: str, make: Callable[[], T]) -> T:
+        """As `Control.share`."""
+        with self._making:
+            if key not in self._objects:
+                self._objects[key] = make()
+            shared: T = self._objects[key]
+            return shared
+
+    def handle(self, client: int, number: int, words: tuple[Any, ...]) -> None:
+        """Take a request, and hand out what comes of it."""
+        with self._lock:
+            callbacks = self._deliver(self._state.handle(client, number, words))
+        for callback in callbacks:
+            callback()
+
+    def lost(self, client: int) -> None:
+        """A rank has ended without closing its handle: all groups that it was in fail."""
+        with self._lock:
+            self._controls.pop(client, None)
+            callbacks = self._deliver(self._state.lost(client))
+        for callback in callbacks:
+            callback()
+
+    def forget(self, client: int) -> None:
+        """A rank has closed its handle."""
+        self._controls.pop(client, None)
+
+    def _deliver(self, out: Outgoing) -> list[Callable[[], None]]:
+        addressed = ((self._controls.get(client), reply) for client, reply in out)
+        callbacks = (control._receive(reply) for control, reply in addressed if control is not None)
+        return [callback for callback in callbacks if callback is not None]
+
+
+class LocalControl(Requester):
+    """One rank's handle to its `LocalHub`.
+
+    Callbacks of `join` run in the thread whose request made the group fail.
+    """
+
+    def __init__(self, hub: LocalHub, client: int) -> None:
+        super().__init__(_PATIENCE_S)
+        self._hub, self._client = hub, client
+
+    @property
+    def _where(self) -> str:
+        return "the control plane of this process"
+
+    def _send(self, number: int, words: tuple[Any, ...]) -> None:
+        self._hub.handle(self._client, number, words)
+
+    def share(self, key: str, make: Callable[[], T]) -> T:
+        return self._hub.share(key, make)
+
+    def close(self) -> None:
+        if self._ended is None:
+            self._ask("bye")
+            self._end(Cause("ClosedError", None, "this control handle is closed"), fails_groups=False)
+            self._hub.forget(self._client)
+
+    def lose(self) -> None:
+        """End as a process does that is killed: without leaving. For tests, and for ranks that broke off."""
+        if self._ended is None:
+            self._end(Cause("ClosedError", None, "this control handle is closed"), fails_groups=False)
+            self._hub.lost(self._client)

@@ -1,0 +1,218 @@
+"""The control plane on the network: one daemon thread that serves every rank of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import selectors
+import socket
+import threading
+import time
+
+from unisono import wire
+from unisono.control.base import Cause
+from unisono.control.channel import MAX_FRAME_BYTES
+from unisono.control.connection import Connection
+from unisono.control.groups import Outgoing, Reply, failed
+from unisono.control.sockets import close_after_fork, listen, tune
+from unisono.control.state import ControlState
+
+__all__ = ["Server"]
+
+_log = logging.getLogger(__name__)
+
+_HELLO_WITHIN_S = 5.0
+_FLUSH_WITHIN_S = 1.0
+_MAX_STRANGERS = 512
+
+
+class Server:
+    """Listens at exactly the address given, and serves who knows the secret.
+
+    Args:
+        secret: What every client must know too.
+        host: An address of this host; the loopback interface unless told otherwise.
+        port: 0 takes any free one.
+
+    Raises:
+        CommError: The address cannot be listened at; the message says why, and what to do.
+
+    Example:
+        >>> from unisono.control.client import SocketControl
+        >>> server = Server(b"a secret")
+        >>> control = SocketControl(server.address, b"a secret", timeout=5.0)
+        >>> control.set("colour", b"blue")
+        >>> control.get("colour", timeout=1.0)
+        b'blue'
+        >>> control.close()
+        >>> server.close()
+    """
+
+    def __init__(self, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._secret = secret
+        self._listener = listen(host, port)
+        self._address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._state = ControlState()
+        self._known: dict[int, Connection] = {}
+        self._strangers: dict[int, Connection] = {}
+        self._broken: list[Connection] = []
+        self._numbers = itertools.count(1)
+        self._end_at: float | None = None
+        self._ended = False
+        self._lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ear = socket.socketpair()
+        for listening in (self._listener, self._ear):
+            listening.setblocking(False)
+            self._selector.register(listening, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="unisono control server", daemon=True)
+        self._thread.start()
+        close_after_fork(self)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        return self._address
+
+    def retire(self, patience_s: float) -> None:
+        """End as soon as no client is left, or in `patience_s` seconds. Returns at once."""
+        with self._lock:
+            self._end_at = time.monotonic() + patience_s
+        # The thread may have ended, and its sockets with it.
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+
+    def stay(self) -> bool:
+        """Take `retire` back; False if it is too late."""
+        with self._lock:
+            self._end_at = None
+            return not self._ended
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """Tell the clients goodbye, so that they do not take it for a death, and end. Again is harmless.
+
+        Clients that are there still get up to `patience_s` seconds to go first.
+        """
+        self.retire(patience_s)
+        self._thread.join(patience_s + _FLUSH_WITHIN_S + 1.0)
+
+    # -- the thread ----------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            while not self._over():
+                for key, events in self._selector.select(self._nap_s()):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is self._ear:
+                        self._ear.recv(4096)
+                    else:
+                        self._serve(key.data, events)
+                self._turn_away_who_is_late()
+                while self._broken:
+                    self._drop(self._broken.pop())
+            self._say_goodbye()
+        finally:
+            self._ended = True
+            self.let_go()
+
+    def _over(self) -> bool:
+        with self._lock:
+            over = self._end_at is not None and (not self._known or time.monotonic() >= self._end_at)
+            self._ended = self._ended or over
+            return over
+
+    def _nap_s(self) -> float | None:
+        times = [stranger.deadline for stranger in self._strangers.values()]
+        if self._end_at is not None:
+            times.append(self._end_at)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+            tune(peer)
+        except OSError as error:
+            # Out of descriptors: make room, rather than be told of the same connection for ever.
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
+                self._broken.append(next(iter(self._strangers.values())))
+            return
+        number = next(self._numbers)
+        stranger = Connection(number, peer, self._secret, time.monotonic() + _HELLO_WITHIN_S)
+        self._strangers[number] = stranger
+        self._selector.register(peer, selectors.EVENT_READ, stranger)
+        if len(self._strangers) > _MAX_STRANGERS:
+            self._broken.append(next(iter(self._strangers.values())))
+
+    def _serve(self, connection: Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                connection.flush()
+            contents = connection.read() if events & selectors.EVENT_READ else []
+            if connection.known and self._strangers.pop(connection.number, None):
+                self._known[connection.number] = connection
+            for content in contents:
+                self._handle(connection, content)
+            self._watch(connection)
+        # Whatever a client sends, or fails to: it ends this connection and no other.
+        except Exception as error:
+            _log.debug("control connection %d ends: %s", connection.number, error)
+            self._broken.append(connection)
+
+    def _handle(self, connection: Connection, content: bytes) -> None:
+        number, words = wire.decode(content)
+        self._tell(self._state.handle(connection.number, number, words))
+        connection.in_peace = connection.in_peace or words == ("bye",)
+
+    def _tell(self, out: Outgoing) -> None:
+        for client, reply in out:
+            connection = self._known.get(client)
+            if connection is not None:
+                try:
+                    connection.write(_encoded(reply))
+                    self._watch(connection)
+                except OSError:
+                    self._broken.append(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Be told when the rest can be sent, if there is a rest."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waiting else 0)
+        if self._selector.get_key(connection.peer).events != events:
+            self._selector.modify(connection.peer, events, connection)
+
+    def _drop(self, connection: Connection) -> None:
+        """End a connection; who has not said bye is lost to its groups."""
+        known = self._known.pop(connection.number, None)
+        if known is None and self._strangers.pop(connection.number, None) is None:
+            return
+        self._selector.unregister(connection.peer)
+        connection.peer.close()
+        if known is not None and not connection.in_peace:
+            self._tell(self._state.lost(connection.number))
+
+    def _turn_away_who_is_late(self) -> None:
+        now = time.monotonic()
+        self._broken += [stranger for stranger in self._strangers.values() if stranger.deadline <= now]
+
+    def _say_goodbye(self) -> None:
+        deadline = time.monotonic() + _FLUSH_WITHIN_S
+        for connection in self._known.values():
+            with contextlib.suppress(OSError):
+                connection.write(_encoded((0, "goodbye", None)))
+                connection.flush_until(deadline)
+
+    def let_go(self) -> None:
+        """Close every descriptor."""
+        for connection in (*self._known.values(), *self._strangers.values()):
+            connection.peer.close()
+        for held in (self._listener, self._bell, self._ear, self._selector):
+            held.close()
+
+
+def _encoded(reply: Reply) -> bytes:
+    content = wire.encode(reply)
+    if len(content) <= MAX_FRAME_BYTES:
+        return content
+    message = f"the values of all ranks together have {len(content) >> 20} MiB, more than the {MAX_FRAME_BYTES >> 20} "
+    return wire.encode(failed(reply[0], Cause("CommError", None, message + "that the control plane carries at once")))

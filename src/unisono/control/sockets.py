@@ -1,0 +1,93 @@
+"""Sockets as the control plane wants them, and what to say when they cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import weakref
+from typing import Protocol
+
+from unisono.errors import CommError
+
+__all__ = ["Holder", "close_after_fork", "listen", "tune"]
+
+# A host that vanishes without a word is noticed after about this long.
+_SILENCE_S = 20
+
+
+class Holder(Protocol):
+    """What holds descriptors that a forked child must not keep open."""
+
+    def let_go(self) -> None:
+        """Close every descriptor, and touch nothing that the parent still uses."""
+        ...
+
+
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+
+def close_after_fork(holder: Holder) -> None:
+    """Have a forked child let go at once; else a killed rank seems alive for as long as its children are."""
+    _holders.add(holder)
+
+
+def _in_child() -> None:
+    for holder in list(_holders):
+        with contextlib.suppress(OSError):
+            holder.let_go()
+    _holders.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def tune(peer: socket.socket) -> None:
+    """Send small messages at once, and notice when the other host is gone."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": _SILENCE_S // 2,
+        "TCP_KEEPINTVL": _SILENCE_S // 4,
+        "TCP_KEEPCNT": 2,
+        "TCP_USER_TIMEOUT": _SILENCE_S * 1000,
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket at exactly this address.
+
+    Raises:
+        CommError: It cannot be had; why, and what to do.
+    """
+    listener = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        # Connections of a server that has just ended do not keep its port from the next one.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise CommError(f"cannot listen at {host}:{port}: {_reason(error, host, port)}") from error
+    return listener
+
+
+def _reason(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} is taken by another program; choose another one "
+            "(in MASTER_PORT, or in tcp://host:port), the same on every rank, or end that program"
+        )
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is no address of this host; rank 0 has to run on the host that the address names"
+    if error.errno == errno.EACCES:
+        return f"port {port} is reserved; choose one from 1024 to 65535"
+    return f"{error.strerror or error}"

@@ -1,0 +1,224 @@
+"""Carries out plans one after another, in the order of calls, and keeps the first cause of a failure."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from unisono.control import Cause, Control, error_of
+from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
+from unisono.execute import execute
+from unisono.plan import Plan
+from unisono.reduction import combine
+from unisono.schedules import SCHEDULES, chunks_of
+from unisono.select import NATIVE, choose
+from unisono.site import call_site
+from unisono.transport import Fingerprint, Options, Transport
+from unisono.types import ReduceOp, Work
+from unisono.work import Completion
+from unisono.wrappers.trace import traced
+
+__all__ = ["Engine"]
+
+_PATIENCE_S = 1.0
+"""How long a broken connection waits to be told, over the control plane, who was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    plan: Plan
+    transport: Transport
+    algorithm: str
+    fingerprint: Fingerprint
+    timeout: float
+    inference: bool
+
+
+class Engine:
+    """The moving part of one communicator. Collectives run one at a time, in the order of their calls.
+
+    A blocking call drives itself. An asynchronous one is driven by one thread, made when first needed;
+    a blocking call that comes while that thread is busy takes its turn there.
+    """
+
+    def __init__(self, transport: Transport, control: Control, options: Options) -> None:
+        self.transport, self.control, self.options = transport, control, options
+        self.group = transport.group
+        self.closed = False
+        self._broken: Cause | None = None
+        self._calls = 0
+        self._jobs: queue.SimpleQueue[tuple[_Job, Completion] | None] = queue.SimpleQueue()
+        self._pending = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    # -- state ---------------------------------------------------------------------------------
+    def check(self, operation: str) -> None:
+        """Raise if nothing can be called any more."""
+        if self.closed:
+            raise self._located(ClosedError("the communicator is closed; make a new one"), operation)
+        if self._broken is not None:
+            raise self._located(error_of(self._broken, self.group), operation)
+
+    def on_failure(self, cause: Cause) -> None:
+        """What the control plane calls, from its own thread, when the group has failed."""
+        if self._broken is None and not self.closed:
+            self._broken = cause
+            self.transport.abort(error_of(cause, self.group))
+
+    def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
+        """Break the group for this error, and return the error to raise: the group's first cause."""
+        cause = _cause_of(error, self.group.rank, operation)
+        anonymous = isinstance(error, PeerLostError) and error.peer is None
+        known = self._broken or self.control.cause(self.group, _PATIENCE_S if anonymous else 0.0)
+        first = known or self.control.fail(self.group, cause)
+        self.on_failure(first)
+        if not isinstance(error, CommError):
+            return error
+        if first != cause and not (isinstance(error, AbortedError) or type(error).__name__ == first.kind):
+            told = error_of(first, self.group)
+            told.__cause__ = error
+            error = told
+        return self._located(error, operation, call)
+
+    def _located(self, error: CommError, operation: str, call: int | None = None) -> CommError:
+        return error.locate(rank=self.group.rank, size=self.group.size, operation=operation, call=call)
+
+    # -- collectives ---------------------------------------------------------------------------
+    def run(self, plan: Plan, name: str, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
+        """Carry out a plan now, or soon; None when it is done, or the work under way."""
+        job = self._prepare(plan, name, algorithm, timeout)
+        with self._lock:
+            queued = async_op or self._pending > 0
+            if queued:
+                self._pending += 1
+        if not queued:
+            self._perform(job)
+            return None
+        work = Completion(job.timeout)
+        self._start_thread()
+        self._jobs.put((job, work))
+        if async_op:
+            return work
+        work.wait(job.timeout + self.options.timeout_s)
+        return None
+
+    def _prepare(self, plan: Plan, name: str, algorithm: str | None, timeout: float | None) -> _Job:
+        call, example = plan.call, plan.example
+        chosen = choose(self.transport, call, plan.nbytes, algorithm)
+        self._calls += 1
+        fingerprint = Fingerprint(
+            call=self._calls,
+            operation=name,
+            op=None if call.op is None else call.op.value,
+            root=call.root,
+            dtype=None if example is None else str(example.dtype).removeprefix("torch."),
+            counts=plan.counts,
+            device=None if example is None else example.device.type,
+            algorithm=chosen,
+            sends=plan.sends,
+            receives=plan.receives,
+            shape=None if example is None else tuple(example.shape),
+            site=call_site(),
+        )
+        limit = self.options.timeout_s if timeout is None else timeout
+        return _Job(plan, traced(self.transport), chosen, fingerprint, limit, torch.is_inference_mode_enabled())
+
+    def _perform(self, job: _Job) -> None:
+        deadline = time.monotonic() + job.timeout
+        mark = job.fingerprint
+        try:
+            with torch.no_grad():
+                job.transport.begin(mark, job.timeout)
+                for action in job.plan.staging.before:
+                    action()
+                left = max(0.0, deadline - time.monotonic())
+                if job.algorithm == NATIVE:
+                    job.transport.collective(job.plan.call).wait(left)
+                else:
+                    self._follow(job, left)
+                for action in job.plan.staging.after:
+                    action()
+        except BaseException as error:
+            told = self.failed(error, mark.operation, mark.call)
+            if told is error:
+                raise
+            raise told from error
+
+    def _follow(self, job: _Job, timeout: float) -> None:
+        plan, call, size = job.plan, job.plan.call, self.group.size
+        schedule = SCHEDULES[call.name][job.algorithm]
+        root = call.root or 0
+        for action in plan.placing:
+            action()
+        execute(
+            job.transport,
+            schedule.steps((self.group.rank - root) % size, size),
+            plan.layout(chunks_of(schedule, call.name, size)),
+            partial(combine, call.op or ReduceOp.SUM),
+            segment_bytes=self.options.chunk_bytes,
+            timeout=timeout,
+            root=root,
+        )
+        for action in plan.collecting:
+            action()
+
+    # -- the progress thread -------------------------------------------------------------------
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            name = f"unisono {self.group.name} rank {self.group.rank}"
+            self._thread = threading.Thread(target=self._progress, name=name, daemon=True)
+            self._thread.start()
+
+    def _progress(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, work = item
+            error: BaseException | None = None
+            try:
+                self.check(job.fingerprint.operation)
+                with torch.inference_mode(job.inference):
+                    self._perform(job)
+            except BaseException as raised:
+                error = raised
+            with self._lock:
+                self._pending -= 1
+            work.complete(error)
+
+    def close(self, patience: float) -> None:
+        """Take no more calls, finish what was started, and leave; waits a little for the others to leave too."""
+        self.closed = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(self.options.timeout_s)
+        try:
+            if self._broken is None and self.group.size > 1:
+                self._part(patience)
+            self.control.leave(self.group)
+        except CommError:
+            # The control plane went first; there is nobody left to tell.
+            pass
+        self.transport.close()
+
+    def _part(self, patience: float) -> None:
+        """Wait for the last one to leave, so that its last message is not cut off; nobody is blamed."""
+        name = self.group.name
+        if self.control.add(f"{name}/left", 1) == self.group.size:
+            self.control.set(f"{name}/all left", b"")
+        with suppress(CommTimeoutError):
+            self.control.get(f"{name}/all left", patience)
+
+
+def _cause_of(error: BaseException, rank: int, operation: str) -> Cause:
+    if isinstance(error, CommError):
+        about = error.peer if error.peer is not None else rank
+        return Cause(type(error).__name__, about, error.message)
+    return Cause("PeerLostError", rank, f"rank {rank} failed in {operation}: {type(error).__name__}: {error}")
+
+

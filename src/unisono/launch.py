@@ -1,0 +1,184 @@
+"""Start: `init` joins a group from inside a process, `launch` starts the ranks of one host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from unisono import bootstrap
+from unisono.communicator import Check, Communicator
+from unisono.group import Group
+from unisono.launching.job import Job, conclude
+from unisono.launching.threads import run_threads
+from unisono.transport import Options, Transport
+from unisono.transports import TRANSPORTS
+
+__all__ = ["init", "launch"]
+
+_log = logging.getLogger("unisono")
+
+TIMEOUT_S = 300.0
+CHUNK_BYTES = 1 << 20
+Wrap = Callable[[Transport], Transport]
+
+
+def init(
+    backend: str = "auto",
+    *,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float = TIMEOUT_S,
+    device: str | torch.device | None = None,
+    secret: str | bytes | None = None,
+    check: Check = "auto",
+    chunk_bytes: int = CHUNK_BYTES,
+    wrap: Wrap | None = None,
+) -> Communicator:
+    """Join the other ranks of a job, and return the communicator of all of them.
+
+    Who and where the others are comes from `init_method`, else from torchrun's environment, else this
+    process is a world of one. What was decided is logged (logger "unisono", level info).
+
+    Args:
+        backend: A transport's name, or "auto": nccl where each rank has a GPU, else gloo.
+        init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
+            "file:///path", as in torch; the latter two need `rank` and `world_size`.
+        rank, world_size: This process's place; from the environment if None.
+        timeout: Seconds for joining, and the default for every operation.
+        device: Where this rank's tensors live; "cuda:<local rank>" with nccl, else "cpu".
+        secret: What ranks prove to each other that they belong together. If None, the variable
+            UNISONO_SECRET, else a key of this user that the first rank of a host makes (mode 0600).
+        check: "auto" compares before each collective what all ranks are about to do; "off" does not.
+        chunk_bytes: Largest message of a schedule; the same on all ranks.
+        wrap: Applied to the transport, for tracing or fault injection.
+
+    Raises:
+        ValueError: An unknown backend or init method, or numbers that make no sense.
+        CommTimeoutError: The first rank cannot be reached, or ranks are missing.
+        UnavailableError: The backend is not to be had here; says how to get it.
+
+    Example:
+        >>> comm = un.init()
+        >>> comm.rank, comm.size
+        (0, 1)
+        >>> comm.close()
+    """
+    _check_common(timeout, chunk_bytes)
+    if backend != "auto":
+        TRANSPORTS[backend]
+    place = bootstrap.find(init_method, rank, world_size, timeout, secret)
+    try:
+        name = _resolve(backend, place.size)
+        options = _options(name, device, place.local_rank or 0, timeout, chunk_bytes, place.address)
+        _log.info("unisono: rank %d of %d by %s, backend %s", place.rank, place.size, place.source, name)
+        transport_type = TRANSPORTS[name]
+        if transport_type.in_process and place.size > 1:
+            raise ValueError(
+                f"ranks of backend {name!r} live in one process: start them by launch(fn, {place.size}, {name!r})"
+            )
+        transport = transport_type.connect(Group.world(place.rank, place.size, place.name), place.control, options)
+        comm = Communicator(wrap(transport) if wrap else transport, place.control, options, check=check)
+    except BaseException:
+        place.close()
+        raise
+    comm.on_close(place.close)
+    return comm
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int = 2,
+    backend: str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float = TIMEOUT_S,
+    on_failure: Literal["end", "continue"] = "end",
+    check: Check = "auto",
+    device: str | torch.device | None = None,
+    threads: int | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    wrap: Wrap | None = None,
+) -> list[Any]:
+    """Run `fn(comm, *args, **kwargs)` on `nprocs` ranks of this host, and return each rank's result.
+
+    Ranks are processes of a forkserver that has torch in memory (about 1 s for the first, 0.05 s for
+    each further one), or threads of this process with backend "thread". Works from a script (call it
+    under `if __name__ == "__main__":`), from `python -`, from tests and from a notebook: functions
+    that a process cannot import travel by value.
+
+    Args:
+        fn: The program of every rank.
+        nprocs: How many ranks.
+        backend: A transport's name; "auto" is nccl where each rank has a GPU, else gloo.
+        args, kwargs: Passed on; they are pickled for ranks that are processes.
+        timeout: The default of every operation of the communicator, in seconds; not of the whole run.
+        on_failure: "end": after a rank's exception the others have 3 s to end by their own error, then
+            are ended, and the first error is raised here, with that rank's traceback before it.
+            "continue": the results of the survivors are returned; a failed rank's place holds its error.
+        check, device, chunk_bytes, wrap: As for `init`.
+        threads: Torch threads of each rank; OMP_NUM_THREADS or an equal share of the cores if None.
+
+    Raises:
+        Exception: What the first failing rank raised.
+        PeerLostError: A rank's process ended without a word; says by which signal or code.
+
+    Example:
+        >>> un.launch(lambda comm, x: comm.rank * x, nprocs=3, backend="thread", args=(10,))
+        [0, 10, 20]
+    """
+    _check_common(timeout, chunk_bytes)
+    if not isinstance(nprocs, int) or nprocs < 1:
+        raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
+    if on_failure not in ("end", "continue"):
+        raise ValueError(f"on_failure must be 'end' or 'continue', not {on_failure!r}")
+    if not callable(fn):
+        raise TypeError(f"fn must be a function that takes the communicator, not {type(fn).__name__}")
+    name = _resolve(backend, nprocs)
+    options = _options(name, device, None, timeout, chunk_bytes, "127.0.0.1")
+    job = Job(fn, tuple(args), dict(kwargs or {}), TRANSPORTS[name], options, check, wrap)
+    if job.transport.in_process:
+        ended = run_threads(job, nprocs, on_failure)
+    else:
+        from unisono.launching.processes import run_processes
+
+        ended = run_processes(job, nprocs, on_failure, threads)
+    return conclude(ended, nprocs, on_failure)
+
+
+def _check_common(timeout: float, chunk_bytes: int) -> None:
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be a positive int, not {chunk_bytes!r}")
+
+
+def _resolve(backend: str, size: int) -> str:
+    """The transport that a name, or "auto", stands for."""
+    if backend != "auto":
+        TRANSPORTS[backend]
+        return backend
+    if torch.cuda.is_available() and torch.cuda.device_count() >= size and torch.distributed.is_nccl_available():
+        return "nccl"
+    return "thread" if size == 1 else "gloo"
+
+
+def _options(
+    backend: str,
+    device: str | torch.device | None,
+    local_rank: int | None,
+    timeout: float,
+    chunk_bytes: int,
+    address: str,
+) -> Options:
+    if device is not None:
+        chosen = str(device)
+    elif backend == "nccl":
+        chosen = "cuda" if local_rank is None else f"cuda:{local_rank}"
+    else:
+        chosen = "cpu"
+    return Options(backend, chosen, timeout, address, chunk_bytes)

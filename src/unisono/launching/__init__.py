@@ -1,0 +1,5 @@
+"""How `launch` starts ranks: as threads of this process, or as processes of a forkserver."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

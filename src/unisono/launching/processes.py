@@ -1,0 +1,195 @@
+"""Ranks as processes of this host, forked from a server that has torch in memory already."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import multiprocessing
+import os
+import pickle
+import secrets
+import signal
+import sys
+import time
+from multiprocessing import connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from unisono.control.server import Server
+from unisono.errors import CommError, PeerLostError
+from unisono.launching.job import GRACE_S, Job, Outcome
+from unisono.launching.rank import Orders, live
+
+__all__ = ["run_processes"]
+
+_END_S = 1.0
+
+
+def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> list[Outcome]:
+    """Run a job on `size` processes; outcomes in the order in which ranks ended. None outlives the call."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise CommError(
+            "launch was called while a rank was importing your main script; put the call "
+            "under if __name__ == '__main__':"
+        )
+    context, server = _context(), Server(secret := secrets.token_bytes(32))
+    payload = _dump(job)
+    ranks: list[tuple[BaseProcess, connection.Connection]] = []
+    ended: list[Outcome] = []
+    try:
+        for rank in range(size):
+            reader, writer = context.Pipe(duplex=False)
+            orders = Orders(
+                rank, size, payload, dict(os.environ), server.address, secret, _threads(threads, size), _outputs()
+            )
+            process: BaseProcess = context.Process(target=live, args=(orders, writer), name=f"unisono rank {rank}")  # type: ignore[attr-defined]
+            process.start()
+            writer.close()
+            ranks.append((process, reader))
+        _watch(ranks, on_failure, ended)
+        return ended
+    finally:
+        heard = {outcome.rank for outcome in ended}
+        _end(
+            [process for rank, (process, _) in enumerate(ranks) if rank not in heard],
+            [process for rank, (process, _) in enumerate(ranks) if rank in heard],
+        )
+        for _, reader in ranks:
+            reader.close()
+        server.close()
+
+
+def _watch(
+    ranks: list[tuple[BaseProcess, connection.Connection]], on_failure: str, ended: list[Outcome]
+) -> None:
+    """Collect outcomes until all ranks have ended, or the grace after a failure is over."""
+    open_ranks = {reader: (rank, process) for rank, (process, reader) in enumerate(ranks)}
+    deadline: float | None = None
+    while open_ranks:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        for reader in connection.wait(list(open_ranks), left):
+            assert isinstance(reader, connection.Connection)
+            rank, process = open_ranks.pop(reader)
+            ended.append(_outcome(rank, len(ranks), process, reader))
+            if ended[-1].error is not None and on_failure == "end" and deadline is None:
+                deadline = time.monotonic() + GRACE_S
+
+
+def _outcome(rank: int, size: int, process: BaseProcess, reader: connection.Connection) -> Outcome:
+    """What a rank reported, or how it ended if it did not."""
+    try:
+        message = pickle.loads(reader.recv_bytes())
+    except EOFError:
+        process.join(_END_S)
+        return Outcome(rank, error=_unheard(rank, size, process.exitcode))
+    if message[0] == "result":
+        return Outcome(rank, pickle.loads(message[1]))
+    return Outcome(rank, error=pickle.loads(message[1]), trace=message[2])
+
+
+def _unheard(rank: int, size: int, code: int | None) -> PeerLostError:
+    if code is not None and code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+    else:
+        how = (
+            f"ended with exit code {code} before it could report; its output says why. (A script that calls launch "
+            "must do so under if __name__ == '__main__':)"
+        )
+    return PeerLostError(f"rank {rank} of {size} {how}", peer=rank)
+
+
+def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
+    """Ranks that reported are about to exit; the others are told to, and then made to."""
+    for process in quiet:
+        process.terminate()
+    deadline = time.monotonic() + _END_S
+    for process in (*quiet, *reported):
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _context() -> BaseContext:
+    """The forkserver with torch preloaded: 1.1 s for the first rank, 0.05 s for each further one."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # The main script of a test run is pytest, which every rank would otherwise import anew.
+    context.set_forkserver_preload(["unisono.launching.preload", *(["pytest"] if "pytest" in sys.modules else [])])
+    return context
+
+
+def _threads(asked: int | None, size: int) -> int:
+    if asked is not None:
+        return asked
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else max(1, (os.cpu_count() or 1) // size)
+
+
+def _outputs() -> tuple[Any, Any] | None:
+    """The caller's output, which the forkserver's is not if a test or a notebook has redirected it since."""
+    if sys.platform == "win32":
+        return None
+    return tuple(_Descriptor(number) for number in (1, 2))  # type: ignore[return-value]
+
+
+class _Descriptor:
+    """A file descriptor that is duplicated into the child when it is pickled for it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        from multiprocessing.reduction import DupFd
+
+        return _keep, (DupFd(self.number),)
+
+
+def _keep(copy: Any) -> Any:
+    return copy
+
+
+def _dump(job: Job) -> bytes:
+    """The job by reference where a rank can import it, else by value."""
+    main = sys.modules.get("__main__")
+    try:
+        if _importable(job.fn, main):
+            return pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    module = sys.modules.get(getattr(job.fn, "__module__", "") or "")
+    by_value = module is not None and module is not main and not _found(module)
+    if by_value:
+        assert module is not None
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(job)
+    except Exception as error:
+        raise TypeError(f"fn, args or kwargs cannot be sent to the ranks: {error}") from error
+    finally:
+        if by_value:
+            assert module is not None
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable(fn: Any, main: ModuleType | None) -> bool:
+    module = sys.modules.get(getattr(fn, "__module__", "") or "")
+    if module is None or (module is main and not hasattr(main, "__file__")):
+        return False
+    return module is main or _found(module)
+
+
+def _found(module: ModuleType) -> bool:
+    """Whether a fresh process with the same path would import this very module by its name."""
+    parent, _, _ = module.__name__.rpartition(".")
+    if parent and not (parent in sys.modules and _found(sys.modules[parent])):
+        return False
+    path = sys.modules[parent].__path__ if parent else None
+    spec = importlib.machinery.PathFinder.find_spec(module.__name__, path)
+    return spec is not None and module.__spec__ is not None and spec.origin == module.__spec__.origin

@@ -1,0 +1,88 @@
+"""The life of one rank that is a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+
+from unisono.control.client import SocketControl
+from unisono.group import Group
+from unisono.launching.job import Job
+
+__all__ = ["Orders", "live"]
+
+
+@dataclass(slots=True)
+class Orders:
+    """What the launching process tells a rank. Goes by multiprocessing's own way from parent to child.
+
+    Attributes:
+        job: A `Job`, pickled: it may need the caller's main module, which is imported first.
+        environment: The caller's, for the forkserver keeps the one it was started with.
+        address, secret: Of the control plane, which the caller hosts.
+        outputs: Copies of the caller's standard output and error.
+    """
+
+    rank: int
+    size: int
+    job: bytes
+    environment: dict[str, str]
+    address: tuple[str, int]
+    secret: bytes
+    threads: int
+    outputs: tuple[Any, Any] | None
+
+
+def live(orders: Orders, report: Connection) -> None:
+    """Be a rank: set up, run the job, send what came of it to the launching process."""
+    # An interrupt at the terminal is for the launching process, which then ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.clear()
+    os.environ.update(orders.environment)
+    if orders.outputs is not None:
+        for number, copy in zip((1, 2), orders.outputs, strict=True):
+            os.dup2(copy.detach(), number)
+    torch.set_num_threads(orders.threads)
+    try:
+        job: Job = cloudpickle.loads(orders.job)
+        control = SocketControl(orders.address, orders.secret, job.options.timeout_s, on_orphan=_end)
+        result = job.run(Group.world(orders.rank, orders.size), control)
+        message = ("result", _pickled(result, orders.rank))
+    except BaseException as error:
+        message = ("error", _portable(error), "".join(traceback.format_exception(error)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    report.send_bytes(cloudpickle.dumps(message))
+
+
+def _end() -> None:
+    """The launching process is gone: nobody is left to work for."""
+    os._exit(1)
+
+
+def _pickled(result: Any, rank: int) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the result of rank {rank}, {type(result).__name__}, cannot be sent back ({error}); "
+            "return numbers, strings, containers, tensors or None"
+        ) from error
+
+
+def _portable(error: BaseException) -> bytes:
+    """The error pickled, or a plain one that says the same."""
+    try:
+        data = cloudpickle.dumps(error)
+        cloudpickle.loads(data)
+    except Exception:
+        return cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return data

@@ -1,0 +1,66 @@
+"""How two tensors become one, for each reduce operation, and which dtypes each can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from unisono.types import ReduceOp
+
+__all__ = ["HALVES", "check_reducible", "combine", "parse_op"]
+
+HALVES = (torch.float16, torch.bfloat16)
+"""Averages of these divide before they sum, so that the sum does not overflow."""
+
+_COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
+    """Write `low` op `high` to `out` (which may be either). `low` is the lower rank's, so that bits agree."""
+    _COMBINE[op](low, high, out=out)
+
+
+def parse_op(op: str | ReduceOp | object) -> ReduceOp:
+    """A `ReduceOp` from its name, or from torch's own `ReduceOp`; `ValueError` lists the known.
+
+    Example:
+        >>> parse_op("SUM")
+        <ReduceOp.SUM: 'sum'>
+    """
+    name = str(getattr(op, "op", op)).rsplit(".", 1)[-1].lower()
+    try:
+        return ReduceOp(name)
+    except ValueError:
+        known = ", ".join(member.value for member in ReduceOp)
+        raise ValueError(f"unknown reduce operation {op!r}; known: {known}") from None
+
+
+def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
+    """`ValueError` if torch cannot reduce this dtype by this operation."""
+    if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(
+            f"avg of {dtype} would lose the fraction: use op='sum' and divide yourself, or convert to a float dtype"
+        )
+    if not _reducible(op, dtype):
+        raise ValueError(f"torch cannot do {op.value} on {dtype}; convert the tensor first")
+
+
+@cache
+def _reducible(op: ReduceOp, dtype: torch.dtype) -> bool:
+    try:
+        one = torch.ones(1, dtype=dtype)
+        combine(op, one, one.clone(), one)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""All ranks end with every rank's chunk: one file, one algorithm."""

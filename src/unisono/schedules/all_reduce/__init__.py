@@ -1,0 +1,1 @@
+"""All ranks end with the reduction of everybody's message: one file, one algorithm."""

@@ -1,0 +1,1 @@
+"""No rank ends before every rank has begun: one file, one algorithm."""

@@ -1,0 +1,1 @@
+"""Rank 0 ends with every rank's chunk: one file, one algorithm."""

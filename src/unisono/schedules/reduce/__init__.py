@@ -1,0 +1,1 @@
+"""Rank 0 ends with the reduction of everybody's message: one file, one algorithm."""

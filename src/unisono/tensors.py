@@ -1,0 +1,114 @@
+"""Which tensors may be sent or written to, and how they become one-dimensional and contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["Staging", "check_apart", "check_tensor"]
+
+
+def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> None:
+    """`TypeError` or `ValueError` for a tensor that cannot be sent, or received into, without harm."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(f"{name} is {tensor.layout}; convert it with .to_dense() (or .dequantize()) first")
+    if tensor.device.type not in devices:
+        raise ValueError(
+            f"{name} is on {tensor.device}, which this backend cannot carry; it carries {', '.join(sorted(devices))}"
+        )
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} has a gradient history, which communication would lose in silence; "
+            "pass tensor.detach(), or call inside torch.no_grad()"
+        )
+    if written and not _injective(tensor):
+        raise ValueError(
+            f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), "
+            "as after expand(); pass tensor.contiguous() or a tensor of its own"
+        )
+
+
+def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
+    """`ValueError` if a tensor that is written shares any element with another of these."""
+    spans = sorted(
+        (
+            (t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size(), index, index < len(written), name, t)
+            for index, (name, t) in enumerate([*written, *read])
+            if t.numel()
+        ),
+        key=lambda span: span[:3],
+    )
+    for i, (_, stop, _, writes, name, tensor) in enumerate(spans):
+        for start, _, _, other_writes, other_name, other in spans[i + 1 :]:
+            if start >= stop:
+                break
+            if (writes or other_writes) and tensor.device == other.device and _share(tensor, other):
+                raise ValueError(f"{name} and {other_name} share memory; pass tensors of their own")
+
+
+class Staging:
+    """Turns the tensors of a call into one-dimensional contiguous ones, and results back.
+
+    Attributes:
+        before: To be run before anything moves.
+        after: To be run when all has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.before: list[Callable[[], object]] = []
+        self.after: list[Callable[[], object]] = []
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Flat memory with the tensor's elements: the tensor's own where possible."""
+        return self._flat(tensor, read=True, write=False)
+
+    def target(self, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
+        """Flat memory whose elements end up in the tensor; holding its present ones if `read`."""
+        return self._flat(tensor, read=read, write=True)
+
+    def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
+        tensor = tensor.detach()
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return tensor.view(-1)
+        flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        shaped = flat.view(tensor.shape)
+        if read:
+            self.before.append(lambda: shaped.copy_(tensor))
+        if write:
+            self.after.append(lambda: tensor.copy_(shaped))
+        return flat
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _injective(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory."""
+    if tensor.is_contiguous() or tensor.numel() < 2:
+        return True
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    reach = 1
+    for stride, size in dims:
+        if stride < reach:
+            # Strides that interleave may still be injective: only counting tells.
+            return stride > 0 and _places(tensor, 0).unique().numel() == tensor.numel()
+        reach += (size - 1) * stride
+    return True
+
+
+def _places(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """The position of each element in memory, counted in elements from `offset` before the first."""
+    return torch.arange(_extent(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1) + offset
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    if a.element_size() != b.element_size() or (b.data_ptr() - a.data_ptr()) % a.element_size():
+        return True
+    return bool(torch.isin(_places(b, (b.data_ptr() - a.data_ptr()) // a.element_size()), _places(a, 0)).any())

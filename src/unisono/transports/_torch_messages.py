@@ -1,0 +1,147 @@
+"""Users' messages over gloo: in envelopes, so that one that does not fit is an error and not the end of the process."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.crew import Crew
+from unisono.errors import CommError, MismatchError
+from unisono.types import Message, Recv, Send, Work
+from unisono.work import Countdown
+
+if TYPE_CHECKING:
+    from unisono.transports.torch import TorchTransport
+
+__all__ = ["Envelopes"]
+
+_HEADER = struct.Struct("<q24s")
+_ENVELOPE_BYTES = 4096
+_INLINE_BYTES = _ENVELOPE_BYTES - _HEADER.size
+_FIRST_TAG = (1 << 28) + 1
+_DAY = timedelta(days=1)
+
+_Stream = tuple[int, int]
+
+
+class Envelopes:
+    """Each message is an envelope of 4 KiB, with length, dtype and up to 4064 bytes, and a rest if it is longer.
+
+    Gloo's waits cannot be interrupted, nor tried again, so they are done by threads; what the user
+    waits for is completed by those.
+    """
+
+    def __init__(self, transport: TorchTransport) -> None:
+        self._transport = transport
+        self._crew = Crew(f"unisono messages {transport.group.name}")
+        self._lock = threading.Lock()
+        self._streams: defaultdict[_Stream, deque[tuple[Recv, Countdown]]] = defaultdict(deque)
+        self._open: set[Countdown] = set()
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        work = Countdown(self._transport.timeout_s, batch)
+        with self._lock:
+            self._open.add(work)
+        work.when_done(lambda: self._open.discard(work))
+        for message in batch:
+            if isinstance(message, Send):
+                self._send(message, work)
+            else:
+                self._receive(message, work)
+        return work
+
+    def close(self, cause: BaseException | None) -> None:
+        """End what is still waited for."""
+        with self._lock:
+            left = list(self._open)
+        for work in left:
+            work.complete(cause)
+
+    # -- sending -------------------------------------------------------------------------------
+    def _send(self, message: Send, work: Countdown) -> None:
+        tensor, tag = message.tensor, _FIRST_TAG + 2 * message.tag
+        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+        header = _HEADER.pack(tensor.numel(), str(tensor.dtype).removeprefix("torch.").encode())
+        envelope[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        inline = tensor.nbytes <= _INLINE_BYTES
+        if inline:
+            envelope[_HEADER.size : _HEADER.size + tensor.nbytes] = tensor.view(torch.uint8)
+        started = [self._transport.start(Send(envelope, message.peer), tag)]
+        if not inline:
+            started.append(self._transport.start(message, tag + 1))
+        # The envelope must live as long as it is being sent.
+        self._crew.run(lambda: self._watch(started, envelope, message, work))
+
+    def _watch(self, started: list[Any], _envelope: torch.Tensor, message: Send, work: Countdown) -> None:
+        error = self._wait(started, message)
+        if error is None:
+            work.arrived(message)
+        else:
+            work.complete(error)
+
+    # -- receiving -----------------------------------------------------------------------------
+    def _receive(self, message: Recv, work: Countdown) -> None:
+        """Receives of one peer and tag are served in order, by one thread at a time."""
+        stream = (message.peer, message.tag)
+        with self._lock:
+            waiting = self._streams[stream]
+            waiting.append((message, work))
+            served = len(waiting) > 1
+        if not served:
+            self._crew.run(lambda: self._serve(stream))
+
+    def _serve(self, stream: _Stream) -> None:
+        while True:
+            with self._lock:
+                message, work = self._streams[stream][0]
+            error = self._take(message)
+            if error is None:
+                work.arrived(message)
+            else:
+                work.complete(error)
+            with self._lock:
+                self._streams[stream].popleft()
+                if not self._streams[stream]:
+                    del self._streams[stream]
+                    return
+
+    def _take(self, message: Recv) -> BaseException | None:
+        tensor, tag = message.tensor, _FIRST_TAG + 2 * message.tag
+        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+        try:
+            started = self._transport.start(Recv(envelope, message.peer), tag)
+            error = self._wait([started], message)
+            if error is not None:
+                return error
+            numel, name = _HEADER.unpack(bytes(envelope[: _HEADER.size].tolist()))
+            expected = str(tensor.dtype).removeprefix("torch.")
+            sent = name.rstrip(b"\0").decode()
+            if (numel, sent) != (tensor.numel(), expected):
+                return MismatchError(
+                    f"rank {message.peer} sent {numel} elements of {sent}, but the receive on rank "
+                    f"{self._transport.rank} is for {tensor.numel()} of {expected} (tag {message.tag})",
+                    peer=message.peer,
+                    nbytes=tensor.nbytes,
+                )
+            if tensor.nbytes <= _INLINE_BYTES:
+                tensor.view(torch.uint8).copy_(envelope[_HEADER.size : _HEADER.size + tensor.nbytes])
+                return None
+            return self._wait([self._transport.start(message, tag + 1)], message)
+        except CommError as raised:
+            return raised
+
+    def _wait(self, started: list[Any], message: Message) -> BaseException | None:
+        from unisono.transports.torch import translated
+
+        for work in started:
+            try:
+                work.wait(_DAY)
+            except RuntimeError as error:
+                return translated(error, [message])
+        return None

@@ -1,0 +1,205 @@
+"""Whatever torch.distributed has: gloo, nccl and other backends, without torch's global groups."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.control import Control
+from unisono.control.store import ControlStore
+from unisono.errors import CommError, PeerLostError, UnavailableError
+from unisono.group import Group
+from unisono.transport import Options, Transport
+from unisono.transports._torch_messages import Envelopes
+from unisono.transports._torch_native import NATIVE, carries, start
+from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Work
+from unisono.work import Completion, late
+
+__all__ = ["TRANSPORT", "TorchTransport"]
+
+_FIRST_TAG = 1 << 28
+"""Above the tags that the owner of a wrapped group is likely to use."""
+
+
+class TorchTransport(Transport):
+    """A process group of torch, driven directly: no default group, no names registered with torch.
+
+    With gloo, users' messages travel in an envelope that tells their length and dtype, since a
+    receive that does not fit ends the process there. Collectives need none: they are compared before.
+    """
+
+    native = NATIVE
+    latency_s = 150e-6
+    second_per_byte = 1e-9
+
+    def __init__(self, group: Group, backend: Any, control: Control, options: Options, *, owned: bool = True) -> None:
+        self.group, self._backend, self._control, self._options = group, backend, control, options
+        self._owned = owned
+        self._cuda = options.backend not in ("gloo", "mpi")
+        self.devices = frozenset({"cuda"} if self._cuda else {"cpu"})
+        self.tags = not self._cuda
+        self._broken: BaseException | None = None
+        self._envelopes = Envelopes(self)
+
+    @classmethod
+    def connect(cls, group: Group, control: Control, options: Options) -> TorchTransport:
+        return cls(group, _backend(group, control, options, lazy=False), control, options)
+
+    def split(self, group: Group) -> TorchTransport:
+        return TorchTransport(
+            group, _backend(group, self._control, self._options, lazy=True), self._control, self._options
+        )
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        if self._broken is not None:
+            work = Completion(0.0)
+            work.complete(self._broken)
+            return work
+        if self._cuda:
+            return self._post_grouped(batch)
+        if batch and batch[0].tag != COLLECTIVE_TAG:
+            return self._envelopes.post(batch)
+        return _Waits([(m, self.start(m, _FIRST_TAG)) for m in batch if m.tensor.numel()], self._options.timeout_s)
+
+    def start(self, message: Message, wire_tag: int) -> Any:
+        """Torch's own work of one message."""
+        try:
+            if isinstance(message, Recv):
+                return self._backend.recv([message.tensor], message.peer, wire_tag)
+            return self._backend.send([message.tensor], message.peer, wire_tag)
+        except RuntimeError as error:
+            raise translated(error, [message]) from error
+
+    def _post_grouped(self, batch: Sequence[Message]) -> Work:
+        """NCCL's way: all of a batch is one launch on the device's stream."""
+        self._backend._start_coalescing()
+        for message in batch:
+            self.start(message, 0)
+        return _Waits([(batch[0], self._backend._end_coalescing())] if batch else [], self._options.timeout_s)
+
+    @property
+    def timeout_s(self) -> float:
+        return self._options.timeout_s
+
+    # -- native collectives --------------------------------------------------------------------
+    def carries(self, call: Call) -> bool:
+        return call.name in self.native and carries(call, self._cuda)
+
+    def collective(self, call: Call) -> Work:
+        try:
+            work = start(self._backend, call)
+        except RuntimeError as error:
+            raise translated(error, []) from error
+        return _Waits([(None, work)] if work is not None else [], self._options.timeout_s)
+
+    # -- end -----------------------------------------------------------------------------------
+    def close(self) -> None:
+        self._envelopes.close(None)
+        self._backend = None if self._owned else self._backend
+
+    def abort(self, cause: BaseException) -> None:
+        self._broken = cause
+        self._envelopes.close(cause)
+        # Gloo's waits cannot be ended from here, but closing our ends of the connections ends the peers'.
+        if self._owned:
+            self._backend = _Gone(cause)
+
+
+class _Gone:
+    """What is left of a backend after an abort."""
+
+    def __init__(self, cause: BaseException) -> None:
+        self._cause = cause
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._cause
+
+
+class _Waits(Work):
+    """Torch's works of one batch. Waiting is the only thing that gloo lets one do with a message."""
+
+    def __init__(self, works: Sequence[tuple[Message | None, Any]], timeout_s: float) -> None:
+        self._works, self._timeout_s = works, timeout_s
+        self._done = False
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._done:
+            return
+        started = time.monotonic()
+        deadline = started + (self._timeout_s if timeout is None else timeout)
+        for message, work in self._works:
+            try:
+                # A wait of zero would mean one without end.
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                waited = time.monotonic() - started
+                self._error = translated(error, [message] if message is not None else [], waited)
+                raise self._error from error
+        self._done = True
+
+    def is_completed(self) -> bool:
+        return self._done or self._error is not None or all(work.is_completed() for _, work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def get_future(self) -> torch.futures.Future[None]:
+        raise NotImplementedError("collectives' inner messages are waited for, not watched")
+
+
+def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float = 0.0) -> CommError:
+    """Torch's error as one of ours. Gloo never names the rank that is gone; the control plane does."""
+    text = str(error)
+    if re.search(r"[Tt]imed? ?out|timeout", text):
+        return late(messages, waited_s)
+    peer = messages[0].peer if len(messages) == 1 else None
+    if re.search(r"[Cc]onnection (closed|reset|refused)|Broken pipe|closure|EOF", text):
+        return PeerLostError("the connection to a rank was lost", peer=None)
+    return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)
+
+
+def _backend(group: Group, control: Control, options: Options, *, lazy: bool) -> Any:
+    """A process group of torch's, met over our own store."""
+    store = dist.PrefixStore(f"torch/{group.name}", ControlStore(control))
+    timeout = timedelta(seconds=options.timeout_s)
+    if options.backend == "gloo":
+        if not dist.is_gloo_available():
+            raise UnavailableError("this build of torch has no gloo; use backend='thread', or another build of torch")
+        settings = dist.ProcessGroupGloo._Options()
+        settings._timeout = timeout
+        settings._devices = [_gloo_device(options.address, lazy)]
+        settings._threads = 2
+        return dist.ProcessGroupGloo(store, group.rank, group.size, settings)
+    if options.backend == "nccl":
+        if not dist.is_nccl_available() or not torch.cuda.is_available():
+            raise UnavailableError("nccl needs a build of torch with CUDA and a GPU for each rank; use backend='gloo'")
+        torch.cuda.set_device(options.device)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, group.rank, group.size, nccl)
+    creator = dist.Backend._plugins.get(options.backend.upper())
+    if creator is None:
+        raise UnavailableError(f"this build of torch has no backend {options.backend!r}; use 'gloo' or 'thread'")
+    return creator.creator_fn(store, group.rank, group.size, timeout)
+
+
+def _gloo_device(address: str, lazy: bool) -> Any:
+    create = dist.ProcessGroupGloo.create_device
+    try:
+        return create(hostname=address, lazy_init=lazy)
+    except TypeError:
+        # Older builds: every pair is connected at once.
+        return create(hostname=address)
+
+
+TRANSPORT = TorchTransport

@@ -1,0 +1,134 @@
+"""The form of the bytes: one byte that tells the kind of an item, its length where it has one, its content."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+__all__ = [
+    "MAX_DEPTH",
+    "TOO_SHORT",
+    "Buffer",
+    "Decoder",
+    "Encoder",
+    "Parts",
+    "UnsendableError",
+    "View",
+    "decoders",
+    "encoders",
+    "finders",
+    "head",
+    "put",
+    "put_text",
+    "take",
+    "take_bytes",
+    "take_length",
+    "take_text",
+]
+
+MAX_DEPTH = 100
+"""How deep containers may nest. What contains itself is found out by it."""
+
+Buffer = bytes | bytearray | memoryview
+Parts = list[Buffer]
+Encoder = Callable[[Parts, Any, int], None]
+View = bytes | memoryview
+Decoder = Callable[[View, int, int], tuple[Any, int]]
+
+
+def _unknown(view: View, at: int, _depth: int) -> NoReturn:
+    raise ValueError(f"there is no kind {view[at - 1]}")
+
+
+encoders: dict[type, Encoder] = {}
+decoders: list[Decoder] = [_unknown] * 256
+"""By the byte of the kind. A decoder may run past the end: `decode` knows what an IndexError means."""
+
+finders: list[Callable[[type], Encoder | None]] = []
+"""Asked in turn for the encoder of a type that `encoders` does not list."""
+
+TOO_SHORT = "they end too early"
+
+_LENGTH = struct.Struct("<Q")
+_LONG = 255
+_TEXT_HEADS = tuple(bytes((ord("s"), length)) for length in range(_LONG))
+
+
+class UnsendableError(Exception):
+    """What cannot be sent. Each container on the way out adds its part of the path, innermost first."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.path: list[str] = []
+
+
+def put(parts: Parts, value: object, depth: int) -> None:
+    """Append the bytes of one item."""
+    encoder = encoders.get(type(value)) or _find(type(value))
+    if encoder is None:
+        raise UnsendableError(_description(value))
+    encoder(parts, value, depth)
+
+
+def take(view: View, at: int, depth: int) -> tuple[Any, int]:
+    """The item that begins at `at`, and where the next one does."""
+    return decoders[view[at]](view, at + 1, depth)
+
+
+def head(kind: str, length: int) -> bytes:
+    """Kind and length; two bytes where the length is small."""
+    return bytes((ord(kind), length)) if length < _LONG else bytes((ord(kind), _LONG)) + _LENGTH.pack(length)
+
+
+def take_length(view: View, at: int) -> tuple[int, int]:
+    """A number of things that take at least a byte each, and where they begin. They are all there."""
+    length = view[at]
+    at += 1
+    if length == _LONG:
+        length = _LENGTH.unpack_from(view, at)[0]
+        at += _LENGTH.size
+    if length > len(view) - at:
+        raise ValueError(TOO_SHORT)
+    return length, at
+
+
+def take_bytes(view: View, at: int) -> tuple[View, int]:
+    """A length and that many bytes."""
+    length, at = take_length(view, at)
+    return view[at : at + length], at + length
+
+
+def put_text(parts: Parts, text: str, _depth: int = 0) -> None:
+    """A text as an item of its own; any str will do, lone surrogates too."""
+    content = text.encode("utf-8", "surrogatepass")
+    length = len(content)
+    parts.append(_TEXT_HEADS[length] if length < _LONG else head("s", length))
+    parts.append(content)
+
+
+def take_text(view: View, at: int, _depth: int = 0) -> tuple[str, int]:
+    """What `put_text` put, after the byte of its kind."""
+    length = view[at]
+    at += 1
+    if length == _LONG or length > len(view) - at:
+        length, at = take_length(view, at - 1)
+    end = at + length
+    return str(view[at:end], "utf-8", "surrogatepass"), end
+
+
+def _find(kind: type) -> Encoder | None:
+    for find in finders:
+        encoder = find(kind)
+        if encoder is not None:
+            return encoder
+    return None
+
+
+def _description(value: object) -> str:
+    kind = type(value)
+    name = getattr(value, "__qualname__", None)
+    if isinstance(name, str):
+        return f"the {kind.__name__} {name}"
+    return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"

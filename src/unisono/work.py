@@ -1,0 +1,165 @@
+"""Ready-made kinds of `Work`: one that somebody completes, and one that is over already."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from unisono.errors import CommTimeoutError
+from unisono.types import Message, Recv, Work
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Completion", "Countdown", "describe", "late", "readable", "wait_any"]
+
+
+class Completion(Work):
+    """Work that its maker completes by `complete`, once, from any thread.
+
+    Args:
+        timeout_s: How long `wait` waits unless it is told otherwise.
+        messages: What is waited for, for the text of a timeout.
+    """
+
+    def __init__(self, timeout_s: float, messages: Sequence[Message] = ()) -> None:
+        self.timeout_s = timeout_s
+        self._messages = tuple(messages)
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def complete(self, error: BaseException | None = None) -> bool:
+        """End the work; False if it had ended before (the first outcome stays)."""
+        with self._lock:
+            if self._done.is_set():
+                return False
+            self._error = error
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        limit = self.timeout_s if timeout is None else timeout
+        if not self._done.is_set():
+            started = time.monotonic()
+            if not self._done.wait(limit):
+                raise late(self._messages, time.monotonic() - started)
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def get_future(self) -> torch.futures.Future[None]:
+        import torch
+
+        future: torch.futures.Future[None] = torch.futures.Future()
+
+        def settle() -> None:
+            if self._error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(self._error)
+
+        self.when_done(settle)
+        return future
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the work ends, in the thread that ends it; at once if it has ended."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+class Countdown(Completion):
+    """The messages of one `post`: complete when each has `arrived`, or with the first error."""
+
+    def __init__(self, timeout_s: float, messages: Sequence[Message]) -> None:
+        super().__init__(timeout_s, messages)
+        self._left = len(messages)
+        if not messages:
+            self.complete()
+
+    def arrived(self, message: Message) -> None:
+        """One of the messages is done; call once for each."""
+        with self._lock:
+            self._left -= 1
+            self._messages = tuple(m for m in self._messages if m is not message)
+            last = self._left == 0
+        if last:
+            self.complete()
+
+
+def late(messages: Sequence[Message], waited_s: float) -> CommTimeoutError:
+    """The error of a wait for these messages that has taken too long."""
+    if not messages:
+        return CommTimeoutError(f"waited {waited_s:.1f} s", waited_s=waited_s)
+    first = messages[0]
+    return CommTimeoutError(
+        f"waited {waited_s:.1f} s {describe(messages)}. Is rank {first.peer} alive, or did it skip a call?",
+        peer=first.peer,
+        nbytes=first.tensor.nbytes,
+        waited_s=waited_s,
+    )
+
+
+def describe(messages: Sequence[Message]) -> str:
+    """What is waited for, in words: "for 4.0 MiB from rank 1"."""
+    parts = [
+        f"for {readable(m.tensor.nbytes)} from rank {m.peer}"
+        if isinstance(m, Recv)
+        else f"for rank {m.peer} to take {readable(m.tensor.nbytes)}"
+        for m in messages[:4]
+    ]
+    return " and ".join(parts) + (f" and {len(messages) - 4} more" if len(messages) > 4 else "")
+
+
+def readable(nbytes: int) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> readable(100), readable(4 << 20)
+        ('100 B', '4.0 MiB')
+    """
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024 or unit == "GiB":
+            break
+    return f"{size:.1f} {unit}"
+
+
+def wait_any(works: Sequence[Work], timeout: float | None = None) -> int:
+    """The index of a work that has ended; waits for the first one to end.
+
+    Needs nothing of a transport but `get_future`. Raises `CommTimeoutError` after `timeout` seconds,
+    and `ValueError` for no works. It does not raise the work's own error: call its `wait`.
+    """
+    if not works:
+        raise ValueError("wait_any needs at least one work")
+    for index, work in enumerate(works):
+        if work.is_completed():
+            return index
+    ended = threading.Event()
+    for work in works:
+        work.get_future().add_done_callback(lambda _: ended.set())
+    while True:
+        if not ended.wait(timeout):
+            raise CommTimeoutError(f"waited {timeout} s for any of {len(works)} works", waited_s=timeout)
+        for index, work in enumerate(works):
+            if work.is_completed():
+                return index
+        ended.clear()

@@ -1,0 +1,178 @@
+"""Every call and message as an event, in a file that trace viewers open."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.transport import Fingerprint, Transport
+from unisono.types import Call, Message, Send, Work
+from unisono.wrappers.wrapper import Wrapper
+
+__all__ = ["Event", "Traced", "trace", "traced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that a rank did.
+
+    Attributes:
+        kind: "begin" (a collective is called), "collective" (native), "send" or "recv".
+        name: Of the operation; for messages, who to whom.
+        group, rank: Where.
+        start_s, end_s: When, by `time.perf_counter`; equal where only the moment is known.
+        nbytes: Moved.
+        detail: What else there is to say.
+    """
+
+    kind: str
+    name: str
+    group: str
+    rank: int
+    start_s: float
+    end_s: float
+    nbytes: int
+    detail: dict[str, Any]
+
+
+Sink = Callable[[Event], None]
+
+
+class Traced(Wrapper):
+    """Tells `sink` of each message and collective as it ends; passes everything on, native collectives too.
+
+    Example:
+        >>> events = []
+        >>> def program(comm):
+        ...     comm.all_reduce(torch.ones(8), algorithm="ring")
+        >>> _ = un.launch(program, 2, "thread", wrap=lambda t: Traced(t, events.append))
+        >>> sum(e.nbytes for e in events if e.kind == "send")
+        64
+    """
+
+    def __init__(self, inner: Transport, sink: Sink) -> None:
+        super().__init__(inner)
+        self.native, self._sink = inner.native, sink
+
+    def rewrap(self, inner: Transport) -> Traced:
+        return Traced(inner, self._sink)
+
+    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+        start = time.perf_counter()
+        self.inner.begin(fingerprint, timeout)
+        detail = {"call": fingerprint.call, "algorithm": fingerprint.algorithm, "site": fingerprint.site}
+        self._tell("begin", fingerprint.operation, start, time.perf_counter(), 0, detail)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        start = time.perf_counter()
+        return _TracedWork(self.inner.post(batch), lambda: self._messages(batch, start))
+
+    def collective(self, call: Call) -> Work:
+        start = time.perf_counter()
+        nbytes = max(sum(t.nbytes for t in call.inputs), sum(t.nbytes for t in call.outputs))
+        detail = {"op": call.op, "root": call.root}
+        return _TracedWork(
+            self.inner.collective(call),
+            lambda: self._tell("collective", call.name, start, time.perf_counter(), nbytes, detail),
+        )
+
+    def _messages(self, batch: Sequence[Message], start: float) -> None:
+        for message in batch:
+            kind, arrow = ("send", "to") if isinstance(message, Send) else ("recv", "from")
+            name = f"{kind} {arrow} {message.peer}"
+            detail = {"peer": message.peer, "tag": message.tag}
+            self._tell(kind, name, start, time.perf_counter(), message.tensor.nbytes, detail)
+
+    def _tell(self, kind: str, name: str, start: float, end: float, nbytes: int, detail: dict[str, Any]) -> None:
+        self._sink(Event(kind, name, self.group.name, self.rank, start, end, nbytes, detail))
+
+
+class _TracedWork(Work):
+    """Tells once, when somebody first learns that the work has ended well."""
+
+    def __init__(self, inner: Work, tell: Callable[[], None]) -> None:
+        self._inner, self._tell, self._told = inner, tell, False
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._inner.wait(timeout)
+        self._once()
+
+    def is_completed(self) -> bool:
+        done = self._inner.is_completed()
+        if done and self._inner.exception() is None:
+            self._once()
+        return done
+
+    def exception(self) -> BaseException | None:
+        return self._inner.exception()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future = self._inner.get_future()
+        future.add_done_callback(lambda _: self.is_completed())
+        return future
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def _once(self) -> None:
+        with self._lock:
+            first, self._told = not self._told, True
+        if first:
+            self._tell()
+
+
+_sink: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
+
+
+def traced(transport: Transport) -> Transport:
+    """The transport, told of if a `trace` is open in this context."""
+    sink = _sink.get()
+    return transport if sink is None else Traced(transport, sink)
+
+
+@contextmanager
+def trace(path: str | os.PathLike[str]) -> Iterator[list[Event]]:
+    """Record what communicators do inside the `with`, and write it to `path` at its end.
+
+    The file is JSON in the trace-event format that Perfetto and chrome://tracing open. Each rank
+    writes its own: put the rank into the path. Covers what this thread calls; yields the events.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.json"
+        >>> with un.init() as comm, un.trace(path) as events:
+        ...     comm.all_reduce(torch.ones(4))
+        >>> events[0].name, json.loads(path.read_text())["traceEvents"][0]["name"]
+        ('all_reduce', 'all_reduce')
+    """
+    events: list[Event] = []
+    token = _sink.set(events.append)
+    try:
+        yield events
+    finally:
+        _sink.reset(token)
+        Path(path).write_text(json.dumps({"traceEvents": [_viewed(event) for event in events]}))
+
+
+def _viewed(event: Event) -> dict[str, Any]:
+    return {
+        "name": event.name,
+        "cat": event.kind,
+        "ph": "X",
+        "ts": event.start_s * 1e6,
+        "dur": (event.end_s - event.start_s) * 1e6,
+        "pid": event.rank,
+        "tid": event.group,
+        "args": {"nbytes": event.nbytes, **event.detail},
+    }

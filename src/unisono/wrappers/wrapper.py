@@ -1,0 +1,57 @@
+"""The base of all wrappers: a transport that passes everything on to another one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+
+from unisono.group import Group
+from unisono.transport import Fingerprint, Transport
+from unisono.types import Call, Message, Work
+
+__all__ = ["Wrapper"]
+
+
+class Wrapper(Transport):
+    """Passes everything on, except native collectives: those would bypass a wrapper that watches `post`.
+
+    A wrapper that handles `collective` itself declares so by setting `native` to the inner one's.
+    A new one overrides what it changes, and `rewrap`, by which it follows into sub-groups.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.group = inner.group
+        self.tags, self.any_source, self.checks = inner.tags, inner.any_source, inner.checks
+        self.devices, self.latency_s, self.second_per_byte = inner.devices, inner.latency_s, inner.second_per_byte
+
+    @abstractmethod
+    def rewrap(self, inner: Transport) -> Self:
+        """The same wrapper around the transport of a sub-group."""
+
+    def split(self, group: Group) -> Transport:
+        return self.rewrap(self.inner.split(group))
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self.inner.post(batch)
+
+    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+        self.inner.begin(fingerprint, timeout)
+
+    def carries(self, call: Call) -> bool:
+        return call.name in self.native and self.inner.carries(call)
+
+    def collective(self, call: Call) -> Work:
+        return self.inner.collective(call)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self.inner.empty(shape, dtype)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def abort(self, cause: BaseException) -> None:
+        self.inner.abort(cause)

@@ -1,0 +1,60 @@
+"""Every example in the documents and docstrings runs, and gives what it says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from sybil import Document
+from sybil.example import SybilFailure
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+import unisono
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+MODULES = [
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((ROOT / "src").rglob("*.py"))
+    if path.stem != "__main__"
+]
+
+# Docstrings leave these imports out; pages have them.
+GIVEN = {"torch": torch, "un": unisono}
+
+
+def run_page(page: Path) -> int:
+    """Run the page's python blocks one after another, as one program; how many there are."""
+    parsers = PythonCodeBlockParser(doctest_optionflags=doctest.ELLIPSIS), SkipParser()
+    document = Document.parse(str(page), *parsers)
+    # As in a script; so what a block defines goes to other processes by value.
+    document.namespace["__name__"] = "__main__"
+    examples = list(document)
+    for example in examples:
+        example.evaluate()
+    return len(examples)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page(page: Path) -> None:
+    fences = page.read_text().count("```python")
+    assert run_page(page) >= fences
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name), extraglobs=GIVEN, optionflags=doctest.ELLIPSIS)
+    assert not results.failed, f"{results.failed} of {results.attempted} lines of examples, printed above"
+
+
+def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Some text.\n\n```python\nx = 1\n```\n\n```python\n>>> x + 1\n3\n```\n")
+    with pytest.raises(SybilFailure, match=r"Expected:\n *3"):
+        run_page(page)
+    page.write_text("```python\nassert not __name__\n```\n")
+    with pytest.raises(AssertionError):
+        run_page(page)

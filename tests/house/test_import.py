@@ -1,0 +1,69 @@
+"""Importing the package costs next to nothing and changes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import unisono
+
+
+def run(program: str) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imported(statement: str) -> set[str]:
+    return set(run(f"{statement}\nimport sys; print(*sys.modules)").split())
+
+
+def test_import_brings_no_extras() -> None:
+    modules = imported("import unisono")
+    assert "unisono" in modules
+    extras = {"mpi4py", "hypothesis", "pytest", "_pytest", "rich", "matplotlib", "sklearn"}
+    assert not modules & (extras | {"unisono.testing", "unisono.data", "unisono.cli"})
+
+
+def test_import_starts_nothing() -> None:
+    program = """
+        import threading, unisono, torch
+        print(threading.active_count(), torch.cuda.is_initialized(), torch.distributed.is_initialized())
+    """
+    assert run(program).split() == ["1", "False", "False"]
+
+
+def test_import_leaves_signals_logging_and_seeds_alone() -> None:
+    program = """
+        import logging, os, random, signal, torch
+        def look():
+            handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGABRT, signal.SIGUSR1)]
+            return handlers, logging.root.handlers[:], random.getstate(), torch.initial_seed(), dict(os.environ)
+        before = look()
+        import unisono
+        print(look() == before)
+    """
+    assert run(program).split() == ["True"]
+
+
+def test_sub_packages_need_no_import_of_their_own() -> None:
+    program = "import unisono as un; print(un.data.DataPartitioner.__name__, un.errors.CommError.__name__, dir(un))"
+    said = run(program)
+    assert said.startswith("DataPartitioner CommError")
+    assert "'testing'" in said
+
+
+def test_pytest_plugin_costs_other_projects_nothing() -> None:
+    # Every pytest run of whoever has the package installed imports the plugin.
+    assert not imported("import unisono.testing.plugin") & {"torch", "hypothesis", "numpy", "unisono.launch"}
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(unisono, "no_such_thing")
+
+
+def test_few_names_at_the_top() -> None:
+    assert len(unisono.__all__) <= 20

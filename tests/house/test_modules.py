@@ -1,0 +1,76 @@
+"""Every module says what it is and what it offers, and none grows past what can be read at once."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+NAMES = [str(path.relative_to(SOURCE)) for path in sorted(SOURCE.rglob("*.py"))]
+
+MAX_FILE, MAX_FUNCTION = 300, 50
+
+# What may be longer, each with its reason: "unisono/file.py", or "unisono/file.py:function".
+LONGER: dict[str, str] = {}
+
+
+def parse(name: str) -> ast.Module:
+    return ast.parse((SOURCE / name).read_text(), name)
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """The public names that a module makes itself. Type variables are its own business."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign) and not ast.unparse(node.value).startswith(("TypeVar(", "ParamSpec(")):
+            names.update(leaf.id for target in node.targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return {name for name in names if not name.startswith("_")}
+
+
+def too_long(name: str) -> set[str]:
+    """The file, and those of its functions, that have too many lines; a docstring does not count in a function."""
+    found = {name} if len((SOURCE / name).read_text().splitlines()) > MAX_FILE else set()
+    for node in ast.walk(parse(name)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = ast.unparse(node.body[0]).count("\n") + 1 if ast.get_docstring(node) else 0
+            if node.end_lineno is not None and node.end_lineno - node.lineno + 1 - lines > MAX_FUNCTION:
+                found.add(f"{name}:{node.name}")
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_module_says_what_it_is(name: str) -> None:
+    summary = (ast.get_docstring(parse(name)) or "").split("\n\n")[0]
+    assert summary, f"{name} has no docstring"
+    assert summary.endswith((".", ":")), f"{name} begins with {summary!r}, which is no sentence"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("__main__.py")])
+def test_module_says_what_it_offers(name: str) -> None:
+    module = importlib.import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    offered: list[str] = getattr(module, "__all__", [])
+    assert len(offered) == len(set(offered)), f"{name} offers a name twice"
+    missing = [offer for offer in offered if not hasattr(module, offer)]
+    assert not missing, f"{name} offers {missing}, but has no such thing"
+    hidden = defined(parse(name)) - set(offered)
+    assert not hidden, f"{name} defines {sorted(hidden)}: put them into __all__, or begin them with an underscore"
+
+
+def test_nothing_is_too_long() -> None:
+    found = {entry for name in NAMES for entry in too_long(name)}
+    assert not found - LONGER.keys(), f"over {MAX_FILE} lines a file or {MAX_FUNCTION} a function; split, or say why"
+    assert not LONGER.keys() - found, "not so long any more: take them out of LONGER"
+
+
+def test_the_measures_measure() -> None:
+    tree = parse("unisono/types.py")
+    assert {"Send", "Recv", "Call", "Work", "ReduceOp", "COLLECTIVE_TAG", "MAX_TAG", "Message"} == defined(tree)
+    assert "T" not in defined(parse("unisono/registry.py"))
+    assert any(node.name == "wait" for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))

@@ -206,5 +206,3 @@ class Communicator(Objects):
 
     def __reduce__(self) -> Any:
         raise TypeError("a Communicator lives in one process; make one in each rank by init or launch")
-
-

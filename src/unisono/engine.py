@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from unisono.control import Cause, Control, error_of
-from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
+from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
 from unisono.execute import execute
 from unisono.plan import Plan
 from unisono.reduction import combine
@@ -216,9 +216,10 @@ class Engine:
 
 
 def _cause_of(error: BaseException, rank: int, operation: str) -> Cause:
+    """The error as the other ranks are told of it."""
+    if isinstance(error, MismatchError):
+        return Cause("MismatchError", error.peer, error.message)
     if isinstance(error, CommError):
         about = error.peer if error.peer is not None else rank
-        return Cause(type(error).__name__, about, error.message)
+        return Cause(type(error).__name__, about, f"in {operation} on rank {rank}: {error.message}")
     return Cause("PeerLostError", rank, f"rank {rank} failed in {operation}: {type(error).__name__}: {error}")
-
-

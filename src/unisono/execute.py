@@ -30,7 +30,7 @@ def execute(
     layout: Layout,
     combine: Combine | None = None,
     *,
-    segment_bytes: int = 1 << 20,
+    segment_bytes: int = 2 << 20,
     timeout: float = 300.0,
     root: int = 0,
 ) -> None:

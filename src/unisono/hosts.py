@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,6 @@ def host_identity() -> str:
     """The kernel's boot id and the network namespace, or the host's name where there is no such thing."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
     except OSError:
         return socket.gethostname()

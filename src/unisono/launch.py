@@ -21,7 +21,7 @@ __all__ = ["init", "launch"]
 _log = logging.getLogger("unisono")
 
 TIMEOUT_S = 300.0
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
 Wrap = Callable[[Transport], Transport]
 
 
@@ -47,7 +47,8 @@ def init(
         backend: A transport's name, or "auto": nccl where each rank has a GPU, else gloo.
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
-        rank, world_size: This process's place; from the environment if None.
+        rank: This process's number; from the environment if None.
+        world_size: How many there are; from the environment if None.
         timeout: Seconds for joining, and the default for every operation.
         device: Where this rank's tensors live; "cuda:<local rank>" with nccl, else "cpu".
         secret: What ranks prove to each other that they belong together. If None, the variable
@@ -115,13 +116,17 @@ def launch(
         fn: The program of every rank.
         nprocs: How many ranks.
         backend: A transport's name; "auto" is nccl where each rank has a GPU, else gloo.
-        args, kwargs: Passed on; they are pickled for ranks that are processes.
+        args: Passed on to `fn`; pickled for ranks that are processes.
+        kwargs: Likewise.
         timeout: The default of every operation of the communicator, in seconds; not of the whole run.
         on_failure: "end": after a rank's exception the others have 3 s to end by their own error, then
             are ended, and the first error is raised here, with that rank's traceback before it.
             "continue": the results of the survivors are returned; a failed rank's place holds its error.
-        check, device, chunk_bytes, wrap: As for `init`.
+        check: As for `init`.
+        device: As for `init`.
         threads: Torch threads of each rank; OMP_NUM_THREADS or an equal share of the cores if None.
+        chunk_bytes: As for `init`.
+        wrap: As for `init`.
 
     Raises:
         Exception: What the first failing rank raised.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -152,7 +153,7 @@ def reduce_scatter(tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: Red
     scratch = torch.empty(sum(counts), dtype=tensor.dtype, device=tensor.device)
     parts = scratch.split(list(counts))
     for part, given in zip(parts, inputs, strict=True):
-        staging.before.append(lambda part=part, given=given: part.view(given.shape).copy_(given.detach()))
+        staging.before.append(partial(part.view(given.shape).copy_, given.detach()))
     summed = _averaged(staging, op, scratch, target, size)
     call = Call("reduce_scatter", tuple(parts), (target,), summed, whole=scratch)
 

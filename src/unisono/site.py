@@ -11,7 +11,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def call_site() -> str | None:
-    """ "file.py:12" of the nearest caller outside the library; None if there is none."""
+    """The nearest caller outside the library, as "file.py:12"; None if there is none."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back  # type: ignore[assignment]

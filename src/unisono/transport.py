@@ -54,7 +54,7 @@ class Options:
     device: str = "cpu"
     timeout_s: float = 300.0
     address: str = "127.0.0.1"
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 2 << 20
     extra: dict[str, Any] = field(default_factory=dict)
 
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from unisono.errors import CommTimeoutError
+from unisono.errors import CommTimeoutError, MismatchError
 from unisono.types import Message, Recv, Work
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Completion", "Countdown", "describe", "late", "readable", "wait_any"]
+__all__ = ["Completion", "Countdown", "describe", "elements", "late", "misfit", "readable", "wait_any"]
 
 
 class Completion(Work):
@@ -68,7 +68,7 @@ class Completion(Work):
             if self._error is None:
                 future.set_result(None)
             else:
-                future.set_exception(self._error)
+                future.set_exception(self._error)  # type: ignore[arg-type]
 
         self.when_done(settle)
         return future
@@ -123,6 +123,23 @@ def describe(messages: Sequence[Message]) -> str:
         for m in messages[:4]
     ]
     return " and ".join(parts) + (f" and {len(messages) - 4} more" if len(messages) > 4 else "")
+
+
+def misfit(sender: int, sent: str, receiver: int, expected: str, tag: int, peer: int) -> MismatchError:
+    """The error of a send and a receive that met and do not fit; `sent` and `expected` as of `elements`."""
+    return MismatchError(
+        f"rank {sender} sent {sent}, but the receive on rank {receiver} is for {expected} (tag {tag})", peer=peer
+    )
+
+
+def elements(numel: int, dtype: str) -> str:
+    """A tensor's content in words.
+
+    Example:
+        >>> elements(4, "torch.float32")
+        '4 elements of float32'
+    """
+    return f"{numel} elements of {dtype.removeprefix('torch.')}"
 
 
 def readable(nbytes: int) -> str:

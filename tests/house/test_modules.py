@@ -39,10 +39,14 @@ def too_long(name: str) -> set[str]:
     found = {name} if len((SOURCE / name).read_text().splitlines()) > MAX_FILE else set()
     for node in ast.walk(parse(name)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = ast.unparse(node.body[0]).count("\n") + 1 if ast.get_docstring(node) else 0
-            if node.end_lineno is not None and node.end_lineno - node.lineno + 1 - lines > MAX_FUNCTION:
+            lines = length(node) - (length(node.body[0]) if ast.get_docstring(node) else 0)
+            if lines > MAX_FUNCTION:
                 found.add(f"{name}:{node.name}")
     return found
+
+
+def length(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,7 +74,8 @@ def test_nothing_is_too_long() -> None:
 
 
 def test_the_measures_measure() -> None:
-    tree = parse("unisono/types.py")
-    assert {"Send", "Recv", "Call", "Work", "ReduceOp", "COLLECTIVE_TAG", "MAX_TAG", "Message"} == defined(tree)
+    assert defined(parse("unisono/types.py")) >= {"Send", "COLLECTIVE_TAG", "Message"}
     assert "T" not in defined(parse("unisono/registry.py"))
-    assert any(node.name == "wait" for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    function = ast.parse('def f():\n    """Two\n    lines."""\n    return 1\n').body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert (length(function), length(function.body[0])) == (4, 2)

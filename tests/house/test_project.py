@@ -33,9 +33,8 @@ def test_entry_points_lead_somewhere(name: str, target: str) -> None:
 
 
 def test_every_tool_is_pinned() -> None:
-    pinned = {
-        line.split("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").open() if "==" in line
-    }
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     wanted = [
         *PROJECT["dependencies"],
         *(need for extra in PROJECT["optional-dependencies"].values() for need in extra),

@@ -156,7 +156,7 @@ class _Posted(Work):
             try:
                 inner.value()
             except Exception as error:
-                future.set_exception(self._failed(error))
+                future.set_exception(self._failed(error))  # type: ignore[arg-type]
             else:
                 self._finish()
                 future.set_result(None)

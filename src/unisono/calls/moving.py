@@ -299,7 +299,8 @@ class Moving(Caller):
             raise ValueError(
                 f"the split sizes of {name} must be {self.size} numbers that sum to its {rows} rows, not {list(sizes)}"
             )
-        return tensor.detach().split(list(sizes))
+        rows_by_rank: tuple[torch.Tensor, ...] = tensor.detach().split(list(sizes))
+        return rows_by_rank
 
     def _rooted_list(
         self,

@@ -99,7 +99,11 @@ class Reducing(Caller):
 
     @overload
     def reduce_scatter(
-        self, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: str | ReduceOp = ..., **how: Unpack[Blocking]
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: str | ReduceOp = ...,
+        **how: Unpack[Blocking],
     ) -> None: ...
     @overload
     def reduce_scatter(
@@ -156,9 +160,7 @@ class Reducing(Caller):
                 f"input must have {self.size} times the {output.numel()} elements of output, not {input.numel()}"
             )
         parts = input.detach().reshape(-1).split(max(1, output.numel())) if input.numel() else [input] * self.size
-        return self._reduce_scatter(
-            "reduce_scatter_single", output, parts, op, algorithm, async_op, timeout
-        )
+        return self._reduce_scatter("reduce_scatter_single", output, parts, op, algorithm, async_op, timeout)
 
     def _reduce_scatter(
         self,
@@ -193,5 +195,3 @@ class Reducing(Caller):
         """Return when every rank has come. Collective. Cost: ceil(log2 p) rounds of one byte."""
         self._enter("barrier")
         return self._engine.run(plans.barrier(), "barrier", algorithm, async_op, timeout)
-
-

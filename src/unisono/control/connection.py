@@ -18,6 +18,7 @@ class Connection:
     """A peer whose socket does not block.
 
     Attributes:
+        serves: The number of the client that it belongs to: that of the client's first connection.
         known: Whether it has shown that it knows the secret.
         in_peace: Whether it has said that it will go.
         waiting: Whether bytes wait until it has read others.
@@ -27,6 +28,7 @@ class Connection:
     def __init__(self, number: int, peer: socket.socket, secret: bytes, deadline: float) -> None:
         peer.setblocking(False)
         self.number, self.peer, self.deadline = number, peer, deadline
+        self.serves = number
         self.in_peace = False
         self._greeting = Greeting(secret, client=False)
         self._met = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from abc import abstractmethod
@@ -15,12 +16,12 @@ from unisono.control.groups import Reply
 from unisono.errors import CommTimeoutError
 from unisono.group import Group
 
-__all__ = ["Requester"]
+__all__ = ["Requester", "Waiter"]
 
 Callback = Callable[[], None]
 
 
-class _Waiter:
+class Waiter:
     """One request under way. A bare lock: nothing else in Python wakes another thread as fast."""
 
     __slots__ = ("_lock", "number", "reply")
@@ -32,13 +33,20 @@ class _Waiter:
         self._lock.acquire()
 
     def answer(self, reply: Reply) -> None:
+        """The first answer counts."""
         if self.reply is None:
             self.reply = reply
+            self.wake()
+
+    def wake(self) -> None:
+        """Let who sleeps look around."""
+        with contextlib.suppress(RuntimeError):
             self._lock.release()
 
-    def wait(self, timeout: float) -> bool:
-        """Whether the answer is there. Asked once, or again after it was not."""
-        return self.reply is not None or self._lock.acquire(timeout=min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+    def sleep(self, timeout: float) -> None:
+        """Until the answer is there, or somebody wakes this thread, or the time is up."""
+        if self.reply is None:
+            self._lock.acquire(timeout=min(max(timeout, 0.0), threading.TIMEOUT_MAX))
 
 
 class _Membership:
@@ -69,7 +77,7 @@ class Requester(Control):
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._numbers = itertools.count(1)
-        self._waiters: dict[int, _Waiter] = {}
+        self._waiters: dict[int, Waiter] = {}
         self._members: dict[str, _Membership] = {}
         self._ended: Cause | None = None
 
@@ -77,14 +85,19 @@ class Requester(Control):
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
         """Start a request. Its reply comes to `_receive`, from any thread, even before this returns."""
 
+    def _wait(self, waiter: Waiter, timeout: float) -> bool:
+        """Whether the answer has come in time."""
+        waiter.sleep(timeout)
+        return waiter.reply is not None
+
     @property
     @abstractmethod
     def _where(self) -> str:
         """What the other side is called in messages."""
 
     # -- requests and replies ----------------------------------------------------------------------
-    def _begin(self, *words: Any) -> _Waiter:
-        waiter = _Waiter(next(self._numbers))
+    def _begin(self, *words: Any) -> Waiter:
+        waiter = Waiter(next(self._numbers))
         self._waiters[waiter.number] = waiter
         try:
             # Looked at only now: whoever ends the connection sets it first, and then answers the waiters.
@@ -96,10 +109,10 @@ class Requester(Control):
             raise
         return waiter
 
-    def _finish(self, waiter: _Waiter, timeout: float, group: Group | None = None) -> Any:
+    def _finish(self, waiter: Waiter, timeout: float, group: Group | None = None) -> Any:
         """The value of the answer, or its error."""
         try:
-            waiter.wait(timeout)
+            self._wait(waiter, timeout)
         finally:
             self._waiters.pop(waiter.number, None)
         if waiter.reply is None:
@@ -144,7 +157,7 @@ class Requester(Control):
     def get(self, key: str, timeout: float) -> bytes:
         waiter = self._begin("get", key)
         try:
-            if not waiter.wait(timeout):
+            if not self._wait(waiter, timeout):
                 # Answers come in order: after this one, the value either is here or will never come.
                 self._ask("forget", waiter.number)
             if waiter.reply is None:
@@ -202,7 +215,7 @@ class Requester(Control):
             raise error_of(known.cause, group)
         waiter = self._begin("exchange", group.name, topic, wire.encode(value), agree)
         try:
-            if not waiter.wait(timeout):
+            if not self._wait(waiter, timeout):
                 # The others learn of it and raise the same; the answer to the exchange says what came of it.
                 self._ask("withdraw", group.name, topic, timeout, group=group)
         except BaseException:

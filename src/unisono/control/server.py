@@ -56,6 +56,7 @@ class Server:
         self._address: tuple[str, int] = self._listener.getsockname()[:2]
         self._state = ControlState()
         self._known: dict[int, Connection] = {}
+        self._news: dict[int, Connection] = {}
         self._strangers: dict[int, Connection] = {}
         self._broken: list[Connection] = []
         self._numbers = itertools.count(1)
@@ -161,13 +162,20 @@ class Server:
             self._broken.append(connection)
 
     def _handle(self, connection: Connection, content: bytes) -> None:
-        number, words = wire.decode(content)
-        self._tell(self._state.handle(connection.number, number, words))
-        connection.in_peace = connection.in_peace or words == ("bye",)
+        request, words = wire.decode(content)
+        if words == ("number",):
+            self._tell([(connection.number, (request, "ok", connection.number))])
+        elif words[0] == "news":
+            # A client's second connection, on which it hears what it did not ask for.
+            connection.serves = words[1]
+            self._news[connection.serves] = self._known.pop(connection.number)
+        else:
+            self._tell(self._state.handle(connection.number, request, words))
+            connection.in_peace = connection.in_peace or words == ("bye",)
 
     def _tell(self, out: Outgoing) -> None:
         for client, reply in out:
-            connection = self._known.get(client)
+            connection = (self._known if reply[0] else self._news).get(client)
             if connection is not None:
                 try:
                     connection.write(_encoded(reply))
@@ -182,14 +190,15 @@ class Server:
             self._selector.modify(connection.peer, events, connection)
 
     def _drop(self, connection: Connection) -> None:
-        """End a connection; who has not said bye is lost to its groups."""
-        known = self._known.pop(connection.number, None)
-        if known is None and self._strangers.pop(connection.number, None) is None:
-            return
-        self._selector.unregister(connection.peer)
-        connection.peer.close()
-        if known is not None and not connection.in_peace:
-            self._tell(self._state.lost(connection.number))
+        """End a client, whichever of its connections broke; who has not said bye is lost to its groups."""
+        known, news = self._known.pop(connection.serves, None), self._news.pop(connection.serves, None)
+        stranger = self._strangers.pop(connection.number, None)
+        for ending in (known, news, stranger):
+            if ending is not None:
+                self._selector.unregister(ending.peer)
+                ending.peer.close()
+        if known is not None and not known.in_peace:
+            self._tell(self._state.lost(known.number))
 
     def _turn_away_who_is_late(self) -> None:
         now = time.monotonic()
@@ -197,14 +206,14 @@ class Server:
 
     def _say_goodbye(self) -> None:
         deadline = time.monotonic() + _FLUSH_WITHIN_S
-        for connection in self._known.values():
+        for connection in self._news.values():
             with contextlib.suppress(OSError):
                 connection.write(_encoded((0, "goodbye", None)))
                 connection.flush_until(deadline)
 
     def let_go(self) -> None:
         """Close every descriptor."""
-        for connection in (*self._known.values(), *self._strangers.values()):
+        for connection in (*self._known.values(), *self._news.values(), *self._strangers.values()):
             connection.peer.close()
         for held in (self._listener, self._bell, self._ear, self._selector):
             held.close()

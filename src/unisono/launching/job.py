@@ -15,13 +15,13 @@ from unisono.errors import AbortedError, CommError, PeerLostError
 from unisono.group import Group
 from unisono.transport import Options, Transport
 
-__all__ = ["GRACE_S", "Job", "Outcome", "RankTraceback", "conclude"]
+__all__ = ["GRACE_S", "Job", "Outcome", "RankTracebackError", "conclude"]
 
 GRACE_S = 3.0
 """After a first failure, how long the others may take to end by their own error."""
 
 
-class RankTraceback(Exception):
+class RankTracebackError(Exception):
     """Stands before an error that a rank raised, to show where in the rank that was."""
 
     def __init__(self, text: str) -> None:
@@ -96,7 +96,7 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
     if not isinstance(error, CommError) or error.rank is None:
         error.add_note(f"raised on rank {first.rank} of {size}")
     if first.trace is not None:
-        raise error from RankTraceback(first.trace)
+        raise error from RankTracebackError(first.trace)
     raise error
 
 

@@ -62,9 +62,7 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
         server.close()
 
 
-def _watch(
-    ranks: list[tuple[BaseProcess, connection.Connection]], on_failure: str, ended: list[Outcome]
-) -> None:
+def _watch(ranks: list[tuple[BaseProcess, connection.Connection]], on_failure: str, ended: list[Outcome]) -> None:
     """Collect outcomes until all ranks have ended, or the grace after a failure is over."""
     open_ranks = {reader: (rank, process) for rank, (process, reader) in enumerate(ranks)}
     deadline: float | None = None
@@ -169,7 +167,7 @@ def _dump(job: Job) -> bytes:
         assert module is not None
         cloudpickle.register_pickle_by_value(module)
     try:
-        return cloudpickle.dumps(job)
+        return bytes(cloudpickle.dumps(job))
     except Exception as error:
         raise TypeError(f"fn, args or kwargs cannot be sent to the ranks: {error}") from error
     finally:

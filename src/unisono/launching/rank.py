@@ -55,7 +55,7 @@ def live(orders: Orders, report: Connection) -> None:
         job: Job = cloudpickle.loads(orders.job)
         control = SocketControl(orders.address, orders.secret, job.options.timeout_s, on_orphan=_end)
         result = job.run(Group.world(orders.rank, orders.size), control)
-        message = ("result", _pickled(result, orders.rank))
+        message: tuple[Any, ...] = ("result", _pickled(result, orders.rank))
     except BaseException as error:
         message = ("error", _portable(error), "".join(traceback.format_exception(error)))
     sys.stdout.flush()
@@ -70,7 +70,7 @@ def _end() -> None:
 
 def _pickled(result: Any, rank: int) -> bytes:
     try:
-        return cloudpickle.dumps(result)
+        return bytes(cloudpickle.dumps(result))
     except Exception as error:
         raise TypeError(
             f"the result of rank {rank}, {type(result).__name__}, cannot be sent back ({error}); "
@@ -81,8 +81,8 @@ def _pickled(result: Any, rank: int) -> bytes:
 def _portable(error: BaseException) -> bytes:
     """The error pickled, or a plain one that says the same."""
     try:
-        data = cloudpickle.dumps(error)
+        data = bytes(cloudpickle.dumps(error))
         cloudpickle.loads(data)
     except Exception:
-        return cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
     return data

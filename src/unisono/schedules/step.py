@@ -29,7 +29,7 @@ class Step:
     """What one rank sends and receives at one time.
 
     Attributes:
-        send: Read before anything that this step receives is written.
+        send: At most one to each peer. Read before anything that this step receives is written.
         recv: At most one from each peer. Runs that are overwritten overlap neither a run that is
             sent in this step nor another that is received.
         reduce: Whether what arrives is reduced into what is there, or overwrites it. Contributions

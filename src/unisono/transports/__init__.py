@@ -1,4 +1,4 @@
-"""Transports by name: one file each here, entry points `unisono.transports` of other packages, or `TRANSPORTS.register`."""
+"""Transports by name: a file here, an entry point `unisono.transports`, or what `TRANSPORTS.register` was given."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.crew import Crew
-from unisono.errors import CommError, MismatchError
+from unisono.errors import CommError
 from unisono.types import Message, Recv, Send, Work
-from unisono.work import Countdown
+from unisono.work import Countdown, elements, misfit
 
 if TYPE_CHECKING:
     from unisono.transports.torch import TorchTransport
@@ -120,15 +120,10 @@ class Envelopes:
             if error is not None:
                 return error
             numel, name = _HEADER.unpack(bytes(envelope[: _HEADER.size].tolist()))
-            expected = str(tensor.dtype).removeprefix("torch.")
-            sent = name.rstrip(b"\0").decode()
-            if (numel, sent) != (tensor.numel(), expected):
-                return MismatchError(
-                    f"rank {message.peer} sent {numel} elements of {sent}, but the receive on rank "
-                    f"{self._transport.rank} is for {tensor.numel()} of {expected} (tag {message.tag})",
-                    peer=message.peer,
-                    nbytes=tensor.nbytes,
-                )
+            sent = elements(numel, name.rstrip(b"\0").decode())
+            expected = elements(tensor.numel(), str(tensor.dtype))
+            if sent != expected:
+                return misfit(message.peer, sent, self._transport.rank, expected, message.tag, message.peer)
             if tensor.nbytes <= _INLINE_BYTES:
                 tensor.view(torch.uint8).copy_(envelope[_HEADER.size : _HEADER.size + tensor.nbytes])
                 return None

@@ -68,7 +68,7 @@ def _all_reduce(backend: Any, call: Call) -> Any:
 
 def _reduce(backend: Any, call: Call) -> Any:
     options = dist.ReduceOptions()
-    options.reduceOp, options.rootRank, options.rootTensor = _torch_op(call), call.root, 0
+    options.reduceOp, options.rootRank, options.rootTensor = _torch_op(call), _root(call), 0
     return backend.reduce([_plain(call.inputs[0])], options)
 
 
@@ -80,20 +80,20 @@ def _reduce_scatter(backend: Any, call: Call) -> Any:
 
 def _broadcast(backend: Any, call: Call) -> Any:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = call.root, 0
+    options.rootRank, options.rootTensor = _root(call), 0
     return backend.broadcast([_bytes(call.outputs[0])], options)
 
 
 def _gather(backend: Any, call: Call) -> Any:
     options = dist.GatherOptions()
-    options.rootRank = call.root
+    options.rootRank = _root(call)
     outputs = [[_bytes(t) for t in call.outputs]] if call.outputs else []
     return backend.gather(outputs, [_bytes(call.inputs[0])], options)
 
 
 def _scatter(backend: Any, call: Call) -> Any:
     options = dist.ScatterOptions()
-    options.rootRank = call.root
+    options.rootRank = _root(call)
     inputs = [[_bytes(t) for t in call.inputs]] if call.inputs else []
     return backend.scatter([_bytes(call.outputs[0])], inputs, options)
 
@@ -125,6 +125,11 @@ def _torch_op(call: Call) -> Any:
     assert call.op is not None
     op = _BOOLEAN[call.op] if call.inputs[0].dtype is torch.bool else call.op
     return getattr(dist.ReduceOp, op.name)
+
+
+def _root(call: Call) -> int:
+    assert call.root is not None
+    return call.root
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from unisono.control import Control
-from unisono.errors import MismatchError
 from unisono.group import Group
 from unisono.transport import Options, Transport
 from unisono.types import Message, Recv, Send, Work
-from unisono.work import Countdown
+from unisono.work import Countdown, elements, misfit
 
 __all__ = ["TRANSPORT", "ThreadTransport"]
 
@@ -85,11 +84,12 @@ class ThreadTransport(Transport):
         return work
 
     def _deliver(self, mine: Message, my_work: Countdown, other: Message, other_work: Countdown) -> None:
-        send, recv = (mine, other) if isinstance(mine, Send) else (other, mine)
-        source, target = send.tensor, recv.tensor
+        source, target = (mine.tensor, other.tensor) if isinstance(mine, Send) else (other.tensor, mine.tensor)
         if source.dtype != target.dtype or source.numel() != target.numel():
+            sender, receiver = (self.rank, mine.peer) if isinstance(mine, Send) else (mine.peer, self.rank)
+            sent, expected = (elements(t.numel(), str(t.dtype)) for t in (source, target))
             for work, peer in ((my_work, mine.peer), (other_work, self.rank)):
-                work.complete(mismatch(send, recv, peer))
+                work.complete(misfit(sender, sent, receiver, expected, mine.tag, peer))
             return
         target.copy_(source)
         my_work.arrived(mine)
@@ -106,16 +106,6 @@ class ThreadTransport(Transport):
             self._mail.broken.setdefault((self.group.name, self.rank), cause)
         for batch in self._mail.forget(self.group.name, self.rank):
             batch.complete(cause)
-
-
-def mismatch(send: Send, recv: Recv, peer: int) -> MismatchError:
-    """The error of a send and a receive that met and do not fit."""
-    return MismatchError(
-        f"rank {recv.peer} sent {send.tensor.numel()} elements of {send.tensor.dtype}, but the receive on rank "
-        f"{send.peer} is for {recv.tensor.numel()} of {recv.tensor.dtype} (tag {send.tag})",
-        peer=peer,
-        nbytes=send.tensor.nbytes,
-    )
 
 
 TRANSPORT = ThreadTransport

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from unisono.control import Control
 from unisono.control.store import ControlStore
@@ -170,12 +171,12 @@ def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float
 
 def _backend(group: Group, control: Control, options: Options, *, lazy: bool) -> Any:
     """A process group of torch's, met over our own store."""
-    store = dist.PrefixStore(f"torch/{group.name}", ControlStore(control))
+    store = c10d.PrefixStore(f"torch/{group.name}", ControlStore(control))
     timeout = timedelta(seconds=options.timeout_s)
     if options.backend == "gloo":
         if not dist.is_gloo_available():
             raise UnavailableError("this build of torch has no gloo; use backend='thread', or another build of torch")
-        settings = dist.ProcessGroupGloo._Options()
+        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         settings._timeout = timeout
         settings._devices = [_gloo_device(options.address, lazy)]
         settings._threads = 2

@@ -119,11 +119,14 @@ class _TracedWork(Work):
 
     def get_future(self) -> torch.futures.Future[None]:
         future = self._inner.get_future()
-        future.add_done_callback(lambda _: self.is_completed())
+        future.add_done_callback(lambda _: self._settle())
         return future
 
     def cancel(self) -> bool:
         return self._inner.cancel()
+
+    def _settle(self) -> None:
+        self.is_completed()
 
     def _once(self) -> None:
         with self._lock:

@@ -1,8 +1,7 @@
-"""Halving and doubling: exchange halves, quarters, ... until each of q ranks owns one chunk; then all that backwards.
+"""Halving and doubling: exchange halves, quarters, ... until each of q ranks owns a chunk; then all that backwards.
 
-q is the largest power of two. A rank beyond it sends every owner its chunk with the last halving, and gets it back
-with the first doubling. Cost: 2 log2(q) rounds, (2(q-1) + p-q)/q of the message; for p = q the least possible.
-Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004.
+Ranks beyond the power of two q exchange chunks with each owner directly. Cost: 2 log2(q) rounds, (2(q-1) + p-q)/q of
+the message. Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, for p = q.
 """
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""The client's side of one connection: reaching the server, the proof of the secret, frames out and in."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+
+from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting
+from unisono.control.sockets import tune
+from unisono.errors import CommError, CommTimeoutError
+
+__all__ = ["Line", "connect"]
+
+_READ_BYTES = 1 << 16
+_PAUSES_S = (0.01, 0.02, 0.05, 0.1, 0.2)
+_HELLO_WITHIN_S = 5.0
+
+
+class Line:
+    """A connection on which both sides know each other. One thread at a time may send, and one receive."""
+
+    def __init__(self, peer: socket.socket, channel: Channel) -> None:
+        peer.setblocking(False)
+        self._peer, self._channel = peer, channel
+        self._sending = threading.Lock()
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(peer, select.POLLIN)
+        self._writable.register(peer, select.POLLOUT)
+
+    @property
+    def local_host(self) -> str:
+        """The address of this host on the way to the server."""
+        host: str = self._peer.getsockname()[0]
+        return host
+
+    def send(self, content: bytes, deadline: float) -> None:
+        """Send a frame. Raises OSError if the server does not take it by `deadline` (of the monotonic clock)."""
+        with self._sending:
+            rest = memoryview(self._channel.seal(content))
+            while rest:
+                try:
+                    rest = rest[self._peer.send(rest) :]
+                except BlockingIOError:
+                    if not self._writable.poll(_milliseconds(deadline - time.monotonic())):
+                        raise TimeoutError("the server reads nothing") from None
+
+    def receive(self, timeout: float | None) -> list[bytes]:
+        """The contents of the frames that have come, none if the time is up. Raises OSError at the end."""
+        if not self._readable.poll(None if timeout is None else _milliseconds(timeout)):
+            return []
+        try:
+            data = self._peer.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionError("the connection has ended")
+        return self._channel.open(data)
+
+    def hang_up(self) -> None:
+        """End the connection; whoever reads learns of it."""
+        try:
+            self._peer.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(max(0, round(seconds * 1000 + 0.5)), 2**31 - 1)
+
+
+def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Line:
+    """Reach the server, which may start later than this client.
+
+    Raises:
+        CommTimeoutError: Nobody answers there.
+        CommError: Something else answers there, or the secrets differ.
+    """
+    deadline = time.monotonic() + timeout
+    attempt = 0
+    while True:
+        try:
+            return _greet(address, secret, max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())))
+        except OSError as error:
+            pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
+            attempt += 1
+            if time.monotonic() + pause >= deadline:
+                raise CommTimeoutError(
+                    f"nobody answers at {address[0]}:{address[1]} after {timeout:.1f} s ({error.strerror or error}). "
+                    "Is rank 0 running there, is the address right on every rank, and is the port open?",
+                    waited_s=timeout,
+                ) from error
+            time.sleep(pause)
+
+
+def _greet(address: tuple[str, int], secret: bytes, timeout: float) -> Line:
+    peer = socket.create_connection(address, timeout)
+    try:
+        tune(peer)
+        greeting = Greeting(secret, client=True)
+        peer.sendall(greeting.hello)
+        if not greeting.meet(_exactly(peer, HELLO_BYTES)):
+            raise CommError(
+                f"what answers at {address[0]}:{address[1]} is no control plane of unisono; choose another port"
+            )
+        if not greeting.accepts(_exactly(peer, PROOF_BYTES)):
+            raise CommError(
+                f"the control plane at {address[0]}:{address[1]} does not know this secret, the secrets differ: "
+                "set UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"
+            )
+        peer.sendall(greeting.proof())
+        return Line(peer, greeting.channel())
+    except BaseException:
+        peer.close()
+        raise
+
+
+def _exactly(peer: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = peer.recv(count - len(data))
+        if not more:
+            raise ConnectionError("the connection was closed at once")
+        data += more
+    return data

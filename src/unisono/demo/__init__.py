@@ -1,0 +1,3 @@
+"""The demonstration: train a small network on several ranks, and prove that it equals one rank."""
+
+from __future__ import annotations

@@ -11,7 +11,6 @@ from typing_extensions import Unpack
 from unisono import plan as plans
 from unisono.calls.caller import Async, Blocking, Caller
 from unisono.reduction import check_reducible, parse_op
-
 from unisono.types import ReduceOp, Work
 
 __all__ = ["Reducing"]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from unisono import wire
 from unisono.control.base import Cause
+from unisono.control.exits import close_at_exit
 from unisono.control.line import connect
 from unisono.control.requester import Requester, Waiter
 from unisono.control.sockets import close_after_fork
@@ -56,7 +57,7 @@ class SocketControl(Requester):
         super().__init__(timeout)
         self._address, self._on_orphan = address, on_orphan
         self._process = os.getpid()
-        self._reading, self._ending = threading.Lock(), threading.Lock()
+        self._reading = threading.Lock()
         self._sharing = threading.RLock()
         self._objects: dict[str, Any] = {}
         deadline = time.monotonic() + timeout
@@ -67,9 +68,10 @@ class SocketControl(Requester):
             self._line.close()
             raise
         close_after_fork(self)
+        close_at_exit(self)
         self._reader = threading.Thread(target=self._read_news, name="unisono control client", daemon=True)
         self._reader.start()
-        self._news.send(wire.encode((0, ("news", self._ask("number")))), deadline)
+        self._attach_news(deadline)
 
     @property
     def local_host(self) -> str:
@@ -174,6 +176,13 @@ class SocketControl(Requester):
     def _lose(self) -> None:
         """The connection has ended. Why, only the thread that reads the news knows; it tells all who wait."""
         self._news.hang_up()
+
+    def _attach_news(self, deadline: float) -> None:
+        """Tell the server that both connections are of one client."""
+        number = self._ask("number")
+        attached = self._expect()
+        self._news.send(wire.encode((attached.number, ("news", number))), deadline)
+        self._finish(attached, self._patience_s)
 
     # -- news ----------------------------------------------------------------------------------
     def _read_news(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from select import select
+from selectors import EVENT_READ
 
 from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting
 
@@ -21,6 +22,7 @@ class Connection:
         serves: The number of the client that it belongs to: that of the client's first connection.
         known: Whether it has shown that it knows the secret.
         in_peace: Whether it has said that it will go.
+        watched: What the selector is asked to tell of its socket.
         waiting: Whether bytes wait until it has read others.
         deadline: By when it must be known, on the monotonic clock.
     """
@@ -30,6 +32,7 @@ class Connection:
         self.number, self.peer, self.deadline = number, peer, deadline
         self.serves = number
         self.in_peace = False
+        self.watched = EVENT_READ
         self._greeting = Greeting(secret, client=False)
         self._met = False
         self._channel: Channel | None = None

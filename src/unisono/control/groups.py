@@ -198,7 +198,9 @@ class Groups:
 def _results(exchange: dict[int, Contribution]) -> Outgoing:
     contents = [exchange[rank].content for rank in range(len(exchange))]
     same = all(content == contents[0] for content in contents)
-    return [(who.client, (who.request, "ok", None if who.agree and same else contents)) for who in exchange.values()]
+    # Rank 0 last: where its process is the server too, it would take the interpreter from this thread.
+    last_first = (exchange[rank] for rank in reversed(range(len(exchange))))
+    return [(who.client, (who.request, "ok", None if who.agree and same else contents)) for who in last_first]
 
 
 def _left(rank: int) -> Cause:

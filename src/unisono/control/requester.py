@@ -57,12 +57,14 @@ class _Membership:
         self.cause: Cause | None = None
         self.told = threading.Event()
         self._on_failure = on_failure
+        self._lock = threading.Lock()
 
     def fail(self, cause: Cause) -> Callback | None:
         """Keep the first cause; what is then to be called, outside of any lock."""
-        if self.cause is not None:
-            return None
-        self.cause = cause
+        with self._lock:
+            if self.cause is not None:
+                return None
+            self.cause = cause
         self.told.set()
         return lambda: self._on_failure(cause)
 
@@ -80,6 +82,7 @@ class Requester(Control):
         self._waiters: dict[int, Waiter] = {}
         self._members: dict[str, _Membership] = {}
         self._ended: Cause | None = None
+        self._ending = threading.Lock()
 
     @abstractmethod
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
@@ -96,9 +99,13 @@ class Requester(Control):
         """What the other side is called in messages."""
 
     # -- requests and replies ----------------------------------------------------------------------
-    def _begin(self, *words: Any) -> Waiter:
+    def _expect(self) -> Waiter:
         waiter = Waiter(next(self._numbers))
         self._waiters[waiter.number] = waiter
+        return waiter
+
+    def _begin(self, *words: Any) -> Waiter:
+        waiter = self._expect()
         try:
             # Looked at only now: whoever ends the connection sets it first, and then answers the waiters.
             if self._ended is not None:
@@ -142,13 +149,23 @@ class Requester(Control):
 
     def _end(self, cause: Cause, *, fails_groups: bool) -> list[Callback]:
         """No answer will come any more: tell whoever waits for one, and the groups if so wanted."""
-        if self._ended is not None:
-            return []
-        self._ended = cause
+        with self._ending:
+            if self._ended is not None:
+                return []
+            self._ended = cause
         callbacks = [m.fail(cause) for m in list(self._members.values())] if fails_groups else []
         for waiter in list(self._waiters.values()):
             waiter.answer((waiter.number, "failed", (cause.kind, cause.rank, cause.message)))
         return [callback for callback in callbacks if callback is not None]
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Close, since the process ends: in peace, or telling every group the error that ends it."""
+        for membership in list(self._members.values()):
+            if error is not None and self._ended is None:
+                group = membership.group
+                message = f"rank {group.rank} failed: {type(error).__name__}: {error}"
+                self.fail(group, Cause("PeerLostError", group.rank, message))
+        self.close()
 
     # -- the store ---------------------------------------------------------------------------------
     def set(self, key: str, value: bytes) -> None:

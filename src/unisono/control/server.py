@@ -110,7 +110,8 @@ class Server:
                         self._ear.recv(4096)
                     else:
                         self._serve(key.data, events)
-                self._turn_away_who_is_late()
+                if self._strangers:
+                    self._turn_away_who_is_late()
                 while self._broken:
                     self._drop(self._broken.pop())
             self._say_goodbye()
@@ -151,7 +152,8 @@ class Server:
             if events & selectors.EVENT_WRITE:
                 connection.flush()
             contents = connection.read() if events & selectors.EVENT_READ else []
-            if connection.known and self._strangers.pop(connection.number, None):
+            if connection.known and connection.number in self._strangers:
+                del self._strangers[connection.number]
                 self._known[connection.number] = connection
             for content in contents:
                 self._handle(connection, content)
@@ -169,6 +171,7 @@ class Server:
             # A client's second connection, on which it hears what it did not ask for.
             connection.serves = words[1]
             self._news[connection.serves] = self._known.pop(connection.number)
+            self._tell([(connection.serves, (request, "ok", None))])
         else:
             self._tell(self._state.handle(connection.number, request, words))
             connection.in_peace = connection.in_peace or words == ("bye",)
@@ -186,7 +189,8 @@ class Server:
     def _watch(self, connection: Connection) -> None:
         """Be told when the rest can be sent, if there is a rest."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waiting else 0)
-        if self._selector.get_key(connection.peer).events != events:
+        if connection.watched != events:
+            connection.watched = events
             self._selector.modify(connection.peer, events, connection)
 
     def _drop(self, connection: Connection) -> None:

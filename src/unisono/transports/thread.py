@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from unisono.control import Control
 from unisono.group import Group
 from unisono.transport import Options, Transport
-from unisono.types import Message, Recv, Send, Work
+from unisono.types import Message, Send, Work
 from unisono.work import Countdown, elements, misfit
 
 __all__ = ["TRANSPORT", "ThreadTransport"]

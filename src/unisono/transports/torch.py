@@ -171,7 +171,7 @@ def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float
 
 def _backend(group: Group, control: Control, options: Options, *, lazy: bool) -> Any:
     """A process group of torch's, met over our own store."""
-    store = c10d.PrefixStore(f"torch/{group.name}", ControlStore(control))
+    store = c10d.PrefixStore(f"torch/{group.name}", control.share("torch/store", lambda: ControlStore(control)))
     timeout = timedelta(seconds=options.timeout_s)
     if options.backend == "gloo":
         if not dist.is_gloo_available():

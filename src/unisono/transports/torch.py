@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from unisono.control import Control
 from unisono.control.store import ControlStore
-from unisono.errors import CommError, PeerLostError, UnavailableError
+from unisono.errors import ClosedError, CommError, PeerLostError, UnavailableError
 from unisono.group import Group
 from unisono.transport import Options, Transport
 from unisono.transports._torch_messages import Envelopes
@@ -42,6 +41,7 @@ class TorchTransport(Transport):
     def __init__(self, group: Group, backend: Any, control: Control, options: Options, *, owned: bool = True) -> None:
         self.group, self._backend, self._control, self._options = group, backend, control, options
         self._owned = owned
+        self._store: ControlStore | None = None
         self._cuda = options.backend not in ("gloo", "mpi")
         self.devices = frozenset({"cuda"} if self._cuda else {"cpu"})
         self.tags = not self._cuda
@@ -50,12 +50,18 @@ class TorchTransport(Transport):
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> TorchTransport:
-        return cls(group, _backend(group, control, options, lazy=False), control, options)
+        return cls._made(group, control, options, lazy=False)
+
+    @classmethod
+    def _made(cls, group: Group, control: Control, options: Options, *, lazy: bool) -> TorchTransport:
+        store = ControlStore(control, f"torch/{group.name}")
+        made = cls(group, _backend(group, store, options, lazy=lazy), control, options)
+        # C++ holds only its part of the store, which fails without the Python part.
+        made._store = store
+        return made
 
     def split(self, group: Group) -> TorchTransport:
-        return TorchTransport(
-            group, _backend(group, self._control, self._options, lazy=True), self._control, self._options
-        )
+        return self._made(group, self._control, self._options, lazy=True)
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
@@ -103,7 +109,8 @@ class TorchTransport(Transport):
     # -- end -----------------------------------------------------------------------------------
     def close(self) -> None:
         self._envelopes.close(None)
-        self._backend = None if self._owned else self._backend
+        if self._owned:
+            self._backend = _Gone(ClosedError("the communicator is closed"))
 
     def abort(self, cause: BaseException) -> None:
         self._broken = cause
@@ -165,13 +172,13 @@ def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float
         return late(messages, waited_s)
     peer = messages[0].peer if len(messages) == 1 else None
     if re.search(r"[Cc]onnection (closed|reset|refused)|Broken pipe|closure|EOF", text):
-        return PeerLostError("the connection to a rank was lost", peer=None)
+        # Whether that rank was the first to fail, the control plane will tell.
+        return PeerLostError(f"the connection to {'a rank' if peer is None else f'rank {peer}'} was lost")
     return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)
 
 
-def _backend(group: Group, control: Control, options: Options, *, lazy: bool) -> Any:
+def _backend(group: Group, store: ControlStore, options: Options, *, lazy: bool) -> Any:
     """A process group of torch's, met over our own store."""
-    store = c10d.PrefixStore(f"torch/{group.name}", control.share("torch/store", lambda: ControlStore(control)))
     timeout = timedelta(seconds=options.timeout_s)
     if options.backend == "gloo":
         if not dist.is_gloo_available():

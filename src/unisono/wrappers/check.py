@@ -35,7 +35,6 @@ class Checked(Wrapper):
 
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
         mine = astuple(fingerprint)
-        topic = f"{fingerprint.operation} #{fingerprint.call}"
         if fingerprint.sends or fingerprint.receives:
             values = self._control.exchange(self.group, f"call {fingerprint.call}", mine, timeout)
         else:
@@ -46,7 +45,7 @@ class Checked(Wrapper):
         prints = [Fingerprint(**dict(zip(_FIELDS, value, strict=True))) for value in values]
         problem = explain(prints)
         if problem:
-            raise MismatchError(f"{problem} ({topic} on this rank; nothing was sent)")
+            raise MismatchError(f"{problem}. Nothing was sent")
         return super().begin(fingerprint, timeout)
 
 

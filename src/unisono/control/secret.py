@@ -1,0 +1,103 @@
+"""The secret that all ranks of a job share: given, in the environment, or in a file of this user."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from unisono.errors import CommError
+
+__all__ = ["find_secret", "read_private"]
+
+_VARIABLE = "UNISONO_SECRET"
+
+
+def find_secret(given: str | bytes | None = None) -> bytes:
+    """The secret that was given, else that of $UNISONO_SECRET, else that of this user on this host.
+
+    The last is random, made at the first call, and kept in a file that only this user can read:
+    `~/.config/unisono/secret` (or under $XDG_CONFIG_HOME), or under the directory for temporary
+    files where there is no home to write to.
+
+    Raises:
+        ValueError: The secret that was given is empty.
+        CommError: The file could be read by others, or belongs to somebody else.
+
+    Example:
+        >>> find_secret("open sesame")
+        b'open sesame'
+    """
+    chosen = os.environ.get(_VARIABLE) if given is None else given
+    if chosen is None:
+        return _of_this_user()
+    if not chosen:
+        raise ValueError(f"the secret is empty; give some random text (or leave {_VARIABLE} unset on a single host)")
+    return chosen.encode() if isinstance(chosen, str) else bytes(chosen)
+
+
+def _of_this_user() -> bytes:
+    last: OSError | None = None
+    for directory in (_configuration(), _temporary()):
+        try:
+            return _read_or_create(directory)
+        # No home, no right to write there, or a file system that is full, read-only or without hard links.
+        except OSError as error:
+            last = error
+    raise CommError(
+        f"there is no place to keep a secret ({last}); set {_VARIABLE} to the same random text for every rank"
+    ) from last
+
+
+def _configuration() -> Path:
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path("~/.config").expanduser()) / "unisono"
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir()) / f"unisono-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+
+
+def _read_or_create(directory: Path) -> bytes:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _refuse_if_shared(directory, os.stat(directory, follow_symlinks=False), stat.S_IWGRP | stat.S_IWOTH)
+    path = directory / "secret"
+    if not path.exists():
+        _create(path)
+    return read_private(path)
+
+
+def _create(path: Path) -> None:
+    """Write it whole under another name first, so that nobody ever reads a part of it."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".secret")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        os.link(name, path)
+    except FileExistsError:
+        # Another process was faster; its secret is as good.
+        return
+    finally:
+        os.unlink(name)
+
+
+def read_private(path: Path) -> bytes:
+    """What a file holds that nobody but this user may read or write.
+
+    Raises:
+        CommError: Somebody else may.
+    """
+    with path.open("rb") as file:
+        _refuse_if_shared(path, os.fstat(file.fileno()), stat.S_IRWXG | stat.S_IRWXO)
+        return file.read()
+
+
+def _refuse_if_shared(path: Path, status: os.stat_result, forbidden: int) -> None:
+    if not hasattr(os, "geteuid"):
+        return
+    if status.st_uid != os.geteuid():
+        raise CommError(f"{path} belongs to another user (number {status.st_uid}); remove it or choose another place")
+    if status.st_mode & forbidden:
+        raise CommError(f"{path} is open to other users; say `chmod go-rwx {path}`, or remove it")

@@ -4,24 +4,24 @@
     comm = un.init()
     un.average_gradients(model, comm)
 
-Sub-packages (`un.data`, `un.testing`, ...) load when first used.
+Every name loads when it is first used, so that importing the package costs nothing.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono.communicator import Communicator
-from unisono.errors import CommError
-from unisono.gradients import average_gradients, broadcast_parameters
-from unisono.launch import init, launch
-from unisono.types import ReduceOp, Work
-from unisono.wrappers.trace import trace
+if TYPE_CHECKING:
+    from unisono import data, errors, schedules, testing, transports
+    from unisono.communicator import Communicator
+    from unisono.errors import CommError
+    from unisono.gradients import average_gradients, broadcast_parameters
+    from unisono.startup import init, launch
+    from unisono.types import ReduceOp, Work
+    from unisono.wrappers.trace import trace
 
 __version__ = "0.1.0"
-
-_LAZY = ("data", "errors", "schedules", "testing", "transports")
 
 __all__ = [
     "CommError",
@@ -40,8 +40,30 @@ __all__ = [
     "transports",
 ]
 
+_HOME = {
+    "CommError": "unisono.errors",
+    "Communicator": "unisono.communicator",
+    "ReduceOp": "unisono.types",
+    "Work": "unisono.types",
+    "average_gradients": "unisono.gradients",
+    "broadcast_parameters": "unisono.gradients",
+    "init": "unisono.startup",
+    "launch": "unisono.startup",
+    "trace": "unisono.wrappers.trace",
+}
+_PACKAGES = ("data", "errors", "schedules", "testing", "transports")
+
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return importlib.import_module(f"unisono.{name}")
-    raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"unisono.{name}")
+    else:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

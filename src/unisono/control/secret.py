@@ -40,7 +40,7 @@ def find_secret(given: str | bytes | None = None) -> bytes:
 
 def _of_this_user() -> bytes:
     last: OSError | None = None
-    for directory in (_configuration(), _temporary()):
+    for directory in _places():
         try:
             return _read_or_create(directory)
         # No home, no right to write there, or a file system that is full, read-only or without hard links.
@@ -51,13 +51,12 @@ def _of_this_user() -> bytes:
     ) from last
 
 
-def _configuration() -> Path:
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path("~/.config").expanduser()) / "unisono"
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir()) / f"unisono-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+def _places() -> list[Path]:
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    places = [Path(tempfile.gettempdir()) / f"unisono-{user}"]
+    home = os.path.expanduser("~")
+    configuration = os.environ.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home != "~" else None)
+    return [Path(configuration) / "unisono", *places] if configuration else places
 
 
 def _read_or_create(directory: Path) -> bytes:
@@ -66,7 +65,10 @@ def _read_or_create(directory: Path) -> bytes:
     path = directory / "secret"
     if not path.exists():
         _create(path)
-    return read_private(path)
+    secret = read_private(path)
+    if not secret:
+        raise CommError(f"{path} is empty; remove it, and a new secret will be made")
+    return secret
 
 
 def _create(path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from unisono.errors import UnavailableError
 __all__ = ["Pictures", "load", "split"]
 
 _HELD_OUT = 0.2
+_FEWEST = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +53,18 @@ def load(path: Path | None = None) -> Pictures:
     if not path.exists():
         raise ValueError(f"{path} does not exist: give a folder with one sub-folder a class, or an .npz file")
     pixels, labels = read_folder(path) if path.is_dir() else read_npz(path)
-    return _pictures(pixels, labels, str(path))
+    return _pictures(pixels, labels, f"pictures of {path}")
 
 
 def split(pictures: Pictures, seed: int) -> tuple[Pictures, Pictures]:
     """The pictures for training, and a fifth of all, drawn at random, that is held out for the test."""
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(seed))
-    held_out = max(1, round(len(pictures) * _HELD_OUT))
+    held_out = round(len(pictures) * _HELD_OUT)
     return _some(pictures, order[held_out:]), _some(pictures, order[:held_out])
 
 
 def _some(pictures: Pictures, indices: torch.Tensor) -> Pictures:
-    return Pictures(pictures.x[indices], pictures.y[indices], pictures.classes, pictures.name)
+    return replace(pictures, x=pictures.x[indices], y=pictures.y[indices])
 
 
 def _digits() -> Pictures:
@@ -77,15 +79,16 @@ def _digits() -> Pictures:
     return _pictures(torch.from_numpy(found.images), found.target.tolist(), "handwritten digits")
 
 
-def _pictures(pixels: torch.Tensor, labels: Sequence[object], name: str) -> Pictures:
+def _pictures(pixels: torch.Tensor, labels: Sequence[Any], name: str) -> Pictures:
     """Put pixels of (n, height, width) or (n, channels, height, width) on one scale, and number the classes."""
-    names = sorted(set(labels), key=lambda label: (str(type(label)), label))  # type: ignore[return-value, arg-type]
-    if len(names) < 2:
-        raise ValueError(f"{name} has pictures of {len(names)} class; training needs at least 2")
+    numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
+    if len(numbers) < 2:
+        raise ValueError(f"the {name} are all of one class; training needs at least two")
+    if len(labels) < _FEWEST:
+        raise ValueError(f"the {name} are {len(labels)}; training needs at least {_FEWEST}")
     x = pixels.to(torch.float32)
     x = x if x.dim() == 4 else x.unsqueeze(1)
     if not bool(x.isfinite().all()):
-        raise ValueError(f"{name} has pixels that are no finite numbers")
+        raise ValueError(f"the {name} have pixels that are no finite numbers; replace them")
     x = (x - x.mean()) / x.std().clamp_min(1e-6)
-    numbers = {label: number for number, label in enumerate(names)}
-    return Pictures(x.contiguous(), torch.tensor([numbers[label] for label in labels]), len(names), name)
+    return Pictures(x.contiguous(), torch.tensor([numbers[label] for label in labels]), len(numbers), name)

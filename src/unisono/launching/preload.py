@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import unisono
-import unisono.control.client
-import unisono.launching.rank
-import unisono.transports.thread
-import unisono.transports.torch
+import importlib
 
-__all__ = ["unisono"]
+__all__ = ["PRELOADED"]
+
+PRELOADED = (
+    "unisono.gradients",
+    "unisono.launching.rank",
+    "unisono.transports.thread",
+    "unisono.transports.torch",
+)
+
+for _name in PRELOADED:
+    importlib.import_module(_name)

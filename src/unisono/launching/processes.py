@@ -9,10 +9,14 @@ import pickle
 import secrets
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +30,7 @@ from unisono.launching.rank import Orders, live
 __all__ = ["run_processes"]
 
 _END_S = 1.0
+_starting = threading.Lock()
 
 
 def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> list[Outcome]:
@@ -46,7 +51,8 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
                 rank, size, payload, dict(os.environ), server.address, secret, _threads(threads, size), _outputs()
             )
             process: BaseProcess = context.Process(target=live, args=(orders, writer), name=f"unisono rank {rank}")  # type: ignore[attr-defined]
-            process.start()
+            with _main_as_ranks_see_it():
+                process.start()
             writer.close()
             ranks.append((process, reader))
         _watch(ranks, on_failure, ended)
@@ -178,9 +184,29 @@ def _dump(job: Job) -> bytes:
 
 def _importable(fn: Any, main: ModuleType | None) -> bool:
     module = sys.modules.get(getattr(fn, "__module__", "") or "")
-    if module is None or (module is main and not hasattr(main, "__file__")):
+    if module is None:
         return False
-    return module is main or _found(module)
+    return _is_file(module) if module is main else _found(module)
+
+
+def _is_file(main: ModuleType) -> bool:
+    """Whether ranks can import the main module: not what was typed, piped in, or given by -c."""
+    return Path(getattr(main, "__file__", None) or "").is_file()
+
+
+@contextmanager
+def _main_as_ranks_see_it() -> Iterator[None]:
+    """Multiprocessing would have the ranks run the file of the main module, also one called "<stdin>"."""
+    main = sys.modules["__main__"]
+    if _is_file(main) or "__file__" not in vars(main):
+        yield
+        return
+    with _starting:
+        name = vars(main).pop("__file__")
+        try:
+            yield
+        finally:
+            main.__file__ = name
 
 
 def _found(module: ModuleType) -> bool:

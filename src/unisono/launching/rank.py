@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -50,6 +51,10 @@ def live(orders: Orders, report: Connection) -> None:
     if orders.outputs is not None:
         for number, copy in zip((1, 2), orders.outputs, strict=True):
             os.dup2(copy.detach(), number)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Whole lines, so that those of several ranks do not run into each other.
+            stream.reconfigure(line_buffering=True, write_through=False)
     torch.set_num_threads(orders.threads)
     try:
         job: Job = cloudpickle.loads(orders.job)

@@ -1,0 +1,64 @@
+"""Start-up: who am I, how many are we, and where do we meet?
+
+One file for each way to answer. A new one has a function `find(request)` that returns a `Place`, and
+gets a line below: among `_SCHEMES` if users name it in an `init_method`, among `_AUTOMATIC` if it can
+tell from the environment, by a function `here(request)`, that it is meant.
+"""
+
+from __future__ import annotations
+
+import time
+
+from unisono.bootstrap import alone, env, file, tcp
+from unisono.bootstrap.place import Place, Request
+from unisono.errors import CommError
+
+__all__ = ["Place", "Request", "find"]
+
+_SCHEMES = {"env": env.find, "file": file.find, "tcp": tcp.find}
+_AUTOMATIC = (env, alone)
+
+
+def find(
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout_s: float = 300.0,
+    secret: str | bytes | None = None,
+) -> Place:
+    """This process's place among the ranks of its job, all of which have come when it returns.
+
+    Args:
+        init_method: "tcp://host:port" (the host of rank 0), "file:///path", "env://", or None: the
+            environment if it speaks of ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
+            else a world of one.
+        rank: This process's number; needed with tcp:// and file://.
+        world_size: How many ranks there are; needed with tcp:// and file://.
+        timeout_s: Seconds within which all ranks come, or all that have come get an error.
+        secret: What all ranks know; see `unisono.control.secret.find_secret`.
+
+    Raises:
+        ValueError: The arguments or the environment make no sense.
+        CommTimeoutError: Ranks are missing (named), or rank 0 cannot be reached.
+        MismatchError: Two processes claim the same rank, or ranks differ in how many there are.
+        CommError: Rank 0 cannot listen at the address, or the secrets differ.
+
+    Example:
+        >>> place = find()
+        >>> place.rank, place.size
+        (0, 1)
+        >>> place.close()
+    """
+    request = Request(init_method, rank, world_size, time.monotonic() + timeout_s, secret)
+    if init_method is None:
+        start = next(way.find for way in _AUTOMATIC if way.here(request))
+    else:
+        scheme, separator, _ = init_method.partition("://")
+        if not separator or scheme not in _SCHEMES:
+            known = ", ".join(f"{name}://" for name in _SCHEMES)
+            raise ValueError(f"unknown init_method {init_method!r}; known: {known}")
+        start = _SCHEMES[scheme]
+    try:
+        return start(request)
+    except CommError as error:
+        raise error.locate(rank=rank, size=world_size, operation="init")

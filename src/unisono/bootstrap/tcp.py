@@ -1,0 +1,42 @@
+"""tcp://host:port: rank 0 hosts the control plane there, and everybody meets at it."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from unisono.bootstrap.hosting import lease
+from unisono.bootstrap.meeting import Seat, meet
+from unisono.bootstrap.place import Place, Request
+from unisono.control.secret import find_secret
+
+__all__ = ["find", "find_at"]
+
+
+def find(request: Request) -> Place:
+    """The place at the address that `init_method` gives."""
+    url = request.init_method or ""
+    host, port = _address(url)
+    rank, size = request.numbers()
+    seat = Seat(rank, size, None, request.deadline, f"rank {rank} of {size}, met at {url}")
+    return find_at(seat, host, port, request.secret)
+
+
+def find_at(seat: Seat, host: str, port: int, secret: str | bytes | None) -> Place:
+    """The place at this address, of which rank 0 is the host."""
+    if host in ("0.0.0.0", "::", ""):
+        raise ValueError(f"{host!r} names no host that others can reach; give the address of the host of rank 0")
+    host = "127.0.0.1" if host == "localhost" else host
+    known = find_secret(secret)
+    hosted = lease(f"tcp://{host}:{port}", known, host, port) if seat.rank == 0 else None
+    return meet(seat, (host, port) if hosted is None else hosted.server.address, known, hosted)
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not parts.hostname or not port or parts.path not in ("", "/") or parts.query:
+        raise ValueError(f"{url!r} is no address; write tcp://host:port, with the host of rank 0 and a free port of it")
+    return parts.hostname, port

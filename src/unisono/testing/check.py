@@ -1,0 +1,114 @@
+"""Carry out a case on a rank, and say what is wrong with what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.testing.cases import IN_PLACE, Case
+from unisono.testing.placed import Placed, place
+
+__all__ = ["Report", "check_case", "check_reports"]
+
+_SAME = frozenset({"all_reduce", "broadcast", "all_gather", "all_gather_single"})
+"""After these, all ranks hold the same bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank found.
+
+    Attributes:
+        complaints: What is wrong, in words.
+        digest: A hash of the bits that the rank then holds.
+    """
+
+    complaints: tuple[str, ...]
+    digest: str
+
+
+def check_case(comm: Communicator, case: Case) -> Report:
+    """Make the call on this rank; compare the result, the inputs and the memory around both. Collective.
+
+    Example:
+        >>> case = Case("all_reduce", size=2, count=5, layout="every second", algorithm="ring")
+        >>> [report.complaints for report in un.launch(check_case, 2, "thread", args=(case,))]
+        [(), ()]
+    """
+    given = case.given()
+    inputs = [place(tensor.to(comm.device), case.layout) for tensor in given[comm.rank]]
+    if case.call in IN_PLACE:
+        outputs = inputs
+    else:
+        blanks = (torch.ones(n, dtype=case.dtype, device=comm.device) for n in case.taken_lengths(comm.rank))
+        outputs = [place(blank, case.layout) for blank in blanks]
+    work = _call(comm, case, [p.view for p in inputs], [p.view for p in outputs])
+    if work is not None:
+        work.wait()
+    found = [placed.values().cpu() for placed in outputs]
+    complaints = []
+    for index, (expected, tensor) in enumerate(zip(case.expected(comm.rank, given), found, strict=True)):
+        complaints += [f"result {index}: {said}" for said in [expected.complaint(tensor)] if said]
+    if case.call not in IN_PLACE:
+        complaints += _changed(inputs, given[comm.rank])
+    for name, group in (("input", inputs), ("result", outputs)):
+        complaints += [f"memory around {name} {i} has changed" for i, placed in enumerate(group) if placed.spilled()]
+    return Report(tuple(f"rank {comm.rank}: {said}" for said in complaints), _digest(found))
+
+
+def check_reports(case: Case, reports: Sequence[Report]) -> None:
+    """Raise `AssertionError` if any rank has complained, or if bits differ that must be equal."""
+    complaints = [said for report in reports for said in report.complaints]
+    assert not complaints, f"{case}\n" + "\n".join(complaints)
+    if case.call in _SAME:
+        ends = {report.digest for report in reports}
+        assert len(ends) == 1, f"{case}\nranks hold {len(ends)} different results"
+
+
+def _changed(inputs: list[Placed], given: list[torch.Tensor]) -> list[str]:
+    before_and_after = zip(given, inputs, strict=True)
+    return [
+        f"input {index} has changed"
+        for index, (before, after) in enumerate(before_and_after)
+        if _digest([before]) != _digest([after.values().cpu()])
+    ]
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    data = b"".join(bytes(tensor.contiguous().view(torch.uint8).tolist()) for tensor in tensors)
+    return sha256(data).hexdigest()
+
+
+def _call(comm: Communicator, case: Case, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Any:
+    how: dict[str, Any] = {"algorithm": case.algorithm, "async_op": case.async_op}
+    at_root = comm.rank == case.root
+    match case.call:
+        case "all_reduce":
+            return comm.all_reduce(outputs[0], case.op, **how)
+        case "reduce":
+            return comm.reduce(outputs[0], case.root, case.op, **how)
+        case "broadcast":
+            return comm.broadcast(outputs[0], case.root, **how)
+        case "gather":
+            return comm.gather(inputs[0], outputs if at_root else None, case.root, **how)
+        case "scatter":
+            return comm.scatter(outputs[0], inputs if at_root else None, case.root, **how)
+        case "all_gather":
+            return comm.all_gather(outputs, inputs[0], **how)
+        case "all_gather_single":
+            return comm.all_gather_single(outputs[0], inputs[0], **how)
+        case "reduce_scatter":
+            return comm.reduce_scatter(outputs[0], inputs, case.op, **how)
+        case "reduce_scatter_single":
+            return comm.reduce_scatter_single(outputs[0], inputs[0], case.op, **how)
+        case "all_to_all":
+            return comm.all_to_all(outputs, inputs, **how)
+        case "all_to_all_single":
+            return comm.all_to_all_single(outputs[0], inputs[0], *case.splits(comm.rank), **how)
+        case _:
+            raise ValueError(f"no case is about {case.call!r}")

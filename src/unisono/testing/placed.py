@@ -1,0 +1,94 @@
+"""Tensors laid out in memory in all the ways that users have them, with room around them to be watched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isqrt
+
+import torch
+
+__all__ = ["LAYOUTS", "Placed", "place"]
+
+LAYOUTS = ("contiguous", "offset", "every second", "transposed", "gaps between rows", "reversed dimensions", "conjugate")
+"""The ways of `place`. "conjugate" is one for complex numbers, and as "contiguous" for others."""
+
+_MARGIN = 3
+_PATTERN = 77
+
+
+@dataclass(slots=True)
+class Placed:
+    """A view inside a larger piece of memory.
+
+    Attributes:
+        view: What is passed to a call.
+        whole: All of the memory, one-dimensional.
+    """
+
+    view: torch.Tensor
+    whole: torch.Tensor
+    _before: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._before = self._outside()
+
+    def values(self) -> torch.Tensor:
+        """The view's elements in order: a copy, one-dimensional and contiguous."""
+        return self.view.detach().resolve_conj().reshape(-1).clone()
+
+    def spilled(self) -> bool:
+        """Whether anything outside the view has changed since it was placed."""
+        return not torch.equal(self._before, self._outside())
+
+    def _outside(self) -> torch.Tensor:
+        inside = self.view
+        free = torch.ones(self.whole.shape, dtype=torch.bool)
+        free.as_strided(inside.shape, inside.stride(), inside.storage_offset()).fill_(False)
+        return self.whole.detach().cpu()[free].clone().view(torch.uint8)
+
+
+def place(values: torch.Tensor, layout: str = "contiguous") -> Placed:
+    """A view that holds these values, in this layout.
+
+    Args:
+        values: One-dimensional.
+        layout: One of `LAYOUTS`. Where the number of elements does not allow it (a prime number of
+            elements cannot be transposed), the nearest thing.
+
+    Example:
+        >>> placed = place(torch.arange(6), "transposed")
+        >>> placed.view.shape, placed.view.is_contiguous(), placed.values().tolist()
+        (torch.Size([2, 3]), False, [0, 1, 2, 3, 4, 5])
+    """
+    count = values.numel()
+    rows = next((r for r in range(isqrt(count), 0, -1) if count % r == 0), 1)
+    columns = count // rows
+    shape, strides, margin = _geometry(layout, count, rows, columns)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if count else 0
+    # Both values of a bool, so that neither can be written unnoticed.
+    whole = (_PATTERN * (torch.arange(extent + 2 * margin, device=values.device) % 2)).to(values.dtype)
+    view = whole.as_strided(shape, strides, margin)
+    if layout == "conjugate" and values.is_complex():
+        view = view.conj()
+    view.copy_(values.view(shape))
+    return Placed(view, whole)
+
+
+def _geometry(layout: str, count: int, rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides in elements, and elements before and after the view."""
+    match layout:
+        case "contiguous" | "conjugate":
+            # One element without any dimension is a tensor, too.
+            return ((), (), 0) if count == 1 else ((count,), (1,), 0)
+        case "offset":
+            return (count,), (1,), _MARGIN
+        case "every second":
+            return (count,), (2,), _MARGIN
+        case "transposed":
+            return (rows, columns), (1, rows), _MARGIN
+        case "gaps between rows":
+            return (rows, columns), (columns + 1, 1), _MARGIN
+        case "reversed dimensions":
+            return (1, columns, rows), (7, 1, columns), _MARGIN
+        case _:
+            raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")

@@ -1,0 +1,143 @@
+"""What reductions must give, computed plainly from all ranks' inputs, and how far a result may be from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+
+from unisono.types import ReduceOp
+
+__all__ = ["DTYPES", "Expected", "moved", "ops_for", "reduced"]
+
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+"""Every dtype that collectives are tested with."""
+
+_REAL = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+_BITS = {
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def ops_for(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
+    """The operations that mean something for a dtype, and that every backend must do.
+
+    Example:
+        >>> [op.value for op in ops_for(torch.complex64)]
+        ['sum', 'avg', 'product']
+    """
+    if dtype.is_complex:
+        return ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT
+    if dtype.is_floating_point:
+        return ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX
+    return (*_REAL, *_BITS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """What one tensor must hold in the end.
+
+    Attributes:
+        value: The right elements; of a wider dtype where rounding is allowed.
+        slack: The largest difference allowed, by element; None if the bits must be these.
+    """
+
+    value: torch.Tensor
+    slack: torch.Tensor | None = None
+
+    def complaint(self, found: torch.Tensor) -> str:
+        """What is wrong with a result, in words; empty if nothing is.
+
+        Example:
+            >>> moved(torch.tensor([1, 2])).complaint(torch.tensor([1, 3]))
+            'element 1 of 2 is 3, not 2'
+        """
+        if found.numel() != self.value.numel():
+            return f"there are {found.numel()} elements, not {self.value.numel()}"
+        wrong = self._wrong(found).nonzero()
+        if not wrong.numel():
+            return ""
+        first = int(wrong[0])
+        slack = "" if self.slack is None else f" within {self.slack[first].item():.3g}"
+        return f"element {first} of {found.numel()} is {found[first].item()}, not {self.value[first].item()}{slack}"
+
+    def _wrong(self, found: torch.Tensor) -> torch.Tensor:
+        """Which elements are not as they must be."""
+        if self.slack is None:
+            return (_bytes(found) != _bytes(self.value)).any(1)
+        wide = found.to(self.value.dtype)
+        near = ((wide - self.value).abs() <= self.slack) | (wide == self.value)
+        return ~torch.where(self.value.isnan(), wide.isnan(), near)
+
+
+def moved(tensor: torch.Tensor) -> Expected:
+    """These very elements, bit for bit."""
+    return Expected(tensor)
+
+
+def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
+    """All ranks' one-dimensional tensors as one.
+
+    Integers and bools are exact (they wrap, as torch's do), and so are minimum and maximum (NaN wins),
+    and sums and products of floats that are whole numbers and stay small enough. Otherwise the slack is
+    the usual bound: the rounding unit times the number of ranks times the sum of magnitudes.
+
+    Example:
+        >>> reduced([torch.tensor([1.0]), torch.tensor([2.0])], "sum").value
+        tensor([3.], dtype=torch.float64)
+    """
+    op, dtype = ReduceOp(op), tensors[0].dtype
+    if op in _BITS:
+        return Expected(reduce(_BITS[op], tensors))
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return _extreme(torch.stack(list(tensors)), op)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        wide = torch.stack(list(tensors)).to(torch.int64)
+        return Expected((wide.sum(0) if op is ReduceOp.SUM else wide.prod(0)).to(dtype))
+    return _rounded(torch.stack(list(tensors)), op)
+
+
+def _extreme(stack: torch.Tensor, op: ReduceOp) -> Expected:
+    wide = stack.to(torch.float64 if stack.is_floating_point() else torch.int64)
+    value = wide.amin(0) if op is ReduceOp.MIN else wide.amax(0)
+    if not stack.is_floating_point():
+        return Expected(value.to(stack.dtype))
+    value[wide.isnan().any(0)] = torch.nan
+    return Expected(value, torch.zeros_like(value))
+
+
+def _rounded(stack: torch.Tensor, op: ReduceOp) -> Expected:
+    size, info = len(stack), torch.finfo(stack.dtype)
+    wide = stack.to(torch.complex128 if stack.is_complex() else torch.float64)
+    whole = (torch.view_as_real(wide).frac() == 0).all(-1) if wide.is_complex() else wide.frac() == 0
+    magnitudes = wide.abs()
+    value, magnitude = (
+        (wide.prod(0), magnitudes.prod(0)) if op is ReduceOp.PRODUCT else (wide.sum(0), magnitudes.sum(0))
+    )
+    # The product of two complex numbers is four products, and the sum of the parts' magnitudes is larger than the whole's.
+    slack = magnitude * info.eps * size * (4 if wide.is_complex() else 1) + size * info.smallest_normal * info.eps
+    if op is ReduceOp.AVG:
+        return Expected(value / size, (slack + magnitude * info.eps) / size + size * info.smallest_normal * info.eps)
+    exact = whole.all(0) & (2 * magnitude <= 1 / info.eps)
+    return Expected(value, torch.where(exact, 0.0, slack))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """One row of bytes for each element."""
+    return tensor.contiguous().view(torch.uint8).view(tensor.numel(), tensor.element_size())

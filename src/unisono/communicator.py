@@ -19,6 +19,8 @@ from unisono.wrappers.check import Checked
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import torch.distributed as dist
+
 __all__ = ["Check", "Communicator"]
 
 Check = Literal["auto", "full", "off"]
@@ -89,6 +91,33 @@ class Communicator(Objects):
         transport.native = frozenset(common)
         names = [card[0] for card in cards]
         return tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
+
+    @classmethod
+    def from_group(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 300.0,
+        check: Check = "auto",
+        chunk_bytes: int = 2 << 20,
+    ) -> Communicator:
+        """A communicator on a torch process group that someone else owns, and that is never destroyed by us.
+
+        Collective over the group: every member calls it. The owner may go on using the group, at
+        times when the communicator does not. Sub-groups are made without `dist.new_group`.
+
+        Args:
+            group: As `dist.init_process_group` or `dist.new_group` made it; None is the default group.
+            timeout: Seconds for every operation, unless it says otherwise.
+            check: As for `init`.
+            chunk_bytes: As for `init`.
+        """
+        from unisono.transports._torch_adopt import adopt
+
+        transport, control, options, release = adopt(group, timeout, chunk_bytes)
+        comm = cls(transport, control, options, check=check)
+        comm.on_close(release)
+        return comm
 
     @property
     def backend(self) -> str:

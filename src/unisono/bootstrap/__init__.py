@@ -8,6 +8,7 @@ tell from the environment, by a function `here(request)`, that it is meant.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from unisono.bootstrap import alone, env, file, tcp
 from unisono.bootstrap.place import Place, Request
@@ -50,6 +51,7 @@ def find(
         >>> place.close()
     """
     request = Request(init_method, rank, world_size, time.monotonic() + timeout_s, secret)
+    start: Callable[[Request], Place]
     if init_method is None:
         start = next(way.find for way in _AUTOMATIC if way.here(request))
     else:
@@ -61,4 +63,5 @@ def find(
     try:
         return start(request)
     except CommError as error:
-        raise error.locate(rank=rank, size=world_size, operation="init")
+        error.locate(rank=rank, size=world_size, operation="init")
+        raise

@@ -46,11 +46,12 @@ def _both(request: Request) -> tuple[int, int]:
     rank = _number("RANK") if request.rank is None else request.rank
     size = _number("WORLD_SIZE") if request.size is None else request.size
     if rank is None or size is None:
-        there, missing = ("rank", "RANK") if size is None else ("world_size", "WORLD_SIZE")
         if rank is None and size is None:
             raise ValueError("neither RANK nor WORLD_SIZE is set; start with torchrun, or pass rank and world_size")
         there, missing = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
-        raise ValueError(f"{there} is known but {missing} is not; set both on every rank, or neither for a world of one")
+        raise ValueError(
+            f"{there} is known but {missing} is not; set both on every rank, or neither for a world of one"
+        )
     return checked(rank, size)
 
 

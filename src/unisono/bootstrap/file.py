@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import stat
 import tempfile
@@ -14,14 +13,16 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from unisono.bootstrap.hosting import Lease, lease
-from unisono.bootstrap.meeting import MovedError, Seat, meet
+from unisono.bootstrap.meeting import MovedError, Seat, meet, settle
 from unisono.bootstrap.place import Place, Request
+from unisono.control.client import SocketControl
 from unisono.control.secret import refuse_if_shared
-from unisono.errors import CommError, CommTimeoutError, MismatchError
+from unisono.errors import ClosedError, CommError, CommTimeoutError
 
 __all__ = ["find"]
 
 _MARK = "unisono meets here"
+_MAX_BYTES = 4096
 _LOOK_EVERY_S = 0.02
 _REACH_WITHIN_S = 1.0
 
@@ -57,27 +58,48 @@ def _path(url: str) -> Path:
     return path
 
 
+def _read(path: Path) -> _Note | None:
+    """What the file says; None if it is not there, or empty."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(_MAX_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CommError(f"cannot read {path}: {error.strerror or error}; choose another file") from error
+    if not text:
+        return None
+    mark, *lines = text.splitlines()
+    if mark != _MARK or len(lines) != 4 or not lines[1].isdecimal():
+        raise ValueError(f"{path} holds something else, which is left alone; give an empty file, or a new name")
+    refuse_if_shared(path, status, stat.S_IRWXG | stat.S_IRWXO)
+    return _Note(lines[0], int(lines[1]), lines[2], lines[3])
+
+
 # -- rank 0 ----------------------------------------------------------------------------------------
 def _host(path: Path, seat: Seat) -> Place:
-    _read(path)
-    adopted = path.exists()
-    held = _lease(path, adopted)
+    old = _read(path)
+    held = _lease(path, made_by_user=path.exists() and old is None)
     note = _Note(*held.server.address, held.secret.decode(), socket.gethostname())
     try:
-        _write(path, note.text())
+        if note != old:
+            _write(path, note.text())
     except OSError as error:
         held.release()
-        raise CommError(f"cannot write {path}: {error.strerror or error}; choose a file that can be written") from error
+        raise CommError(f"cannot write {path}: {error.strerror or error}; choose another file") from error
     return meet(seat, held.server.address, held.secret, held)
 
 
-def _lease(path: Path, adopted: bool) -> Lease:
+def _lease(path: Path, *, made_by_user: bool) -> Lease:
     def withdraw() -> None:
-        # A file that the user made stays, empty; one of ours goes.
         with contextlib.suppress(OSError):
-            path.write_text("") if adopted else path.unlink()
+            if made_by_user:
+                path.write_text("")
+            else:
+                path.unlink()
 
-    return lease(f"file://{path}", secrets.token_hex(32).encode(), "127.0.0.1", 0, withdraw, keep_secret=True)
+    return lease(f"file://{path}", None, "127.0.0.1", 0, withdraw)
 
 
 def _write(path: Path, text: str) -> None:
@@ -86,20 +108,37 @@ def _write(path: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
-        os.replace(name, path)
+        Path(name).replace(path)
     except BaseException:
-        os.unlink(name)
+        Path(name).unlink()
         raise
 
 
 # -- the others ------------------------------------------------------------------------------------
 def _follow(path: Path, seat: Seat) -> Place:
+    """Try what the file says, again and again: what an earlier run has left there leads nowhere."""
     last = "nobody has written it"
     while seat.left_s:
         note = _read(path)
-        if note is not None:
+        if note is not None and note.name != socket.gethostname():
+            last = f"it was written on {note.name}: for ranks of several hosts use tcp://host:port"
+        elif note is not None:
             try:
-                address, secret = (note.host, note.port), note.secret.encode()
-                return meet(seat, address, secret, None, lambda: _read(path) != note, _REACH_WITHIN_S)  # noqa: B023
-            except MovedError:
-                continue
+                return _try(path, note, seat)
+            except (MovedError, ClosedError, _UnreachableError) as error:
+                last = f"what it says leads nowhere: {error}"
+        time.sleep(_LOOK_EVERY_S)
+    raise CommTimeoutError(f"rank 0 has not come to {path} in time ({last}). Is it alive, and uses it the same file?")
+
+
+class _UnreachableError(Exception):
+    """Nobody is where an old note points to, or somebody else."""
+
+
+def _try(path: Path, note: _Note, seat: Seat) -> Place:
+    patience_s, reach_within_s = max(seat.left_s, 1.0), min(max(seat.left_s, 0.1), _REACH_WITHIN_S)
+    try:
+        control = SocketControl((note.host, note.port), note.secret.encode(), patience_s, reach_within_s=reach_within_s)
+    except CommError as error:
+        raise _UnreachableError(error.message) from error
+    return settle(seat, control, moved=lambda: _read(path) != note)

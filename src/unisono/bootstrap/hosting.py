@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,6 @@ __all__ = ["Lease", "lease"]
 
 # Long enough for ranks that end together, short enough for one that does not end at all.
 _LINGER_S = 5.0
-
-_leases: dict[tuple[int, str], Lease] = {}
-_lock = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -44,8 +42,14 @@ class Lease:
                 self.server.retire(_LINGER_S)
 
 
-def lease(key: str, secret: bytes, host: str, port: int, withdraw: Callable[[], None] = lambda: None) -> Lease:
+_leases: dict[tuple[int, str], Lease] = {}
+_lock = threading.Lock()
+
+
+def lease(key: str, secret: bytes | None, host: str, port: int, withdraw: Callable[[], None] = lambda: None) -> Lease:
     """The server that this process runs under `key`; a new one if there is none.
+
+    Without a secret, it has one of its own.
 
     The next `init` of a job finds the server of the last one, even if that is about to end.
 
@@ -56,11 +60,12 @@ def lease(key: str, secret: bytes, host: str, port: int, withdraw: Callable[[], 
     with _lock:
         known = _leases.get((os.getpid(), key))
         if known is not None and known.server.stay():
-            if known.secret != secret:
+            if secret not in (None, known.secret):
                 raise ValueError(f"this process hosts {key} already, with another secret; pass the same one")
             known.users += 1
             return known
-        made = _leases[os.getpid(), key] = Lease(Server(secret, host, port), secret, 1, withdraw)
+        chosen = secrets.token_hex(32).encode() if secret is None else secret
+        made = _leases[os.getpid(), key] = Lease(Server(chosen, host, port), chosen, 1, withdraw)
     when_process_ends(_close_servers, CLOSE_SERVERS)
     return made
 

@@ -16,7 +16,7 @@ from unisono.control.client import SocketControl
 from unisono.errors import ClosedError, MismatchError
 from unisono.group import Group
 
-__all__ = ["MovedError", "Seat", "meet"]
+__all__ = ["MovedError", "Seat", "meet", "settle"]
 
 _JOB = "world"
 _LOOK_EVERY_S = 0.05
@@ -48,14 +48,7 @@ class Seat:
         return max(0.0, self.deadline - time.monotonic())
 
 
-def meet(
-    seat: Seat,
-    address: tuple[str, int],
-    secret: bytes,
-    lease: Lease | None = None,
-    moved: Callable[[], bool] | None = None,
-    reach_within_s: float | None = None,
-) -> Place:
+def meet(seat: Seat, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Place:
     """The place at the server of this address, when all ranks are there.
 
     A server that says goodbye meanwhile was that of an earlier `init`; the next one is waited for.
@@ -64,33 +57,47 @@ def meet(
         seat: Who this is.
         address: Where the server is.
         secret: Its secret.
-        lease: If this process hosts it.
-        moved: Whether the ranks turned out to meet elsewhere. Asked while rank 0 has not come.
-        reach_within_s: Seconds to reach the server, if not all the time there is.
+        lease: If this process hosts it; let go of if all this fails.
 
     Raises:
-        MovedError: They do.
         CommError: As `find` says.
     """
     try:
         while True:
-            left_s = max(seat.left_s, 0.1)
-            control = SocketControl(address, secret, left_s if reach_within_s is None else min(left_s, reach_within_s))
             try:
-                name = _gather(seat, control, moved)
-            except BaseException as error:
-                control.close()
-                if not (isinstance(error, ClosedError) and seat.left_s):
+                return settle(seat, SocketControl(address, secret, max(seat.left_s, 0.1)), lease)
+            except ClosedError:
+                if not seat.left_s:
                     raise
-                continue
-            server, let_go = (None, _nothing) if lease is None else (lease.server, lease.release)
-            return Place(
-                seat.rank, seat.size, seat.local_rank, control, server, control.local_host, name, seat.source, let_go
-            )
     except BaseException:
         if lease is not None:
             lease.release()
         raise
+
+
+def settle(
+    seat: Seat, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
+) -> Place:
+    """The place at the server that `control` leads to, when all ranks are there; `control` is closed if it fails.
+
+    Args:
+        seat: Who this is.
+        control: This rank's handle.
+        lease: If this process hosts the server.
+        moved: Whether the ranks turned out to meet elsewhere. Asked while rank 0 has not come.
+
+    Raises:
+        MovedError: They do.
+        ClosedError: The server was that of an earlier `init`.
+        CommError: As `find` says.
+    """
+    try:
+        name = _gather(seat, control, moved)
+    except BaseException:
+        control.close()
+        raise
+    server, let_go = (None, _nothing) if lease is None else (lease.server, lease.release)
+    return Place(seat.rank, seat.size, seat.local_rank, control, server, control.local_host, name, seat.source, let_go)
 
 
 def _gather(seat: Seat, control: SocketControl, moved: Callable[[], bool] | None) -> str:
@@ -102,7 +109,9 @@ def _gather(seat: Seat, control: SocketControl, moved: Callable[[], bool] | None
         raise
     group = Group.world(seat.rank, seat.size, name)
     control.join(group, _ignore)
-    if moved is not None:
+    if seat.rank == 0:
+        control.set(_open(group), b"")
+    elif moved is not None:
         _await_rank_0(seat, control, group, moved)
     control.exchange(group, "init", None, seat.left_s)
     return name
@@ -110,16 +119,17 @@ def _gather(seat: Seat, control: SocketControl, moved: Callable[[], bool] | None
 
 def _await_rank_0(seat: Seat, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
     """Look, now and then, whether this is the place where rank 0 comes."""
-    key = f"{group.name}/open"
-    if seat.rank == 0:
-        control.set(key, b"")
-    while not control.check([key]) and seat.left_s:
+    while not control.check([_open(group)]) and seat.left_s:
         cause = control.cause(group)
         if cause is not None:
             raise error_of(cause, group)
         if moved():
             raise MovedError
         time.sleep(_LOOK_EVERY_S)
+
+
+def _open(group: Group) -> str:
+    return f"{group.name}/open"
 
 
 @functools.cache

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from unisono.control import Control
 from unisono.control.server import Server
 
-__all__ = ["Place", "Request"]
+__all__ = ["Place", "Request", "checked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +27,6 @@ class Request:
     size: int | None
     deadline: float
     secret: str | bytes | None
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the deadline, not below 0."""
-        return max(0.0, self.deadline - time.monotonic())
 
     def numbers(self) -> tuple[int, int]:
         """Rank and size, if they were given and make sense."""

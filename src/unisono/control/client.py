@@ -41,6 +41,7 @@ class SocketControl(Requester):
         secret: The one that the server has.
         timeout: Seconds to reach it, and later for an answer that nothing holds up.
         on_orphan: Called if the server vanishes without a goodbye.
+        reach_within_s: Seconds to reach it, if not `timeout`.
 
     Raises:
         CommTimeoutError: Nobody answers there.
@@ -53,6 +54,7 @@ class SocketControl(Requester):
         secret: bytes,
         timeout: float = 30.0,
         on_orphan: Callable[[], None] | None = None,
+        reach_within_s: float | None = None,
     ) -> None:
         super().__init__(timeout)
         self._address, self._on_orphan = address, on_orphan
@@ -60,18 +62,11 @@ class SocketControl(Requester):
         self._reading = threading.Lock()
         self._sharing = threading.RLock()
         self._objects: dict[str, Any] = {}
-        deadline = time.monotonic() + timeout
-        self._line = connect(address, secret, timeout)
-        try:
-            self._news = connect(address, secret, max(1.0, deadline - time.monotonic()))
-        except BaseException:
-            self._line.close()
-            raise
+        self._line, self._news = connect(address, secret, timeout if reach_within_s is None else reach_within_s)
         close_after_fork(self)
         close_at_exit(self)
         self._reader = threading.Thread(target=self._read_news, name="unisono control client", daemon=True)
         self._reader.start()
-        self._attach_news(deadline)
 
     @property
     def local_host(self) -> str:
@@ -176,13 +171,6 @@ class SocketControl(Requester):
     def _lose(self) -> None:
         """The connection has ended. Why, only the thread that reads the news knows; it tells all who wait."""
         self._news.hang_up()
-
-    def _attach_news(self, deadline: float) -> None:
-        """Tell the server that both connections are of one client."""
-        number = self._ask("number")
-        attached = self._expect()
-        self._news.send(wire.encode((attached.number, ("news", number))), deadline)
-        self._finish(attached, self._patience_s)
 
     # -- news ----------------------------------------------------------------------------------
     def _read_news(self) -> None:

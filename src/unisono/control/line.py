@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+from unisono import wire
 from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting
 from unisono.control.sockets import tune
 from unisono.errors import CommError, CommTimeoutError
@@ -73,8 +74,8 @@ def _milliseconds(seconds: float) -> int:
     return min(max(0, round(seconds * 1000 + 0.5)), 2**31 - 1)
 
 
-def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Line:
-    """Reach the server, which may start later than this client.
+def connect(address: tuple[str, int], secret: bytes, timeout: float) -> tuple[Line, Line]:
+    """Two connections to the server, for requests and for news. It may start later than this client.
 
     Raises:
         CommTimeoutError: Nobody answers there.
@@ -84,7 +85,7 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Line:
     attempt = 0
     while True:
         try:
-            return _greet(address, secret, max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())))
+            return _both(address, secret, max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())))
         except OSError as error:
             pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
             attempt += 1
@@ -95,6 +96,30 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Line:
                     waited_s=timeout,
                 ) from error
             time.sleep(pause)
+
+
+def _both(address: tuple[str, int], secret: bytes, timeout: float) -> tuple[Line, Line]:
+    line = _greet(address, secret, timeout)
+    news: Line | None = None
+    try:
+        news = _greet(address, secret, timeout)
+        # The server gives out the client's number, and learns that the second connection is of the same one.
+        number = _ask(line, line, ("number",), timeout)
+        _ask(news, line, ("news", number), timeout)
+    except BaseException:
+        line.close()
+        if news is not None:
+            news.close()
+        raise
+    return line, news
+
+
+def _ask(out: Line, back: Line, words: tuple[object, ...], timeout: float) -> object:
+    out.send(wire.encode((1, words)), time.monotonic() + timeout)
+    contents = back.receive(timeout)
+    if not contents:
+        raise TimeoutError("the server is silent")
+    return wire.decode(contents[0])[2]
 
 
 def _greet(address: tuple[str, int], secret: bytes, timeout: float) -> Line:

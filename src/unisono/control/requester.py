@@ -21,6 +21,10 @@ __all__ = ["Requester", "Waiter"]
 Callback = Callable[[], None]
 
 
+# After a timeout: for the server to say what came of it.
+_GRACE_S = 5.0
+
+
 class Waiter:
     """One request under way. A bare lock: nothing else in Python wakes another thread as fast."""
 
@@ -99,13 +103,9 @@ class Requester(Control):
         """What the other side is called in messages."""
 
     # -- requests and replies ----------------------------------------------------------------------
-    def _expect(self) -> Waiter:
+    def _begin(self, *words: Any) -> Waiter:
         waiter = Waiter(next(self._numbers))
         self._waiters[waiter.number] = waiter
-        return waiter
-
-    def _begin(self, *words: Any) -> Waiter:
-        waiter = self._expect()
         try:
             # Looked at only now: whoever ends the connection sets it first, and then answers the waiters.
             if self._ended is not None:
@@ -132,8 +132,8 @@ class Requester(Control):
             raise error_of(Cause(*cast("tuple[str, int | None, str]", body)), group)
         return body
 
-    def _ask(self, *words: Any, group: Group | None = None) -> Any:
-        return self._finish(self._begin(*words), self._patience_s, group)
+    def _ask(self, *words: Any, group: Group | None = None, within_s: float | None = None) -> Any:
+        return self._finish(self._begin(*words), self._patience_s if within_s is None else within_s, group)
 
     def _receive(self, reply: Reply) -> Callback | None:
         """Hand a reply to who waits for it; what is to be called because of it, outside of any lock."""
@@ -176,7 +176,7 @@ class Requester(Control):
         try:
             if not self._wait(waiter, timeout):
                 # Answers come in order: after this one, the value either is here or will never come.
-                self._ask("forget", waiter.number)
+                self._ask("forget", waiter.number, within_s=_GRACE_S)
             if waiter.reply is None:
                 message = f"waited {timeout:.1f} s for the key {key!r}, which nobody has set"
                 raise CommTimeoutError(message, waited_s=timeout)
@@ -234,11 +234,11 @@ class Requester(Control):
         try:
             if not self._wait(waiter, timeout):
                 # The others learn of it and raise the same; the answer to the exchange says what came of it.
-                self._ask("withdraw", group.name, topic, timeout, group=group)
+                self._ask("withdraw", group.name, topic, timeout, group=group, within_s=_GRACE_S)
         except BaseException:
             self._waiters.pop(waiter.number, None)
             raise
-        return self._finish(waiter, self._patience_s, group)
+        return self._finish(waiter, _GRACE_S, group)
 
     def fail(self, group: Group, cause: Cause) -> Cause:
         membership = self._members.get(group.name)

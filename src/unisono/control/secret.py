@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unisono.errors import CommError
 
-__all__ = ["find_secret", "read_private"]
+__all__ = ["find_secret", "refuse_if_shared"]
 
 _VARIABLE = "UNISONO_SECRET"
 
@@ -54,18 +54,24 @@ def _of_this_user() -> bytes:
 def _places() -> list[Path]:
     user = os.getuid() if hasattr(os, "getuid") else "user"
     places = [Path(tempfile.gettempdir()) / f"unisono-{user}"]
-    home = os.path.expanduser("~")
-    configuration = os.environ.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home != "~" else None)
-    return [Path(configuration) / "unisono", *places] if configuration else places
+    configuration = os.environ.get("XDG_CONFIG_HOME")
+    try:
+        places.insert(0, (Path(configuration) if configuration else Path.home() / ".config") / "unisono")
+    # The user has no home.
+    except RuntimeError:
+        return places
+    return places
 
 
 def _read_or_create(directory: Path) -> bytes:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _refuse_if_shared(directory, os.stat(directory, follow_symlinks=False), stat.S_IWGRP | stat.S_IWOTH)
+    refuse_if_shared(directory, os.stat(directory, follow_symlinks=False), stat.S_IWGRP | stat.S_IWOTH)
     path = directory / "secret"
     if not path.exists():
         _create(path)
-    secret = read_private(path)
+    with path.open("rb") as file:
+        refuse_if_shared(path, os.fstat(file.fileno()), stat.S_IRWXG | stat.S_IRWXO)
+        secret = file.read()
     if not secret:
         raise CommError(f"{path} is empty; remove it, and a new secret will be made")
     return secret
@@ -82,21 +88,11 @@ def _create(path: Path) -> None:
         # Another process was faster; its secret is as good.
         return
     finally:
-        os.unlink(name)
+        Path(name).unlink()
 
 
-def read_private(path: Path) -> bytes:
-    """What a file holds that nobody but this user may read or write.
-
-    Raises:
-        CommError: Somebody else may.
-    """
-    with path.open("rb") as file:
-        _refuse_if_shared(path, os.fstat(file.fileno()), stat.S_IRWXG | stat.S_IRWXO)
-        return file.read()
-
-
-def _refuse_if_shared(path: Path, status: os.stat_result, forbidden: int) -> None:
+def refuse_if_shared(path: Path, status: os.stat_result, forbidden: int) -> None:
+    """Raise CommError if somebody else owns it, or has a right to it that is `forbidden` (bits of its mode)."""
     if not hasattr(os, "geteuid"):
         return
     if status.st_uid != os.geteuid():

@@ -94,7 +94,7 @@ class Case:
         return [[_numbers(self, n, generator) for n in self._given_lengths(rank)] for rank in range(self.size)]
 
     def _given_lengths(self, rank: int) -> Row:
-        row, column = self.lengths()[rank], self._column(rank)
+        row = self.lengths()[rank]
         match self.call:
             case "scatter":
                 return row if rank == self.root else ()
@@ -105,7 +105,7 @@ class Case:
             case "reduce_scatter_single" | "all_to_all_single":
                 return (sum(row),)
             case _:
-                return (column[rank],)
+                return (self.count,)
 
     def taken_lengths(self, rank: int) -> Row:
         """The lengths of what a rank gets, where that is not in place."""

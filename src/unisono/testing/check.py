@@ -11,7 +11,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.testing.cases import IN_PLACE, Case
-from unisono.testing.placed import Placed, place
+from unisono.testing.placed import LINEAR, Placed, place
 
 __all__ = ["Report", "check_case", "check_reports"]
 
@@ -41,12 +41,14 @@ def check_case(comm: Communicator, case: Case) -> Report:
         [(), ()]
     """
     given = case.given()
-    inputs = [place(tensor.to(comm.device), case.layout) for tensor in given[comm.rank]]
+    # Rows are split along the first dimension; here there is one, and each row is one element.
+    layout = case.layout if case.call != "all_to_all_single" or case.layout in LINEAR else "every second"
+    inputs = [place(tensor.to(comm.device), layout) for tensor in given[comm.rank]]
     if case.call in IN_PLACE:
         outputs = inputs
     else:
         blanks = (torch.ones(n, dtype=case.dtype, device=comm.device) for n in case.taken_lengths(comm.rank))
-        outputs = [place(blank, case.layout) for blank in blanks]
+        outputs = [place(blank, layout) for blank in blanks]
     work = _call(comm, case, [p.view for p in inputs], [p.view for p in outputs])
     if work is not None:
         work.wait()

@@ -7,10 +7,13 @@ from math import isqrt
 
 import torch
 
-__all__ = ["LAYOUTS", "Placed", "place"]
+__all__ = ["LAYOUTS", "LINEAR", "Placed", "place"]
 
-LAYOUTS = ("contiguous", "offset", "every second", "transposed", "gaps between rows", "reversed dimensions", "conjugate")
-"""The ways of `place`. "conjugate" is one for complex numbers, and as "contiguous" for others."""
+LINEAR = ("contiguous", "offset", "every second", "conjugate")
+"""Ways that give a tensor one dimension. "conjugate" is one for complex numbers, and else as "contiguous"."""
+
+LAYOUTS = (*LINEAR, "no dimensions", "transposed", "gaps between rows", "reversed dimensions")
+"""All ways of `place`."""
 
 _MARGIN = 3
 _PATTERN = 77
@@ -53,7 +56,7 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> Placed:
     Args:
         values: One-dimensional.
         layout: One of `LAYOUTS`. Where the number of elements does not allow it (a prime number of
-            elements cannot be transposed), the nearest thing.
+            them has no rows and columns), the nearest thing.
 
     Example:
         >>> placed = place(torch.arange(6), "transposed")
@@ -78,8 +81,9 @@ def _geometry(layout: str, count: int, rows: int, columns: int) -> tuple[tuple[i
     """Shape, strides in elements, and elements before and after the view."""
     match layout:
         case "contiguous" | "conjugate":
-            # One element without any dimension is a tensor, too.
-            return ((), (), 0) if count == 1 else ((count,), (1,), 0)
+            return (count,), (1,), 0
+        case "no dimensions":
+            return ((), (), _MARGIN) if count == 1 else ((count,), (1,), _MARGIN)
         case "offset":
             return (count,), (1,), _MARGIN
         case "every second":

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from unisono.errors import CommTimeoutError, PeerLostError
-from unisono.launch import launch
+from unisono.startup import launch
 from unisono.launching.job import Outcome
 from unisono.testing.service import Service, serve
 

@@ -1,0 +1,93 @@
+"""A transport on a process group that someone else made and owns, with a control plane of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono import wire
+from unisono.control.client import SocketControl
+from unisono.control.server import Server
+from unisono.errors import CommError
+from unisono.group import Group
+from unisono.hosts import host_identity
+from unisono.transport import Options
+from unisono.transports.torch import TorchTransport
+
+__all__ = ["adopt"]
+
+_CARD_BYTES = 256
+
+
+def adopt(
+    group: dist.ProcessGroup | None, timeout_s: float, chunk_bytes: int
+) -> tuple[TorchTransport, SocketControl, Options, Callable[[], None]]:
+    """The transport, control handle and options of this rank, and what to do at the end.
+
+    Rank 0 hosts the control plane; its address and secret travel over the group itself. The group is
+    used as it is, never closed; sub-groups are made on the control plane's store.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("torch has no default group yet: call dist.init_process_group, or pass a group")
+        group = dist.distributed_c10d._get_default_group()
+    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(group) else torch.device("cpu")
+    backend = group._get_backend(device)
+    rank, size = group.rank(), group.size()
+    hosts = [_text(card) for card in _all_gather(backend, host_identity().encode(), size, device)]
+    server: Server | None = None
+    card = b""
+    if rank == 0:
+        server = Server(secret := secrets.token_bytes(32), "127.0.0.1" if len(set(hosts)) == 1 else _address())
+        card = wire.encode((*server.address, secret, f"adopted/{secrets.token_hex(4)}"))
+    host, port, secret, name = wire.decode(_all_gather(backend, card, size, device)[0])
+    control = SocketControl((host, port), secret, timeout_s)
+
+    def release() -> None:
+        control.close()
+        if server is not None:
+            server.close()
+
+    options = Options(backend.name().lower(), str(device), timeout_s, host, chunk_bytes)
+    transport = TorchTransport(Group.world(rank, size, name), backend, control, options, owned=False)
+    return transport, control, options, release
+
+
+def _on_cuda(group: dist.ProcessGroup) -> bool:
+    kinds = {device.type for device in group._device_types}
+    if not kinds & {"cpu", "cuda"}:
+        raise CommError(f"a group for {sorted(kinds)} cannot be wrapped; only cpu and cuda groups can")
+    return "cpu" not in kinds
+
+
+def _all_gather(backend: Any, data: bytes, size: int, device: torch.device) -> list[bytes]:
+    """Each rank's few bytes, by torch's own collective: there is nothing else yet."""
+    if len(data) >= _CARD_BYTES:
+        raise CommError(f"{len(data)} bytes do not fit on a card of {_CARD_BYTES}")
+    padded = bytes([len(data)]) + data.ljust(_CARD_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+    outputs = [torch.empty_like(mine) for _ in range(size)]
+    backend.allgather([outputs], [mine]).wait()
+    raw = [ctypes.string_at(here.data_ptr(), here.numel()) for here in (t.cpu() for t in outputs)]
+    return [card[1 : 1 + card[0]] for card in raw]
+
+
+def _text(card: bytes) -> str:
+    return card.decode()
+
+
+def _address() -> str:
+    """This host's address on the way to the job's master, which the other hosts can reach too."""
+    target = os.environ.get("MASTER_ADDR", "192.0.2.1")
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        # Nothing is sent: connecting a datagram socket only asks the routing table.
+        probe.connect((target, 9))
+        return str(probe.getsockname()[0])

@@ -52,7 +52,7 @@ def check_case(comm: Communicator, case: Case) -> Report:
     work = _call(comm, case, [p.view for p in inputs], [p.view for p in outputs])
     if work is not None:
         work.wait()
-    found = [placed.values().cpu() for placed in outputs]
+    found = [placed.values() for placed in outputs]
     complaints = []
     for index, (expected, tensor) in enumerate(zip(case.expected(comm.rank, given), found, strict=True)):
         complaints += [f"result {index}: {said}" for said in [expected.complaint(tensor)] if said]
@@ -77,7 +77,7 @@ def _changed(inputs: list[Placed], given: list[torch.Tensor]) -> list[str]:
     return [
         f"input {index} has changed"
         for index, (before, after) in enumerate(before_and_after)
-        if _digest([before]) != _digest([after.values().cpu()])
+        if _digest([before]) != _digest([after.values()])
     ]
 
 

@@ -36,8 +36,8 @@ class Placed:
         self._before = self._outside()
 
     def values(self) -> torch.Tensor:
-        """The view's elements in order: a copy, one-dimensional and contiguous."""
-        return self.view.detach().resolve_conj().reshape(-1).clone()
+        """The view's elements in order: a copy on the CPU, one-dimensional and contiguous."""
+        return torch.empty(self.view.numel(), dtype=self.view.dtype).copy_(self.view.detach().reshape(-1))
 
     def spilled(self) -> bool:
         """Whether anything outside the view has changed since it was placed."""

@@ -1,0 +1,74 @@
+"""The three ways to meet without a launcher: the environment, a file, and a TCP address.
+
+Here one script starts all ranks itself. In earnest, each host starts its own.
+
+    python docs/examples/tutorial/init_methods.py --ranks 2 --method tcp
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import unisono as un
+
+METHODS = ("env", "file", "tcp")
+
+
+def run(rank: int, ranks: int, init_method: str) -> None:
+    """One process: meet the others, and count them."""
+    # By the environment, rank and world size come from there too; else they are given.
+    place = {} if init_method == "env://" else {"rank": rank, "world_size": ranks}
+    with un.init("gloo", init_method=init_method, timeout=60, **place) as comm:
+        count = torch.ones(1)
+        comm.all_reduce(count)
+        assert count.item() == ranks
+        print(f"rank {comm.rank} of {comm.size} met the others by {init_method.split(':')[0]}", flush=True)
+
+
+def start(rank: int, ranks: int, method: str, address: str, folder: str, secret: str) -> None:
+    # What a cluster's own tools, or you at two terminals, would set. The secret keeps strangers out.
+    os.environ["UNISONO_SECRET"] = secret
+    host, _, port = address.rpartition(":")
+    if method == "env":
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(ranks))
+        run(rank, ranks, "env://")
+    elif method == "file":
+        run(rank, ranks, f"file://{Path(folder) / 'meeting'}")
+    else:
+        run(rank, ranks, f"tcp://{address}")
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def main(ranks: int, method: str) -> int:
+    """How many ranks failed."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = (method, free_address(), folder, secrets.token_hex(16))
+        processes = [context.Process(target=start, args=(rank, ranks, *meeting)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        return sum(process.exitcode != 0 for process in processes)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--method", choices=METHODS, default="tcp")
+    given = parser.parse_args()
+    sys.exit(main(given.ranks, given.method))

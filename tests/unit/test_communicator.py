@@ -1,0 +1,181 @@
+"""Groups, threads, life and death of a communicator."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+import torch
+
+import unisono as un
+
+
+def on_threads(fn: object, size: int = 2, **options: object) -> list[object]:
+    return un.launch(fn, size, "thread", timeout=10, **options)
+
+
+def test_a_world_of_one_needs_no_launcher() -> None:
+    with un.init() as comm:
+        t = torch.ones(3)
+        comm.all_reduce(t)
+        assert (comm.rank, comm.size, t.tolist(), comm.hosts) == (0, 1, [1.0] * 3, ((0,),))
+        assert comm.all_gather_object("x") == ["x"]
+    with pytest.raises(un.errors.ClosedError, match="closed"):
+        comm.barrier()
+    comm.close()
+
+
+def test_split_orders_by_key_and_nests() -> None:
+    def program(comm: un.Communicator) -> object:
+        back = comm.split(color=0, key=-comm.rank)
+        half = back.split(color=back.rank % 2)
+        t = torch.tensor([comm.rank])
+        half.all_reduce(t)
+        return back.rank, half.size, t.item()
+
+    assert on_threads(program, 4) == [(3, 2, 2), (2, 2, 4), (1, 2, 2), (0, 2, 4)]
+
+
+def test_who_gives_no_color_gets_none() -> None:
+    def program(comm: un.Communicator) -> object:
+        part = comm.split(None if comm.rank == 1 else 5)
+        return part and (part.rank, part.size)
+
+    assert on_threads(program, 3) == [(0, 2), None, (1, 2)]
+
+
+def test_subgroup_keeps_the_order_given() -> None:
+    def program(comm: un.Communicator) -> object:
+        part = comm.subgroup([2, 0])
+        return part and part.rank
+
+    assert on_threads(program, 3) == [1, None, 0]
+
+
+def test_subgroup_lists_must_agree() -> None:
+    with pytest.raises(un.errors.MismatchError, match=r"rank 0: \[0\]; rank 1: \[1\]"):
+        on_threads(lambda comm: comm.subgroup([comm.rank]))
+
+
+@pytest.mark.parametrize("ranks", [[0, 0], [2], [-1], []])
+def test_subgroup_wants_different_ranks_that_exist(ranks: list[int]) -> None:
+    with pytest.raises(ValueError, match="rank"):
+        on_threads(lambda comm: comm.subgroup(ranks))
+
+
+def test_another_thread_is_refused_until_the_communicator_is_handed_over() -> None:
+    def program(comm: un.Communicator) -> tuple[str, float]:
+        comm.barrier()
+        errors: list[BaseException] = []
+        t = torch.ones(1)
+
+        def other() -> None:
+            try:
+                comm.all_reduce(t)
+            except un.CommError as error:
+                errors.append(error)
+
+        for _ in range(2):
+            thread = threading.Thread(target=other, name="another")
+            thread.start()
+            thread.join()
+            comm.hand_over() if len(errors) == 1 and t.item() == 1 else None
+        return str(errors[0]), t.item()
+
+    for message, total in on_threads(program):
+        assert "belongs to another thread than 'another'" in message
+        assert total == 2
+
+
+def test_dup_is_independent() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        twin = comm.dup()
+        a, b = torch.ones(1), torch.ones(1) * 10
+        first, second = (comm, twin) if comm.rank == 0 else (twin, comm)
+        works = [first.all_reduce(a if first is comm else b, async_op=True)]
+        works.append(second.all_reduce(b if first is comm else a, async_op=True))
+        for work in works:
+            work.wait()
+        return [a.item(), b.item()]
+
+    assert on_threads(program) == [[2.0, 20.0]] * 2
+
+
+def test_abort_reaches_everybody() -> None:
+    def program(comm: un.Communicator) -> str:
+        if comm.rank == 0:
+            comm.abort("enough")
+        with pytest.raises(un.errors.AbortedError, match="rank 0 aborted the communicator: enough") as caught:
+            comm.barrier()
+        return str(caught.value)
+
+    assert [text.split(",")[0] for text in on_threads(program, 3)] == [f"rank {r} of 3" for r in range(3)]
+
+
+def test_asynchronous_calls_keep_their_order_and_overlap_with_blocking_ones() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        tensors = [torch.full((1000,), float(i)) for i in range(8)]
+        works = [comm.all_reduce(t, async_op=True, algorithm="ring") for t in tensors[:-1]]
+        comm.all_reduce(tensors[-1])
+        futures = [work.get_future() for work in works]
+        torch.futures.wait_all(futures)
+        assert all(work.is_completed() and work.exception() is None for work in works)
+        return [t[0].item() for t in tensors]
+
+    assert on_threads(program, 3) == [[3.0 * i for i in range(8)]] * 3
+
+
+def test_a_failed_asynchronous_call_tells_at_wait_and_breaks_the_communicator() -> None:
+    def program(comm: un.Communicator) -> str:
+        work = comm.all_reduce(torch.ones(comm.rank + 1), async_op=True)
+        with pytest.raises(un.errors.MismatchError, match="ranks differ in counts"):
+            work.wait()
+        assert isinstance(work.exception(), un.errors.MismatchError)
+        with pytest.raises(un.errors.MismatchError):
+            comm.barrier()
+        return "told"
+
+    assert on_threads(program) == ["told"] * 2
+
+
+def test_calls_in_inference_mode() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        with torch.inference_mode():
+            t = torch.ones(4)
+            comm.all_reduce(t)
+            comm.all_reduce(t, async_op=True).wait()
+        return t.tolist()
+
+    assert on_threads(program) == [[4.0] * 4] * 2
+
+
+def test_errors_survive_pickling() -> None:
+    error = un.errors.CommTimeoutError("late", rank=1, size=2, operation="recv", peer=0, nbytes=4, waited_s=0.5)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), vars(again)) == (str(error), vars(error))
+    assert isinstance(again, TimeoutError)
+
+
+def test_from_group_leaves_the_group_to_its_owner(tmp_path: object) -> None:
+    def program(outer: un.Communicator, path: str) -> list[float]:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=outer.rank, world_size=outer.size)
+        t = torch.ones(2) * (outer.rank + 1)
+        with un.Communicator.from_group() as comm:
+            comm.all_reduce(t)
+            comm.all_reduce(t, algorithm="ring")
+            half = comm.split(comm.rank % 2)
+            half.all_reduce(t)
+            half.close()
+        dist.all_reduce(t)
+        dist.destroy_process_group()
+        return t.tolist()
+
+    assert un.launch(program, 3, "gloo", args=(str(tmp_path / "store"),)) == [[90.0, 90.0]] * 3
+
+
+def test_from_group_without_any_group() -> None:
+    with pytest.raises(ValueError, match="no default group"):
+        un.Communicator.from_group()

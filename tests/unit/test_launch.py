@@ -1,0 +1,205 @@
+"""`launch` on processes: where programs come from, how ranks fail, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import unisono as un
+
+
+def square(comm: un.Communicator, x: int = 3) -> int:
+    return comm.rank * x
+
+
+def raise_on_1(comm: un.Communicator) -> None:
+    if comm.rank == 1:
+        raise KeyError("boom")
+    comm.all_reduce(torch.ones(3))
+
+
+def receive_from_failing(comm: un.Communicator) -> None:
+    if comm.rank == 1:
+        raise KeyError("boom")
+    comm.recv(torch.ones(3), src=1)
+
+
+def die_on_1(comm: un.Communicator) -> str:
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(un.errors.PeerLostError, match="rank 1 was lost") as caught:
+        comm.all_reduce(torch.ones(1 << 20), algorithm="ring")
+    assert caught.value.peer == 1
+    assert time.monotonic() - started < 2
+    with pytest.raises(un.errors.PeerLostError, match="rank 1 was lost"):
+        comm.barrier()
+    return "survived"
+
+
+def never_comes(comm: un.Communicator) -> None:
+    if comm.rank == 1:
+        time.sleep(60)
+    comm.all_reduce(torch.ones(3), timeout=0.5)
+
+
+def test_results_come_by_rank() -> None:
+    assert un.launch(square, 3, "gloo", args=(5,)) == [0, 5, 10]
+    assert un.launch(square, 2, "gloo", kwargs={"x": 2}) == [0, 2]
+
+
+def test_what_cannot_be_imported_goes_by_value() -> None:
+    offset = 7
+    assert un.launch(lambda comm: comm.rank + offset, 2, "gloo") == [7, 8]
+
+
+def test_tensors_come_back() -> None:
+    first, second = un.launch(lambda comm: torch.full((2,), comm.rank), 2, "gloo")
+    assert first.tolist() == [0, 0]
+    assert second.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("backend", ["thread", "gloo"])
+@pytest.mark.parametrize("program", [raise_on_1, receive_from_failing])
+def test_first_error_is_raised_with_its_ranks_traceback(backend: str, program: object) -> None:
+    with pytest.raises(KeyError, match="boom") as caught:
+        un.launch(program, 3, backend, timeout=20)
+    assert "raised on rank 1 of 3" in caught.value.__notes__
+    assert program.__name__ in str(caught.value.__cause__)
+
+
+def test_survivors_results_are_returned_if_asked_for() -> None:
+    results = un.launch(die_on_1, 3, "gloo", timeout=20, on_failure="continue")
+    assert results[0] == results[2] == "survived"
+    assert isinstance(results[1], un.errors.PeerLostError)
+    assert "SIGKILL" in str(results[1])
+
+
+def test_a_killed_rank_is_named() -> None:
+    with pytest.raises(un.errors.PeerLostError, match="rank 1 of 3 was ended by SIGKILL") as caught:
+        un.launch(die_on_1, 3, "gloo", timeout=20)
+    assert caught.value.peer == 1
+
+
+def test_a_rank_that_never_comes_is_named_and_ended() -> None:
+    started = time.monotonic()
+    with pytest.raises(un.errors.CommTimeoutError, match="rank 1") as caught:
+        un.launch(never_comes, 2, "gloo")
+    assert caught.value.operation == "all_reduce"
+    assert 3 < time.monotonic() - started < 8
+
+
+def test_results_that_cannot_be_pickled_are_named() -> None:
+    with pytest.raises(TypeError, match="result of rank 0"):
+        un.launch(lambda comm: (x for x in [1]), 1, "gloo")
+
+
+def test_environment_of_now_reaches_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_TEST_WORD", "now")
+    assert un.launch(lambda comm: os.environ.get("UNISONO_TEST_WORD"), 1, "gloo") == ["now"]
+
+
+def test_output_of_ranks_is_the_callers(capfd: pytest.CaptureFixture[str]) -> None:
+    un.launch(lambda comm: print("hello from", comm.rank), 2, "gloo")
+    assert sorted(capfd.readouterr().out.splitlines()) == ["hello from 0", "hello from 1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"nprocs": 0}, ValueError, "positive"),
+        ({"backend": "gluu"}, ValueError, "known: .*gloo.*thread"),
+        ({"timeout": 0}, ValueError, "seconds"),
+        ({"on_failure": "ignore"}, ValueError, "'end' or 'continue'"),
+        ({"fn": 3}, TypeError, "function"),
+        ({"chunk_bytes": 0}, ValueError, "chunk_bytes"),
+        ({"check": "sometimes"}, ValueError, "'auto', 'full' or 'off'"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        un.launch(**{"fn": square, "nprocs": 2, "backend": "thread", **arguments})
+
+
+SCRIPT = """
+    import sys, torch, unisono as un
+    seen = []
+    def register(f):
+        seen.append(f.__name__)
+        return f
+    @register
+    def program(comm, module):
+        return comm.rank, seen, module(torch.ones(2)).tolist()
+    if __name__ == "__main__":
+        assert un.launch(program, 2, "gloo", args=(torch.nn.Identity(),)) == [
+            (0, ["program"], [1.0, 1.0]), (1, ["program"], [1.0, 1.0])]
+        print("done")
+"""
+
+
+@pytest.mark.parametrize("way", ["file", "pipe", "-c"])
+def test_from_a_script_a_pipe_and_the_command_line(way: str, tmp_path: object) -> None:
+    text = textwrap.dedent(SCRIPT)
+    path = tmp_path / "script with spaces.py"
+    path.write_text(text)
+    command = {"file": [str(path)], "pipe": ["-"], "-c": ["-c", text]}[way]
+    ran = subprocess.run(
+        [sys.executable, *command],
+        input=text if way == "pipe" else None,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+
+
+def test_a_script_without_a_guard_says_so(tmp_path: object) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import unisono as un\nun.launch(print, 2, 'gloo')\n")
+    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 1
+    assert "under if __name__ == '__main__':" in ran.stderr
+
+
+def test_ranks_end_with_their_parent(tmp_path: object) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        textwrap.dedent("""
+            import os, sys, time, unisono as un
+            def program(comm):
+                pids = comm.all_gather_object(os.getpid())
+                if comm.rank == 0:
+                    print(*pids, flush=True)
+                time.sleep(600)
+            if __name__ == "__main__":
+                un.launch(program, 2, "gloo")
+        """)
+    )
+    parent = subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.kill()
+    parent.wait(10)
+    deadline = time.monotonic() + 10
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not any(_alive(pid) for pid in pids)
+    parent.stdout.close()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

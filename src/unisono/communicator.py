@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Check", "Communicator"]
 
@@ -118,6 +119,11 @@ class Communicator(Objects):
         comm = cls(transport, control, options, check=check)
         comm.on_close(release)
         return comm
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, dim: str | int | None = None, **options: Any) -> Communicator:
+        """`from_group` of one dimension of a torch `DeviceMesh`."""
+        return cls.from_group(mesh.get_group(dim), **options)
 
     @property
     def backend(self) -> str:

@@ -56,29 +56,26 @@ class Plan:
     receives: tuple[int, ...] = ()
 
 
-def all_reduce(tensor: torch.Tensor, op: ReduceOp, size: int) -> Plan:
-    staging = Staging()
+def all_reduce(staging: Staging, tensor: torch.Tensor, op: ReduceOp, size: int) -> Plan:
     buffer = staging.target(tensor, read=True)
     summed = _averaged(staging, op, buffer, buffer, size)
     call = Call("all_reduce", (buffer,), (buffer,), summed)
     return _in_place(call, buffer, tensor, staging)
 
 
-def reduce(tensor: torch.Tensor, op: ReduceOp, root: int, rank: int, size: int) -> Plan:
-    staging = Staging()
+def reduce(staging: Staging, tensor: torch.Tensor, op: ReduceOp, root: int, rank: int, size: int) -> Plan:
     if rank == root:
         buffer = staging.target(tensor, read=True)
     else:
         # What passes through must not change the tensor of a rank that gets no result.
-        buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        buffer = staging.scratch(tensor.numel(), tensor)
         staging.before.append(lambda: buffer.view(tensor.shape).copy_(tensor.detach()))
     summed = _averaged(staging, op, buffer, buffer, size, result_here=rank == root)
     call = Call("reduce", (buffer,), (buffer,) if rank == root else (), summed, root)
     return _in_place(call, buffer, tensor, staging)
 
 
-def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Plan:
-    staging = Staging()
+def broadcast(staging: Staging, tensor: torch.Tensor, root: int, rank: int) -> Plan:
     buffer = staging.source(tensor) if rank == root else staging.target(tensor)
     call = Call("broadcast", (buffer,) if rank == root else (), (buffer,), root=root)
     return _in_place(call, buffer, tensor, staging)
@@ -90,8 +87,9 @@ def _in_place(call: Call, buffer: torch.Tensor, tensor: torch.Tensor, staging: S
     )
 
 
-def gather(tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root: int, rank: int, size: int) -> Plan:
-    staging = Staging()
+def gather(
+    staging: Staging, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root: int, rank: int, size: int
+) -> Plan:
     source = staging.source(tensor)
     targets = tuple(staging.target(t) for t in outputs)
     call = Call("gather", (source,), targets, root=root)
@@ -104,8 +102,9 @@ def gather(tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root: int, ran
     return plan
 
 
-def scatter(tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, rank: int, size: int) -> Plan:
-    staging = Staging()
+def scatter(
+    staging: Staging, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, rank: int, size: int
+) -> Plan:
     target = staging.target(tensor)
     sources = tuple(staging.source(t) for t in inputs)
     call = Call("scatter", sources, (target,), root=root)
@@ -118,13 +117,11 @@ def scatter(tensor: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, ran
     return plan
 
 
-def all_gather(outputs: Sequence[torch.Tensor], tensor: torch.Tensor, rank: int) -> Plan:
-    staging = Staging()
+def all_gather(staging: Staging, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, rank: int) -> Plan:
     return _all_gather(staging, [staging.target(t) for t in outputs], tensor, rank)
 
 
-def all_gather_single(output: torch.Tensor, tensor: torch.Tensor, rank: int, size: int) -> Plan:
-    staging = Staging()
+def all_gather_single(staging: Staging, output: torch.Tensor, tensor: torch.Tensor, rank: int, size: int) -> Plan:
     whole = staging.target(output)
     return _all_gather(staging, whole.split([tensor.numel()] * size), tensor, rank, whole)
 
@@ -145,12 +142,13 @@ def _all_gather(
     return plan
 
 
-def reduce_scatter(tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, rank: int, size: int) -> Plan:
-    staging = Staging()
+def reduce_scatter(
+    staging: Staging, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, rank: int, size: int
+) -> Plan:
     target = staging.target(tensor)
     counts = tuple(t.numel() for t in inputs)
     # One copy, in which sums grow: the inputs belong to the caller.
-    scratch = torch.empty(sum(counts), dtype=tensor.dtype, device=tensor.device)
+    scratch = staging.scratch(sum(counts), tensor)
     parts = scratch.split(list(counts))
     for part, given in zip(parts, inputs, strict=True):
         staging.before.append(partial(part.view(given.shape).copy_, given.detach()))
@@ -162,8 +160,9 @@ def reduce_scatter(tensor: torch.Tensor, inputs: Sequence[torch.Tensor], op: Red
     return plan
 
 
-def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], rank: int, size: int) -> Plan:
-    staging = Staging()
+def all_to_all(
+    staging: Staging, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], rank: int, size: int
+) -> Plan:
     sources = [staging.source(t) for t in inputs]
     targets = [staging.target(t) for t in outputs]
     call = Call("all_to_all", tuple(sources), tuple(targets))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar, cast
 
@@ -51,7 +52,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Every known name, sorted; imports nothing but the package itself."""
-        return sorted({*self._modules(), *self._aliases, *self._foreign(), *self._registered})
+        return sorted({*self._modules, *self._aliases, *self._foreign, *self._registered})
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()
@@ -60,16 +61,19 @@ class Registry(Generic[T]):
         if name in self._registered:
             return self._registered[name]
         module_name = self._aliases.get(name, name)
-        if module_name in self._modules():
+        if module_name in self._modules:
             module = importlib.import_module(f"{self._package}.{module_name}")
             return cast(T, getattr(module, self._attribute) if self._attribute else module)
-        if name in self._foreign():
-            return cast(T, self._foreign()[name].load())
+        if name in self._foreign:
+            return cast(T, self._foreign[name].load())
         raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
 
+    # To look for files and entry points takes milliseconds, and algorithms are looked up in every call.
+    @cached_property
     def _modules(self) -> list[str]:
         package = importlib.import_module(self._package)
         return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
 
+    @cached_property
     def _foreign(self) -> dict[str, Any]:
         return {entry.name: entry for entry in entry_points(group=self._package)}

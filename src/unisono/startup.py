@@ -75,7 +75,7 @@ def init(
     try:
         name = _resolve(backend, place.size)
         options = _options(name, device, place.local_rank or 0, timeout, chunk_bytes, place.address)
-        _log.info("unisono: rank %d of %d by %s, backend %s", place.rank, place.size, place.source, name)
+        _log.info("unisono: %s, backend %s", place.source, name)
         transport_type = TRANSPORTS[name]
         if transport_type.in_process and place.size > 1:
             raise ValueError(

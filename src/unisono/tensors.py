@@ -52,12 +52,16 @@ def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tupl
 class Staging:
     """Turns the tensors of a call into one-dimensional contiguous ones, and results back.
 
+    Args:
+        away: Types of devices whose tensors take the way over the CPU's memory.
+
     Attributes:
         before: To be run before anything moves.
         after: To be run when all has arrived.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, away: frozenset[str] = frozenset()) -> None:
+        self._away = away
         self.before: list[Callable[[], object]] = []
         self.after: list[Callable[[], object]] = []
 
@@ -69,11 +73,17 @@ class Staging:
         """Flat memory whose elements end up in the tensor; holding its present ones if `read`."""
         return self._flat(tensor, read=read, write=True)
 
+    def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Uninitialised flat memory of a tensor's dtype, where the transport can use it."""
+        device = "cpu" if like.device.type in self._away else like.device
+        return torch.empty(numel, dtype=like.dtype, device=device)
+
     def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
         tensor = tensor.detach()
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if plain and tensor.device.type not in self._away:
             return tensor.view(-1)
-        flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        flat = self.scratch(tensor.numel(), tensor)
         shaped = flat.view(tensor.shape)
         if read:
             self.before.append(lambda: shaped.copy_(tensor))

@@ -98,6 +98,7 @@ class Transport(ABC):
         any_source: Whether `Recv.peer` may be -1.
         checks: Whether `begin` itself compares fingerprints between ranks.
         devices: The device types whose tensors it carries.
+        staged: Those of them that take the way over the CPU's memory; `post` sees CPU tensors then.
         latency_s, second_per_byte: Rough cost of a message, from which an algorithm is chosen.
     """
 
@@ -107,6 +108,7 @@ class Transport(ABC):
     any_source: bool = False
     checks: bool = False
     devices: frozenset[str] = frozenset({"cpu"})
+    staged: frozenset[str] = frozenset()
     latency_s: float = 50e-6
     second_per_byte: float = 1e-9
 

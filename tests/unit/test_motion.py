@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from unisono.layout import Flat, Pieces, even_edges
 from unisono.reduction import check_reducible, parse_op
 from unisono.schedules import SCHEDULES
 from unisono.tensors import Staging, check_apart, check_tensor
-from unisono.types import ReduceOp
+from unisono.transports import TRANSPORTS
+from unisono.transports.thread import ThreadTransport
+from unisono.types import Message, ReduceOp, Work
 
 CPU = frozenset({"cpu"})
 
@@ -178,3 +180,28 @@ def test_at_most_eight_batches_are_under_way() -> None:
     buffer = torch.zeros(1000)
     execute(Counting(), steps(), Flat.even(buffer, 2), lambda a, b, out: None, segment_bytes=40)
     assert (flying, most) == (0, IN_FLIGHT)
+
+
+def test_tensors_of_a_device_that_the_transport_does_not_see_are_staged() -> None:
+    class Elsewhere(ThreadTransport):
+        staged = frozenset({"cpu"})
+
+        def post(self, batch: Sequence[Message]) -> Work:
+            posted.extend(m.tensor.data_ptr() for m in batch)
+            return super().post(batch)
+
+    posted: list[int] = []
+
+    def program(comm: un.Communicator) -> tuple[int, list[float]]:
+        t = torch.full((3,), comm.rank + 1.0)
+        comm.all_reduce(t, algorithm="tree")
+        return t.data_ptr(), t.tolist()
+
+    TRANSPORTS.register("elsewhere", Elsewhere)
+    try:
+        results = un.launch(program, 2, "elsewhere")
+    finally:
+        TRANSPORTS.unregister("elsewhere")
+    assert [values for _, values in results] == [[3.0] * 3] * 2
+    assert posted
+    assert not {place for place, _ in results} & set(posted)

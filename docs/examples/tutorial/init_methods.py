@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import secrets
 import socket
 import sys
 import tempfile
@@ -25,7 +24,7 @@ METHODS = ("env", "file", "tcp")
 
 def run(rank: int, ranks: int, init_method: str) -> None:
     """One process: meet the others, and count them."""
-    # By the environment, rank and world size come from there too; else they are given.
+    # The environment tells rank and world size too; with the others, each process says them.
     place = {} if init_method == "env://" else {"rank": rank, "world_size": ranks}
     with un.init("gloo", init_method=init_method, timeout=60, **place) as comm:
         count = torch.ones(1)
@@ -34,11 +33,10 @@ def run(rank: int, ranks: int, init_method: str) -> None:
         print(f"rank {comm.rank} of {comm.size} met the others by {init_method.split(':')[0]}", flush=True)
 
 
-def start(rank: int, ranks: int, method: str, address: str, folder: str, secret: str) -> None:
-    # What a cluster's own tools, or you at two terminals, would set. The secret keeps strangers out.
-    os.environ["UNISONO_SECRET"] = secret
+def start(rank: int, ranks: int, method: str, address: str, folder: str) -> None:
     host, _, port = address.rpartition(":")
     if method == "env":
+        # What torchrun, a cluster's own tools, or you at two terminals would set.
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(ranks))
         run(rank, ranks, "env://")
     elif method == "file":
@@ -57,7 +55,7 @@ def main(ranks: int, method: str) -> int:
     """How many ranks failed."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        meeting = (method, free_address(), folder, secrets.token_hex(16))
+        meeting = (method, free_address(), folder)
         processes = [context.Process(target=start, args=(rank, ranks, *meeting)) for rank in range(ranks)]
         for process in processes:
             process.start()

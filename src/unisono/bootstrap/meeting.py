@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unisono.bootstrap.hosting import Lease
-from unisono.bootstrap.place import Place
+from unisono.bootstrap.place import Place, nothing
 from unisono.control import Cause, error_of
 from unisono.control.client import SocketControl
 from unisono.errors import ClosedError, MismatchError
@@ -96,7 +96,7 @@ def settle(
     except BaseException:
         control.close()
         raise
-    server, let_go = (None, _nothing) if lease is None else (lease.server, lease.release)
+    server, let_go = (None, nothing) if lease is None else (lease.server, lease.release)
     return Place(seat.rank, seat.size, seat.local_rank, control, server, control.local_host, name, seat.source, let_go)
 
 
@@ -140,7 +140,3 @@ def _process(number: int) -> str:
 
 def _ignore(_cause: Cause) -> None:
     """Who waits in `_gather` gets the cause as an error."""
-
-
-def _nothing() -> None:
-    """Nothing is to be let go."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from unisono.control import Control
 from unisono.control.server import Server
 
-__all__ = ["Place", "Request", "checked"]
+__all__ = ["Place", "Request", "checked", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,10 @@ def checked(rank: int, size: int) -> tuple[int, int]:
     return rank, size
 
 
+def nothing() -> None:
+    """Nothing is to be let go."""
+
+
 @dataclass(slots=True)
 class Place:
     """Where this process stands. The world's group is joined already; join again to hear of failures.
@@ -69,9 +73,10 @@ class Place:
     address: str
     name: str
     source: str
-    let_go: Callable[[], None] = field(default=lambda: None, repr=False)
+    let_go: Callable[[], None] = field(default=nothing, repr=False)
 
     def close(self) -> None:
-        """Leave in peace. A server that this process hosts serves the other ranks until they have left."""
+        """Leave in peace; again is harmless. A server that this process hosts serves the other ranks until they have left."""
+        let_go, self.let_go = self.let_go, nothing
         self.control.close()
-        self.let_go()
+        let_go()

@@ -10,7 +10,7 @@ import torch
 
 from unisono.engine import Engine
 from unisono.errors import CommError
-from unisono.tensors import check_tensor
+from unisono.tensors import Staging, check_tensor
 
 __all__ = ["Async", "Blocking", "Caller"]
 
@@ -61,6 +61,9 @@ class Caller:
                 operation=operation,
             )
         self._engine.check(operation)
+
+    def _staging(self) -> Staging:
+        return Staging(self._engine.transport.staged)
 
     def _check_rank(self, rank: int, name: str, *, other: bool = False) -> None:
         if not isinstance(rank, int) or isinstance(rank, bool):

@@ -10,7 +10,7 @@ import torch
 from unisono.calls.caller import Caller
 from unisono.engine import Engine
 from unisono.errors import CommError, CommTimeoutError
-from unisono.tensors import Staging, check_apart
+from unisono.tensors import check_apart
 from unisono.types import MAX_TAG, Message, Recv, Send, Work
 from unisono.wrappers.trace import traced
 
@@ -85,7 +85,7 @@ class Messages(Caller):
 
     def _post(self, operation: str, messages: Sequence[Message]) -> _Posted:
         self._enter(operation)
-        staging, flat = Staging(), list[Message]()
+        staging, flat = self._staging(), list[Message]()
         for message in messages:
             receives = isinstance(message, Recv)
             name = "src" if receives else "dst"

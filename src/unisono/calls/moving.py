@@ -47,7 +47,7 @@ class Moving(Caller):
         self._enter("broadcast")
         self._check_rank(src, "src")
         self._check_tensor(tensor, "the tensor", written=self.rank != src)
-        plan = plans.broadcast(tensor, src, self.rank)
+        plan = plans.broadcast(self._staging(), tensor, src, self.rank)
         return self._engine.run(plan, "broadcast", algorithm, async_op, timeout)
 
     @overload
@@ -85,7 +85,7 @@ class Moving(Caller):
         self._check_tensor(tensor, "the tensor", written=True)
         parts = self._rooted_list(scatter_list, "scatter_list", src, tensor)
         check_apart([("the tensor", tensor)], _others(parts, "scatter_list", self.rank))
-        plan = plans.scatter(tensor, parts, src, self.rank, self.size)
+        plan = plans.scatter(self._staging(), tensor, parts, src, self.rank, self.size)
         return self._engine.run(plan, "scatter", algorithm, async_op, timeout)
 
     @overload
@@ -123,7 +123,7 @@ class Moving(Caller):
         self._check_tensor(tensor, "the tensor")
         parts = self._rooted_list(gather_list, "gather_list", dst, tensor, written=True)
         self._check_targets(parts, "gather_list", tensor)
-        plan = plans.gather(tensor, parts, dst, self.rank, self.size)
+        plan = plans.gather(self._staging(), tensor, parts, dst, self.rank, self.size)
         return self._engine.run(plan, "gather", algorithm, async_op, timeout)
 
     @overload
@@ -163,7 +163,7 @@ class Moving(Caller):
                 f"not {tensor_list[self.rank].numel()}"
             )
         self._check_targets(tensor_list, "tensor_list", tensor)
-        plan = plans.all_gather(tensor_list, tensor, self.rank)
+        plan = plans.all_gather(self._staging(), tensor_list, tensor, self.rank)
         return self._engine.run(plan, "all_gather", algorithm, async_op, timeout)
 
     @overload
@@ -190,7 +190,7 @@ class Moving(Caller):
             )
         if output.is_contiguous():
             self._check_targets(output.detach().view(-1).split([input.numel()] * self.size), "output", input)
-        plan = plans.all_gather_single(output, input, self.rank, self.size)
+        plan = plans.all_gather_single(self._staging(), output, input, self.rank, self.size)
         return self._engine.run(plan, "all_gather_single", algorithm, async_op, timeout)
 
     @overload
@@ -284,7 +284,7 @@ class Moving(Caller):
             [(f"output_list[{r}]", t) for r, t in enumerate(outputs)],
             [(f"input_list[{r}]", t) for r, t in enumerate(inputs)],
         )
-        plan = plans.all_to_all(outputs, inputs, self.rank, self.size)
+        plan = plans.all_to_all(self._staging(), outputs, inputs, self.rank, self.size)
         return self._engine.run(plan, name, algorithm, async_op, timeout)
 
     def _split_rows(self, tensor: torch.Tensor, sizes: Sequence[int] | None, name: str) -> Sequence[torch.Tensor]:

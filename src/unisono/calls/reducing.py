@@ -61,7 +61,7 @@ class Reducing(Caller):
         """
         self._enter("all_reduce")
         self._check_tensor(tensor, "the tensor", written=True)
-        plan = plans.all_reduce(tensor, parse_op(op), self.size)
+        plan = plans.all_reduce(self._staging(), tensor, parse_op(op), self.size)
         return self._engine.run(plan, "all_reduce", algorithm, async_op, timeout)
 
     @overload
@@ -93,7 +93,7 @@ class Reducing(Caller):
         self._enter("reduce")
         self._check_rank(dst, "dst")
         self._check_tensor(tensor, "the tensor", written=self.rank == dst)
-        plan = plans.reduce(tensor, parse_op(op), dst, self.rank, self.size)
+        plan = plans.reduce(self._staging(), tensor, parse_op(op), dst, self.rank, self.size)
         return self._engine.run(plan, "reduce", algorithm, async_op, timeout)
 
     @overload
@@ -181,7 +181,7 @@ class Reducing(Caller):
             )
         reduce_op = parse_op(op)
         check_reducible(reduce_op, output.dtype)
-        plan = plans.reduce_scatter(output, inputs, reduce_op, self.rank, self.size)
+        plan = plans.reduce_scatter(self._staging(), output, inputs, reduce_op, self.rank, self.size)
         return self._engine.run(plan, name, algorithm, async_op, timeout)
 
     @overload

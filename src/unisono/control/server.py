@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _HELLO_WITHIN_S = 5.0
 _FLUSH_WITHIN_S = 1.0
 _MAX_STRANGERS = 512
+_BREATH_S = 0.01
 
 
 class Server:
@@ -137,8 +138,9 @@ class Server:
             tune(peer)
         except OSError as error:
             # Out of descriptors: make room, rather than be told of the same connection for ever.
-            if error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
-                self._broken.append(next(iter(self._strangers.values())))
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._broken += list(self._strangers.values())
+                time.sleep(_BREATH_S)
             return
         number = next(self._numbers)
         stranger = Connection(number, peer, self._secret, time.monotonic() + _HELLO_WITHIN_S)
@@ -210,9 +212,11 @@ class Server:
 
     def _say_goodbye(self) -> None:
         deadline = time.monotonic() + _FLUSH_WITHIN_S
-        for connection in self._news.values():
+        for news in self._news.values():
             with contextlib.suppress(OSError):
-                connection.write(_encoded((0, "goodbye", None)))
+                news.write(_encoded((0, "goodbye", None)))
+        for connection in (*self._news.values(), *self._known.values()):
+            with contextlib.suppress(OSError):
                 connection.flush_until(deadline)
 
     def let_go(self) -> None:

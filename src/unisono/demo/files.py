@@ -83,7 +83,9 @@ def read_npz(path: Path) -> tuple[torch.Tensor, list[Any]]:
             for pixels, labels in _NAMES:
                 if pixels in found and labels in found:
                     return _checked(found[pixels], found[labels])
-            raise ValueError(f"it needs arrays named x and y, or images and labels, and has {', '.join(found) or 'none'}")
+            raise ValueError(
+                f"it needs arrays named x and y, or images and labels, and has {', '.join(found) or 'none'}"
+            )
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} cannot be trained on: {error}") from error
 

@@ -50,9 +50,7 @@ class Ready:
     def launch(self, program: Any, *args: Any) -> list[Any]:
         """Each rank's result of a program."""
         chosen = self.settings
-        return un.launch(
-            program, chosen.ranks, self.backend, args=args, device=chosen.device, timeout=_TIMEOUT_S
-        )
+        return un.launch(program, chosen.ranks, self.backend, args=args, device=chosen.device, timeout=_TIMEOUT_S)
 
 
 def prepare(settings: Settings) -> Ready:
@@ -62,7 +60,11 @@ def prepare(settings: Settings) -> Ready:
         ValueError: A setting that cannot be; the sentence says what can.
         UnavailableError: A package is missing; says how to get it.
     """
-    for name, value, least in (("ranks", settings.ranks, 1), ("epochs", settings.epochs, 1), ("seed", settings.seed, 0)):
+    for name, value, least in (
+        ("ranks", settings.ranks, 1),
+        ("epochs", settings.epochs, 1),
+        ("seed", settings.seed, 0),
+    ):
         if value < least:
             raise ValueError(f"--{name} must be at least {least}, not {value}")
     backend = _backend(settings)

@@ -47,9 +47,12 @@ def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int) -> 
     with progress(epochs, batches.steps, shown=comm.rank == 0) as tell, _Clock(comm.device) as whole:
         with clock:
             un.broadcast_parameters(model, comm)
-        steps = descend(model, pictures, (batches.of(comm.rank, epoch) for epoch in range(epochs)), clock.around(
-            lambda: un.average_gradients(model, comm)
-        ))
+        steps = descend(
+            model,
+            pictures,
+            (batches.of(comm.rank, epoch) for epoch in range(epochs)),
+            clock.around(lambda: un.average_gradients(model, comm)),
+        )
         for loss in steps:
             tell(loss)
     weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}

@@ -43,7 +43,8 @@ class TorchTransport(Transport):
         self._owned = owned
         self._store: ControlStore | None = None
         self._cuda = options.backend not in ("gloo", "mpi")
-        self.devices = frozenset({"cuda"} if self._cuda else {"cpu"})
+        self.devices = frozenset({"cuda"} if self._cuda else {"cpu", "cuda"})
+        self.staged = frozenset() if self._cuda else frozenset({"cuda"})
         self.tags = not self._cuda
         self._broken: BaseException | None = None
         self._envelopes = Envelopes(self)

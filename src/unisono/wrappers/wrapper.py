@@ -26,6 +26,7 @@ class Wrapper(Transport):
         self.inner = inner
         self.group = inner.group
         self.tags, self.any_source, self.checks = inner.tags, inner.any_source, inner.checks
+        self.staged = inner.staged
         self.devices, self.latency_s, self.second_per_byte = inner.devices, inner.latency_s, inner.second_per_byte
 
     @abstractmethod

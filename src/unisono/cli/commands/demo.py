@@ -17,17 +17,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, default=normal.ranks, help="how many (%(default)s)")
     add("--backend", default=normal.backend, help="gloo, thread, ...; auto is gloo, or nccl with a GPU for each rank")
     add("--epochs", type=int, default=normal.epochs, help="passes over the pictures (%(default)s)")
-    add("--data", type=Path, metavar="PATH", help="an own folder with a sub-folder of images for each class, or an "
-        ".npz file of arrays x and y, or images and labels")
+    add(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="an own folder with a sub-folder of images for each class, or an "
+        ".npz file of arrays x and y, or images and labels",
+    )
     add("--device", choices=("cpu", "cuda"), default=normal.device, help="where to train (%(default)s)")
     add("--seed", type=int, default=normal.seed, help="of weights, partitions and order (%(default)s)")
 
 
 def run(given: argparse.Namespace) -> int:
     try:
-        ready = prepare(
-            Settings(given.ranks, given.backend, given.epochs, given.data, given.device, given.seed)
-        )
+        ready = prepare(Settings(given.ranks, given.backend, given.epochs, given.data, given.device, given.seed))
     except ValueError as error:
         raise Refusal(str(error)) from error
     return show(ready)

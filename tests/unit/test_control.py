@@ -1,0 +1,375 @@
+"""The control plane's promises, on the bare state machine, within a process, and over sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from unisono.control import Cause, LocalHub, error_of
+from unisono.control.client import SocketControl
+from unisono.control.requester import Requester
+from unisono.control.server import Server
+from unisono.control.state import ControlState
+from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
+from unisono.group import Group
+
+SECRET = b"of the tests"
+SOON = 10.0
+
+Make = Callable[[], Requester]
+
+
+@pytest.fixture(params=["local", "socket"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """One more rank's handle; all of a test lead to the same control plane."""
+    made: list[Requester] = []
+    hub, server = (LocalHub(), None) if request.param == "local" else (None, Server(SECRET))
+
+    def one() -> Requester:
+        made.append(SocketControl(server.address, SECRET, SOON) if server is not None else hub.control())
+        return made[-1]
+
+    yield one
+    for control in made:
+        control.close()
+    if server is not None:
+        server.close()
+        assert not server._thread.is_alive()
+
+
+def die(control: Requester) -> None:
+    """End a handle as a killed process does."""
+    if isinstance(control, SocketControl):
+        control._line.hang_up()
+    else:
+        control.lose()  # type: ignore[attr-defined]
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call returned or raised, all of them at the same time."""
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(SOON) for future in [pool.submit(outcome, call) for call in calls]]
+
+
+def world(make: Make, size: int) -> tuple[list[Requester], list[Group], list[list[Cause]]]:
+    """Handles of all ranks, joined, and the failures that each is told."""
+    controls, groups = [make() for _ in range(size)], [Group.world(rank, size) for rank in range(size)]
+    told: list[list[Cause]] = [[] for _ in range(size)]
+    for control, group, heard in zip(controls, groups, told, strict=True):
+        control.join(group, heard.append)
+    return controls, groups, told
+
+
+# -- the store -------------------------------------------------------------------------------------
+def test_store(make: Make) -> None:
+    one, two = make(), make()
+    one.set("a", b"1")
+    assert two.get("a", SOON) == b"1"
+    assert (two.add("a", 4), one.add("new", -2), one.get("new", SOON)) == (5, -2, b"-2")
+    assert one.compare_set("b", b"", b"x") == b"x"
+    assert two.compare_set("b", b"y", b"z") == b"x"
+    assert two.compare_set("b", b"x", b"z") == b"z"
+    assert two.compare_set("absent", b"q", b"z") == b"q"
+    assert (one.check(["a", "b"]), one.check(["a", "c"]), one.num_keys()) == (True, False, 3)
+    assert (one.delete("a"), two.delete("a"), two.check(["a"])) == (True, False, False)
+    with pytest.raises(CommError, match="'b' holds no number"):
+        one.add("b", 1)
+
+
+def test_get_waits_until_set(make: Make) -> None:
+    one, two = make(), make()
+    got = together(lambda: one.get("late", SOON), lambda: two.get("late", SOON), lambda: make().set("late", b"!"))
+    assert got == [b"!", b"!", None]
+    with pytest.raises(CommTimeoutError, match=r"waited 0.0 s for the key 'never'"):
+        one.get("never", 0.01)
+    assert one.get("late", 0) == b"!"
+
+
+def test_many_threads_on_one_handle(make: Make) -> None:
+    control = make()
+
+    def work(number: int) -> int:
+        for _ in range(50):
+            control.add("count", 1)
+        control.set(f"done {number}", b"")
+        control.get(f"done {(number + 1) % 6}", SOON)
+        return number
+
+    assert together(*[lambda n=n: work(n) for n in range(6)]) == list(range(6))
+    assert control.get("count", SOON) == b"300"
+
+
+def test_share(make: Make) -> None:
+    control = make()
+    objects = together(*[lambda: control.share("lock", threading.Lock) for _ in range(4)])
+    assert len(set(map(id, objects))) == 1
+
+
+def test_local_ranks_share() -> None:
+    hub = LocalHub()
+    assert hub.control().share("x", object) is hub.control().share("x", object)
+
+
+# -- exchanges -------------------------------------------------------------------------------------
+def test_exchange_and_agree(make: Make) -> None:
+    controls, groups, _ = world(make, 3)
+    for turn in range(5):
+        calls = [lambda c=c, g=g: c.exchange(g, f"x{turn}", {"rank": g.rank}, SOON) for c, g in zip(controls, groups)]
+        assert together(*calls) == [[{"rank": rank} for rank in range(3)]] * 3
+        same = [lambda c=c, g=g: c.agree(g, f"s{turn}", ("sum", 4), SOON) for c, g in zip(controls, groups)]
+        assert together(*same) == [None] * 3
+        other = [lambda c=c, g=g: c.agree(g, f"o{turn}", g.rank == 1, SOON) for c, g in zip(controls, groups)]
+        assert together(*other) == [[False, True, False]] * 3
+
+
+def test_groups_do_not_mix(make: Make) -> None:
+    controls, groups, _ = world(make, 2)
+    others = [group.child("part", (1, 0)) for group in groups]
+    for control, group in zip(controls, others, strict=True):
+        control.join(group, lambda cause: None)
+    calls = [lambda c=c, g=g: c.exchange(g, "x", g.name, SOON) for gs in (groups, others) for c, g in zip(controls, gs)]
+    assert together(*calls) == [["world"] * 2] * 2 + [["world/part"] * 2] * 2
+
+
+def test_values_that_cannot_travel_are_refused_at_home(make: Make) -> None:
+    controls, groups, told = world(make, 2)
+    with pytest.raises(TypeError, match="value is the function"):
+        controls[0].exchange(groups[0], "x", lambda: 0, SOON)
+    assert together(*[lambda c=c, g=g: c.agree(g, "x", 1, SOON) for c, g in zip(controls, groups)]) == [None, None]
+    assert told == [[], []]
+
+
+def test_who_has_not_joined_cannot_exchange(make: Make) -> None:
+    with pytest.raises(CommError, match="has not joined"):
+        make().exchange(Group.world(0, 2), "x", 1, SOON)
+
+
+# -- failures --------------------------------------------------------------------------------------
+def test_timeout_names_who_is_missing_to_all(make: Make) -> None:
+    controls, groups, told = world(make, 4)
+    waiting = [
+        lambda: controls[0].exchange(groups[0], "all_reduce #3", 1, 0.2),
+        lambda: controls[2].exchange(groups[2], "all_reduce #3", 1, SOON),
+        lambda: controls[1].cause(groups[1], SOON),
+    ]
+    first, second, cause = together(*waiting)
+    words = (
+        "waited 0.2 s in all_reduce #3 for rank 1 (and 3), which have not come. "
+        "Are they alive, or did they skip a call?"
+    )
+    assert cause == Cause("CommTimeoutError", 1, words)
+    assert (type(first), str(first)) == (CommTimeoutError, f"rank 0 of 4: {words}")
+    assert (type(second), str(second)) == (CommTimeoutError, f"rank 2 of 4: {words}")
+    late = together(lambda: controls[3].exchange(groups[3], "all_reduce #3", 1, SOON))[0]
+    assert isinstance(late, CommTimeoutError)
+    assert [control.cause(group, SOON) for control, group in zip(controls, groups)] == [cause] * 4
+    assert told == [[cause]] * 4
+
+
+def test_a_death_is_told_to_who_waits_and_who_does_not(make: Make) -> None:
+    controls, groups, told = world(make, 3)
+    waiting = together(lambda: controls[0].exchange(groups[0], "x", 1, SOON), lambda: die(controls[1]))[0]
+    assert isinstance(waiting, PeerLostError)
+    assert str(waiting) == "rank 0 of 3: rank 1 was lost: its process ended without closing the communicator"
+    assert (waiting.peer, waiting.rank) == (1, 0)
+    cause = controls[2].cause(groups[2], SOON)
+    assert cause is not None
+    assert (cause.kind, cause.rank) == ("PeerLostError", 1)
+    assert told[2] == [cause]
+
+
+def test_the_first_cause_stays(make: Make) -> None:
+    controls, groups, told = world(make, 2)
+    first = Cause("MismatchError", 1, "rank 1 differs")
+    assert controls[0].cause(groups[0]) is None
+    assert controls[1].fail(groups[1], first) == first
+    assert controls[0].cause(groups[0], SOON) == first
+    assert controls[0].fail(groups[0], Cause("AbortedError", 0, "later")) == first
+    die(controls[1])
+    with pytest.raises(MismatchError, match="rank 0 of 2: rank 1 differs"):
+        controls[0].agree(groups[0], "x", 1, SOON)
+    assert told[0] == [first]
+
+
+def test_who_joins_late_is_told(make: Make) -> None:
+    early, late, heard = make(), make(), []
+    early.join(Group.world(0, 2), lambda cause: None)
+    cause = early.fail(Group.world(0, 2), Cause("AbortedError", 0, "enough"))
+    late.join(Group.world(1, 2), heard.append)
+    assert late.cause(Group.world(1, 2), SOON) == cause
+    assert heard == [cause]
+    assert make().cause(Group.world(0, 2)) == cause
+
+
+def test_to_leave_in_peace(make: Make) -> None:
+    controls, groups, told = world(make, 3)
+    left, waiting = together(lambda: controls[1].leave(groups[1]), lambda: controls[0].agree(groups[0], "x", 1, SOON))
+    assert left is None
+    assert isinstance(waiting, PeerLostError)
+    assert "rank 1 has left (it closed the communicator)" in str(waiting)
+    with pytest.raises(PeerLostError, match="rank 1 has left"):
+        controls[2].exchange(groups[2], "y", 1, SOON)
+    assert told == [[], [], []]
+    controls[1].leave(groups[1])
+
+
+def test_what_was_brought_before_leaving_counts(make: Make) -> None:
+    controls, groups, _ = world(make, 2)
+    brought = threading.Thread(target=lambda: together(lambda: controls[0].exchange(groups[0], "x", "mine", SOON)))
+    brought.start()
+    while "x" not in _exchanges(controls[0], make):
+        pass
+    die_quietly = controls[0].leave
+    die_quietly(groups[0])
+    assert controls[1].exchange(groups[1], "x", "yours", SOON) == ["mine", "yours"]
+    brought.join(SOON)
+    assert not brought.is_alive()
+
+
+def _exchanges(control: Requester, _make: Make) -> dict[str, Any]:
+    closure = _make.__closure__ or ()
+    held = [cell.cell_contents for cell in closure]
+    state = next(thing._state for thing in held if isinstance(thing, (LocalHub, Server)))
+    return dict(state._groups._groups["world"].exchanges)
+
+
+@pytest.mark.parametrize(("rank", "size", "words"), [(0, 2, "two processes claim to be rank 0"), (1, 3, "has 3 ranks, others say 2")])
+def test_contradictions_end_a_group_that_is_gathering(make: Make, rank: int, size: int, words: str) -> None:
+    first, second = make(), make()
+    first.join(Group.world(0, 2), lambda cause: None)
+    with pytest.raises(MismatchError, match=words):
+        second.join(Group.world(rank, size), lambda cause: None)
+    with pytest.raises(MismatchError, match=words):
+        first.exchange(Group.world(0, 2), "x", 1, SOON)
+
+
+def test_contradictions_do_not_harm_a_group_that_is_complete(make: Make) -> None:
+    controls, groups, told = world(make, 2)
+    with pytest.raises(MismatchError, match="two processes claim to be rank 1"):
+        make().join(Group.world(1, 2), lambda cause: None)
+    assert together(*[lambda c=c, g=g: c.agree(g, "x", 1, SOON) for c, g in zip(controls, groups)]) == [None, None]
+    assert told == [[], []]
+
+
+def test_after_close(make: Make) -> None:
+    controls, groups, _ = world(make, 2)
+    controls[0].close()
+    controls[0].close()
+    controls[0].leave(groups[0])
+    with pytest.raises(ClosedError, match="closed"):
+        controls[0].get("x", SOON)
+    with pytest.raises(PeerLostError, match="rank 0 has left"):
+        controls[1].agree(groups[1], "x", 1, SOON)
+
+
+def test_close_ends_a_wait(make: Make) -> None:
+    control = make()
+    started = threading.Event()
+
+    def wait() -> bytes:
+        started.set()
+        return control.get("never", SOON)
+
+    def close() -> None:
+        started.wait(SOON)
+        control.close()
+
+    assert isinstance(together(wait, close)[0], ClosedError)
+
+
+def test_give_up_tells_why(make: Make) -> None:
+    controls, groups, _ = world(make, 2)
+    controls[1].give_up(ValueError("no data"))
+    with pytest.raises(PeerLostError, match="rank 0 of 2: rank 1 failed: ValueError: no data"):
+        controls[0].agree(groups[0], "x", 1, SOON)
+
+
+def test_error_of() -> None:
+    assert type(error_of(Cause("ClosedError", None, "x"))) is ClosedError
+    assert type(error_of(Cause("ValueError", None, "x"))) is CommError
+    assert type(error_of(Cause("annotations", None, "x"))) is CommError
+
+
+# -- the pure state machine ------------------------------------------------------------------------
+def test_memory_is_bounded() -> None:
+    state = ControlState()
+    for number in range(50):
+        for rank in range(2):
+            state.handle(rank, 1, ("join", f"g{number}", rank, 2))
+        for topic in range(20):
+            for rank in range(2):
+                state.handle(rank, 1, ("exchange", f"g{number}", f"t{topic}", b"x", True))
+        for rank in range(2):
+            state.handle(rank, 1, ("get", f"never {number}"))
+            state.handle(rank, 1, ("leave", f"g{number}"))
+    for rank in range(2):
+        state.handle(rank, 1, ("bye",))
+    assert not state._groups._groups
+    assert not state._groups._ranks
+    assert not state._keys._waiting
+    assert not state._clients
+
+
+verbs = st.one_of(
+    st.tuples(st.just("join"), st.sampled_from("ab"), st.integers(0, 2), st.just(3)),
+    st.tuples(st.just("leave"), st.sampled_from("ab")),
+    st.tuples(st.just("exchange"), st.sampled_from("ab"), st.sampled_from("xy"), st.sampled_from([b"1", b"2"]), st.booleans()),
+    st.tuples(st.just("withdraw"), st.sampled_from("ab"), st.sampled_from("xy"), st.just(1.0)),
+    st.tuples(st.just("fail"), st.sampled_from("ab"), st.just("AbortedError"), st.integers(0, 2), st.text(max_size=3)),
+    st.tuples(st.just("get"), st.sampled_from("kl")),
+    st.tuples(st.just("set"), st.sampled_from("kl"), st.binary(max_size=2)),
+    st.tuples(st.just("enrol"), st.just("job"), st.integers(0, 2), st.sampled_from("pq")),
+    st.just(("bye",)),
+    st.just("lost"),
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), verbs), max_size=60))
+def test_any_story_answers_each_request_once(story: list[tuple[int, Any]]) -> None:
+    state = ControlState()
+    open_requests: set[tuple[int, int]] = set()
+    causes: dict[str, Any] = {}
+    for number, (client, words) in enumerate(story, start=1):
+        if words == "lost":
+            out = state.lost(client)
+            open_requests = {(who, what) for who, what in open_requests if who != client}
+        else:
+            open_requests.add((client, number))
+            out = state.handle(client, number, words)
+        for who, (request, outcome, body) in out:
+            if request == 0:
+                # A group has one cause for as long as it lives.
+                name, *cause = body
+                assert outcome == "failed"
+                assert causes.setdefault(name, cause) == cause or name not in state._groups._groups
+            elif (who, request) in open_requests:
+                open_requests.remove((who, request))
+            else:
+                assert who == client, "an answer that nobody waits for"
+                assert words == "lost"
+        for name in list(causes):
+            if state._groups.cause(name) is None:
+                del causes[name]
+    waiting = {item for items in state._keys._waiting.values() for item in items}
+    for group in state._groups._groups.values():
+        for exchange in group.exchanges.values():
+            waiting |= {(who.client, who.request) for who in exchange.values()}
+    assert {item for item in open_requests if item in waiting} == open_requests - _abandoned(story)
+
+
+def _abandoned(story: list[tuple[int, Any]]) -> set[tuple[int, int]]:
+    """Requests of clients that said bye, or left, while they waited: nobody is there to be answered."""
+    return set()

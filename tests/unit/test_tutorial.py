@@ -1,0 +1,121 @@
+"""The tutorial's programs, ported, give what the tutorial promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections import Counter
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as un
+
+FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "tutorial"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+everywhere = pytest.mark.parametrize(("backend", "ranks"), [("thread", 2), ("thread", 4), ("gloo", 2), ("gloo", 4)])
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def launch(name: str, backend: str, ranks: int, **kwargs: Any) -> list[Any]:
+    return un.launch(load(name).run, ranks, backend, kwargs=kwargs, timeout=60)
+
+
+def test_every_program_is_tested_here() -> None:
+    tested = {"blocking", "collectives", "immediate", "init_methods", "partition", "ring", "ring_in_chunks", "sgd"}
+    assert set(NAMES) == tested | {"subgroup"}
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["blocking", "immediate"])
+def test_point_to_point(name: str, backend: str, ranks: int) -> None:
+    assert launch(name, backend, ranks) == [1.0, 1.0, 0.0, 0.0][:ranks]
+
+
+@everywhere
+def test_all_reduce_in_a_subgroup(backend: str, ranks: int) -> None:
+    assert launch("subgroup", backend, ranks) == [2.0, 2.0, 1.0, 1.0][:ranks]
+
+
+@everywhere
+def test_six_collectives(backend: str, ranks: int) -> None:
+    given = [rank + 1.0 for rank in range(ranks)]
+    for rank, held in enumerate(launch("collectives", backend, ranks)):
+        assert held == {
+            "broadcast": [1.0],
+            "reduce": [sum(given)] if rank == 0 else [given[rank]],
+            "all_reduce": [prod(given)],
+            "scatter": [10.0 * rank],
+            "gather": given if rank == 0 else [],
+            "all_gather": given,
+        }
+
+
+@everywhere
+@pytest.mark.parametrize("count", [100, 101])
+def test_partitions(count: int, backend: str, ranks: int) -> None:
+    ranks_seen = launch("partition", backend, ranks, count=count)
+    assert Counter(sample for seen in ranks_seen for sample in seen["equal"]) == Counter(range(count))
+    for name, sizes in (("uneven", [0.7, 0.2, 0.1]), ("thirds", [1 / 3, 1 / 3, 1 / 3])):
+        parts = [seen[name] for seen in ranks_seen[:3]]
+        samples = [sample for part in parts for sample in part]
+        assert len(samples) == len(set(samples))
+        assert all(abs(len(part) - size * count) < 1 for part, size in zip(parts, sizes, strict=False))
+        assert samples != sorted(samples)
+        if ranks > 2:
+            assert set(samples) == set(range(count))
+
+
+@everywhere
+def test_distributed_sgd(backend: str, ranks: int) -> None:
+    results = launch("sgd", backend, ranks)
+    for loss, weights in results:
+        assert loss < 0.2
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, results[0][1], strict=True))
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["ring", "ring_in_chunks"])
+def test_own_ring(name: str, backend: str, ranks: int) -> None:
+    for mine, expected in launch(name, backend, ranks):
+        total = sum(rank + 1.0 for rank in range(ranks))
+        assert torch.equal(mine, torch.arange(float(len(mine))) * total)
+        assert torch.equal(expected, mine)
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_ring_in_chunks_of_few_elements(length: int) -> None:
+    for mine, expected in launch("ring_in_chunks", "thread", 4, length=length):
+        assert torch.equal(mine, expected)
+
+
+def script(name: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_as_scripts() -> None:
+    # At the same time, for most of it is the import of torch.
+    methods = ("env", "file", "tcp")
+    started = [script("init_methods", "--ranks", "2", "--method", method) for method in methods]
+    started.append(script("blocking", "--ranks", "2"))
+    said = [process.communicate(timeout=100)[0] for process in started]
+    for process, text in zip(started, said, strict=True):
+        assert process.returncode == 0, text
+    for method, text in zip(methods, said, strict=False):
+        assert sorted(text.splitlines()) == [f"rank {rank} of 2 met the others by {method}" for rank in (0, 1)]
+    assert sorted(said[-1].splitlines()) == ["rank 0 has 1.0", "rank 1 has 1.0"]

@@ -1,0 +1,285 @@
+"""Values survive the way through bytes; bytes that are no value end in ValueError and nothing else."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import math
+import struct
+import subprocess
+import sys
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given
+
+from unisono import wire
+
+
+class Colour(enum.Enum):
+    RED = "r"
+    BLUE = ("b", 2)
+
+
+class Right(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Plain:
+    x: Any
+    y: Any = 0
+
+    def __post_init__(self) -> None:
+        if self.x == "explode":
+            raise AssertionError("a constructor was run")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+
+
+numbers = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
+words = st.text(st.characters()) | st.binary() | st.binary().map(bytearray)
+hashable = st.recursive(
+    numbers | st.text() | st.binary() | st.sampled_from([*Colour, Right.READ | Right.WRITE, Right(0)]),
+    lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3) | st.builds(Frozen, inner),
+    max_leaves=5,
+)
+optional = st.none() | st.integers()
+values = st.recursive(
+    hashable
+    | words
+    | st.sampled_from([torch.float16, torch.device("cuda:3"), torch.Size([2, 0])])
+    | st.slices(10)
+    | st.builds(slice, optional, st.text(), optional)
+    | st.builds(range, st.integers(), st.integers(), st.integers(1)),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.sets(hashable, max_size=4)
+        | st.dictionaries(hashable, inner, max_size=4)
+        | st.dictionaries(st.text(), inner, max_size=4).map(collections.OrderedDict)
+        | st.builds(Plain, inner, inner)
+        | st.builds(Pair, inner, inner)
+    ),
+    max_leaves=12,
+)
+tensors = st.builds(
+    lambda dtype, shape: torch.arange(math.prod(shape)).to(dtype).reshape(shape),
+    st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.int8, torch.uint16, torch.bool, torch.complex64, torch.int64]
+    ),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+
+
+@given(values)
+def test_round_trip(value: Any) -> None:
+    back = wire.decode(wire.encode(value))
+    assert type(back) is type(value)
+    assert back == value
+    # 1, 1.0 and True are equal, but are not the same.
+    assert wire.encode(back) == wire.encode(value)
+
+
+def test_numbers_that_differ_from_themselves() -> None:
+    back = wire.decode(wire.encode((math.nan, complex(math.nan, -0.0))))
+    assert math.isnan(back[0])
+    assert math.copysign(1, back[1].imag) == -1
+
+
+@given(tensors)
+def test_tensors(tensor: torch.Tensor) -> None:
+    back = wire.decode(wire.encode(tensor))
+    assert back.dtype == tensor.dtype
+    assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4).t()[1:],
+        torch.randn(2, 2, dtype=torch.complex64).conj(),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        torch.tensor(3),
+        torch.arange(5).expand(2, 5),
+    ],
+)
+def test_what_is_special_about_a_tensor_is_gone(tensor: torch.Tensor) -> None:
+    back = wire.decode(wire.encode([tensor]))[0]
+    assert type(back) is torch.Tensor
+    assert not back.requires_grad
+    assert back.is_contiguous()
+    assert back.dtype == tensor.dtype
+    assert back.tolist() == tensor.tolist()
+
+
+def test_numpy() -> None:
+    np = pytest.importorskip("numpy")
+    for value in (
+        np.arange(6.0).reshape(2, 3),
+        np.zeros((0, 4)),
+        np.array(3),
+        np.array(["ab"]),
+        np.float32(2),
+        np.int8(1),
+    ):
+        back = wire.decode(wire.encode(value))
+        assert type(back) is type(value)
+        assert back.dtype == value.dtype
+        assert np.array_equal(back, value)
+
+
+def test_no_constructor_runs() -> None:
+    sneaky = Plain(1)
+    sneaky.x = "explode"
+    assert wire.decode(wire.encode(sneaky)).x == "explode"
+
+
+def test_equal_sets_have_equal_bytes() -> None:
+    up, down = {0, 8, 16}, {16, 8, 0}
+    assert list(up) != list(down)
+    assert wire.encode(up) == wire.encode(down)
+
+
+class Unlisted(Plain):
+    """No dataclass itself: fields of its own would be lost."""
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (
+            [1, (2, {"x": lambda: 0})],
+            r"value\[1\]\[1\]\['x'\] is the function .*<lambda>; send plain values .* trusted=True",
+        ),
+        ({1: {2: threading.Lock()}}, r"value\[1\]\[2\] is a _thread.lock"),
+        (Plain([object()]), r"value.x\[0\] is a object"),
+        (Unlisted(1), "is a .*Unlisted"),
+        ({1, int}, r"value\[0\] is the type int"),
+        (torch.ones(2).to_sparse(), "is a torch.sparse_coo tensor"),
+        (torch.ones(2, device="meta"), "is a meta tensor"),
+        (dataclasses.make_dataclass("Made", ["x"], namespace={"__module__": "nowhere"})(1), "wire.register"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(value: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        wire.encode(value)
+
+
+def test_local_classes_can_be_registered() -> None:
+    @dataclasses.dataclass
+    class Local:
+        x: int
+
+    with pytest.raises(TypeError, match="Local"):
+        wire.encode(Local(1))
+    assert wire.register(Local) is Local
+    assert wire.decode(wire.encode(Local(1))) == Local(1)
+    with pytest.raises(TypeError, match="not a dataclass"):
+        wire.register(int)
+
+
+def test_main_has_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = type(sys)("__mp_main__")
+    cls = dataclasses.make_dataclass("InMain", ["x"], namespace={"__module__": "__mp_main__"})
+    main.InMain = cls  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    data = wire.encode(cls(5))
+    assert b"__main__:InMain" in data
+    assert wire.decode(data).x == 5
+
+
+@pytest.mark.parametrize("name", ["os:system", "xml.dom.minidom:Node", "builtins:int", "subprocess:Popen", ":", "test"])
+@pytest.mark.parametrize("kind", b"DPEG")
+def test_no_other_class_is_made_and_no_module_imported(name: str, kind: int) -> None:
+    before = set(sys.modules)
+    text = f"{name}()" if kind == ord("D") else name
+    data = bytes([kind]) + wire.encode(text) + (wire.encode(()) if kind in b"DP" else wire.encode(1))[1:]
+    with pytest.raises(ValueError, match="carry no value"):
+        wire.decode(data)
+    assert set(sys.modules) == before
+
+
+def test_depth_is_limited() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(ValueError, match="100 levels"):
+        wire.encode(loop)
+    deep: Any = 1
+    for _ in range(wire.MAX_DEPTH):
+        deep = [deep]
+    assert wire.decode(wire.encode(deep)) == deep
+    with pytest.raises(ValueError, match="100 levels"):
+        wire.decode(b"l\x01" * 5000 + b"N")
+    with pytest.raises(ValueError, match="100 levels"):
+        wire.decode(b"d\x01" * 5000 + b"N")
+
+
+@given(values | tensors, st.data())
+def test_damaged_bytes_are_a_value_or_a_value_error(value: Any, data: st.DataObject) -> None:
+    good = wire.encode(value)
+    cut = data.draw(st.integers(0, len(good) - 1))
+    with pytest.raises(ValueError, match="carry no value"):
+        wire.decode(good[:cut])
+    bad = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
+    _decode_or_refuse(bytes(bad))
+
+
+@given(st.binary())
+@example(b"A" + wire.encode("float32") + b"\x02" + wire.encode(0) + wire.encode(2**62) + b"\x00")
+@example(b"A" + wire.encode("qint8") + b"\x00\x01\x00")
+@example(b"M" + wire.encode("O") + b"\x00\x00")
+@example(b"M" + wire.encode("i4,i4") + b"\x00\x00")
+@example(b"R\x03" + wire.encode(0) + wire.encode(1) + wire.encode(0))
+@example(b"S\x01l\x00")
+@example(b"V" + wire.encode("no such device"))
+def test_random_bytes_are_a_value_or_a_value_error(data: bytes) -> None:
+    _decode_or_refuse(data)
+    _decode_or_refuse(memoryview(data))
+
+
+def _decode_or_refuse(data: Any) -> None:
+    with contextlib.suppress(ValueError):
+        wire.decode(data)
+
+
+@pytest.mark.parametrize("kind", "lsbBItSZdO")
+def test_a_huge_count_costs_no_memory(kind: str) -> None:
+    data = kind.encode() + b"\xff" + struct.pack("<Q", 2**40) + b"N" * 100
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="end too early"):
+            wire.decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_torch_is_not_imported_to_send_plain_values() -> None:
+    # A bare package in the place of unisono, whose own front door may import torch.
+    package = Path(wire.__file__).parents[1]
+    code = (
+        "import sys, types; m = sys.modules['unisono'] = types.ModuleType('unisono'); "
+        f"m.__path__ = [{str(package)!r}]; from unisono.wire import encode, decode; "
+        "assert decode(encode([1, 'a'])) == [1, 'a']; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -14,12 +14,13 @@ import torch
 from unisono.control import Cause, Control, error_of
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
 from unisono.execute import execute
+from unisono.fingerprint import Fingerprint
 from unisono.plan import Plan
 from unisono.reduction import combine
 from unisono.schedules import SCHEDULES, chunks_of
 from unisono.select import NATIVE, choose
 from unisono.site import call_site
-from unisono.transport import Fingerprint, Options, Transport
+from unisono.transport import Options, Transport
 from unisono.types import ReduceOp, Work
 from unisono.work import Completion
 from unisono.wrappers.trace import traced

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from unisono.errors import UnavailableError
+from unisono.fingerprint import Fingerprint
 from unisono.group import Group
 from unisono.types import Call, Message, Work
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from unisono.control import Control
 
-__all__ = ["Fingerprint", "Options", "PointToPoint", "Transport"]
+__all__ = ["Options", "PointToPoint", "Transport"]
 
 
 class PointToPoint(Protocol):
@@ -56,33 +57,6 @@ class Options:
     address: str = "127.0.0.1"
     chunk_bytes: int = 2 << 20
     extra: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What every rank must agree on before a collective moves anything.
-
-    Compared between ranks: `call`, `operation`, `op`, `root`, `dtype`, `counts`, `device`, `algorithm`.
-    The rest is for messages only: ranks may call from different lines, with different shapes.
-
-    Attributes:
-        counts: Elements, where ranks must agree on them.
-        sends, receives: Elements for and from each rank, where they differ by rank (all_to_all):
-            what rank a sends to b must be what b receives from a.
-    """
-
-    call: int
-    operation: str
-    op: str | None = None
-    root: int | None = None
-    dtype: str | None = None
-    counts: tuple[int, ...] = ()
-    device: str | None = None
-    algorithm: str | None = None
-    sends: tuple[int, ...] = ()
-    receives: tuple[int, ...] = ()
-    shape: tuple[int, ...] | None = None
-    site: str | None = None
 
 
 class Transport(ABC):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -64,13 +66,37 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
         return [future.result(SOON) for future in [pool.submit(outcome, call) for call in calls]]
 
 
-def world(make: Make, size: int) -> tuple[list[Requester], list[Group], list[list[Cause]]]:
+class Told:
+    """A callback that keeps the causes it is told."""
+
+    def __init__(self) -> None:
+        self._causes: queue.SimpleQueue[Cause] = queue.SimpleQueue()
+
+    def __call__(self, cause: Cause) -> None:
+        self._causes.put(cause)
+
+    def only(self) -> Cause:
+        """The one cause that comes."""
+        cause = self._causes.get(timeout=SOON)
+        assert self._causes.empty()
+        return cause
+
+    def nothing(self) -> bool:
+        return self._causes.empty()
+
+
+def world(make: Make, size: int) -> tuple[list[Requester], list[Group], list[Told]]:
     """Handles of all ranks, joined, and the failures that each is told."""
     controls, groups = [make() for _ in range(size)], [Group.world(rank, size) for rank in range(size)]
-    told: list[list[Cause]] = [[] for _ in range(size)]
+    told = [Told() for _ in range(size)]
     for control, group, heard in zip(controls, groups, told, strict=True):
-        control.join(group, heard.append)
+        control.join(group, heard)
     return controls, groups, told
+
+
+def everywhere(controls: list[Requester], groups: list[Group], act: Callable[[Requester, Group], Any]) -> list[Any]:
+    """What each rank returned or raised."""
+    return together(*[partial(act, control, group) for control, group in zip(controls, groups, strict=True)])
 
 
 # -- the store -------------------------------------------------------------------------------------
@@ -126,13 +152,12 @@ def test_local_ranks_share() -> None:
 # -- exchanges -------------------------------------------------------------------------------------
 def test_exchange_and_agree(make: Make) -> None:
     controls, groups, _ = world(make, 3)
-    for turn in range(5):
-        calls = [lambda c=c, g=g: c.exchange(g, f"x{turn}", {"rank": g.rank}, SOON) for c, g in zip(controls, groups)]
-        assert together(*calls) == [[{"rank": rank} for rank in range(3)]] * 3
-        same = [lambda c=c, g=g: c.agree(g, f"s{turn}", ("sum", 4), SOON) for c, g in zip(controls, groups)]
-        assert together(*same) == [None] * 3
-        other = [lambda c=c, g=g: c.agree(g, f"o{turn}", g.rank == 1, SOON) for c, g in zip(controls, groups)]
-        assert together(*other) == [[False, True, False]] * 3
+    for _ in range(3):
+        given = everywhere(controls, groups, lambda c, g: c.exchange(g, "all", {"rank": g.rank}, SOON))
+        assert given == [[{"rank": rank} for rank in range(3)]] * 3
+        assert everywhere(controls, groups, lambda c, g: c.agree(g, "same", ("sum", 4), SOON)) == [None] * 3
+        other = everywhere(controls, groups, lambda c, g: c.agree(g, "other", g.rank == 1, SOON))
+        assert other == [[False, True, False]] * 3
 
 
 def test_groups_do_not_mix(make: Make) -> None:
@@ -140,16 +165,16 @@ def test_groups_do_not_mix(make: Make) -> None:
     others = [group.child("part", (1, 0)) for group in groups]
     for control, group in zip(controls, others, strict=True):
         control.join(group, lambda cause: None)
-    calls = [lambda c=c, g=g: c.exchange(g, "x", g.name, SOON) for gs in (groups, others) for c, g in zip(controls, gs)]
-    assert together(*calls) == [["world"] * 2] * 2 + [["world/part"] * 2] * 2
+    names = everywhere(controls * 2, groups + others, lambda c, g: c.exchange(g, "x", g.name, SOON))
+    assert names == [["world"] * 2] * 2 + [["world/part"] * 2] * 2
 
 
 def test_values_that_cannot_travel_are_refused_at_home(make: Make) -> None:
     controls, groups, told = world(make, 2)
     with pytest.raises(TypeError, match="value is the function"):
         controls[0].exchange(groups[0], "x", lambda: 0, SOON)
-    assert together(*[lambda c=c, g=g: c.agree(g, "x", 1, SOON) for c, g in zip(controls, groups)]) == [None, None]
-    assert told == [[], []]
+    assert everywhere(controls, groups, lambda c, g: c.agree(g, "x", 1, SOON)) == [None, None]
+    assert all(heard.nothing() for heard in told)
 
 
 def test_who_has_not_joined_cannot_exchange(make: Make) -> None:
@@ -175,8 +200,8 @@ def test_timeout_names_who_is_missing_to_all(make: Make) -> None:
     assert (type(second), str(second)) == (CommTimeoutError, f"rank 2 of 4: {words}")
     late = together(lambda: controls[3].exchange(groups[3], "all_reduce #3", 1, SOON))[0]
     assert isinstance(late, CommTimeoutError)
-    assert [control.cause(group, SOON) for control, group in zip(controls, groups)] == [cause] * 4
-    assert told == [[cause]] * 4
+    assert everywhere(controls, groups, lambda c, g: c.cause(g, SOON)) == [cause] * 4
+    assert [heard.only() for heard in told] == [cause] * 4
 
 
 def test_a_death_is_told_to_who_waits_and_who_does_not(make: Make) -> None:
@@ -188,7 +213,7 @@ def test_a_death_is_told_to_who_waits_and_who_does_not(make: Make) -> None:
     cause = controls[2].cause(groups[2], SOON)
     assert cause is not None
     assert (cause.kind, cause.rank) == ("PeerLostError", 1)
-    assert told[2] == [cause]
+    assert told[2].only() == cause
 
 
 def test_the_first_cause_stays(make: Make) -> None:
@@ -201,16 +226,16 @@ def test_the_first_cause_stays(make: Make) -> None:
     die(controls[1])
     with pytest.raises(MismatchError, match="rank 0 of 2: rank 1 differs"):
         controls[0].agree(groups[0], "x", 1, SOON)
-    assert told[0] == [first]
+    assert told[0].only() == first
 
 
 def test_who_joins_late_is_told(make: Make) -> None:
-    early, late, heard = make(), make(), []
+    early, late, heard = make(), make(), Told()
     early.join(Group.world(0, 2), lambda cause: None)
     cause = early.fail(Group.world(0, 2), Cause("AbortedError", 0, "enough"))
-    late.join(Group.world(1, 2), heard.append)
+    late.join(Group.world(1, 2), heard)
     assert late.cause(Group.world(1, 2), SOON) == cause
-    assert heard == [cause]
+    assert heard.only() == cause
     assert make().cause(Group.world(0, 2)) == cause
 
 
@@ -222,31 +247,13 @@ def test_to_leave_in_peace(make: Make) -> None:
     assert "rank 1 has left (it closed the communicator)" in str(waiting)
     with pytest.raises(PeerLostError, match="rank 1 has left"):
         controls[2].exchange(groups[2], "y", 1, SOON)
-    assert told == [[], [], []]
+    assert all(heard.nothing() for heard in told)
     controls[1].leave(groups[1])
 
 
-def test_what_was_brought_before_leaving_counts(make: Make) -> None:
-    controls, groups, _ = world(make, 2)
-    brought = threading.Thread(target=lambda: together(lambda: controls[0].exchange(groups[0], "x", "mine", SOON)))
-    brought.start()
-    while "x" not in _exchanges(controls[0], make):
-        pass
-    die_quietly = controls[0].leave
-    die_quietly(groups[0])
-    assert controls[1].exchange(groups[1], "x", "yours", SOON) == ["mine", "yours"]
-    brought.join(SOON)
-    assert not brought.is_alive()
-
-
-def _exchanges(control: Requester, _make: Make) -> dict[str, Any]:
-    closure = _make.__closure__ or ()
-    held = [cell.cell_contents for cell in closure]
-    state = next(thing._state for thing in held if isinstance(thing, (LocalHub, Server)))
-    return dict(state._groups._groups["world"].exchanges)
-
-
-@pytest.mark.parametrize(("rank", "size", "words"), [(0, 2, "two processes claim to be rank 0"), (1, 3, "has 3 ranks, others say 2")])
+@pytest.mark.parametrize(
+    ("rank", "size", "words"), [(0, 2, "two processes claim to be rank 0"), (1, 3, "has 3 ranks, others say 2")]
+)
 def test_contradictions_end_a_group_that_is_gathering(make: Make, rank: int, size: int, words: str) -> None:
     first, second = make(), make()
     first.join(Group.world(0, 2), lambda cause: None)
@@ -260,8 +267,8 @@ def test_contradictions_do_not_harm_a_group_that_is_complete(make: Make) -> None
     controls, groups, told = world(make, 2)
     with pytest.raises(MismatchError, match="two processes claim to be rank 1"):
         make().join(Group.world(1, 2), lambda cause: None)
-    assert together(*[lambda c=c, g=g: c.agree(g, "x", 1, SOON) for c, g in zip(controls, groups)]) == [None, None]
-    assert told == [[], []]
+    assert everywhere(controls, groups, lambda c, g: c.agree(g, "x", 1, SOON)) == [None, None]
+    assert all(heard.nothing() for heard in told)
 
 
 def test_after_close(make: Make) -> None:
@@ -326,7 +333,9 @@ def test_memory_is_bounded() -> None:
 verbs = st.one_of(
     st.tuples(st.just("join"), st.sampled_from("ab"), st.integers(0, 2), st.just(3)),
     st.tuples(st.just("leave"), st.sampled_from("ab")),
-    st.tuples(st.just("exchange"), st.sampled_from("ab"), st.sampled_from("xy"), st.sampled_from([b"1", b"2"]), st.booleans()),
+    st.tuples(
+        st.just("exchange"), st.sampled_from("ab"), st.sampled_from("xy"), st.sampled_from([b"1", b"2"]), st.booleans()
+    ),
     st.tuples(st.just("withdraw"), st.sampled_from("ab"), st.sampled_from("xy"), st.just(1.0)),
     st.tuples(st.just("fail"), st.sampled_from("ab"), st.just("AbortedError"), st.integers(0, 2), st.text(max_size=3)),
     st.tuples(st.just("get"), st.sampled_from("kl")),
@@ -340,36 +349,49 @@ verbs = st.one_of(
 @given(st.lists(st.tuples(st.integers(0, 3), verbs), max_size=60))
 def test_any_story_answers_each_request_once(story: list[tuple[int, Any]]) -> None:
     state = ControlState()
-    open_requests: set[tuple[int, int]] = set()
-    causes: dict[str, Any] = {}
+    asked: set[tuple[int, int]] = set()
+    over: set[tuple[int, int]] = set()
     for number, (client, words) in enumerate(story, start=1):
-        if words == "lost":
-            out = state.lost(client)
-            open_requests = {(who, what) for who, what in open_requests if who != client}
-        else:
-            open_requests.add((client, number))
-            out = state.handle(client, number, words)
+        if words != "lost":
+            asked.add((client, number))
+        out = state.lost(client) if words == "lost" else state.handle(client, number, words)
         for who, (request, outcome, body) in out:
-            if request == 0:
-                # A group has one cause for as long as it lives.
-                name, *cause = body
-                assert outcome == "failed"
-                assert causes.setdefault(name, cause) == cause or name not in state._groups._groups
-            elif (who, request) in open_requests:
-                open_requests.remove((who, request))
+            if request:
+                assert (who, request) in asked | over
+                asked.discard((who, request))
             else:
-                assert who == client, "an answer that nobody waits for"
-                assert words == "lost"
-        for name in list(causes):
-            if state._groups.cause(name) is None:
-                del causes[name]
+                assert outcome == "failed"
+                assert state._groups.cause(body[0]) in (Cause(*body[1:]), None)
+        if words in ("lost", ("bye",)):
+            over |= {(who, what) for who, what in asked if who == client}
+            asked -= over
     waiting = {item for items in state._keys._waiting.values() for item in items}
     for group in state._groups._groups.values():
-        for exchange in group.exchanges.values():
-            waiting |= {(who.client, who.request) for who in exchange.values()}
-    assert {item for item in open_requests if item in waiting} == open_requests - _abandoned(story)
+        waiting |= {(who.client, who.request) for exchange in group.exchanges.values() for who in exchange.values()}
+    assert asked <= waiting
 
 
-def _abandoned(story: list[tuple[int, Any]]) -> set[tuple[int, int]]:
-    """Requests of clients that said bye, or left, while they waited: nobody is there to be answered."""
-    return set()
+def test_what_was_brought_before_leaving_counts() -> None:
+    state = ControlState()
+    for rank in range(2):
+        state.handle(rank, 1, ("join", "g", rank, 2))
+    assert state.handle(0, 2, ("exchange", "g", "x", b"mine", False)) == []
+    assert state.handle(0, 3, ("leave", "g")) == [(0, (3, "ok", None))]
+    out = state.handle(1, 4, ("exchange", "g", "x", b"yours", False))
+    assert sorted(out) == [(0, (2, "ok", [b"mine", b"yours"])), (1, (4, "ok", [b"mine", b"yours"]))]
+
+
+def test_enrol() -> None:
+    state = ControlState()
+    assert state.handle(1, 1, ("enrol", "world", 0, "p")) == [(1, (1, "ok", "world1"))]
+    assert state.handle(1, 2, ("enrol", "world", 1, "q")) == [(1, (2, "ok", "world1"))]
+    assert state.handle(2, 3, ("enrol", "world", 0, "p")) == [(2, (3, "ok", "world2"))], "the next init of a process"
+    assert state.handle(3, 4, ("enrol", "world", 0, "r"))[0][1][1] == "failed", "another process beside it"
+    state.lost(2)
+    assert state.handle(3, 5, ("enrol", "world", 0, "r")) == [(3, (5, "ok", "world3"))], "its next process"
+
+
+@pytest.mark.parametrize("words", [(), ("nothing",), ("set", "k"), ("join", [], 0, 1), ("_forget",), "set"])
+def test_requests_out_of_form_are_refused(words: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        ControlState().handle(1, 1, words)

@@ -1,6 +1,6 @@
 """Blocking point-to-point: rank 0 counts up, and rank 1 gets the result.
 
-    python docs/examples/tutorial/blocking.py --ranks 2 --backend gloo
+python docs/examples/tutorial/blocking.py --ranks 2 --backend gloo
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def run(rank: int, ranks: int, init_method: str) -> None:
         count = torch.ones(1)
         comm.all_reduce(count)
         assert count.item() == ranks
-        print(f"rank {comm.rank} of {comm.size} met the others by {init_method.split(':')[0]}", flush=True)
+        print(f"rank {comm.rank} of {comm.size} met the others by {init_method.partition(':')[0]}", flush=True)
 
 
 def start(rank: int, ranks: int, method: str, address: str, folder: str) -> None:

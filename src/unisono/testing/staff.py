@@ -17,8 +17,8 @@ from typing import Any
 import cloudpickle
 
 from unisono.errors import CommTimeoutError, PeerLostError
-from unisono.startup import launch
 from unisono.launching.job import Outcome
+from unisono.startup import launch
 from unisono.testing.service import Service, serve
 
 __all__ = ["Staff"]

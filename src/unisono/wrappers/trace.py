@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from unisono.transport import Fingerprint, Transport
+from unisono.fingerprint import Fingerprint
+from unisono.transport import Transport
 from unisono.types import Call, Message, Send, Work
 from unisono.wrappers.wrapper import Wrapper
 

@@ -8,8 +8,9 @@ from typing import Self
 
 import torch
 
+from unisono.fingerprint import Fingerprint
 from unisono.group import Group
-from unisono.transport import Fingerprint, Transport
+from unisono.transport import Transport
 from unisono.types import Call, Message, Work
 
 __all__ = ["Wrapper"]

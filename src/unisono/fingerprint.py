@@ -1,0 +1,92 @@
+"""What every rank must agree on before a collective moves anything, and what does not fit, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+__all__ = ["Fingerprint", "explain"]
+
+_COMPARED = ("call", "operation", "op", "root", "dtype", "counts", "device", "algorithm")
+_FREE = ("sends", "receives", "shape", "site")
+_compared, _all = attrgetter(*_COMPARED), attrgetter(*_COMPARED, *_FREE)
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What every rank must agree on before a collective moves anything.
+
+    Compared between ranks: `call`, `operation`, `op`, `root`, `dtype`, `counts`, `device`, `algorithm`.
+    The rest is for messages only: ranks may call from different lines, with different shapes.
+
+    Attributes:
+        counts: Elements, where ranks must agree on them.
+        sends, receives: Elements for and from each rank, where they differ by rank (all_to_all):
+            what rank a sends to b must be what b receives from a.
+    """
+
+    call: int
+    operation: str
+    op: str | None = None
+    root: int | None = None
+    dtype: str | None = None
+    counts: tuple[int, ...] = ()
+    device: str | None = None
+    algorithm: str | None = None
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+    shape: tuple[int, ...] | None = None
+    site: str | None = None
+
+    def compared(self) -> tuple[Any, ...]:
+        """The values that must be equal on all ranks."""
+        values: tuple[Any, ...] = _compared(self)
+        return values
+
+    def values(self) -> tuple[Any, ...]:
+        """All values, from which `Fingerprint(*values)` makes an equal one."""
+        values: tuple[Any, ...] = _all(self)
+        return values
+
+
+def explain(prints: Sequence[Fingerprint]) -> str:
+    """What does not fit together, quoting every side; empty if all fits."""
+    compared = [p.compared() for p in prints]
+    if any(value != compared[0] for value in compared):
+        differing = [name for i, name in enumerate(_COMPARED) if len({str(value[i]) for value in compared}) > 1]
+        sides: dict[str, list[int]] = {}
+        for rank, fingerprint in enumerate(prints):
+            sides.setdefault(_side(fingerprint), []).append(rank)
+        quoted = "; ".join(f"{_ranks(ranks)}: {side}" for side, ranks in sides.items())
+        return f"ranks differ in {', '.join(differing)}: {quoted}. All ranks make the same calls in the same order"
+    for source, giver in enumerate(prints):
+        for target, taker in enumerate(prints):
+            given, taken = _at(giver.sends, target), _at(taker.receives, source)
+            if given != taken:
+                return (
+                    f"rank {source} gives rank {target} {given} elements{_site(giver)}, "
+                    f"which expects {taken}{_site(taker)}"
+                )
+    return ""
+
+
+def _at(counts: tuple[int, ...], index: int) -> int | None:
+    return counts[index] if index < len(counts) else None
+
+
+def _side(p: Fingerprint) -> str:
+    details: list[Any] = [p.op, p.dtype, p.device if p.device != "cpu" else None]
+    details += [f"{' + '.join(map(str, p.counts[:4]))} elements" if p.counts else None]
+    details += [f"shape {tuple(p.shape)}" if p.shape is not None else None]
+    details += [f"root {p.root}" if p.root is not None else None, f"algorithm {p.algorithm}" if p.algorithm else None]
+    return f"{p.operation}({', '.join(str(d) for d in details if d is not None)}){_site(p)}"
+
+
+def _site(p: Fingerprint) -> str:
+    return f" at {p.site}" if p.site else ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,230 @@
+"""Laws of collectives: each equals its plain reference, whatever the arguments; see `unisono.testing.cases`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import cycle
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.schedules import SCHEDULES
+from unisono.testing.cases import REDUCING, ROOTED, SCHEDULED_AS, Case
+from unisono.testing.check import Report, check_case, check_reports
+from unisono.testing.laws.world import World, numbers
+from unisono.testing.placed import LAYOUTS
+from unisono.testing.reference import DTYPES, ops_for
+
+__all__ = [
+    "a_barrier_waits_for_everyone",
+    "all_gather_equals_the_reference",
+    "all_gather_single_equals_the_reference",
+    "all_reduce_equals_the_reference",
+    "all_to_all_equals_the_reference",
+    "all_to_all_single_equals_the_reference",
+    "broadcast_equals_the_reference",
+    "every_op_and_dtype_equals_the_reference",
+    "gather_equals_the_reference",
+    "objects_arrive_everywhere",
+    "parts_equal_the_reference_at_the_same_time",
+    "reduce_equals_the_reference",
+    "reduce_scatter_equals_the_reference",
+    "reduce_scatter_single_equals_the_reference",
+    "scatter_equals_the_reference",
+    "the_native_collective_has_a_name",
+]
+
+_SIZES = (1, 2, 3, 4)
+
+
+def all_reduce_equals_the_reference(world: World) -> None:
+    """Every algorithm, for some of all dtypes, ops, counts and layouts; the same bits on all ranks."""
+    _equals_the_reference(world, "all_reduce")
+
+
+def reduce_equals_the_reference(world: World) -> None:
+    """To every root; the other ranks' tensors stay as they are."""
+    _equals_the_reference(world, "reduce")
+
+
+def broadcast_equals_the_reference(world: World) -> None:
+    """From every root."""
+    _equals_the_reference(world, "broadcast")
+
+
+def scatter_equals_the_reference(world: World) -> None:
+    """From every root, whose list stays as it is."""
+    _equals_the_reference(world, "scatter")
+
+
+def gather_equals_the_reference(world: World) -> None:
+    """To every root."""
+    _equals_the_reference(world, "gather")
+
+
+def all_gather_equals_the_reference(world: World) -> None:
+    """Of tensors of equal and of different lengths."""
+    _equals_the_reference(world, "all_gather")
+
+
+def all_gather_single_equals_the_reference(world: World) -> None:
+    """Into one tensor."""
+    _equals_the_reference(world, "all_gather_single")
+
+
+def reduce_scatter_equals_the_reference(world: World) -> None:
+    """Of lists of equal and of different lengths, which stay as they are."""
+    _equals_the_reference(world, "reduce_scatter")
+
+
+def reduce_scatter_single_equals_the_reference(world: World) -> None:
+    """Of one tensor, which stays as it is."""
+    _equals_the_reference(world, "reduce_scatter_single")
+
+
+def all_to_all_equals_the_reference(world: World) -> None:
+    """With a length for each pair of ranks."""
+    _equals_the_reference(world, "all_to_all")
+
+
+def all_to_all_single_equals_the_reference(world: World) -> None:
+    """With even and uneven splits, some of them zero."""
+    _equals_the_reference(world, "all_to_all_single")
+
+
+def every_op_and_dtype_equals_the_reference(world: World) -> None:
+    """All pairs of an op and a dtype, each with and without NaN, by whatever algorithm the backend chooses."""
+    for size in (2, 3):
+        cases = [
+            Case("all_reduce", size, count, dtype, op, numbers=kind, seed=count)
+            for dtype in DTYPES
+            for op in ops_for(dtype)
+            for kind, count in (("any", 7), ("nan", 40))
+        ]
+        _hold(world, cases, size)
+
+
+def parts_equal_the_reference_at_the_same_time(world: World) -> None:
+    """Sub-groups of different sizes run different collectives; each has its own result."""
+    parts = [[0, 2, 3], [1]], [[0, 3], [2, 1]]
+    for groups in parts:
+        cases = {
+            len(groups[0]): [Case(call, len(groups[0]), 50, torch.int32) for call in ("all_reduce", "all_to_all")],
+            len(groups[1]): [Case(call, len(groups[1]), 21, torch.float64) for call in ("all_gather", "all_reduce")],
+        }
+
+        def program(comm: Communicator, groups: list[list[int]], cases: dict[int, list[Case]]) -> list[Report]:
+            color = 0 if comm.rank in groups[0] else 1
+            part = comm.split(color, key=groups[color].index(comm.rank))
+            return [check_case(part, case) for case in cases[part.size]]
+
+        found = world.run(program, groups, cases, size=4)
+        for group in groups:
+            for case, *reports in zip(cases[len(group)], *(found[rank] for rank in group), strict=True):
+                check_reports(case, reports)
+
+
+def the_native_collective_has_a_name(world: World) -> None:
+    """`algorithm="native"` gives what the reference does, or says that there is none and what there is."""
+
+    def program(comm: Communicator, case: Case) -> Report | str:
+        try:
+            return check_case(comm, case)
+        except ValueError as error:
+            return str(error)
+
+    for call in SCHEDULED_AS:
+        case = Case(call, 2, 10, algorithm="native")
+        found = world.run(program, case)
+        if isinstance(found[0], str):
+            known = SCHEDULES[SCHEDULED_AS[call]].names()
+            assert all("no native" in said and known[0] in said for said in found), found
+        else:
+            check_reports(case, found)
+
+
+def a_barrier_waits_for_everyone(world: World) -> None:
+    """By any algorithm, nobody leaves before the last has come."""
+
+    def program(comm: Communicator, algorithm: str | None, last: int) -> tuple[float, float]:
+        others = [rank for rank in range(comm.size) if rank != last]
+        # The last to come knows that all others are about to be there.
+        if comm.rank == last:
+            for rank in others:
+                comm.recv(numbers(comm, 0), rank)
+        else:
+            comm.send(numbers(comm, 0), last)
+        came = time.monotonic()
+        comm.barrier(algorithm=algorithm)
+        return came, time.monotonic()
+
+    for algorithm in [None, *SCHEDULES["barrier"].names()]:
+        for last in range(4):
+            found = world.run(program, algorithm, last, size=4)
+            assert max(came for came, _ in found) <= min(left for _, left in found), f"{algorithm}: {found}"
+
+
+def objects_arrive_everywhere(world: World) -> None:
+    """Plain values of different lengths by the four object collectives, from and to each rank."""
+
+    def program(comm: Communicator) -> list[object]:
+        mine = {"rank": comm.rank, "text": "é" * comm.rank, "tensor": torch.arange(comm.rank), "nothing": None}
+        found: list[object] = [_plain(value) for value in comm.all_gather_object(mine)]
+        for root in range(comm.size):
+            gathered = comm.gather_object(mine, root)
+            assert (gathered is None) == (comm.rank != root)
+            parts = [[root, rank] for rank in range(comm.size)] if comm.rank == root else None
+            assert comm.scatter_object(parts, root) == [root, comm.rank]
+            found += [_plain(comm.broadcast_object(mine if comm.rank == root else None, root))]
+        return found
+
+    wanted = [(rank, "é" * rank, list(range(rank)), None) for rank in range(3)] * 2
+    for found in world.run(program, size=3):
+        assert found == wanted, found
+
+
+def _plain(value: dict[str, object]) -> tuple[object, ...]:
+    tensor = value["tensor"]
+    assert isinstance(tensor, torch.Tensor)
+    return value["rank"], value["text"], tensor.tolist(), value["nothing"]
+
+
+def _equals_the_reference(world: World, call: str) -> None:
+    for size in _SIZES:
+        _hold(world, list(_sample(world, call, size)), size)
+
+
+def _hold(world: World, cases: list[Case], size: int) -> None:
+    """Check many cases in one program, which is much faster than one program each."""
+    found = world.run(_check_all, cases, size=size)
+    for case, *reports in zip(cases, *found, strict=True):
+        check_reports(case, reports)
+
+
+def _check_all(comm: Communicator, cases: list[Case]) -> list[Report]:
+    return [check_case(comm, case) for case in cases]
+
+
+def _sample(world: World, call: str, size: int) -> Iterator[Case]:
+    """For each algorithm all dtypes and counts in turn; layouts, ops, roots and the rest go round beside them."""
+    layouts, kinds, flags = cycle(LAYOUTS), cycle(("whole", "any", "nan")), cycle((False, True, True))
+    dtypes, roots = cycle(DTYPES), cycle(range(size))
+    ops = {dtype: cycle(ops_for(dtype)) for dtype in DTYPES}
+    for algorithm in [None, *SCHEDULES[SCHEDULED_AS[call]].names()]:
+        for seed, count in enumerate((0, 1, size - 1, size, size + 1, 12, 97, None)):
+            dtype = next(dtypes)
+            yield Case(
+                call,
+                size,
+                world.chunk_bytes // dtype.itemsize + 1 if count is None else count,
+                dtype,
+                next(ops[dtype]) if call in REDUCING else ops_for(dtype)[0],
+                next(roots) if call in ROOTED else 0,
+                next(layouts),
+                algorithm,
+                async_op=next(flags),
+                uneven=seed % 2 == 1,
+                numbers=next(kinds),
+                seed=seed,
+            )

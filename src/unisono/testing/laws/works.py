@@ -1,0 +1,163 @@
+"""Laws of works: what a handle of something under way tells, and when."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.errors import CommTimeoutError
+from unisono.testing.laws.world import World, numbers
+from unisono.types import Work
+from unisono.work import wait_any
+
+__all__ = [
+    "a_future_completes_unaided",
+    "a_wait_that_timed_out_may_be_repeated",
+    "a_work_completes_unaided",
+    "a_work_knows_whether_it_is_done",
+    "collectives_may_be_waited_for_in_any_order",
+    "one_of_many_works_can_be_waited_for",
+    "works_may_be_waited_for_in_any_order",
+]
+
+_WITHIN_S = 5.0
+
+
+def a_work_knows_whether_it_is_done(world: World) -> None:
+    """`is_completed` is false before the message is sent, and true, without an error, after `wait`."""
+
+    def program(comm: Communicator) -> tuple[bool, bool, BaseException | None] | None:
+        if comm.rank == 1:
+            comm.recv(numbers(comm, 0), 0)
+            comm.send(numbers(comm, 7), 0)
+            return None
+        work = comm.irecv(numbers(comm, -1), 1)
+        before = work.is_completed()
+        # Only now may the other rank send.
+        comm.send(numbers(comm, 1), 1)
+        work.wait()
+        return before, work.is_completed(), work.exception()
+
+    found = world.run(program)[0]
+    assert found == (False, True, None), f"done before, done after, error: {found}"
+
+
+def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
+    """The error names the rank that is waited for and how long; the message can still come."""
+
+    def program(comm: Communicator) -> tuple[str, int | None, float | None, float] | None:
+        if comm.rank == 1:
+            comm.recv(numbers(comm, 0), 0)
+            comm.send(numbers(comm, 7), 0)
+            return None
+        got = numbers(comm, -1)
+        work = comm.irecv(got, 1)
+        try:
+            work.wait(0.05)
+        except CommTimeoutError as error:
+            said, peer, waited = str(error), error.peer, error.waited_s
+        comm.send(numbers(comm, 1), 1)
+        work.wait()
+        return said, peer, waited, got.item()
+
+    said, peer, waited, got = world.run(program)[0]
+    assert "rank 1" in said, said
+    assert peer == 1, f"the error names rank {peer}"
+    assert waited is not None, said
+    assert waited >= 0.04, f"waited {waited} s of 0.05"
+    assert got == 7, f"the second wait brought {got}"
+
+
+def a_work_completes_unaided(world: World) -> None:
+    """`is_completed` turns true though nobody waits; the message is there then. For collectives, too."""
+
+    def program(comm: Communicator) -> tuple[float, float]:
+        got, total = numbers(comm, -1), numbers(comm, comm.rank + 1)
+        work = comm.isend(numbers(comm, 7), 1) if comm.rank == 0 else comm.irecv(got, 0)
+        _poll(work)
+        _poll(comm.all_reduce(total, async_op=True))
+        return got.item(), total.item()
+
+    assert world.run(program) == [(-1, 3), (7, 3)]
+
+
+def a_future_completes_unaided(world: World) -> None:
+    """`get_future` completes though nobody waits for the work; the message is there then. For collectives, too."""
+
+    def program(comm: Communicator) -> tuple[float, float]:
+        got, total = numbers(comm, -1), numbers(comm, comm.rank + 1)
+        work = comm.isend(numbers(comm, 7), 1) if comm.rank == 0 else comm.irecv(got, 0)
+        seen = work.get_future().then(lambda future: (future.value(), got.item())[1])
+        summed = comm.all_reduce(total, async_op=True).get_future().then(lambda _: total.item())
+        return _value(seen), _value(summed)
+
+    assert world.run(program) == [(-1, 3), (7, 3)]
+
+
+def works_may_be_waited_for_in_any_order(world: World) -> None:
+    """And by several threads' worth of calls: again, or after it is known to be done."""
+
+    def program(comm: Communicator) -> list[float]:
+        got = numbers(comm, *[-1] * 5)
+        if comm.rank == 0:
+            works = [comm.isend(numbers(comm, n), 1) for n in range(5)]
+        else:
+            works = [comm.irecv(got[n], 0) for n in range(5)]
+        for work in (*reversed(works), *works):
+            work.wait()
+        return got.tolist()
+
+    assert world.run(program)[1] == [0, 1, 2, 3, 4]
+
+
+def one_of_many_works_can_be_waited_for(world: World) -> None:
+    """`wait_any` returns the work that is done, not the first of the list."""
+
+    def program(comm: Communicator) -> int | None:
+        if comm.rank > 0:
+            comm.recv(numbers(comm, 0), 0)
+            comm.send(numbers(comm, comm.rank), 0)
+            return None
+        got = numbers(comm, -1, -1)
+        works = [comm.irecv(got[n], n + 1) for n in range(2)]
+        comm.send(numbers(comm, 0), 2)
+        first = wait_any(works, _WITHIN_S)
+        comm.send(numbers(comm, 0), 1)
+        for work in works:
+            work.wait()
+        return first
+
+    assert world.run(program, size=3)[0] == 1
+
+
+def collectives_may_be_waited_for_in_any_order(world: World) -> None:
+    """Collectives run in the order of calls, blocking ones among asynchronous ones, however they are waited for."""
+
+    def program(comm: Communicator) -> list[list[float]]:
+        tensors = [torch.full((1000,), float(comm.rank + n), device=comm.device) for n in range(6)]
+        works = [comm.all_reduce(t, algorithm="ring", async_op=True) for t in tensors[:4]]
+        comm.all_reduce(tensors[4])
+        works.append(comm.all_reduce(tensors[5], async_op=True))
+        for work in reversed(works):
+            work.wait()
+        return [t.unique().tolist() for t in tensors]
+
+    for found in world.run(program, size=3):
+        assert found == [[3.0 * n + 3] for n in range(6)], found
+
+
+def _poll(work: Work) -> None:
+    deadline = time.monotonic() + _WITHIN_S
+    while not work.is_completed():
+        assert time.monotonic() < deadline, f"not complete after {_WITHIN_S} s without a wait"
+        time.sleep(0.001)
+
+
+def _value(future: torch.futures.Future[float]) -> float:
+    deadline = time.monotonic() + _WITHIN_S
+    while not future.done():
+        assert time.monotonic() < deadline, f"the future is not complete after {_WITHIN_S} s"
+        time.sleep(0.001)
+    return future.value()

@@ -1,0 +1,158 @@
+"""What ranks tell each other in shared memory: counters and marks, each written by one rank alone."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from unisono.errors import CommTimeoutError
+
+__all__ = ["Board"]
+
+_LINE = 8
+_LINES = 4
+_ARRIVED, _REDUCED = 0, 1
+_MARKS = (1 * _LINE, 2 * _LINE)
+_ASLEEP, _BELL = 3 * _LINE, 3 * _LINE + 1
+MARK_WORDS = 4
+
+_SPINS = 200
+_YIELDS = 100
+_NAP_S = 0.002
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
+_ALL = 0x7FFFFFFF
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_NAP = _Timespec(0, int(_NAP_S * 1e9))
+
+
+class Board:
+    """Counters of every rank, 256 bytes each, and the wait for them.
+
+    A rank writes its own counters only, as aligned 64-bit words, which x86 stores whole and in
+    order. `arrive` counts rounds: a rank that has arrived in round n has finished reading what the others
+    wrote for round n - 1, so that two buffers used in turn need no further agreement. With the arrival
+    go a few words, the mark, that tell what the rank is about to do.
+
+    Waiting: read again some hundred times, then give the processor away, then sleep until rung up (at
+    most 2 ms, so that nothing depends on the bell).
+
+    Args:
+        words: The memory as 64-bit words.
+        address: Of its first byte.
+        rank: Whose board this is.
+        size: How many ranks there are.
+        crowded: Whether there are more ranks than processors: then waiting gives way at once.
+    """
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Memory that a board of `size` ranks takes."""
+        return size * _LINES * _LINE * 8
+
+    def __init__(self, words: memoryview, address: int, rank: int, size: int) -> None:
+        self._words, self._address, self.rank, self.size = words, address, rank, size
+        self._base = [r * _LINES * _LINE for r in range(size)]
+        self._others = [r for r in range(size) if r != rank]
+        self._own = self._base[rank]
+        self._spins = _SPINS if size <= (os.cpu_count() or 1) else 3
+        self.round = 0
+        self._reductions = 0
+        self.broken: BaseException | None = None
+
+    # -- rounds --------------------------------------------------------------------------------
+    def arrive(self, deadline: float, mark: tuple[int, ...] | None = None) -> None:
+        """Tell that this rank's part of the next round lies ready, and wait for all the others' parts."""
+        words, own = self._words, self._own
+        self.round = number = self.round + 1
+        if mark is not None:
+            place = own + _MARKS[number & 1]
+            words[place], words[place + 1], words[place + 2], words[place + 3] = mark
+        words[own + _ARRIVED] = number
+        self._ring()
+        self._wait(_ARRIVED, number, deadline)
+
+    def marks(self) -> list[tuple[int, ...]]:
+        """What each rank told with its arrival in this round; call before the next one."""
+        words, offset = self._words, _MARKS[self.round & 1]
+        return [tuple(words[base + offset : base + offset + MARK_WORDS]) for base in self._base]
+
+    def differs(self, mark: tuple[int, ...]) -> bool:
+        """Whether any rank's first three words differ from these."""
+        words, offset = self._words, _MARKS[self.round & 1]
+        for rank in self._others:
+            place = self._base[rank] + offset
+            if words[place] != mark[0] or words[place + 1] != mark[1] or words[place + 2] != mark[2]:
+                return True
+        return False
+
+    def reduced(self, deadline: float) -> None:
+        """Tell that this rank's share of the round is reduced, and wait for all the others' shares."""
+        self._reductions = number = self._reductions + 1
+        self._words[self._own + _REDUCED] = number
+        self._ring()
+        self._wait(_REDUCED, number, deadline)
+
+    def _wait(self, counter: int, number: int, deadline: float) -> None:
+        words = self._words
+        for rank in self._others:
+            place = self._base[rank] + counter
+            if words[place] >= number:
+                continue
+            spins = self._spins
+            while words[place] < number and spins:
+                spins -= 1
+            if words[place] < number:
+                self.wait_until(lambda place=place: words[place] >= number, deadline, [rank])  # type: ignore[misc]
+
+    # -- waiting -------------------------------------------------------------------------------
+    def wait_until(self, ready: Callable[[], bool], deadline: float, missing: Sequence[int]) -> None:
+        """Give way until something is so. Raises the abort's cause, or `CommTimeoutError`."""
+        words, own, started = self._words, self._own, time.monotonic()
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if ready():
+                return
+        while not ready():
+            if self.broken is not None:
+                raise self.broken
+            if time.monotonic() > deadline:
+                waited, names = time.monotonic() - started, ", ".join(map(str, missing))
+                raise CommTimeoutError(
+                    f"waited {waited:.1f} s for rank {names}. Is it alive, or did it skip a call?",
+                    peer=missing[0] if missing else None,
+                    waited_s=waited,
+                )
+            heard = words[own + _BELL]
+            words[own + _ASLEEP] = 1
+            if not ready():
+                address = ctypes.c_void_p(self._address + (own + _BELL) * 8)
+                _libc.syscall(
+                    _SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(heard & 0xFFFFFFFF), ctypes.byref(_NAP), None, 0
+                )
+            words[own + _ASLEEP] = 0
+
+    def _ring(self) -> None:
+        """Wake who sleeps."""
+        words = self._words
+        for rank in self._others:
+            base = self._base[rank]
+            if words[base + _ASLEEP]:
+                self.ring(rank)
+
+    def ring(self, rank: int) -> None:
+        """Wake one rank if it sleeps."""
+        base = self._base[rank]
+        if self._words[base + _ASLEEP]:
+            self._words[base + _BELL] = (self._words[base + _BELL] + 1) & 0xFFFFFFFF
+            address = ctypes.c_void_p(self._address + (base + _BELL) * 8)
+            _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL, None, None, 0)

@@ -1,0 +1,90 @@
+"""Memory that the ranks of one host share: anonymous files, found by number, gone with their last user."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import struct
+import sys
+
+from unisono.control import Control
+from unisono.errors import CommError, UnavailableError
+from unisono.group import Group
+
+__all__ = ["PAGE_BYTES", "check_platform", "meet"]
+
+PAGE_BYTES = 4096
+_CARD = struct.Struct("<qqq16s")
+
+
+def check_platform() -> None:
+    """`UnavailableError` where shared memory would not be right: it says why, and what to use."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        raise UnavailableError("backend 'shm' needs Linux (memfd_create); use backend='gloo'")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        # Data, then a flag, by two plain stores: x86 keeps their order, other processors do not.
+        raise UnavailableError(
+            f"backend 'shm' relies on the order of stores of x86-64, which {platform.machine()} does not keep; "
+            "use backend='gloo'"
+        )
+
+
+def meet(group: Group, control: Control, name: str, nbytes: int, timeout: float) -> mmap.mmap:
+    """The same zeroed memory on every rank of a group. Collective.
+
+    Rank 0 makes an anonymous file and tells its process and descriptor; the others open it through
+    /proc. A random number in it proves that they found the right one, and so that they share a host.
+    The memory goes when the last process has unmapped it, however that ends.
+    """
+    key = f"{group.name}/{name}"
+    if group.rank == 0:
+        proof = secrets.token_bytes(16)
+        descriptor = os.memfd_create(f"unisono {key}"[:200], os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            memory = mmap.mmap(descriptor, nbytes)
+            memory[:16] = proof
+            control.set(key, _CARD.pack(os.getpid(), descriptor, nbytes, proof))
+            _all_here(group, control, key, timeout)
+            memory[:16] = bytes(16)
+        except OSError as error:
+            raise CommError(f"{nbytes} bytes of shared memory cannot be had: {error}") from error
+        finally:
+            os.close(descriptor)
+        return memory
+    pid, number, size, proof = _CARD.unpack(control.get(key, timeout))
+    memory = _open(pid, number, size, proof)
+    _all_here(group, control, key, timeout)
+    return memory
+
+
+def _open(pid: int, number: int, size: int, proof: bytes) -> mmap.mmap:
+    try:
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _elsewhere(str(error)) from error
+    try:
+        memory = mmap.mmap(descriptor, size)
+    except (OSError, ValueError) as error:
+        raise _elsewhere(str(error)) from error
+    finally:
+        os.close(descriptor)
+    if memory[:16] != proof:
+        raise _elsewhere("another file was found in its place")
+    return memory
+
+
+def _elsewhere(why: str) -> UnavailableError:
+    return UnavailableError(
+        f"rank 0's shared memory cannot be opened ({why}): the ranks are on different hosts or in different "
+        "containers. Use backend='gloo'"
+    )
+
+
+def _all_here(group: Group, control: Control, key: str, timeout: float) -> None:
+    """Return when every rank has mapped the memory, so that its maker may forget the descriptor."""
+    if control.add(f"{key}/mapped", 1) == group.size:
+        control.set(f"{key}/all", b"")
+    control.get(f"{key}/all", timeout)

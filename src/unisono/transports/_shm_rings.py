@@ -1,0 +1,223 @@
+"""Messages between two ranks in shared memory: a ring of bytes for each direction of each pair."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import torch
+
+from unisono.transports._shm_board import Board
+from unisono.types import Message, Recv, Send
+from unisono.work import Countdown, elements, misfit
+
+__all__ = ["RING_BYTES", "Rings"]
+
+RING_BYTES = 128 << 10
+_LINE_BYTES = 64
+_CONTROL_BYTES = 2 * _LINE_BYTES
+"""Of each ring: a line for the writer's count of bytes, and one for the reader's."""
+
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class _Outgoing:
+    """Messages on their way to one peer; only the first is being written."""
+
+    def __init__(self, words: memoryview, data: torch.Tensor) -> None:
+        self.words, self.data, self.written = words, data, 0
+        self.queue: deque[tuple[Send, torch.Tensor, Countdown]] = deque()
+        self.sent = -1
+
+    def move(self) -> bool:
+        """Write as much as there is room for; whether anything was."""
+        moved = False
+        while self.queue:
+            message, content, work = self.queue[0]
+            room = RING_BYTES - (self.written - self.words[8])
+            if self.sent < 0:
+                if room < _LINE_BYTES:
+                    return moved
+                self._head(message)
+                moved = True
+                continue
+            left = content.numel() - self.sent
+            place = self.written % RING_BYTES
+            step = min(left, room, RING_BYTES - place)
+            if left and not step:
+                return moved
+            if left:
+                self.data[place : place + step].copy_(content[self.sent : self.sent + step])
+                self.sent += step
+                self._advance(step if self.sent < content.numel() else _padded(step, self.sent))
+                moved = True
+            if self.sent == content.numel():
+                self.queue.popleft()
+                self.sent = -1
+                work.arrived(message)
+        return moved
+
+    def _head(self, message: Send) -> None:
+        place = self.written % RING_BYTES
+        header = torch.tensor([message.tag, message.tensor.numel(), _CODES[message.tensor.dtype]], dtype=torch.int64)
+        self.data[place : place + 24].copy_(header.view(torch.uint8))
+        self.sent = 0
+        self._advance(_LINE_BYTES)
+
+    def _advance(self, step: int) -> None:
+        self.written += step
+        self.words[0] = self.written
+
+
+def _padded(step: int, total: int) -> int:
+    """The last step of a message, with what fills its last line."""
+    return step + -total % _LINE_BYTES
+
+
+class _Incoming:
+    """Messages on their way from one peer, and the receives that wait for them, by tag."""
+
+    def __init__(self, words: memoryview, data: torch.Tensor, peer: int, rank: int) -> None:
+        self.words, self.data, self.peer, self.rank, self.read = words, data, peer, rank, 0
+        self.posted: defaultdict[int, deque[tuple[Recv, Countdown]]] = defaultdict(deque)
+        self.early: defaultdict[int, deque[tuple[torch.Tensor, str]]] = defaultdict(deque)
+        self._target: torch.Tensor | None = None
+        self._taken = 0
+        self._end: tuple[Recv, Countdown] | None = None
+        self._aside: tuple[int, str] | None = None
+        self._head: tuple[int, int, torch.dtype] | None = None
+
+    def post(self, message: Recv, work: Countdown) -> None:
+        if self.early[message.tag]:
+            content, sent = self.early[message.tag].popleft()
+            if self._fits(message, work, sent):
+                message.tensor.view(torch.uint8).copy_(content)
+                work.arrived(message)
+        else:
+            self.posted[message.tag].append((message, work))
+
+    def move(self) -> bool:
+        """Take what has come, as far as somebody waits for it; whether anything was."""
+        moved = False
+        while self.words[0] > self.read:
+            if self._target is None and not self._begin():
+                return moved
+            moved = True
+            assert self._target is not None
+            left = self._target.numel() - self._taken
+            place = self.read % RING_BYTES
+            step = min(left, self.words[0] - self.read, RING_BYTES - place)
+            if step:
+                self._target[self._taken : self._taken + step].copy_(self.data[place : place + step])
+                self._taken += step
+                self._advance(step if step < left else _padded(step, self._taken))
+            if self._taken == self._target.numel():
+                self._finish()
+        return moved
+
+    def _begin(self) -> bool:
+        """Read a header, and choose where the message goes; False if it must wait in the ring."""
+        if self._head is None:
+            place = self.read % RING_BYTES
+            tag, numel, code = self.data[place : place + 24].view(torch.int64).tolist()
+            self._head = (tag, numel, _DTYPES[code])
+        tag, numel, dtype = self._head
+        waiting = self.posted[tag]
+        if waiting:
+            message, work = waiting.popleft()
+            if self._fits(message, work, elements(numel, str(dtype))):
+                self._target, self._end = message.tensor.view(torch.uint8), (message, work)
+            else:
+                self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+        elif any(self.posted.values()):
+            # Somebody waits for a later message of another tag: this one has to step aside.
+            self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+            self._aside = (tag, elements(numel, str(dtype)))
+        else:
+            return False
+        self._taken, self._head = 0, None
+        self._advance(_LINE_BYTES)
+        return True
+
+    def _finish(self) -> None:
+        end, aside, content = self._end, self._aside, self._target
+        self._target = self._end = self._aside = None
+        if end is not None:
+            end[1].arrived(end[0])
+        if aside is not None:
+            assert content is not None
+            self.early[aside[0]].append((content, aside[1]))
+            if self.posted[aside[0]]:
+                self.post(*self.posted[aside[0]].popleft())
+
+    def _fits(self, message: Recv, work: Countdown, sent: str) -> bool:
+        expected = elements(message.tensor.numel(), str(message.tensor.dtype))
+        if sent != expected:
+            work.complete(misfit(self.peer, sent, self.rank, expected, message.tag, self.peer))
+        return sent == expected
+
+    def works(self) -> list[Countdown]:
+        """Of the receives that are not done."""
+        waiting = [work for queue in self.posted.values() for _, work in queue]
+        return waiting + ([self._end[1]] if self._end is not None else [])
+
+    def _advance(self, step: int) -> None:
+        self.read += step
+        self.words[8] = self.read
+
+
+class Rings:
+    """All messages of one rank. Whoever waits moves everybody's bytes along; nobody else does.
+
+    Args:
+        board: For waiting and waking.
+        words, data: The part of the shared memory that holds the rings, as 64-bit words and as bytes.
+    """
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Memory that the rings of `size` ranks take."""
+        return size * size * (_CONTROL_BYTES + RING_BYTES)
+
+    def __init__(self, board: Board, words: memoryview, data: torch.Tensor) -> None:
+        self._board, self._lock = board, threading.RLock()
+        size, rank = board.size, board.rank
+        controls = size * size * _CONTROL_BYTES
+        self._out: dict[int, _Outgoing] = {}
+        self._in: dict[int, _Incoming] = {}
+        for peer in range(size):
+            for table, pair in ((self._out, rank * size + peer), (self._in, peer * size + rank)):
+                control = words[pair * _CONTROL_BYTES // 8 : (pair + 1) * _CONTROL_BYTES // 8]
+                ring = data[controls + pair * RING_BYTES : controls + (pair + 1) * RING_BYTES]
+                if table is self._out:
+                    self._out[peer] = _Outgoing(control, ring)
+                else:
+                    self._in[peer] = _Incoming(control, ring, peer, rank)
+
+    def post(self, batch: Sequence[Message], work: Countdown) -> None:
+        with self._lock:
+            for message in batch:
+                if isinstance(message, Send):
+                    content = message.tensor.view(torch.uint8)
+                    self._out[message.peer].queue.append((message, content, work))
+                else:
+                    self._in[message.peer].post(message, work)
+            self.move({m.peer for m in batch})
+
+    def pending(self) -> list[Countdown]:
+        """The works that are not done."""
+        with self._lock:
+            sends = [work for out in self._out.values() for _, _, work in out.queue]
+            return sends + [work for into in self._in.values() for work in into.works()]
+
+    def move(self, peers: Sequence[int] | set[int] | None = None) -> bool:
+        """Move what can be moved; whether anything was."""
+        moved = False
+        with self._lock:
+            for peer in self._out if peers is None else peers:
+                if (self._out[peer].queue and self._out[peer].move()) or self._in[peer].move():
+                    moved = True
+                    self._board.ring(peer)
+        return moved

@@ -1,0 +1,265 @@
+"""Collectives in shared memory, as rounds: each rank lays its part ready, all arrive, each reads what it needs.
+
+Each rank has two stages, used in turn, so that one wait a round is enough. Reductions of short
+messages read everything from everybody (one shot); of long ones each rank reduces its share of a
+tile, which the others then copy (two shots). Contributions are taken in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from unisono.reduction import combine
+from unisono.transports._shm_board import Board
+from unisono.types import Call, ReduceOp
+
+__all__ = ["Rounds", "mark_of"]
+
+_NAMES = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce")
+_NAMES += ("reduce_scatter", "scatter")
+_NAME_CODES = {name: code for code, name in enumerate(_NAMES, 1)}
+_OP_CODES = {op: code for code, op in enumerate(ReduceOp, 1)}
+_DTYPE_CODES = {
+    dtype: code
+    for code, dtype in enumerate(
+        sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str),
+        1,
+    )
+}
+
+Mark = tuple[int, int, int, int]
+ONE_SHOT_BYTES = 32 << 10
+
+
+def mark_of(
+    name: str, op: ReduceOp | None, dtype: torch.dtype | None, root: int | None, counts: Sequence[int], extra: int = 0
+) -> Mark:
+    """What ranks compare when they arrive: a word of codes, the elements, and a sum over uneven counts."""
+    codes = _NAME_CODES[name]
+    if op is not None:
+        codes |= _OP_CODES[op] << 8
+    if dtype is not None:
+        codes |= _DTYPE_CODES[dtype] << 16
+    if root is not None:
+        codes |= (root + 1) << 32
+    uneven = zlib.crc32(repr(tuple(counts)).encode()) if len(counts) > 1 else 0
+    return codes, sum(counts), uneven, extra
+
+
+class Rounds:
+    """The collectives of one group.
+
+    Args:
+        board: Where ranks wait for each other.
+        stages: For each rank its two stages, as bytes, of equal length.
+        differ: Called when ranks' marks differ; raises.
+    """
+
+    def __init__(
+        self, board: Board, stages: Sequence[tuple[torch.Tensor, torch.Tensor]], differ: Callable[[], None]
+    ) -> None:
+        self._board, self._stages, self._differ = board, stages, differ
+        self.rank, self.size = board.rank, board.size
+        self._stage_bytes = stages[0][0].numel()
+        self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
+
+    # -- building blocks -----------------------------------------------------------------------
+    def _first(self, mark: Mark, deadline: float) -> None:
+        """Arrive in the first round of a call, and compare what everybody is about to do."""
+        self._board.arrive(deadline, mark)
+        if self._board.differs(mark):
+            self._differ()
+
+    def _next_half(self) -> int:
+        return (self._board.round + 1) & 1
+
+    def _heads(self, half: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """The first `count` elements of every rank's stage."""
+        key = (half, dtype, count)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= 256:
+                self._views.clear()
+            views = self._views[key] = [stage[half][: count * dtype.itemsize].view(dtype) for stage in self._stages]
+        return views
+
+    # -- reductions ----------------------------------------------------------------------------
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark, deadline: float) -> None:
+        """In place. Traffic: 3p-1 operands for short messages, at most 7-5/p of the bytes for long ones."""
+        count = tensor.numel()
+        if tensor.nbytes <= ONE_SHOT_BYTES or self.size == 1:
+            self._one_shot(tensor, op, mark, deadline)
+            return
+        tile = self._stage_bytes // tensor.element_size()
+        for start in range(0, count, tile):
+            self._two_shot(tensor[start : start + tile], op, mark if start == 0 else None, deadline, everywhere=True)
+
+    def _one_shot(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark, deadline: float) -> None:
+        views = self._heads(self._next_half(), tensor.dtype, tensor.numel())
+        views[self.rank].copy_(tensor)
+        self._first(mark, deadline)
+        if self.size > 1:
+            combine(op, views[0], views[1], tensor)
+            for view in views[2:]:
+                combine(op, tensor, view, tensor)
+
+    def _two_shot(
+        self, tile: torch.Tensor, op: ReduceOp, mark: Mark | None, deadline: float, *, everywhere: bool
+    ) -> None:
+        """One tile: each rank reduces its share; then every rank, or none, copies the others' shares."""
+        count, size, rank = tile.numel(), self.size, self.rank
+        views = self._heads(self._next_half(), tile.dtype, count)
+        low, high = rank * count // size, (rank + 1) * count // size
+        stage = views[rank]
+        # The own share is read where it is.
+        if low:
+            stage[:low].copy_(tile[:low])
+        if high < count:
+            stage[high:].copy_(tile[high:])
+        if mark is None:
+            self._board.arrive(deadline)
+        else:
+            self._first(mark, deadline)
+        own, total = tile[low:high], stage[low:high]
+        shares = [own if r == rank else views[r][low:high] for r in range(size)]
+        combine(op, shares[0], shares[1], total)
+        for share in shares[2:]:
+            combine(op, total, share, total)
+        self._board.reduced(deadline)
+        if everywhere:
+            for r in range(size):
+                start, stop = r * count // size, (r + 1) * count // size
+                tile[start:stop].copy_(views[r][start:stop])
+
+    def reduce(self, call: Call, mark: Mark, deadline: float) -> None:
+        tensor, root = call.inputs[0], _root(call)
+        op = call.op or ReduceOp.SUM
+        tile = self._stage_bytes // tensor.element_size()
+        for start in range(0, max(1, tensor.numel()), tile):
+            part = tensor[start : start + tile]
+            if self.size == 1:
+                self._first(mark, deadline)
+                continue
+            self._two_shot(part, op, mark if start == 0 else None, deadline, everywhere=self.rank == root)
+
+    def reduce_scatter(self, call: Call, mark: Mark, deadline: float) -> None:
+        """Each tile holds an equal piece for every rank; a rank sums what all laid ready for it."""
+        inputs, target, op = call.inputs, call.outputs[0], call.op or ReduceOp.SUM
+        piece = self._piece(target.element_size())
+        for start in range(0, max(1, *(t.numel() for t in inputs)), piece):
+            views = self._heads(self._next_half(), target.dtype, piece * self.size)
+            for r, given in enumerate(inputs):
+                part = given[start : start + piece]
+                if r != self.rank and part.numel():
+                    views[self.rank][r * piece : r * piece + part.numel()].copy_(part)
+            self._arrive(mark, start, deadline)
+            total = target[start : start + piece]
+            if total.numel():
+                place = self.rank * piece
+                own = inputs[self.rank][start : start + piece]
+                shares = [own if r == self.rank else views[r][place : place + total.numel()] for r in range(self.size)]
+                self._sum(op, shares, total)
+
+    def _sum(self, op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+        if len(shares) == 1:
+            total.copy_(shares[0])
+            return
+        combine(op, shares[0], shares[1], total)
+        for share in shares[2:]:
+            combine(op, total, share, total)
+
+    def _arrive(self, mark: Mark, start: int, deadline: float) -> None:
+        if start == 0:
+            self._first(mark, deadline)
+        else:
+            self._board.arrive(deadline)
+
+    def _piece(self, element_size: int) -> int:
+        """Elements for each rank that fit into a stage together."""
+        return max(1, self._stage_bytes // self.size // element_size)
+
+    # -- movements, as bytes -------------------------------------------------------------------
+    def barrier(self, mark: Mark, deadline: float) -> None:
+        self._first(mark, deadline)
+
+    def broadcast(self, call: Call, mark: Mark, deadline: float) -> None:
+        target, root = call.outputs[0].view(torch.uint8), _root(call)
+        for start in range(0, max(1, target.numel()), self._stage_bytes):
+            part = target[start : start + self._stage_bytes]
+            view = self._heads(self._next_half(), torch.uint8, part.numel())[root]
+            if self.rank == root:
+                view.copy_(part)
+            self._arrive(mark, start, deadline)
+            if self.rank != root:
+                part.copy_(view)
+
+    def all_gather(self, call: Call, mark: Mark, deadline: float) -> None:
+        self._collect(call.inputs[0], call.outputs, range(self.size), mark, deadline)
+
+    def gather(self, call: Call, mark: Mark, deadline: float) -> None:
+        readers = range(self.size) if call.outputs else range(0)
+        self._collect(call.inputs[0], call.outputs, readers, mark, deadline)
+
+    def _collect(
+        self, source: torch.Tensor, targets: Sequence[torch.Tensor], ranks: range, mark: Mark, deadline: float
+    ) -> None:
+        """Everybody lays its tensor ready, piece by piece; who wants them reads them."""
+        given = source.view(torch.uint8)
+        taken = [t.view(torch.uint8) for t in targets]
+        longest = max([given.numel(), *(t.numel() for t in taken)])
+        for start in range(0, max(1, longest), self._stage_bytes):
+            half = self._next_half()
+            part = given[start : start + self._stage_bytes]
+            if part.numel():
+                self._stages[self.rank][half][: part.numel()].copy_(part)
+            self._arrive(mark, start, deadline)
+            for r in ranks:
+                into = taken[r][start : start + self._stage_bytes]
+                if into.numel():
+                    into.copy_(part if r == self.rank else self._stages[r][half][: into.numel()])
+
+    def scatter(self, call: Call, mark: Mark, deadline: float) -> None:
+        target, root = call.outputs[0].view(torch.uint8), _root(call)
+        sources = [t.view(torch.uint8) for t in call.inputs]
+        piece = self._piece(1)
+        for start in range(0, max(1, target.numel()), piece):
+            stage = self._stages[root][self._next_half()]
+            for r, given in enumerate(sources):
+                part = given[start : start + piece]
+                stage[r * piece : r * piece + part.numel()].copy_(part)
+            self._arrive(mark, start, deadline)
+            part = target[start : start + piece]
+            part.copy_(stage[self.rank * piece : self.rank * piece + part.numel()])
+
+    def all_to_all(self, call: Call, mark: Mark, longest: int, deadline: float) -> None:
+        """Rows may be uneven; `longest` is the greatest number of bytes of any of all ranks' rows."""
+        sources = [t.view(torch.uint8) for t in call.inputs]
+        targets = [t.view(torch.uint8) for t in call.outputs]
+        piece = self._piece(1)
+        for start in range(0, max(1, longest), piece):
+            half = self._next_half()
+            for r, given in enumerate(sources):
+                part = given[start : start + piece]
+                if part.numel():
+                    self._stages[self.rank][half][r * piece : r * piece + part.numel()].copy_(part)
+            self._arrive(mark, start, deadline)
+            place = self.rank * piece
+            for r, target in enumerate(targets):
+                part = target[start : start + piece]
+                if part.numel():
+                    part.copy_(self._stages[r][half][place : place + part.numel()])
+
+    def rows(self, own: Sequence[int], mark: Mark, deadline: float) -> list[list[int]]:
+        """Every rank's few numbers."""
+        views = self._heads(self._next_half(), torch.int64, len(own))
+        views[self.rank].copy_(torch.tensor(list(own), dtype=torch.int64))
+        self._first(mark, deadline)
+        return [view.tolist() for view in views]
+
+
+def _root(call: Call) -> int:
+    assert call.root is not None
+    return call.root

@@ -1,0 +1,243 @@
+"""Ranks of one host through shared memory: no copy into the kernel, no other thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.crew import Crew
+from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError
+from unisono.fingerprint import Fingerprint, explain
+from unisono.group import Group
+from unisono.transport import Options, Transport
+from unisono.transports._shm_board import Board
+from unisono.transports._shm_memory import PAGE_BYTES, check_platform, meet
+from unisono.transports._shm_rings import Rings
+from unisono.transports._shm_rounds import Mark, Rounds, mark_of
+from unisono.types import Call, Message, ReduceOp, Work
+from unisono.work import Completion, Countdown, late
+
+if TYPE_CHECKING:
+    from unisono.control import Control
+
+__all__ = ["TRANSPORT", "ShmTransport"]
+
+_STAGE_BYTES = 1 << 20
+_QUOTE_S = 10.0
+_FOREVER_S = 1e9
+_TRIES = 50
+_crew = Crew("unisono shared memory")
+_NATIVE = frozenset(
+    {
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "barrier",
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "scatter",
+    }
+)
+
+
+class ShmTransport(Transport):
+    """Shared memory of one group: a board of counters, two stages a rank, and rings for messages.
+
+    Memory of p ranks: 2 MiB for each rank and 128 KiB for each ordered pair, taken when first
+    touched, and given back with the last process; messages of any length pass through it.
+    A wait is seen through by whoever waits; there is no thread.
+    """
+
+    native = _NATIVE
+    checks = True
+    latency_s = 10e-6
+    second_per_byte = 2e-10
+
+    def __init__(self, group: Group, control: Control, options: Options) -> None:
+        self.group, self._control, self._options = group, control, options
+        self._fingerprint: Fingerprint | None = None
+        self._longest = 0
+        size = group.size
+        board = PAGE_BYTES
+        stages = board + -(-Board.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
+        rings = stages + size * 2 * _STAGE_BYTES
+        memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s)
+        words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
+        self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
+        halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
+        self._rounds = Rounds(self._board, [(half[0], half[1]) for half in halves], self._differ)
+        self._rings = Rings(self._board, words[rings // 8 :], data[rings:])
+
+    @classmethod
+    def connect(cls, group: Group, control: Control, options: Options) -> ShmTransport:
+        check_platform()
+        return cls(group, control, options)
+
+    def split(self, group: Group) -> ShmTransport:
+        return ShmTransport(group, self._control, self._options)
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        work = _Moved(self._options.timeout_s, batch, self._board, self._rings)
+        if self._board.broken is not None:
+            work.complete(self._board.broken)
+        else:
+            self._rings.post(batch, work)
+        return work
+
+    # -- collectives ---------------------------------------------------------------------------
+    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+        """Native calls are compared with their first round, at no cost; schedules by a round of their own."""
+        self._fingerprint = fingerprint
+        deadline = time.monotonic() + timeout
+        if fingerprint.sends:
+            self._compare_rows(fingerprint, deadline)
+        elif fingerprint.algorithm != "native":
+            self._rounds.barrier(_schedule_mark(fingerprint), deadline)
+
+    def _compare_rows(self, fingerprint: Fingerprint, deadline: float) -> None:
+        own = [*fingerprint.sends, *fingerprint.receives]
+        rows = self._rounds.rows(own, _schedule_mark(fingerprint), deadline)
+        size = self.size
+        if any(rows[a][b] != rows[b][size + a] for a in range(size) for b in range(size)):
+            self._differ()
+        self._longest = max(max(row) for row in rows)
+
+    def collective(self, call: Call) -> Work:
+        return _Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
+
+    def _run(self, call: Call, deadline: float) -> None:
+        tensors, rounds = (*call.inputs, *call.outputs), self._rounds
+        dtype = tensors[0].dtype if tensors else None
+        counts = [t.numel() for t in (call.outputs if call.name == "all_gather" else call.inputs or call.outputs)]
+        if call.name in ("gather", "scatter"):
+            counts = counts[:1]
+        if call.name == "all_to_all":
+            counts = []
+        mark = mark_of(call.name, call.op, dtype, call.root, counts)
+        if call.name == "all_reduce":
+            rounds.all_reduce(call.outputs[0], call.op or ReduceOp.SUM, mark, deadline)
+        elif call.name == "barrier":
+            rounds.barrier(mark, deadline)
+        elif call.name == "all_to_all":
+            rounds.all_to_all(call, mark, self._longest * (dtype.itemsize if dtype else 1), deadline)
+        else:
+            getattr(rounds, call.name)(call, mark, deadline)
+
+    def _differ(self) -> None:
+        """Ranks' marks differ, which all of them see: quote what each was about to do."""
+        assert self._fingerprint is not None
+        topic = f"mismatch in round {self._board.round}"
+        values = self._control.exchange(
+            self.group, topic, self._fingerprint.values(), min(self._options.timeout_s, _QUOTE_S)
+        )
+        problem = explain([Fingerprint(*value) for value in values])
+        raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
+
+    # -- end -----------------------------------------------------------------------------------
+    def close(self) -> None:
+        self.abort(ClosedError("the communicator is closed"))
+
+    def abort(self, cause: BaseException) -> None:
+        if self._board.broken is None:
+            self._board.broken = cause
+        for work in self._rings.pending():
+            work.complete(cause)
+
+
+def _schedule_mark(fingerprint: Fingerprint) -> Mark:
+    digest = zlib.crc32(repr(fingerprint.compared()[1:]).encode())
+    return 0xFF << 56, digest, 0, 0
+
+
+class _Moved(Countdown):
+    """Messages in rings: who waits for them, or asks, moves them along."""
+
+    def __init__(self, timeout_s: float, messages: Sequence[Message], board: Board, rings: Rings) -> None:
+        self._board, self._rings = board, rings
+        super().__init__(timeout_s, messages)
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._done.is_set():
+            self._drive(self.timeout_s if timeout is None else timeout)
+        super().wait(0.0)
+
+    def _drive(self, limit: float) -> None:
+        started = time.monotonic()
+        for _ in range(_TRIES):
+            self._rings.move()
+            if self._done.is_set():
+                return
+        while not self._done.is_set():
+            try:
+                self._board.wait_until(
+                    lambda: self._rings.move() or self._done.is_set(), started + limit, [m.peer for m in self._messages]
+                )
+            except CommTimeoutError:
+                raise late(self._messages, time.monotonic() - started) from None
+
+    def is_completed(self) -> bool:
+        if not self._done.is_set():
+            self._rings.move()
+        return self._done.is_set()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        if not self._done.is_set():
+            _crew.run(lambda: self._see_through())
+        return super().get_future()
+
+    def _see_through(self) -> None:
+        with contextlib.suppress(CommError):
+            self.wait(_FOREVER_S)
+
+
+class _Deferred(Work):
+    """A collective that is done by whoever waits for it."""
+
+    def __init__(self, run: Callable[[float], None], timeout_s: float) -> None:
+        self._run, self._timeout_s = run, timeout_s
+        self._lock = threading.Lock()
+        self._over = False
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        with self._lock:
+            if not self._over:
+                self._over = True
+                try:
+                    self._run(time.monotonic() + (self._timeout_s if timeout is None else timeout))
+                except BaseException as error:
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return self._over and not self._lock.locked()
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def get_future(self) -> torch.futures.Future[None]:
+        done = Completion(self._timeout_s)
+
+        def run() -> None:
+            try:
+                self.wait()
+            except BaseException as error:
+                done.complete(error)
+            else:
+                done.complete()
+
+        _crew.run(run)
+        return done.get_future()
+
+
+TRANSPORT = ShmTransport

@@ -1,0 +1,46 @@
+"""Processes that a test starts, and that never outlive it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from unisono import wire
+
+# A bare package in the place of unisono: its front door imports torch, which takes seconds in each process.
+_BARE = f"""
+import sys, types
+sys.modules["unisono"] = types.ModuleType("unisono")
+sys.modules["unisono"].__path__ = [{str(Path(wire.__file__).parents[1])!r}]
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start Python on some lines, with arguments and changes to the environment (None removes a variable)."""
+    started: list[subprocess.Popen[str]] = []
+
+    def one(code: str, *arguments: object, env: dict[str, str | None] | None = None) -> subprocess.Popen[str]:
+        changed = {**os.environ, **(env or {})}
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BARE + textwrap.dedent(code), *map(str, arguments)],
+            env={name: value for name, value in changed.items() if value is not None},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate(timeout=30)

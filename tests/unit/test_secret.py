@@ -1,0 +1,81 @@
+"""The secret comes from where it should, and never from a file that others could have read or written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from unisono.control.secret import find_secret
+from unisono.errors import CommError
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.delenv("UNISONO_SECRET", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_given_goes_before_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_SECRET", "from the environment")
+    assert find_secret() == b"from the environment"
+    assert find_secret("given") == b"given"
+    assert find_secret(b"given") == b"given"
+
+
+@pytest.mark.parametrize("empty", ["", b""])
+def test_an_empty_secret_is_none(empty: str | bytes) -> None:
+    with pytest.raises(ValueError, match="the secret is empty"):
+        find_secret(empty)
+
+
+def test_the_users_own_is_made_once(home: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: find_secret(), range(8)))
+    assert len(found) == 1
+    path = home / "config/unisono/secret"
+    assert path.read_bytes() in found
+    assert len(path.read_bytes()) == 64
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(path.parent) == ["secret"]
+
+
+def test_without_a_home_it_is_kept_among_temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "file"))
+    secret = find_secret()
+    directory = home / f"unisono-{os.getuid()}"
+    assert (directory / "secret").read_bytes() == secret
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_what_others_can_read_is_refused(home: Path) -> None:
+    find_secret()
+    path = home / "config/unisono/secret"
+    path.chmod(0o640)
+    with pytest.raises(CommError, match="is open to other users; say `chmod go-rwx "):
+        find_secret()
+    path.chmod(0o600)
+    path.parent.chmod(0o777)
+    with pytest.raises(CommError, match="is open to other users"):
+        find_secret()
+
+
+def test_what_others_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_secret()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(CommError, match="belongs to another user"):
+        find_secret()
+
+
+def test_an_empty_file_is_refused(home: Path) -> None:
+    find_secret()
+    (home / "config/unisono/secret").write_text("")
+    with pytest.raises(CommError, match="is empty; remove it"):
+        find_secret()

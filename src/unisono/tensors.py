@@ -82,7 +82,8 @@ class Staging:
         tensor = tensor.detach()
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if plain and tensor.device.type not in self._away:
-            return tensor.view(-1)
+            # Unlike view(-1), this has stride 1 also where there is only one element: else it has no bytes to view.
+            return tensor.as_strided((tensor.numel(),), (1,))
         flat = self.scratch(tensor.numel(), tensor)
         shaped = flat.view(tensor.shape)
         if read:

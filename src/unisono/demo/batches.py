@@ -12,7 +12,7 @@ from unisono.demo.data import Pictures
 __all__ = ["BATCH", "Batches", "Share"]
 
 BATCH = 64
-"""Pictures of one step, over all ranks."""
+"""Pictures of one step over all ranks, at most; more if there are more ranks, for each takes at least one."""
 
 
 class Share(NamedTuple):
@@ -31,7 +31,7 @@ class Batches:
     """A partition of the pictures for each rank, cut into as many batches as the other ranks have.
 
     Args:
-        pictures: To train on.
+        pictures: To train on, at least one a rank.
         ranks: How many share them.
         seed: Of the partition, and of its order in each epoch.
 
@@ -43,7 +43,7 @@ class Batches:
         partitioner = DataPartitioner(pictures, [1 / ranks] * ranks, seed)
         self._parts = [partitioner.use(rank).indices for rank in range(ranks)]
         self._seed = seed
-        self.steps = -(-len(pictures) // BATCH)
+        self.steps = min(-(-len(pictures) // BATCH), len(pictures) // ranks)
 
     def of(self, rank: int, epoch: int) -> list[Share]:
         """The shares of one rank in an epoch; all pictures of its partition, once."""

@@ -13,7 +13,7 @@ import torch
 
 import unisono as un
 from unisono.demo import proof
-from unisono.demo.batches import BATCH, Batches
+from unisono.demo.batches import Batches
 from unisono.demo.data import Pictures, load, split
 from unisono.demo.model import accuracy, build
 from unisono.demo.train import train
@@ -97,7 +97,7 @@ def show(ready: Ready) -> int:
     _say(f"{total} {training.name} in {training.classes} classes: {len(training)} to train on, the others held out")
     _say(
         f"{_ranks(settings.ranks)}, backend {ready.backend}, {settings.device}; {settings.epochs} epochs of {steps} "
-        f"steps, each of about {BATCH} pictures over all ranks"
+        f"steps, each of about {len(training) / steps:.0f} pictures over all ranks"
     )
     trained = ready.launch(train, training, settings.epochs, settings.seed)
     _say(

@@ -1,0 +1,56 @@
+"""What unisono is tested with, for those who build on it: ranks, laws, strategies, references, partitions.
+
+    class TestMine(un.testing.TransportLaws):
+        backend = "mine"
+
+Needs `pip install 'unisono[testing]'` for the parts that use pytest or Hypothesis; names load when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.testing import cases, laws, partitions, placed, reference, strategies
+    from unisono.testing.conformance import TransportLaws
+    from unisono.testing.laws import World
+    from unisono.testing.pool import RankPool, pool
+    from unisono.testing.ranks import run_ranks
+    from unisono.wrappers.fault import Faulty
+
+__all__ = [
+    "Faulty",
+    "RankPool",
+    "TransportLaws",
+    "World",
+    "cases",
+    "laws",
+    "partitions",
+    "placed",
+    "pool",
+    "reference",
+    "run_ranks",
+    "strategies",
+]
+
+_HOME = {
+    "Faulty": "unisono.wrappers.fault",
+    "RankPool": "unisono.testing.pool",
+    "TransportLaws": "unisono.testing.conformance",
+    "World": "unisono.testing.laws",
+    "pool": "unisono.testing.pool",
+    "run_ranks": "unisono.testing.ranks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in __all__:
+        return importlib.import_module(f"unisono.testing.{name}")
+    raise AttributeError(f"module 'unisono.testing' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

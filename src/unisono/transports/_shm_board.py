@@ -8,16 +8,15 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from unisono.errors import CommTimeoutError
+from unisono.errors import CommTimeoutError, PeerLostError
 
 __all__ = ["Board"]
 
 _LINE = 8
 _LINES = 4
-_ARRIVED, _REDUCED = 0, 1
+_ARRIVED, _REDUCED, _LEFT = 0, 1, 2
 _MARKS = (1 * _LINE, 2 * _LINE)
 _ASLEEP, _BELL = 3 * _LINE, 3 * _LINE + 1
-MARK_WORDS = 4
 
 _SPINS = 200
 _YIELDS = 100
@@ -81,13 +80,13 @@ class Board:
         self._ring()
         self._wait(_ARRIVED, number, deadline)
 
-    def marks(self) -> list[tuple[int, ...]]:
-        """What each rank told with its arrival in this round; call before the next one."""
-        words, offset = self._words, _MARKS[self.round & 1]
-        return [tuple(words[base + offset : base + offset + MARK_WORDS]) for base in self._base]
+    def extras(self) -> list[int]:
+        """The fourth word of each rank's mark of this round."""
+        words, offset = self._words, _MARKS[self.round & 1] + 3
+        return [words[base + offset] for base in self._base]
 
     def differs(self, mark: tuple[int, ...]) -> bool:
-        """Whether any rank's first three words differ from these."""
+        """Whether any rank's first three words differ from these. Call before the next round."""
         words, offset = self._words, _MARKS[self.round & 1]
         for rank in self._others:
             place = self._base[rank] + offset
@@ -125,6 +124,9 @@ class Board:
         while not ready():
             if self.broken is not None:
                 raise self.broken
+            for rank in missing:
+                if words[self._base[rank] + _LEFT] and not ready():
+                    raise PeerLostError(f"rank {rank} has left (it closed the communicator)", peer=rank)
             if time.monotonic() > deadline:
                 waited, names = time.monotonic() - started, ", ".join(map(str, missing))
                 raise CommTimeoutError(
@@ -140,6 +142,11 @@ class Board:
                     _SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(heard & 0xFFFFFFFF), ctypes.byref(_NAP), None, 0
                 )
             words[own + _ASLEEP] = 0
+
+    def leave(self) -> None:
+        """Tell that this rank will take no further part."""
+        self._words[self._own + _LEFT] = 1
+        self._ring()
 
     def _ring(self) -> None:
         """Wake who sleeps."""

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from unisono.reduction import combine
+from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
 from unisono.types import Call, ReduceOp
 
 __all__ = ["Rounds", "mark_of"]
 
-_NAMES = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce")
-_NAMES += ("reduce_scatter", "scatter")
-_NAME_CODES = {name: code for code, name in enumerate(_NAMES, 1)}
+_NAMES = "all_gather all_reduce all_to_all barrier broadcast gather reduce reduce_scatter scatter"
+_NAME_CODES = {name: code for code, name in enumerate(_NAMES.split(), 1)}
 _OP_CODES = {op: code for code, op in enumerate(ReduceOp, 1)}
 _DTYPE_CODES = {
     dtype: code
@@ -32,6 +32,8 @@ _DTYPE_CODES = {
 
 Mark = tuple[int, int, int, int]
 ONE_SHOT_BYTES = 32 << 10
+_PIECE_BYTES = 256 << 10
+_SUM_AT_ONCE = 8
 
 
 def mark_of(
@@ -55,13 +57,18 @@ class Rounds:
     Args:
         board: Where ranks wait for each other.
         stages: For each rank its two stages, as bytes, of equal length.
+        arenas: The memory that is reduced where it lies.
         differ: Called when ranks' marks differ; raises.
     """
 
     def __init__(
-        self, board: Board, stages: Sequence[tuple[torch.Tensor, torch.Tensor]], differ: Callable[[], None]
+        self,
+        board: Board,
+        stages: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        arenas: Arenas,
+        differ: Callable[[], None],
     ) -> None:
-        self._board, self._stages, self._differ = board, stages, differ
+        self._board, self._stages, self._arenas, self._differ = board, stages, arenas, differ
         self.rank, self.size = board.rank, board.size
         self._stage_bytes = stages[0][0].numel()
         self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
@@ -88,62 +95,99 @@ class Rounds:
 
     # -- reductions ----------------------------------------------------------------------------
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark, deadline: float) -> None:
-        """In place. Traffic: 3p-1 operands for short messages, at most 7-5/p of the bytes for long ones."""
-        count = tensor.numel()
-        if tensor.nbytes <= ONE_SHOT_BYTES or self.size == 1:
+        """In place. Traffic, in operands: 3p-1 for short messages, at most 7-5/p for long ones.
+
+        Where every rank's tensor lies at one place of memory that all share, nothing is staged.
+        """
+        if self.size == 1:
+            return
+        if tensor.nbytes <= ONE_SHOT_BYTES:
             self._one_shot(tensor, op, mark, deadline)
             return
         tile = self._stage_bytes // tensor.element_size()
-        for start in range(0, count, tile):
-            self._two_shot(tensor[start : start + tile], op, mark if start == 0 else None, deadline, everywhere=True)
+        place = self._arenas.place(tensor)
+        if not place:
+            self._lay(tensor[:tile])
+        self._first((*mark[:3], place), deadline)
+        places = self._board.extras()
+        if place and all(other == place for other in places):
+            self._in_place(self._arenas.views(place, tensor), op, deadline)
+            return
+        start = 0
+        if not any(places):
+            self._share(tensor[:tile], op, deadline, everywhere=True)
+            start = tile
+        # Where only some ranks use shared memory, all go by way of the stages, from the beginning.
+        self._tiles(tensor[start:], op, deadline, everywhere=True)
 
     def _one_shot(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark, deadline: float) -> None:
         views = self._heads(self._next_half(), tensor.dtype, tensor.numel())
         views[self.rank].copy_(tensor)
         self._first(mark, deadline)
-        if self.size > 1:
-            combine(op, views[0], views[1], tensor)
-            for view in views[2:]:
-                combine(op, tensor, view, tensor)
+        _reduce(op, views, tensor)
 
-    def _two_shot(
-        self, tile: torch.Tensor, op: ReduceOp, mark: Mark | None, deadline: float, *, everywhere: bool
-    ) -> None:
-        """One tile: each rank reduces its share; then every rank, or none, copies the others' shares."""
-        count, size, rank = tile.numel(), self.size, self.rank
-        views = self._heads(self._next_half(), tile.dtype, count)
-        low, high = rank * count // size, (rank + 1) * count // size
-        stage = views[rank]
-        # The own share is read where it is.
+    def _tiles(self, tensor: torch.Tensor, op: ReduceOp, deadline: float, *, everywhere: bool) -> None:
+        tile = self._stage_bytes // tensor.element_size()
+        for start in range(0, tensor.numel(), tile):
+            part = tensor[start : start + tile]
+            self._lay(part)
+            self._board.arrive(deadline)
+            self._share(part, op, deadline, everywhere=everywhere)
+
+    def _bounds(self, count: int) -> list[int]:
+        """Where each rank's share of a tile begins, and the end."""
+        return [r * count // self.size for r in range(self.size + 1)]
+
+    def _lay(self, tile: torch.Tensor) -> None:
+        """Lay a tile ready for the next round: all but the own share, which is read where it is."""
+        count, edges = tile.numel(), self._bounds(tile.numel())
+        stage = self._heads(self._next_half(), tile.dtype, count)[self.rank]
+        low, high = edges[self.rank], edges[self.rank + 1]
         if low:
             stage[:low].copy_(tile[:low])
         if high < count:
             stage[high:].copy_(tile[high:])
-        if mark is None:
-            self._board.arrive(deadline)
-        else:
-            self._first(mark, deadline)
-        own, total = tile[low:high], stage[low:high]
-        shares = [own if r == rank else views[r][low:high] for r in range(size)]
-        combine(op, shares[0], shares[1], total)
-        for share in shares[2:]:
-            combine(op, total, share, total)
+
+    def _share(self, tile: torch.Tensor, op: ReduceOp, deadline: float, *, everywhere: bool) -> None:
+        """Reduce the own share of the tile that all have laid ready, and copy the others' shares."""
+        count, edges = tile.numel(), self._bounds(tile.numel())
+        views = self._heads(self._board.round & 1, tile.dtype, count)
+        low, high = edges[self.rank], edges[self.rank + 1]
+        shares = [tile[low:high] if r == self.rank else views[r][low:high] for r in range(self.size)]
+        _reduce(op, shares, views[self.rank][low:high])
         self._board.reduced(deadline)
         if everywhere:
-            for r in range(size):
-                start, stop = r * count // size, (r + 1) * count // size
-                tile[start:stop].copy_(views[r][start:stop])
+            for r in range(self.size):
+                tile[edges[r] : edges[r + 1]].copy_(views[r][edges[r] : edges[r + 1]])
+
+    def _in_place(self, views: Sequence[torch.Tensor], op: ReduceOp, deadline: float) -> None:
+        """Each rank reduces its share in its own memory, piece by piece, and copies it to the others'."""
+        count, edges = views[0].numel(), self._bounds(views[0].numel())
+        step = max(1, _PIECE_BYTES // views[0].element_size())
+        mine = views[self.rank]
+        others = [view for r, view in enumerate(views) if r != self.rank]
+        for low in range(edges[self.rank], edges[self.rank + 1], step):
+            high = min(low + step, edges[self.rank + 1])
+            total = mine[low:high]
+            if op is ReduceOp.SUM and self.size >= _SUM_AT_ONCE and count < 2**31:
+                torch.sum(torch.stack([view[low:high] for view in views]), 0, out=total)
+            else:
+                # One rank alone reduces this share, so any order gives everybody the same bits.
+                _reduce(op, [total, *(view[low:high] for view in others)], total)
+            for view in others:
+                view[low:high].copy_(total)
+        self._board.reduced(deadline)
 
     def reduce(self, call: Call, mark: Mark, deadline: float) -> None:
-        tensor, root = call.inputs[0], _root(call)
-        op = call.op or ReduceOp.SUM
+        """As the long `all_reduce`; only the root copies the shares."""
+        tensor, op, here = call.inputs[0], call.op or ReduceOp.SUM, self.rank == _root(call)
         tile = self._stage_bytes // tensor.element_size()
-        for start in range(0, max(1, tensor.numel()), tile):
-            part = tensor[start : start + tile]
-            if self.size == 1:
-                self._first(mark, deadline)
-                continue
-            self._two_shot(part, op, mark if start == 0 else None, deadline, everywhere=self.rank == root)
+        if self.size == 1:
+            return
+        self._lay(tensor[:tile])
+        self._first(mark, deadline)
+        self._share(tensor[:tile], op, deadline, everywhere=here)
+        self._tiles(tensor[tile:], op, deadline, everywhere=here)
 
     def reduce_scatter(self, call: Call, mark: Mark, deadline: float) -> None:
         """Each tile holds an equal piece for every rank; a rank sums what all laid ready for it."""
@@ -161,15 +205,7 @@ class Rounds:
                 place = self.rank * piece
                 own = inputs[self.rank][start : start + piece]
                 shares = [own if r == self.rank else views[r][place : place + total.numel()] for r in range(self.size)]
-                self._sum(op, shares, total)
-
-    def _sum(self, op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-        if len(shares) == 1:
-            total.copy_(shares[0])
-            return
-        combine(op, shares[0], shares[1], total)
-        for share in shares[2:]:
-            combine(op, total, share, total)
+                _reduce(op, shares, total)
 
     def _arrive(self, mark: Mark, start: int, deadline: float) -> None:
         if start == 0:
@@ -258,6 +294,15 @@ class Rounds:
         views[self.rank].copy_(torch.tensor(list(own), dtype=torch.int64))
         self._first(mark, deadline)
         return [view.tolist() for view in views]
+
+
+def _reduce(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    """The shares one after another, into `total`, which may be one of the first two."""
+    if len(shares) == 1:
+        total.copy_(shares[0])
+        return
+    for i, share in enumerate(shares[1:], 1):
+        combine(op, shares[0] if i == 1 else total, share, total)
 
 
 def _root(call: Call) -> int:

@@ -16,6 +16,7 @@ from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchErr
 from unisono.fingerprint import Fingerprint, explain
 from unisono.group import Group
 from unisono.transport import Options, Transport
+from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_memory import PAGE_BYTES, check_platform, meet
 from unisono.transports._shm_rings import Rings
@@ -72,14 +73,18 @@ class ShmTransport(Transport):
         memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s)
         words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
         self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
+        self._arenas = Arenas(group, control, options.timeout_s)
         halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
-        self._rounds = Rounds(self._board, [(half[0], half[1]) for half in halves], self._differ)
+        self._rounds = Rounds(self._board, [(half[0], half[1]) for half in halves], self._arenas, self._differ)
         self._rings = Rings(self._board, words[rings // 8 :], data[rings:])
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> ShmTransport:
         check_platform()
         return cls(group, control, options)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._arenas.empty(shape, dtype)
 
     def split(self, group: Group) -> ShmTransport:
         return ShmTransport(group, self._control, self._options)
@@ -144,6 +149,8 @@ class ShmTransport(Transport):
 
     # -- end -----------------------------------------------------------------------------------
     def close(self) -> None:
+        if self._board.broken is None:
+            self._board.leave()
         self.abort(ClosedError("the communicator is closed"))
 
     def abort(self, cause: BaseException) -> None:
@@ -191,7 +198,7 @@ class _Moved(Countdown):
 
     def get_future(self) -> torch.futures.Future[None]:
         if not self._done.is_set():
-            _crew.run(lambda: self._see_through())
+            _crew.run(self._see_through)
         return super().get_future()
 
     def _see_through(self) -> None:

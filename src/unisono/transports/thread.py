@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from unisono.control import Control
+from unisono.errors import PeerLostError
 from unisono.group import Group
 from unisono.transport import Options, Transport
 from unisono.types import Message, Send, Work
@@ -24,6 +25,7 @@ class _Mail:
         self.lock = threading.Lock()
         self.waiting: defaultdict[_Key, deque[tuple[Message, Countdown]]] = defaultdict(deque)
         self.broken: dict[tuple[str, int], BaseException] = {}
+        self.left: set[tuple[str, int]] = set()
 
     def offer(self, key: _Key, message: Message, batch: Countdown) -> tuple[Message, Countdown] | None:
         """The counterpart that already waits, or None after joining the queue. Call with the lock held."""
@@ -78,6 +80,8 @@ class ThreadTransport(Transport):
                 other = self._mail.offer((self.group.name, *ends, message.tag), message, work)
                 if other is not None:
                     matched.append((message, *other))
+                elif (self.group.name, message.peer) in self._mail.left:
+                    work.complete(_gone(message.peer))
         # Copies are made outside the lock, so that pairs of ranks do not wait for each other.
         for message, other_message, other_work in matched:
             self._deliver(message, work, other_message, other_work)
@@ -99,13 +103,26 @@ class ThreadTransport(Transport):
         return ThreadTransport(group, self._mail, self._timeout_s)
 
     def close(self) -> None:
-        self._mail.forget(self.group.name, self.rank)
+        """Whoever still waits for this rank, or comes to, is told that it has left."""
+        with self._mail.lock:
+            self._mail.left.add((self.group.name, self.rank))
+            forsaken = [item for key in self._keys() for item in self._mail.waiting.pop(key)]
+        for _, batch in forsaken:
+            batch.complete(_gone(self.rank))
+
+    def _keys(self) -> list[_Key]:
+        """Where messages from or to this rank wait. Call with the lock held."""
+        return [key for key in self._mail.waiting if key[0] == self.group.name and self.rank in key[1:3]]
 
     def abort(self, cause: BaseException) -> None:
         with self._mail.lock:
             self._mail.broken.setdefault((self.group.name, self.rank), cause)
         for batch in self._mail.forget(self.group.name, self.rank):
             batch.complete(cause)
+
+
+def _gone(rank: int) -> PeerLostError:
+    return PeerLostError(f"rank {rank} has left (it closed the communicator)", peer=rank)
 
 
 TRANSPORT = ThreadTransport

@@ -90,6 +90,7 @@ class Faulty(Wrapper):
             return self.inner.post(batch)
         prompt: list[Message] = []
         late: list[tuple[Send, float]] = []
+        held: set[tuple[int, int]] = set()
         for message in batch:
             if not isinstance(message, Send):
                 prompt.append(message)
@@ -97,7 +98,9 @@ class Faulty(Wrapper):
             lost, delayed = self._fate(message)
             if lost:
                 continue
-            if delayed or self._late.queued(message):
+            stream = (message.peer, message.tag)
+            if delayed or stream in held or self._late.queued(stream):
+                held.add(stream)
                 late.append((message, self._delay_s if delayed else 0.0))
             else:
                 prompt.append(message)
@@ -140,10 +143,10 @@ class _Late:
         self._stopped = threading.Event()
         self._cause: BaseException | None = None
 
-    def queued(self, message: Send) -> bool:
-        """Whether an earlier message of the same stream has not been sent yet."""
+    def queued(self, stream: tuple[int, int]) -> bool:
+        """Whether a message to this rank with this tag has not been sent yet."""
         with self._lock:
-            return (message.peer, message.tag) in self._streams
+            return stream in self._streams
 
     def post(self, sends: Sequence[tuple[Send, float]]) -> Work:
         """Send each of these so many seconds later."""

@@ -1,0 +1,49 @@
+"""The laws as a test class, so that whoever writes a transport needs two lines to hold it to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from unisono.testing.laws import LAWS, Law, World
+from unisono.transport import Transport
+
+__all__ = ["TransportLaws"]
+
+
+class TransportLaws:
+    """Derive from it in a test file; pytest then finds one test for each law.
+
+    Takes four ranks and some ten seconds. A law that a transport cannot meet is a method that the
+    class may override, best by one that says why.
+
+    Attributes:
+        backend: The name of the transport.
+        wrap: Applied to the transport of each rank, to hold a wrapper to the same laws. A static method.
+
+    Example:
+        >>> class TestMine(TransportLaws):
+        ...     backend = "thread"
+        >>> TestMine().test_ranks_are_numbered()
+    """
+
+    backend: ClassVar[str]
+    wrap: ClassVar[Callable[[Transport], Transport] | None] = None
+
+    @property
+    def world(self) -> World:
+        """Where the laws are tried."""
+        return World(self.backend, self.wrap)
+
+
+def _test(law: Law) -> Callable[[TransportLaws], None]:
+    def test(self: TransportLaws) -> None:
+        law(self.world)
+
+    test.__name__, test.__doc__ = f"test_{law.__name__}", law.__doc__
+    return test
+
+
+# Methods, not one parametrised test: so that each can be overridden.
+for _method in map(_test, LAWS):
+    setattr(TransportLaws, _method.__name__, _method)

@@ -1,0 +1,62 @@
+"""For pytest: `@pytest.mark.ranks(4)` runs a test on four ranks, each with its `comm`.
+
+    @pytest.mark.ranks(4, backend="thread")
+    def test_sum(comm):
+        t = torch.ones(3)
+        comm.all_reduce(t)
+        assert t.tolist() == [4.0] * 3
+
+A failing assertion on any rank fails the test, and a note says on which. Every run of pytest imports
+this file, so it imports nothing that takes long.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from unisono.communicator import Communicator
+
+__all__ = ["comm", "pytest_configure", "pytest_pyfunc_call"]
+
+_MARKER = (
+    "ranks(size, backend='thread', **options): run the test on ranks; it takes `comm`. Options as for unisono.launch"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+@pytest.fixture
+def comm(request: pytest.FixtureRequest) -> None:
+    """The communicator of the rank that runs the test, which is marked with `ranks`."""
+    if request.node.get_closest_marker("ranks") is None:
+        pytest.fail("a test that takes `comm` says on how many ranks: @pytest.mark.ranks(4)", pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a marked test on its ranks. Other fixtures are made once, and are the same on all of them."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    from unisono.testing.ranks import run_ranks
+
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if "comm" not in arguments:
+        pytest.fail("a test that is marked with `ranks` takes `comm`, the communicator of its rank", pytrace=False)
+    del arguments["comm"]
+    test = pyfuncitem.obj
+
+    # Under the test's own name, by which it is found out whether ranks can import it.
+    @functools.wraps(test)
+    def on_one_rank(comm: Communicator) -> None:
+        test(**arguments, comm=comm)
+
+    run_ranks(on_one_rank, *marker.args, **marker.kwargs)
+    return True

@@ -1,0 +1,145 @@
+"""Hypothesis strategies for everything that a collective takes. Draw in the driver, and send to the ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.errors import UnavailableError
+from unisono.schedules import SCHEDULES
+from unisono.testing.cases import CALLS, REDUCING, ROOTED, SCHEDULED_AS, Case
+from unisono.testing.placed import LAYOUTS
+from unisono.testing.reference import DTYPES, ops_for
+from unisono.types import ReduceOp
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise UnavailableError("strategies need Hypothesis: pip install 'unisono[testing]'") from error
+
+__all__ = [
+    "algorithms",
+    "calls",
+    "cases",
+    "counts",
+    "dtypes",
+    "layouts",
+    "ops",
+    "parts",
+    "roots",
+    "splits",
+    "tensors",
+    "tensors_per_rank",
+    "worlds",
+]
+
+_CHUNK_BYTES = 4096
+"""What the worlds of `unisono.testing.laws` use: short tensors are cut then, too."""
+
+
+def worlds(max_size: int = 8) -> st.SearchStrategy[int]:
+    """How many ranks there are, from 1."""
+    return st.integers(1, max_size)
+
+
+def calls() -> st.SearchStrategy[str]:
+    """Names of collective methods of a communicator."""
+    return st.sampled_from(CALLS)
+
+
+def dtypes() -> st.SearchStrategy[torch.dtype]:
+    """Floats of 16 to 64 bits, bfloat16, integers of 8 to 64 bits, uint8, bool, complex64."""
+    return st.sampled_from(DTYPES)
+
+
+def ops(dtype: torch.dtype) -> st.SearchStrategy[ReduceOp]:
+    """Reduce operations that mean something for this dtype."""
+    return st.sampled_from(ops_for(dtype))
+
+
+def counts(size: int, dtype: torch.dtype = torch.float32, chunk_bytes: int = _CHUNK_BYTES) -> st.SearchStrategy[int]:
+    """Numbers of elements, most often those that go wrong: around the number of ranks and the end of a chunk."""
+    special = {0, 1, size - 1, size, size + 1, 1000, chunk_bytes // dtype.itemsize + 1}
+    return st.sampled_from(sorted(special)) | st.integers(0, 100)
+
+
+def layouts() -> st.SearchStrategy[str]:
+    """How a tensor lies in memory; for `unisono.testing.placed.place`."""
+    return st.sampled_from(LAYOUTS)
+
+
+def roots(size: int) -> st.SearchStrategy[int]:
+    """A rank of a world of this size."""
+    return st.integers(0, size - 1)
+
+
+def algorithms(collective: str) -> st.SearchStrategy[str | None]:
+    """None (the backend's own, or the cheapest), or the name of a schedule of this collective."""
+    return st.none() | st.sampled_from(SCHEDULES[collective].names())
+
+
+def splits(size: int, total: int) -> st.SearchStrategy[list[int]]:
+    """`size` lengths that sum to `total`, uneven and some of them zero."""
+    cuts = st.lists(st.integers(0, total), min_size=size - 1, max_size=size - 1).map(sorted)
+    return cuts.map(lambda cut: [stop - start for start, stop in zip([0, *cut], [*cut, total], strict=True)])
+
+
+def parts(size: int) -> st.SearchStrategy[list[list[int]]]:
+    """The ranks of a world as disjoint, non-empty groups, each in some order; together they are all."""
+    colors = st.lists(st.integers(0, 2), min_size=size, max_size=size)
+    shuffled = st.permutations(range(size))
+    return st.tuples(colors, shuffled).map(
+        lambda drawn: [[r for r in drawn[1] if drawn[0][r] == color] for color in sorted(set(drawn[0]))]
+    )
+
+
+def tensors(dtype: torch.dtype, count: int) -> st.SearchStrategy[torch.Tensor]:
+    """One-dimensional tensors of any elements, NaN and infinities among them."""
+    if dtype is torch.bool:
+        elements: st.SearchStrategy[bool | int | float | complex] = st.booleans()
+    elif dtype.is_complex:
+        elements = st.complex_numbers(width=64)
+    elif dtype.is_floating_point:
+        # Every float of 16 bits is one of each wider kind.
+        elements = st.floats(width=16)
+    else:
+        info = torch.iinfo(dtype)
+        elements = st.integers(info.min, info.max)
+    return st.lists(elements, min_size=count, max_size=count).map(lambda values: torch.tensor(values, dtype=dtype))
+
+
+def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStrategy[list[torch.Tensor]]:
+    """A tensor for each rank, all of the same dtype and length."""
+    return st.lists(tensors(dtype, count), min_size=size, max_size=size)
+
+
+@st.composite
+def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int = _CHUNK_BYTES) -> Case:
+    """A collective call with everything about it: see `unisono.testing.cases.Case`.
+
+    Args:
+        draw: Hypothesis gives it.
+        size: How many ranks.
+        call: The method; any if None.
+        chunk_bytes: Of the ranks' communicator, for counts that are one over a chunk.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(cases(2, "broadcast"), lambda case: case.root == 1).root
+        1
+    """
+    call = draw(calls()) if call is None else call
+    dtype = draw(dtypes())
+    return Case(
+        call,
+        size,
+        draw(counts(size, dtype, chunk_bytes)),
+        dtype,
+        draw(ops(dtype)) if call in REDUCING else ReduceOp.SUM,
+        draw(roots(size)) if call in ROOTED else 0,
+        draw(layouts()),
+        draw(algorithms(SCHEDULED_AS[call])),
+        async_op=draw(st.booleans()),
+        uneven=draw(st.booleans()),
+        numbers=draw(st.sampled_from(["whole", "any", "nan"])),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )

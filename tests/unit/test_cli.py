@@ -1,0 +1,106 @@
+"""The command line finds its commands, and every end has its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import unisono as un
+from unisono.cli import COMMANDS, main
+from unisono.cli.command import Refusal
+from unisono.errors import CommTimeoutError, UnavailableError
+
+
+class Trial:
+    """Try something.
+
+    At length.
+    """
+
+    ending: Callable[[], int]
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--status", type=int, default=0)
+
+    def run(self, given: argparse.Namespace) -> int:
+        return self.ending() or int(given.status)
+
+
+@pytest.fixture
+def trial() -> Iterator[Trial]:
+    command = Trial()
+    command.ending = lambda: 0
+    COMMANDS.register("trial", command)
+    yield command
+    COMMANDS.unregister("trial")
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def end() -> int:
+        raise error
+
+    return end
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"unisono {un.__version__}\n"
+
+
+def test_help_lists_every_command(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert "Try something." in said
+    assert "At length" not in said
+    assert {"demo", "trial"} <= set(said.split())
+
+
+def test_no_command_is_help_and_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: unisono" in capsys.readouterr().err
+
+
+def test_unknown_command_lists_the_known(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["denmo"])
+    assert "'demo', 'trial'" in capsys.readouterr().err
+
+
+def test_status_is_the_commands(trial: Trial) -> None:
+    assert main(["trial"]) == 0
+    assert main(["trial", "--status", "7"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "sentence"),
+    [
+        (Refusal("that cannot be"), 2, "unisono trial: that cannot be\n"),
+        (UnavailableError("pip install it"), 2, "unisono trial: pip install it\n"),
+        (CommTimeoutError("nobody came", rank=1, size=2), 1, "unisono trial: rank 1 of 2: nobody came\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_ends(
+    error: BaseException, status: int, sentence: str, trial: Trial, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial.ending = raising(error)
+    assert main(["trial"]) == status
+    assert capsys.readouterr().err == sentence
+
+
+def test_a_bug_keeps_its_traceback(trial: Trial) -> None:
+    trial.ending = raising(ValueError("a bug"))
+    with pytest.raises(ValueError, match="a bug"):
+        main(["trial"])
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-W", "error", "-m", "unisono", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"unisono {un.__version__}\n"

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from unisono.site import call_site
 from unisono.transport import Options, Transport
 from unisono.types import ReduceOp, Work
 from unisono.work import Completion
-from unisono.wrappers.trace import traced
+from unisono.wrappers.trace import is_traced, traced
 
 __all__ = ["Engine"]
 
@@ -52,6 +53,7 @@ class Engine:
         self.transport, self.control, self.options = transport, control, options
         self.group = transport.group
         self.closed = False
+        self._quick = transport.quick
         self._broken: Cause | None = None
         self._calls = 0
         self._jobs: queue.SimpleQueue[tuple[_Job, Completion] | None] = queue.SimpleQueue()
@@ -92,6 +94,22 @@ class Engine:
         return error.locate(rank=self.group.rank, size=self.group.size, operation=operation, call=call)
 
     # -- collectives ---------------------------------------------------------------------------
+    def quickly(self, operation: str, *arguments: Any, timeout: float | None) -> bool:
+        """Take the transport's shorter way if there is one and it is open; whether it was taken."""
+        quick = self._quick
+        if quick is None or self._pending or self._broken is not None or self.closed or is_traced():
+            return False
+        try:
+            done: bool = getattr(quick, operation)(*arguments, self.options.timeout_s if timeout is None else timeout)
+        except BaseException as error:
+            self._calls += 1
+            told = self.failed(error, operation, self._calls)
+            if told is error:
+                raise
+            raise told from error
+        self._calls += done
+        return done
+
     def run(self, plan: Plan, name: str, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
         """Carry out a plan now, or soon; None when it is done, or the work under way."""
         job = self._prepare(plan, name, algorithm, timeout)
@@ -117,7 +135,7 @@ class Engine:
         fingerprint = Fingerprint(
             call=self._calls,
             operation=name,
-            op=None if call.op is None else call.op.value,
+            op=None if call.asked is None else call.asked.value,
             root=call.root,
             dtype=None if example is None else str(example.dtype).removeprefix("torch."),
             counts=plan.counts,

@@ -59,7 +59,7 @@ class Plan:
 def all_reduce(staging: Staging, tensor: torch.Tensor, op: ReduceOp, size: int) -> Plan:
     buffer = staging.target(tensor, read=True)
     summed = _averaged(staging, op, buffer, buffer, size)
-    call = Call("all_reduce", (buffer,), (buffer,), summed)
+    call = Call(name="all_reduce", inputs=(buffer,), outputs=(buffer,), op=summed, average=op is ReduceOp.AVG)
     return _in_place(call, buffer, tensor, staging)
 
 
@@ -71,13 +71,20 @@ def reduce(staging: Staging, tensor: torch.Tensor, op: ReduceOp, root: int, rank
         buffer = staging.scratch(tensor.numel(), tensor)
         staging.before.append(lambda: buffer.view(tensor.shape).copy_(tensor.detach()))
     summed = _averaged(staging, op, buffer, buffer, size, result_here=rank == root)
-    call = Call("reduce", (buffer,), (buffer,) if rank == root else (), summed, root)
+    call = Call(
+        name="reduce",
+        inputs=(buffer,),
+        outputs=(buffer,) if rank == root else (),
+        op=summed,
+        average=op is ReduceOp.AVG,
+        root=root,
+    )
     return _in_place(call, buffer, tensor, staging)
 
 
 def broadcast(staging: Staging, tensor: torch.Tensor, root: int, rank: int) -> Plan:
     buffer = staging.source(tensor) if rank == root else staging.target(tensor)
-    call = Call("broadcast", (buffer,) if rank == root else (), (buffer,), root=root)
+    call = Call(name="broadcast", inputs=(buffer,) if rank == root else (), outputs=(buffer,), root=root)
     return _in_place(call, buffer, tensor, staging)
 
 
@@ -92,7 +99,7 @@ def gather(
 ) -> Plan:
     source = staging.source(tensor)
     targets = tuple(staging.target(t) for t in outputs)
-    call = Call("gather", (source,), targets, root=root)
+    call = Call(name="gather", inputs=(source,), outputs=targets, root=root)
     own = {(r - root) % size: t for r, t in enumerate(targets)} or {(rank - root) % size: source}
     plan = Plan(
         call, lambda _: Pieces(dict(own), source), staging, source.nbytes * size, tensor, counts=(source.numel(),)
@@ -107,7 +114,7 @@ def scatter(
 ) -> Plan:
     target = staging.target(tensor)
     sources = tuple(staging.source(t) for t in inputs)
-    call = Call("scatter", sources, (target,), root=root)
+    call = Call(name="scatter", inputs=sources, outputs=(target,), root=root)
     own = {(r - root) % size: t for r, t in enumerate(sources)} or {(rank - root) % size: target}
     plan = Plan(
         call, lambda _: Pieces(dict(own), target), staging, target.nbytes * size, tensor, counts=(target.numel(),)
@@ -135,7 +142,7 @@ def _all_gather(
 ) -> Plan:
     source = staging.source(tensor)
     counts = tuple(t.numel() for t in targets)
-    call = Call("all_gather", (source,), tuple(targets), whole=whole)
+    call = Call(name="all_gather", inputs=(source,), outputs=tuple(targets), whole=whole)
     nbytes = sum(t.nbytes for t in targets)
     plan = Plan(call, lambda _: Pieces(dict(enumerate(targets))), staging, nbytes, tensor, counts)
     plan.placing.append(lambda: _place(targets[rank], source))
@@ -153,7 +160,14 @@ def reduce_scatter(
     for part, given in zip(parts, inputs, strict=True):
         staging.before.append(partial(part.view(given.shape).copy_, given.detach()))
     summed = _averaged(staging, op, scratch, target, size)
-    call = Call("reduce_scatter", tuple(parts), (target,), summed, whole=scratch)
+    call = Call(
+        name="reduce_scatter",
+        inputs=tuple(parts),
+        outputs=(target,),
+        op=summed,
+        average=op is ReduceOp.AVG,
+        whole=scratch,
+    )
 
     plan = Plan(call, lambda _: Flat.sized(scratch, counts), staging, scratch.nbytes, tensor, counts)
     plan.collecting.append(lambda: target.copy_(parts[rank]))
@@ -165,7 +179,7 @@ def all_to_all(
 ) -> Plan:
     sources = [staging.source(t) for t in inputs]
     targets = [staging.target(t) for t in outputs]
-    call = Call("all_to_all", tuple(sources), tuple(targets))
+    call = Call(name="all_to_all", inputs=tuple(sources), outputs=tuple(targets))
     plan = Plan(
         call,
         lambda _: Pieces(dict(enumerate([*sources, *targets]))),
@@ -181,7 +195,7 @@ def all_to_all(
 
 def barrier() -> Plan:
     token = torch.ones(1, dtype=torch.uint8)
-    return Plan(Call("barrier", op=ReduceOp.BOR), lambda _: Flat.even(token, 1), Staging(), 0)
+    return Plan(Call(name="barrier", op=ReduceOp.BOR), lambda _: Flat.even(token, 1), Staging(), 0)
 
 
 def _place(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from unisono.control import Control
 
-__all__ = ["Options", "PointToPoint", "Transport"]
+__all__ = ["Options", "PointToPoint", "Quick", "Transport"]
 
 
 class PointToPoint(Protocol):
@@ -59,6 +59,22 @@ class Options:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+class Quick(Protocol):
+    """A shorter way for calls that need no preparation, which a transport may offer.
+
+    It takes the same part in the collective as `Transport.collective` does, so that it does not matter
+    which ranks take it, and compares fingerprints itself.
+    """
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> bool:
+        """Do it in place and return True; or return False, with nothing done, if the tensor needs preparation."""
+        ...
+
+    def barrier(self, timeout: float) -> bool:
+        """Likewise."""
+        ...
+
+
 class Transport(ABC):
     """Whatever moves bytes between the ranks of one group.
 
@@ -73,6 +89,7 @@ class Transport(ABC):
         checks: Whether `begin` itself compares fingerprints between ranks.
         devices: The device types whose tensors it carries.
         staged: Those of them that take the way over the CPU's memory; `post` sees CPU tensors then.
+        quick: A shorter way for the simplest calls, or None.
         latency_s, second_per_byte: Rough cost of a message, from which an algorithm is chosen.
     """
 
@@ -83,6 +100,7 @@ class Transport(ABC):
     checks: bool = False
     devices: frozenset[str] = frozenset({"cpu"})
     staged: frozenset[str] = frozenset()
+    quick: Quick | None = None
     latency_s: float = 50e-6
     second_per_byte: float = 1e-9
 

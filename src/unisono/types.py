@@ -58,7 +58,7 @@ class Recv:
 Message = Send | Recv
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Call:
     """One collective as it passes the door to a native implementation, or to a schedule.
 
@@ -79,7 +79,8 @@ class Call:
     Attributes:
         name: As in the table.
         inputs, outputs: As in the table.
-        op: The reduce operation, never `avg` (the façade divides).
+        op: The reduce operation, never `avg`.
+        average: Whether the façade divides the sum; for comparison between ranks only.
         root: The rank that a rooted operation is about.
         whole: Where the one-a-rank side consists of consecutive slices of one tensor, that tensor.
     """
@@ -88,8 +89,14 @@ class Call:
     inputs: tuple[torch.Tensor, ...] = ()
     outputs: tuple[torch.Tensor, ...] = ()
     op: ReduceOp | None = None
+    average: bool = False
     root: int | None = None
     whole: torch.Tensor | None = None
+
+    @property
+    def asked(self) -> ReduceOp | None:
+        """The operation as the caller named it."""
+        return ReduceOp.AVG if self.average else self.op
 
 
 class Work(ABC):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -237,8 +238,8 @@ def test_wrong_secret(port: int) -> None:
 
 @pytest.fixture
 def as_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each thread pass for a process of its own."""
-    monkeypatch.setattr(meeting, "_process", lambda number: f"{number} {threading.get_ident()}")
+    """Let each call pass for a process of its own."""
+    monkeypatch.setattr(meeting, "_process", lambda number: uuid.uuid4().hex)
 
 
 @pytest.mark.usefixtures("as_processes")

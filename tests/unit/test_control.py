@@ -340,7 +340,7 @@ verbs = st.one_of(
     st.tuples(st.just("fail"), st.sampled_from("ab"), st.just("AbortedError"), st.integers(0, 2), st.text(max_size=3)),
     st.tuples(st.just("get"), st.sampled_from("kl")),
     st.tuples(st.just("set"), st.sampled_from("kl"), st.binary(max_size=2)),
-    st.tuples(st.just("enrol"), st.just("job"), st.integers(0, 2), st.sampled_from("pq")),
+    st.tuples(st.just("enrol"), st.just("job"), st.integers(0, 2), st.just(3), st.sampled_from("pq")),
     st.just(("bye",)),
     st.just("lost"),
 )
@@ -383,12 +383,13 @@ def test_what_was_brought_before_leaving_counts() -> None:
 
 def test_enrol() -> None:
     state = ControlState()
-    assert state.handle(1, 1, ("enrol", "world", 0, "p")) == [(1, (1, "ok", "world1"))]
-    assert state.handle(1, 2, ("enrol", "world", 1, "q")) == [(1, (2, "ok", "world1"))]
-    assert state.handle(2, 3, ("enrol", "world", 0, "p")) == [(2, (3, "ok", "world2"))], "the next init of a process"
-    assert state.handle(3, 4, ("enrol", "world", 0, "r"))[0][1][1] == "failed", "another process beside it"
-    state.lost(2)
-    assert state.handle(3, 5, ("enrol", "world", 0, "r")) == [(3, (5, "ok", "world3"))], "its next process"
+    assert state.handle(1, 1, ("enrol", "world", 0, 2, "p")) == [(1, (1, "ok", "world1"))]
+    assert state.handle(2, 2, ("enrol", "world", 1, 2, "q")) == [(2, (2, "ok", "world1"))]
+    assert state.handle(3, 3, ("enrol", "world", 0, 2, "p")) == [(3, (3, "ok", "world2"))], "a process's next init"
+    refused = state.handle(4, 4, ("enrol", "world", 0, 2, "r"))
+    assert [(who, reply[1]) for who, reply in refused] == [(3, "failed"), (4, "failed")], "another one beside it"
+    state.lost(3)
+    assert state.handle(4, 5, ("enrol", "world", 0, 2, "r")) == [(4, (5, "ok", "world3"))], "the one after it"
 
 
 @pytest.mark.parametrize("words", [(), ("nothing",), ("set", "k"), ("join", [], 0, 1), ("_forget",), "set"])

@@ -93,7 +93,9 @@ def test_a_wrong_proof_ends_the_connection(server: Server, client: SocketControl
     assert works(client)
 
 
-def test_who_says_nothing_is_turned_away(monkeypatch: pytest.MonkeyPatch, server: Server, client: SocketControl) -> None:
+def test_who_says_nothing_is_turned_away(
+    monkeypatch: pytest.MonkeyPatch, server: Server, client: SocketControl
+) -> None:
     monkeypatch.setattr(server_module, "_HELLO_WITHIN_S", 0.1)
     with socket.create_connection(server.address) as stranger:
         assert everything(stranger) == b""
@@ -360,6 +362,7 @@ def test_a_stopped_server_does_not_hang_its_clients(start: Start, monkeypatch: p
     control.join(Group.world(0, 1), lambda cause: None)
     monkeypatch.setattr("unisono.control.requester._GRACE_S", 0.2)
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     with pytest.raises(CommTimeoutError, match="has not answered for 0.5 s. Is its process alive, and not stopped"):
         control.set("x", b"")
     with pytest.raises(CommTimeoutError, match="has not answered"):

@@ -102,7 +102,7 @@ def settle(
 
 def _gather(seat: Seat, control: SocketControl, moved: Callable[[], bool] | None) -> str:
     try:
-        name = control.enrol(_JOB, seat.rank, _process(os.getpid()))
+        name = control.enrol(_JOB, seat.rank, seat.size, _process(os.getpid()))
     except MismatchError:
         if moved is not None and moved():
             raise MovedError from None

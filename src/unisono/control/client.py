@@ -77,19 +77,22 @@ class SocketControl(Requester):
     def _where(self) -> str:
         return f"the control plane at {self._address[0]}:{self._address[1]}"
 
-    def enrol(self, job: str, rank: int, process: str) -> str:
-        """The name of the next world that this rank of a job is to be in: "world1", then "world2", ...
+    def enrol(self, job: str, rank: int, size: int, process: str) -> str:
+        """Be present in the next world of a job, and get its name: "world1", then "world2", ...
+
+        The name is that of the group, which is to be joined as well, to hear of failures.
 
         Args:
             job: What the names begin with.
             rank: This rank.
+            size: How many there are.
             process: Unique to the calling process. While a rank's holder is connected, another process
                 that claims the rank is refused.
 
         Raises:
-            MismatchError: Two processes claim the same rank.
+            MismatchError: Two processes claim the same rank, or ranks differ in how many there are.
         """
-        return str(self._ask("enrol", job, rank, process))
+        return str(self._ask("enrol", job, rank, size, process))
 
     def share(self, key: str, make: Callable[[], T]) -> T:
         with self._sharing:

@@ -77,7 +77,7 @@ class Groups:
         self._groups: dict[str, _Group] = {}
         self._ranks: dict[int, dict[str, int]] = {}
 
-    def join(self, client: int, request: int, name: str, rank: int, size: int) -> Outgoing:
+    def join(self, client: int, request: int, name: str, rank: int, size: int, answer: str | None = None) -> Outgoing:
         """Again by the same client is harmless. Who contradicts a group that is not complete, fails it."""
         group = self._groups.setdefault(name, _Group(name, size))
         contradiction = self._contradiction(group, client, rank, size)
@@ -86,7 +86,7 @@ class Groups:
             return [*([] if group.complete else group.fail(cause)), (client, failed(request, cause))]
         group.present[rank] = client
         self._ranks.setdefault(client, {})[name] = rank
-        out: Outgoing = [(client, (request, "ok", None))]
+        out: Outgoing = [(client, (request, "ok", answer))]
         if group.cause is not None:
             out.append((client, pushed(name, group.cause)))
         return out

@@ -104,8 +104,8 @@ class ControlState:
         return [(client, (request, "ok", None if cause is None else (cause.kind, cause.rank, cause.message)))]
 
     # -- clients -----------------------------------------------------------------------------------
-    def _on_enrol(self, client: int, request: int, job: str, rank: int, process: str) -> Outgoing:
-        """Give a rank its place in the next world of a job: the name of that world.
+    def _on_enrol(self, client: int, request: int, job: str, rank: int, size: int, process: str) -> Outgoing:
+        """Join the next world of a job, and be told its name.
 
         Each `init` of a rank is one world further. A rank's next process may take over after its
         last one has gone; another process beside it is a mistake, which ends a world that is
@@ -119,7 +119,8 @@ class ControlState:
             out = [] if self._groups.complete(name) else self._groups.fail(name, cause)[1]
             return [*out, (client, failed(request, cause))]
         self._seats[job, rank] = number + 1, process, client
-        return [(client, (request, "ok", f"{job}{number + 1}"))]
+        name = f"{job}{number + 1}"
+        return self._groups.join(client, request, name, rank, size, answer=name)
 
     def _on_bye(self, client: int, request: int) -> Outgoing:
         """Leave everything in peace; the connection may end now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 import torch
@@ -12,7 +13,7 @@ from unisono.demo.data import Pictures
 from unisono.demo.model import build
 from unisono.demo.train import Weights, descend
 
-__all__ = ["difference", "one_rank", "ring_error", "several_ranks"]
+__all__ = ["difference", "largest", "one_rank", "ring_error", "several_ranks"]
 
 # Not divisible by any number of ranks below it, so the ring's chunks differ in length.
 _LENGTH = 100_003
@@ -41,7 +42,12 @@ def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
 
 def difference(mine: Weights, theirs: Weights) -> float:
     """The largest difference of any weight."""
-    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+    return largest(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The largest, or "not a number" if one of them is; Python's `max` may pass over it."""
+    return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 
 def ring_error(comm: un.Communicator, seed: int) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,11 @@ def _backend(settings: Settings) -> str:
 
 def show(ready: Ready) -> int:
     """Train, prove, and print; the exit status: 0, or 1 if the proof failed."""
+    with _cores_shared_by(ready.settings.ranks):
+        return _show(ready)
+
+
+def _show(ready: Ready) -> int:
     settings, training = ready.settings, ready.training
     steps = Batches(training, settings.ranks, settings.seed).steps
     total = len(training) + len(ready.held_out)
@@ -112,13 +119,24 @@ def show(ready: Ready) -> int:
     return 0 if proved else 1
 
 
+@contextmanager
+def _cores_shared_by(ranks: int) -> Iterator[None]:
+    """Ranks that are threads would otherwise each take all cores, and hinder each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, before // ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _prove(ready: Ready, steps: int) -> bool:
     """Print how far several ranks are from one, and the ring from the sum; whether both are near enough."""
     settings = ready.settings
     finished = ready.launch(proof.several_ranks, ready.training, steps, settings.seed)
     reference = proof.one_rank(ready.training, steps, settings.seed, settings.ranks)
-    apart = max(proof.difference(weights, reference) for weights in finished)
-    ring = max(ready.launch(proof.ring_error, settings.seed))
+    apart = proof.largest(proof.difference(weights, reference) for weights in finished)
+    ring = proof.largest(ready.launch(proof.ring_error, settings.seed))
     _say(
         f"proof: after {steps} steps in float64, no weight differs between 1 rank and {_ranks(settings.ranks)} "
         f"by more than {apart:.1e}{_verdict(apart)}"

@@ -33,7 +33,7 @@ class Placed:
     _before: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self._before = self._outside()
+        self._before = self.whole.clone()
 
     def values(self) -> torch.Tensor:
         """The view's elements in order: a copy on the CPU, one-dimensional and contiguous."""
@@ -41,13 +41,10 @@ class Placed:
 
     def spilled(self) -> bool:
         """Whether anything outside the view has changed since it was placed."""
-        return not torch.equal(self._before, self._outside())
-
-    def _outside(self) -> torch.Tensor:
-        inside = self.view
-        free = torch.ones(self.whole.shape, dtype=torch.bool)
-        free.as_strided(inside.shape, inside.stride(), inside.storage_offset()).fill_(False)
-        return self.whole.detach().cpu()[free].clone().view(torch.uint8)
+        view = self.view
+        inside = (view.shape, view.stride(), view.storage_offset())
+        self._before.as_strided(*inside).copy_(self.whole.as_strided(*inside))
+        return not torch.equal(self._before.view(torch.uint8), self.whole.view(torch.uint8))
 
 
 def place(values: torch.Tensor, layout: str = "contiguous") -> Placed:
@@ -69,7 +66,8 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> Placed:
     shape, strides, margin = _geometry(layout, count, rows, columns)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if count else 0
     # Both values of a bool, so that neither can be written unnoticed.
-    whole = (_PATTERN * (torch.arange(extent + 2 * margin, device=values.device) % 2)).to(values.dtype)
+    whole = torch.zeros(extent + 2 * margin, dtype=values.dtype, device=values.device)
+    whole[::2] = _PATTERN
     view = whole.as_strided(shape, strides, margin)
     if layout == "conjugate" and values.is_complex():
         view = view.conj()

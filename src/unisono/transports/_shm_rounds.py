@@ -74,7 +74,7 @@ class Rounds:
         self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
 
     # -- building blocks -----------------------------------------------------------------------
-    def _first(self, mark: Mark, deadline: float) -> None:
+    def first(self, mark: Mark, deadline: float) -> None:
         """Arrive in the first round of a call, and compare what everybody is about to do."""
         self._board.arrive(deadline, mark)
         if self._board.differs(mark):
@@ -83,7 +83,7 @@ class Rounds:
     def _next_half(self) -> int:
         return (self._board.round + 1) & 1
 
-    def _heads(self, half: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+    def heads(self, half: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
         """The first `count` elements of every rank's stage."""
         key = (half, dtype, count)
         views = self._views.get(key)
@@ -108,7 +108,7 @@ class Rounds:
         place = self._arenas.place(tensor)
         if not place:
             self._lay(tensor[:tile])
-        self._first((*mark[:3], place), deadline)
+        self.first((*mark[:3], place), deadline)
         places = self._board.extras()
         if place and all(other == place for other in places):
             self._in_place(self._arenas.views(place, tensor), op, deadline)
@@ -121,9 +121,9 @@ class Rounds:
         self._tiles(tensor[start:], op, deadline, everywhere=True)
 
     def _one_shot(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark, deadline: float) -> None:
-        views = self._heads(self._next_half(), tensor.dtype, tensor.numel())
+        views = self.heads(self._next_half(), tensor.dtype, tensor.numel())
         views[self.rank].copy_(tensor)
-        self._first(mark, deadline)
+        self.first(mark, deadline)
         _reduce(op, views, tensor)
 
     def _tiles(self, tensor: torch.Tensor, op: ReduceOp, deadline: float, *, everywhere: bool) -> None:
@@ -141,7 +141,7 @@ class Rounds:
     def _lay(self, tile: torch.Tensor) -> None:
         """Lay a tile ready for the next round: all but the own share, which is read where it is."""
         count, edges = tile.numel(), self._bounds(tile.numel())
-        stage = self._heads(self._next_half(), tile.dtype, count)[self.rank]
+        stage = self.heads(self._next_half(), tile.dtype, count)[self.rank]
         low, high = edges[self.rank], edges[self.rank + 1]
         if low:
             stage[:low].copy_(tile[:low])
@@ -151,7 +151,7 @@ class Rounds:
     def _share(self, tile: torch.Tensor, op: ReduceOp, deadline: float, *, everywhere: bool) -> None:
         """Reduce the own share of the tile that all have laid ready, and copy the others' shares."""
         count, edges = tile.numel(), self._bounds(tile.numel())
-        views = self._heads(self._board.round & 1, tile.dtype, count)
+        views = self.heads(self._board.round & 1, tile.dtype, count)
         low, high = edges[self.rank], edges[self.rank + 1]
         shares = [tile[low:high] if r == self.rank else views[r][low:high] for r in range(self.size)]
         _reduce(op, shares, views[self.rank][low:high])
@@ -185,7 +185,7 @@ class Rounds:
         if self.size == 1:
             return
         self._lay(tensor[:tile])
-        self._first(mark, deadline)
+        self.first(mark, deadline)
         self._share(tensor[:tile], op, deadline, everywhere=here)
         self._tiles(tensor[tile:], op, deadline, everywhere=here)
 
@@ -194,7 +194,7 @@ class Rounds:
         inputs, target, op = call.inputs, call.outputs[0], call.op or ReduceOp.SUM
         piece = self._piece(target.element_size())
         for start in range(0, max(1, *(t.numel() for t in inputs)), piece):
-            views = self._heads(self._next_half(), target.dtype, piece * self.size)
+            views = self.heads(self._next_half(), target.dtype, piece * self.size)
             for r, given in enumerate(inputs):
                 part = given[start : start + piece]
                 if r != self.rank and part.numel():
@@ -209,7 +209,7 @@ class Rounds:
 
     def _arrive(self, mark: Mark, start: int, deadline: float) -> None:
         if start == 0:
-            self._first(mark, deadline)
+            self.first(mark, deadline)
         else:
             self._board.arrive(deadline)
 
@@ -219,13 +219,13 @@ class Rounds:
 
     # -- movements, as bytes -------------------------------------------------------------------
     def barrier(self, mark: Mark, deadline: float) -> None:
-        self._first(mark, deadline)
+        self.first(mark, deadline)
 
     def broadcast(self, call: Call, mark: Mark, deadline: float) -> None:
         target, root = call.outputs[0].view(torch.uint8), _root(call)
         for start in range(0, max(1, target.numel()), self._stage_bytes):
             part = target[start : start + self._stage_bytes]
-            view = self._heads(self._next_half(), torch.uint8, part.numel())[root]
+            view = self.heads(self._next_half(), torch.uint8, part.numel())[root]
             if self.rank == root:
                 view.copy_(part)
             self._arrive(mark, start, deadline)
@@ -290,9 +290,9 @@ class Rounds:
 
     def rows(self, own: Sequence[int], mark: Mark, deadline: float) -> list[list[int]]:
         """Every rank's few numbers."""
-        views = self._heads(self._next_half(), torch.int64, len(own))
+        views = self.heads(self._next_half(), torch.int64, len(own))
         views[self.rank].copy_(torch.tensor(list(own), dtype=torch.int64))
-        self._first(mark, deadline)
+        self.first(mark, deadline)
         return [view.tolist() for view in views]
 
 

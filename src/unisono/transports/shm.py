@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from unisono.transport import Options, Transport
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_memory import PAGE_BYTES, check_platform, meet
+from unisono.transports._shm_quick import QuickRounds
 from unisono.transports._shm_rings import Rings
 from unisono.transports._shm_rounds import Mark, Rounds, mark_of
 from unisono.types import Call, Message, ReduceOp, Work
@@ -65,6 +67,7 @@ class ShmTransport(Transport):
     def __init__(self, group: Group, control: Control, options: Options) -> None:
         self.group, self._control, self._options = group, control, options
         self._fingerprint: Fingerprint | None = None
+        self._quick: QuickRounds | None = None
         self._longest = 0
         size = group.size
         board = PAGE_BYTES
@@ -76,6 +79,7 @@ class ShmTransport(Transport):
         self._arenas = Arenas(group, control, options.timeout_s)
         halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
         self._rounds = Rounds(self._board, [(half[0], half[1]) for half in halves], self._arenas, self._differ)
+        self.quick = self._quick = QuickRounds(self._board, self._rounds) if size > 1 else None
         self._rings = Rings(self._board, words[rings // 8 :], data[rings:])
 
     @classmethod
@@ -127,7 +131,7 @@ class ShmTransport(Transport):
             counts = counts[:1]
         if call.name == "all_to_all":
             counts = []
-        mark = mark_of(call.name, call.op, dtype, call.root, counts)
+        mark = mark_of(call.name, call.asked, dtype, call.root, counts)
         if call.name == "all_reduce":
             rounds.all_reduce(call.outputs[0], call.op or ReduceOp.SUM, mark, deadline)
         elif call.name == "barrier":
@@ -139,11 +143,11 @@ class ShmTransport(Transport):
 
     def _differ(self) -> None:
         """Ranks' marks differ, which all of them see: quote what each was about to do."""
-        assert self._fingerprint is not None
-        topic = f"mismatch in round {self._board.round}"
-        values = self._control.exchange(
-            self.group, topic, self._fingerprint.values(), min(self._options.timeout_s, _QUOTE_S)
-        )
+        mine = (self._quick.fingerprint() if self._quick else None) or self._fingerprint
+        assert mine is not None
+        topic, patience = f"mismatch in round {self._board.round}", min(self._options.timeout_s, _QUOTE_S)
+        # Quick calls are not numbered here; the rounds have shown that all ranks are at the same call.
+        values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), patience)
         problem = explain([Fingerprint(*value) for value in values])
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
 

@@ -20,7 +20,7 @@ from unisono.transport import Transport
 from unisono.types import Call, Message, Send, Work
 from unisono.wrappers.wrapper import Wrapper
 
-__all__ = ["Event", "Traced", "trace", "traced"]
+__all__ = ["Event", "Traced", "is_traced", "trace", "traced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,11 @@ class _TracedWork(Work):
 
 
 _sink: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
+
+
+def is_traced() -> bool:
+    """Whether a `trace` is open in this context."""
+    return _sink.get() is not None
 
 
 def traced(transport: Transport) -> Transport:

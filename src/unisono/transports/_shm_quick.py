@@ -1,0 +1,100 @@
+"""The shorter way through shared memory: all_reduce and barrier with nothing made anew for each call."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import torch
+
+from unisono.fingerprint import Fingerprint
+from unisono.reduction import HALVES, check_reducible, combine, parse_op
+from unisono.site import call_site
+from unisono.transports._shm_board import Board
+from unisono.transports._shm_rounds import ONE_SHOT_BYTES, Mark, Rounds, mark_of
+from unisono.types import ReduceOp
+
+__all__ = ["QuickRounds"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MOST = 256
+_BARRIER = mark_of("barrier", ReduceOp.BOR, None, None, ())
+
+Recipe = tuple[ReduceOp, int, Mark, tuple[list[torch.Tensor], list[torch.Tensor]] | None]
+
+
+class QuickRounds:
+    """Calls on plain dense tensors: what depends on dtype, length and operation alone is kept."""
+
+    def __init__(self, board: Board, rounds: Rounds) -> None:
+        self._board, self._rounds = board, rounds
+        self._recipes: dict[tuple[str, torch.dtype, int], Recipe] = {}
+        self._now: tuple[str, str | None, torch.Tensor | None] | None = None
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> bool:
+        """As `Quick.all_reduce`."""
+        if type(tensor) not in _PLAIN or tensor.requires_grad or not tensor.is_contiguous() or not tensor.is_cpu:
+            return False
+        key = (op, tensor.dtype, tensor.numel())
+        recipe = self._recipes.get(key) or self._prepare(key)
+        if recipe is None or tensor.is_conj() or tensor.is_neg():
+            return False
+        by, divisor, mark, stages = recipe
+        self._now = ("all_reduce", op, tensor)
+        flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+        if stages is None:
+            self._rounds.all_reduce(flat, by, mark, monotonic() + timeout)
+        else:
+            board = self._board
+            views = stages[(board.round + 1) & 1]
+            views[board.rank].copy_(flat)
+            self._rounds.first(mark, monotonic() + timeout)
+            combine(by, views[0], views[1], flat)
+            for view in views[2:]:
+                combine(by, flat, view, flat)
+        if divisor:
+            flat.div_(divisor)
+        self._now = None
+        return True
+
+    def barrier(self, timeout: float) -> bool:
+        """As `Quick.barrier`."""
+        self._now = ("barrier", None, None)
+        self._rounds.first(_BARRIER, monotonic() + timeout)
+        self._now = None
+        return True
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Of the call that is being made this way, if any."""
+        if self._now is None:
+            return None
+        name, op, tensor = self._now
+        if tensor is None:
+            return Fingerprint(0, name, ReduceOp.BOR.value, algorithm="native", site=call_site())
+        return Fingerprint(
+            0,
+            name,
+            parse_op(op).value,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            counts=(tensor.numel(),),
+            device="cpu",
+            algorithm="native",
+            shape=tuple(tensor.shape),
+            site=call_site(),
+        )
+
+    def _prepare(self, key: tuple[str, torch.dtype, int]) -> Recipe | None:
+        """What calls of this kind need; None if they need more preparation than is made here."""
+        name, dtype, count = key
+        op = parse_op(name)
+        check_reducible(op, dtype)
+        if op is ReduceOp.AVG and dtype in HALVES:
+            return None
+        by, divisor = (ReduceOp.SUM, self._board.size) if op is ReduceOp.AVG else (op, 0)
+        stages = None
+        if count * dtype.itemsize <= ONE_SHOT_BYTES:
+            stages = (self._rounds.heads(0, dtype, count), self._rounds.heads(1, dtype, count))
+        if len(self._recipes) >= _MOST:
+            self._recipes.clear()
+        recipe = by, divisor, mark_of("all_reduce", op, dtype, None, (count,)), stages
+        self._recipes[key] = recipe
+        return recipe

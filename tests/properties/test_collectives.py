@@ -1,0 +1,105 @@
+"""Every collective equals its plain reference, whatever the arguments: samples here, and the whole grid as a soak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, product
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import unisono as un
+from unisono.schedules import SCHEDULES
+from unisono.testing import pool, run_ranks, strategies
+from unisono.testing.cases import CALLS, REDUCING, ROOTED, SCHEDULED_AS, Case
+from unisono.testing.check import Report, check_case, check_reports
+from unisono.testing.placed import LAYOUTS
+from unisono.testing.reference import DTYPES, ops_for
+
+CHUNK_BYTES = 4096
+BACKENDS = ("thread", "gloo")
+# Processes are dearer than threads.
+LARGEST = {"thread": 8, "gloo": 4}
+
+# Others every time: what fails is printed so that it can be run again.
+sampled = settings(derandomize=False, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def run(backend: str, fn: Any, size: int, *args: Any, largest: int = 4) -> list[Any]:
+    if backend == "thread":
+        return run_ranks(fn, size, backend, *args, chunk_bytes=CHUNK_BYTES)
+    return pool(backend, largest, chunk_bytes=CHUNK_BYTES).run(fn, *args, size=size)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@sampled
+@given(data=st.data())
+def test_a_call_equals_its_reference(backend: str, call: str, data: st.DataObject) -> None:
+    size = data.draw(strategies.worlds(LARGEST[backend]))
+    case = data.draw(strategies.cases(size, call, CHUNK_BYTES))
+    check_reports(case, run(backend, check_case, size, case))
+
+
+def in_parts(comm: un.Communicator, parts: list[list[int]], plans: list[list[Case]]) -> list[Report]:
+    color = next(index for index, part in enumerate(parts) if comm.rank in part)
+    part = comm.split(color, key=parts[color].index(comm.rank))
+    return [check_case(part, case) for case in plans[color]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@sampled
+@given(data=st.data())
+def test_parts_at_the_same_time_equal_their_references(backend: str, data: st.DataObject) -> None:
+    size = data.draw(strategies.worlds(LARGEST[backend]))
+    parts = data.draw(strategies.parts(size))
+    plans = [
+        data.draw(st.lists(strategies.cases(len(part), chunk_bytes=CHUNK_BYTES), min_size=1, max_size=4))
+        for part in parts
+    ]
+    found = run(backend, in_parts, size, parts, plans)
+    for part, plan in zip(parts, plans, strict=True):
+        for case, *reports in zip(plan, *(found[rank] for rank in part), strict=True):
+            check_reports(case, reports)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_whole_grid_equals_its_references(backend: str, call: str, size: int) -> None:
+    every = grid(call, size)
+    while cases := list(islice(every, 100)):
+        found = run(backend, check_all, size, cases, largest=8)
+        for case, *reports in zip(cases, *found, strict=True):
+            check_reports(case, reports)
+
+
+def check_all(comm: un.Communicator, cases: list[Case]) -> list[Report]:
+    return [check_case(comm, case) for case in cases]
+
+
+def grid(call: str, size: int) -> Iterator[Case]:
+    """All algorithms, dtypes, ops, roots and counts, each with some layout, and blocking or not."""
+    chance = Random(f"{call} {size}")
+    kinds = [(dtype, op) for dtype in DTYPES for op in (ops_for(dtype) if call in REDUCING else ops_for(dtype)[:1])]
+    algorithms = [None, *SCHEDULES[SCHEDULED_AS[call]].names()]
+    for algorithm, (dtype, op), root in product(algorithms, kinds, range(size if call in ROOTED else 1)):
+        for count in sorted({0, 1, size - 1, size, size + 1, 1000, CHUNK_BYTES // dtype.itemsize + 1}):
+            yield Case(
+                call,
+                size,
+                count,
+                dtype,
+                op,
+                root,
+                chance.choice(LAYOUTS),
+                algorithm,
+                async_op=chance.random() < 0.5,
+                uneven=chance.random() < 0.5,
+                numbers=chance.choice(["whole", "any", "nan"]),
+                seed=chance.getrandbits(32),
+            )

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import socket
+import sys
 from functools import cache
 from pathlib import Path
 
-__all__ = ["host_identity"]
+__all__ = ["host_identity", "shm_obstacle"]
+
+
+def shm_obstacle() -> str | None:
+    """Why shared memory between processes would not be right here, with what to do; None if it is."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return "backend 'shm' needs Linux (memfd_create); use backend='gloo'"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        # Data, then a flag, by two plain stores: x86 keeps their order, other processors do not.
+        return (
+            f"backend 'shm' relies on the order of stores of x86-64, which {platform.machine()} does not keep; "
+            "use backend='gloo'"
+        )
+    return None
 
 
 @cache

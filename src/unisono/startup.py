@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from unisono import bootstrap
+from unisono import bootstrap, wire
 from unisono.communicator import Check, Communicator
 from unisono.group import Group
+from unisono.hosts import host_identity, shm_obstacle
 from unisono.launching.job import Job, conclude
 from unisono.launching.threads import run_threads
 from unisono.transport import Options, Transport
@@ -44,7 +45,8 @@ def init(
     process is a world of one. What was decided is logged (logger "unisono", level info).
 
     Args:
-        backend: A transport's name, or "auto": nccl where each rank has a GPU, else gloo.
+        backend: A transport's name, or "auto": nccl where each rank has a GPU, shared memory where all
+            ranks are on one host, else gloo.
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank: This process's number; from the environment if None.
@@ -73,7 +75,7 @@ def init(
         TRANSPORTS[backend]
     place = bootstrap.find(init_method, rank, world_size, timeout, secret)
     try:
-        name = _resolve(backend, place.size)
+        name = _chosen(place, timeout) if backend == "auto" else backend
         options = _options(name, device, place.local_rank or 0, timeout, chunk_bytes, place.address)
         _log.info("unisono: %s, backend %s", place.source, name)
         transport_type = TRANSPORTS[name]
@@ -115,7 +117,8 @@ def launch(
     Args:
         fn: The program of every rank.
         nprocs: How many ranks.
-        backend: A transport's name; "auto" is nccl where each rank has a GPU, else gloo.
+        backend: A transport's name; "auto" is nccl where each rank has a GPU, else shared memory ("gloo"
+            where the platform has none).
         args: Passed on to `fn`; pickled for ranks that are processes.
         kwargs: Likewise.
         timeout: The default of every operation of the communicator, in seconds; not of the whole run.
@@ -143,7 +146,7 @@ def launch(
         raise ValueError(f"on_failure must be 'end' or 'continue', not {on_failure!r}")
     if not callable(fn):
         raise TypeError(f"fn must be a function that takes the communicator, not {type(fn).__name__}")
-    name = _resolve(backend, nprocs)
+    name = _best(nprocs, shared=shm_obstacle() is None) if backend == "auto" else backend
     options = _options(name, device, None, timeout, chunk_bytes, "127.0.0.1")
     job = Job(fn, tuple(args), dict(kwargs or {}), TRANSPORTS[name], options, check, wrap)
     if job.transport.in_process:
@@ -162,14 +165,29 @@ def _check_common(timeout: float, chunk_bytes: int) -> None:
         raise ValueError(f"chunk_bytes must be a positive int, not {chunk_bytes!r}")
 
 
-def _resolve(backend: str, size: int) -> str:
-    """The transport that a name, or "auto", stands for."""
-    if backend != "auto":
-        TRANSPORTS[backend]
-        return backend
-    if torch.cuda.is_available() and torch.cuda.device_count() >= size and torch.distributed.is_nccl_available():
+def _chosen(place: bootstrap.Place, timeout: float) -> str:
+    """The best transport for where the ranks are, which each tells the others; the same answer on all."""
+    if place.size == 1:
+        return _best(1, shared=True)
+    mine = (host_identity(), torch.cuda.device_count(), shm_obstacle())
+    place.control.set(f"{place.name}/host {place.rank}", wire.encode(mine))
+    cards = [wire.decode(place.control.get(f"{place.name}/host {r}", timeout)) for r in range(place.size)]
+    hosts = [host for host, _, _ in cards]
+    gpus = all(count >= hosts.count(host) for host, count, _ in cards)
+    obstacles = [obstacle for _, _, obstacle in cards if obstacle] + (["several hosts"] if len(set(hosts)) > 1 else [])
+    if obstacles:
+        _log.info("unisono: no shared memory between these ranks: %s", obstacles[0])
+    return _best(place.size, shared=not obstacles, gpus=gpus)
+
+
+def _best(size: int, *, shared: bool, gpus: bool | None = None) -> str:
+    """nccl where each rank has a GPU, threads for a world of one, shared memory on one host, else gloo."""
+    enough = torch.cuda.device_count() >= size if gpus is None else gpus
+    if torch.cuda.is_available() and enough and torch.distributed.is_nccl_available():
         return "nccl"
-    return "thread" if size == 1 else "gloo"
+    if size == 1:
+        return "thread"
+    return "shm" if shared else "gloo"
 
 
 def _options(

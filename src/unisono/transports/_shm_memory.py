@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import platform
 import secrets
 import struct
-import sys
 
 from unisono.control import Control
 from unisono.errors import CommError, UnavailableError
 from unisono.group import Group
 
-__all__ = ["PAGE_BYTES", "check_platform", "meet"]
+__all__ = ["PAGE_BYTES", "meet"]
 
 PAGE_BYTES = 4096
 _CARD = struct.Struct("<qqq16s")
-
-
-def check_platform() -> None:
-    """`UnavailableError` where shared memory would not be right: it says why, and what to use."""
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        raise UnavailableError("backend 'shm' needs Linux (memfd_create); use backend='gloo'")
-    if platform.machine() not in ("x86_64", "AMD64"):
-        # Data, then a flag, by two plain stores: x86 keeps their order, other processors do not.
-        raise UnavailableError(
-            f"backend 'shm' relies on the order of stores of x86-64, which {platform.machine()} does not keep; "
-            "use backend='gloo'"
-        )
 
 
 def meet(group: Group, control: Control, name: str, nbytes: int, timeout: float) -> mmap.mmap:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.crew import Crew
-from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError
+from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, UnavailableError
 from unisono.fingerprint import Fingerprint, explain
 from unisono.group import Group
+from unisono.hosts import shm_obstacle
 from unisono.transport import Options, Transport
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
-from unisono.transports._shm_memory import PAGE_BYTES, check_platform, meet
+from unisono.transports._shm_memory import PAGE_BYTES, meet
 from unisono.transports._shm_quick import QuickRounds
 from unisono.transports._shm_rings import Rings
 from unisono.transports._shm_rounds import Mark, Rounds, mark_of
@@ -84,7 +85,9 @@ class ShmTransport(Transport):
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> ShmTransport:
-        check_platform()
+        obstacle = shm_obstacle()
+        if obstacle is not None:
+            raise UnavailableError(obstacle)
         return cls(group, control, options)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

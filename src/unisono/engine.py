@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -94,19 +93,17 @@ class Engine:
         return error.locate(rank=self.group.rank, size=self.group.size, operation=operation, call=call)
 
     # -- collectives ---------------------------------------------------------------------------
-    def quickly(self, operation: str, *arguments: Any, timeout: float | None) -> bool:
-        """Take the transport's shorter way if there is one and it is open; whether it was taken."""
+    def quickly(self, tensor: torch.Tensor | None, op: str, timeout: float | None) -> bool:
+        """All-reduce a tensor, or pass a barrier if None, by the transport's shorter way; whether it was taken."""
         quick = self._quick
         if quick is None or self._pending or self._broken is not None or self.closed or is_traced():
             return False
+        limit = self.options.timeout_s if timeout is None else timeout
         try:
-            done: bool = getattr(quick, operation)(*arguments, self.options.timeout_s if timeout is None else timeout)
-        except BaseException as error:
+            done = quick.barrier(limit) if tensor is None else quick.all_reduce(tensor, op, limit)
+        except CommError as error:
             self._calls += 1
-            told = self.failed(error, operation, self._calls)
-            if told is error:
-                raise
-            raise told from error
+            raise self.failed(error, "barrier" if tensor is None else "all_reduce", self._calls) from error
         self._calls += done
         return done
 

@@ -181,7 +181,7 @@ def _chosen(place: bootstrap.Place, timeout: float) -> str:
 
 
 def _best(size: int, *, shared: bool, gpus: bool | None = None) -> str:
-    """nccl where each rank has a GPU, threads for a world of one, shared memory on one host, else gloo."""
+    """Nccl where each rank has a GPU, threads for a world of one, shared memory on one host, else gloo."""
     enough = torch.cuda.device_count() >= size if gpus is None else gpus
     if torch.cuda.is_available() and enough and torch.distributed.is_nccl_available():
         return "nccl"

@@ -277,14 +277,14 @@ def test_an_empty_file_is_taken_over_and_left_empty(tmp_path: Path) -> None:
     for place in places:
         place.close()
     assert path.read_text() == ""
-    assert os.listdir(tmp_path) == ["made by the user"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_of_a_dead_run_leads_nowhere_and_is_replaced(tmp_path: Path, port: int) -> None:
     path = tmp_path / "meet"
     path.write_text(f"unisono meets here\n127.0.0.1\n{port}\nold secret\n{socket.gethostname()}\n")
     path.chmod(0o600)
-    with pytest.raises(CommTimeoutError, match="rank 0 has not come to .*what it says leads nowhere.*nobody answers"):
+    with pytest.raises(CommTimeoutError, match=r"rank 0 has not come to .*what it says leads nowhere.*nobody answers"):
         find(f"file://{path}", 1, 2, 0.3)
     for place in meet(f"file://{path}", 3):
         place.close()

@@ -18,7 +18,7 @@ from unisono.control import Cause
 from unisono.control import server as server_module
 from unisono.control.channel import HELLO_BYTES, Greeting
 from unisono.control.client import SocketControl
-from unisono.control.line import Line, connect
+from unisono.control.line import connect
 from unisono.control.server import Server
 from unisono.errors import ClosedError, CommError, CommTimeoutError, PeerLostError
 from unisono.group import Group
@@ -363,7 +363,7 @@ def test_a_stopped_server_does_not_hang_its_clients(start: Start, monkeypatch: p
     monkeypatch.setattr("unisono.control.requester._GRACE_S", 0.2)
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    with pytest.raises(CommTimeoutError, match="has not answered for 0.5 s. Is its process alive, and not stopped"):
+    with pytest.raises(CommTimeoutError, match=r"has not answered for 0.5 s. Is its process alive, and not stopped"):
         control.set("x", b"")
     with pytest.raises(CommTimeoutError, match="has not answered"):
         control.exchange(Group.world(0, 1), "x", 1, 0.1)

@@ -43,7 +43,7 @@ def test_the_users_own_is_made_once(home: Path) -> None:
     assert path.read_bytes() in found
     assert len(path.read_bytes()) == 64
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert os.listdir(path.parent) == ["secret"]
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_without_a_home_it_is_kept_among_temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ class Place:
     let_go: Callable[[], None] = field(default=nothing, repr=False)
 
     def close(self) -> None:
-        """Leave in peace; again is harmless. A server that this process hosts serves the other ranks until they have left."""
+        """Leave in peace; again is harmless. A server of this process serves the others until they have left."""
         let_go, self.let_go = self.let_go, nothing
         self.control.close()
         let_go()

@@ -60,9 +60,8 @@ class Reducing(Caller):
             >>> un.launch(program, nprocs=4, backend="thread")[3]
             [10.0, 20.0]
         """
-        if algorithm is None and not async_op and self._owner == get_ident():
-            if self._engine.quickly("all_reduce", tensor, op, timeout=timeout):
-                return None
+        if algorithm is None and not async_op and self._quickly(tensor, op, timeout):
+            return None
         self._enter("all_reduce")
         self._check_tensor(tensor, "the tensor", written=True)
         plan = plans.all_reduce(self._staging(), tensor, parse_op(op), self.size)
@@ -196,8 +195,10 @@ class Reducing(Caller):
         self, *, algorithm: str | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
         """Return when every rank has come. Collective. Cost: ceil(log2 p) rounds of one byte."""
-        if algorithm is None and not async_op and self._owner == get_ident():
-            if self._engine.quickly("barrier", timeout=timeout):
-                return None
+        if algorithm is None and not async_op and self._quickly(None, "", timeout):
+            return None
         self._enter("barrier")
         return self._engine.run(plans.barrier(), "barrier", algorithm, async_op, timeout)
+
+    def _quickly(self, tensor: torch.Tensor | None, op: str, timeout: float | None) -> bool:
+        return self._owner == get_ident() and self._engine.quickly(tensor, op, timeout)

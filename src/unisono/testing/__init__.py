@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unisono.testing import cases, laws, partitions, placed, reference, strategies
     from unisono.testing.conformance import TransportLaws
     from unisono.testing.laws import World
-    from unisono.testing.pool import RankPool, pool
+    from unisono.testing.pools import RankPool, pool
     from unisono.testing.ranks import run_ranks
     from unisono.wrappers.fault import Faulty
 
@@ -36,10 +36,10 @@ __all__ = [
 
 _HOME = {
     "Faulty": "unisono.wrappers.fault",
-    "RankPool": "unisono.testing.pool",
+    "RankPool": "unisono.testing.pools",
     "TransportLaws": "unisono.testing.conformance",
     "World": "unisono.testing.laws",
-    "pool": "unisono.testing.pool",
+    "pool": "unisono.testing.pools",
     "run_ranks": "unisono.testing.ranks",
 }
 

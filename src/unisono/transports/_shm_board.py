@@ -14,6 +14,7 @@ __all__ = ["Board"]
 
 _LINE = 8
 _LINES = 4
+_STRIDE = _LINE * _LINES
 _ARRIVED, _REDUCED, _LEFT = 0, 1, 2
 _MARKS = (1 * _LINE, 2 * _LINE)
 _ASLEEP, _BELL = 3 * _LINE, 3 * _LINE + 1
@@ -56,12 +57,12 @@ class Board:
     @staticmethod
     def nbytes(size: int) -> int:
         """Memory that a board of `size` ranks takes."""
-        return size * _LINES * _LINE * 8
+        return size * _STRIDE * 8
 
     def __init__(self, words: memoryview, address: int, rank: int, size: int) -> None:
         self._words, self._address, self.rank, self.size = words, address, rank, size
-        self._base = [r * _LINES * _LINE for r in range(size)]
-        self._others = [r for r in range(size) if r != rank]
+        self._base = [r * _STRIDE for r in range(size)]
+        self._bases = [base for r, base in enumerate(self._base) if r != rank]
         self._own = self._base[rank]
         self._spins = _SPINS if size <= (os.cpu_count() or 1) else 3
         self.round = 0
@@ -69,49 +70,55 @@ class Board:
         self.broken: BaseException | None = None
 
     # -- rounds --------------------------------------------------------------------------------
-    def arrive(self, deadline: float, mark: tuple[int, ...] | None = None) -> None:
-        """Tell that this rank's part of the next round lies ready, and wait for all the others' parts."""
+    def arrive(self, deadline: float, mark: tuple[int, int, int, int] | None = None) -> bool:
+        """Tell that this rank's part of the next round lies ready, and wait for all the others' parts.
+
+        Returns whether any rank's mark differs from this one's in its first three words.
+        """
         words, own = self._words, self._own
         self.round = number = self.round + 1
-        if mark is not None:
-            place = own + _MARKS[number & 1]
-            words[place], words[place + 1], words[place + 2], words[place + 3] = mark
-        words[own + _ARRIVED] = number
-        self._ring()
+        if mark is None:
+            words[own] = number
+            self._wait(_ARRIVED, number, deadline)
+            return False
+        offset = _MARKS[number & 1]
+        place = own + offset
+        words[place], words[place + 1], words[place + 2], words[place + 3] = mark
+        words[own] = number
         self._wait(_ARRIVED, number, deadline)
+        first, second, third, _ = mark
+        for base in self._bases:
+            place = base + offset
+            if words[place] != first or words[place + 1] != second or words[place + 2] != third:
+                return True
+        return False
 
     def extras(self) -> list[int]:
         """The fourth word of each rank's mark of this round."""
         words, offset = self._words, _MARKS[self.round & 1] + 3
         return [words[base + offset] for base in self._base]
 
-    def differs(self, mark: tuple[int, ...]) -> bool:
-        """Whether any rank's first three words differ from these. Call before the next round."""
-        words, offset = self._words, _MARKS[self.round & 1]
-        for rank in self._others:
-            place = self._base[rank] + offset
-            if words[place] != mark[0] or words[place + 1] != mark[1] or words[place + 2] != mark[2]:
-                return True
-        return False
-
     def reduced(self, deadline: float) -> None:
         """Tell that this rank's share of the round is reduced, and wait for all the others' shares."""
         self._reductions = number = self._reductions + 1
         self._words[self._own + _REDUCED] = number
-        self._ring()
         self._wait(_REDUCED, number, deadline)
 
     def _wait(self, counter: int, number: int, deadline: float) -> None:
+        """Wake who sleeps, and wait until everybody's counter has come to a number."""
         words = self._words
-        for rank in self._others:
-            place = self._base[rank] + counter
+        for base in self._bases:
+            if words[base + _ASLEEP]:
+                self.ring(base // _STRIDE)
+        for base in self._bases:
+            place = base + counter
             if words[place] >= number:
                 continue
             spins = self._spins
             while words[place] < number and spins:
                 spins -= 1
             if words[place] < number:
-                self.wait_until(lambda place=place: words[place] >= number, deadline, [rank])  # type: ignore[misc]
+                self.wait_until(lambda place=place: words[place] >= number, deadline, [base // _STRIDE])  # type: ignore[misc]
 
     # -- waiting -------------------------------------------------------------------------------
     def wait_until(self, ready: Callable[[], bool], deadline: float, missing: Sequence[int]) -> None:
@@ -146,15 +153,8 @@ class Board:
     def leave(self) -> None:
         """Tell that this rank will take no further part."""
         self._words[self._own + _LEFT] = 1
-        self._ring()
-
-    def _ring(self) -> None:
-        """Wake who sleeps."""
-        words = self._words
-        for rank in self._others:
-            base = self._base[rank]
-            if words[base + _ASLEEP]:
-                self.ring(rank)
+        for base in self._bases:
+            self.ring(base // _STRIDE)
 
     def ring(self, rank: int) -> None:
         """Wake one rank if it sleeps."""

@@ -36,7 +36,7 @@ class QuickRounds:
             return False
         key = (op, tensor.dtype, tensor.numel())
         recipe = self._recipes.get(key) or self._prepare(key)
-        if recipe is None or tensor.is_conj() or tensor.is_neg():
+        if recipe is None:
             return False
         by, divisor, mark, stages = recipe
         self._now = ("all_reduce", op, tensor)
@@ -48,9 +48,13 @@ class QuickRounds:
             views = stages[(board.round + 1) & 1]
             views[board.rank].copy_(flat)
             self._rounds.first(mark, monotonic() + timeout)
-            combine(by, views[0], views[1], flat)
-            for view in views[2:]:
-                combine(by, flat, view, flat)
+            if by is ReduceOp.SUM and board.size == 2:
+                # Of two, the sum's bits do not depend on the order, and adding in place is the fastest.
+                flat.add_(views[1 - board.rank])
+            else:
+                combine(by, views[0], views[1], flat)
+                for view in views[2:]:
+                    combine(by, flat, view, flat)
         if divisor:
             flat.div_(divisor)
         self._now = None
@@ -87,7 +91,8 @@ class QuickRounds:
         name, dtype, count = key
         op = parse_op(name)
         check_reducible(op, dtype)
-        if op is ReduceOp.AVG and dtype in HALVES:
+        if (op is ReduceOp.AVG and dtype in HALVES) or dtype.is_complex:
+            # Halves are divided first, and a complex tensor may be a conjugate view.
             return None
         by, divisor = (ReduceOp.SUM, self._board.size) if op is ReduceOp.AVG else (op, 0)
         stages = None

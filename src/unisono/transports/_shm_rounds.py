@@ -76,8 +76,7 @@ class Rounds:
     # -- building blocks -----------------------------------------------------------------------
     def first(self, mark: Mark, deadline: float) -> None:
         """Arrive in the first round of a call, and compare what everybody is about to do."""
-        self._board.arrive(deadline, mark)
-        if self._board.differs(mark):
+        if self._board.arrive(deadline, mark):
             self._differ()
 
     def _next_half(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from unisono.communicator import Communicator
-from unisono.testing.pool import pool
+from unisono.testing.pools import pool
 from unisono.testing.ranks import TIMEOUT_S
 from unisono.transport import Transport
 

@@ -1,4 +1,4 @@
-"""Processes that a test starts, and that never outlive it."""
+"""A control plane, and processes, that never outlive the test that uses them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from unisono import wire
+from unisono.control.client import SocketControl
+from unisono.control.server import Server
 
 # A bare package in the place of unisono: its front door imports torch, which takes seconds in each process.
 _BARE = f"""
@@ -44,3 +46,21 @@ def start() -> Iterator[Start]:
     for process in started:
         process.kill()
         process.communicate(timeout=30)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A control server whose secret is `of the tests`."""
+    serving = Server(b"of the tests")
+    yield serving
+    serving.close()
+    assert not serving._thread.is_alive()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[SocketControl]:
+    """A handle to it."""
+    control = SocketControl(server.address, b"of the tests", 10.0)
+    yield control
+    control.close()
+    assert not control._reader.is_alive()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import queue
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -129,7 +126,6 @@ def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         """
-import os
 from pathlib import Path
 from unisono.bootstrap import find
 from unisono.group import Group
@@ -266,82 +262,6 @@ def test_different_sizes(port: int) -> None:
     outcomes = together(lambda: find(url, 0, 2, SOON), lambda: find(url, 1, 3, SOON))
     assert [type(outcome) for outcome in outcomes] == [MismatchError] * 2
     assert all("start all of them with the same number" in str(outcome) for outcome in outcomes)
-
-
-# -- files -----------------------------------------------------------------------------------------
-def test_an_empty_file_is_taken_over_and_left_empty(tmp_path: Path) -> None:
-    path = tmp_path / "made by the user"
-    path.touch()
-    places = meet(f"file://{tmp_path}/made%20by%20the%20user", 2)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    for place in places:
-        place.close()
-    assert path.read_text() == ""
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_of_a_dead_run_leads_nowhere_and_is_replaced(tmp_path: Path, port: int) -> None:
-    path = tmp_path / "meet"
-    path.write_text(f"unisono meets here\n127.0.0.1\n{port}\nold secret\n{socket.gethostname()}\n")
-    path.chmod(0o600)
-    with pytest.raises(CommTimeoutError, match=r"rank 0 has not come to .*what it says leads nowhere.*nobody answers"):
-        find(f"file://{path}", 1, 2, 0.3)
-    for place in meet(f"file://{path}", 3):
-        place.close()
-
-
-def test_a_file_of_a_run_that_lives_still(tmp_path: Path) -> None:
-    path = tmp_path / "meet"
-    old = Server(b"old secret")
-    path.write_text(f"unisono meets here\n127.0.0.1\n{old.address[1]}\nold secret\n{socket.gethostname()}\n")
-    path.chmod(0o600)
-    seated: queue.SimpleQueue[str] = queue.SimpleQueue()
-    real = SocketControl.enrol
-
-    def watched(self: SocketControl, *arguments: Any) -> str:
-        name = real(self, *arguments)
-        seated.put(name)
-        return name
-
-    def first() -> Place:
-        # Rank 1 sits at the old server already.
-        assert seated.get(timeout=SOON) == "world1"
-        return find(f"file://{path}", 0, 2, SOON)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SocketControl, "enrol", watched)
-        places = together(first, lambda: find(f"file://{path}", 1, 2, SOON))
-    assert [place.rank for place in places] == [0, 1]
-    for place in places:
-        place.close()
-    old.close()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_files_that_are_something_else(tmp_path: Path, rank: int) -> None:
-    path = tmp_path / "thesis.tex"
-    path.write_text("ten years of work\n")
-    with pytest.raises(ValueError, match="holds something else, which is left alone"):
-        find(f"file://{path}", rank, 2, 1.0)
-    assert path.read_text() == "ten years of work\n"
-    with pytest.raises(CommError, match="cannot read"):
-        find(f"file://{tmp_path}", rank, 2, 1.0)
-
-
-def test_files_that_others_could_have_written(tmp_path: Path) -> None:
-    path = tmp_path / "meet"
-    path.write_text("unisono meets here\n127.0.0.1\n1\nsecret\nhost\n")
-    path.chmod(0o644)
-    with pytest.raises(CommError, match="is open to other users"):
-        find(f"file://{path}", 1, 2, 1.0)
-
-
-def test_files_of_another_host(tmp_path: Path) -> None:
-    path = tmp_path / "meet"
-    path.write_text("unisono meets here\n127.0.0.1\n1\nsecret\nelsewhere\n")
-    path.chmod(0o600)
-    with pytest.raises(CommTimeoutError, match="written on elsewhere: for ranks of several hosts use tcp://"):
-        find(f"file://{path}", 1, 2, 0.1)
 
 
 # -- ends ------------------------------------------------------------------------------------------

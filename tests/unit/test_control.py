@@ -1,4 +1,4 @@
-"""The control plane's promises, on the bare state machine, within a process, and over sockets."""
+"""The control plane's promises, within a process and over sockets."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 from unisono.control import Cause, LocalHub, error_of
 from unisono.control.client import SocketControl
 from unisono.control.requester import Requester
 from unisono.control.server import Server
-from unisono.control.state import ControlState
 from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
 from unisono.group import Group
 
@@ -308,91 +305,3 @@ def test_error_of() -> None:
     assert type(error_of(Cause("ClosedError", None, "x"))) is ClosedError
     assert type(error_of(Cause("ValueError", None, "x"))) is CommError
     assert type(error_of(Cause("annotations", None, "x"))) is CommError
-
-
-# -- the pure state machine ------------------------------------------------------------------------
-def test_memory_is_bounded() -> None:
-    state = ControlState()
-    for number in range(50):
-        for rank in range(2):
-            state.handle(rank, 1, ("join", f"g{number}", rank, 2))
-        for topic in range(20):
-            for rank in range(2):
-                state.handle(rank, 1, ("exchange", f"g{number}", f"t{topic}", b"x", True))
-        for rank in range(2):
-            state.handle(rank, 1, ("get", f"never {number}"))
-            state.handle(rank, 1, ("leave", f"g{number}"))
-    for rank in range(2):
-        state.handle(rank, 1, ("bye",))
-    assert not state._groups._groups
-    assert not state._groups._ranks
-    assert not state._keys._waiting
-    assert not state._clients
-
-
-verbs = st.one_of(
-    st.tuples(st.just("join"), st.sampled_from("ab"), st.integers(0, 2), st.just(3)),
-    st.tuples(st.just("leave"), st.sampled_from("ab")),
-    st.tuples(
-        st.just("exchange"), st.sampled_from("ab"), st.sampled_from("xy"), st.sampled_from([b"1", b"2"]), st.booleans()
-    ),
-    st.tuples(st.just("withdraw"), st.sampled_from("ab"), st.sampled_from("xy"), st.just(1.0)),
-    st.tuples(st.just("fail"), st.sampled_from("ab"), st.just("AbortedError"), st.integers(0, 2), st.text(max_size=3)),
-    st.tuples(st.just("get"), st.sampled_from("kl")),
-    st.tuples(st.just("set"), st.sampled_from("kl"), st.binary(max_size=2)),
-    st.tuples(st.just("enrol"), st.just("job"), st.integers(0, 2), st.just(3), st.sampled_from("pq")),
-    st.just(("bye",)),
-    st.just("lost"),
-)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), verbs), max_size=60))
-def test_any_story_answers_each_request_once(story: list[tuple[int, Any]]) -> None:
-    state = ControlState()
-    asked: set[tuple[int, int]] = set()
-    over: set[tuple[int, int]] = set()
-    for number, (client, words) in enumerate(story, start=1):
-        if words != "lost":
-            asked.add((client, number))
-        out = state.lost(client) if words == "lost" else state.handle(client, number, words)
-        for who, (request, outcome, body) in out:
-            if request:
-                assert (who, request) in asked | over
-                asked.discard((who, request))
-            else:
-                assert outcome == "failed"
-                assert state._groups.cause(body[0]) in (Cause(*body[1:]), None)
-        if words in ("lost", ("bye",)):
-            over |= {(who, what) for who, what in asked if who == client}
-            asked -= over
-    waiting = {item for items in state._keys._waiting.values() for item in items}
-    for group in state._groups._groups.values():
-        waiting |= {(who.client, who.request) for exchange in group.exchanges.values() for who in exchange.values()}
-    assert asked <= waiting
-
-
-def test_what_was_brought_before_leaving_counts() -> None:
-    state = ControlState()
-    for rank in range(2):
-        state.handle(rank, 1, ("join", "g", rank, 2))
-    assert state.handle(0, 2, ("exchange", "g", "x", b"mine", False)) == []
-    assert state.handle(0, 3, ("leave", "g")) == [(0, (3, "ok", None))]
-    out = state.handle(1, 4, ("exchange", "g", "x", b"yours", False))
-    assert sorted(out) == [(0, (2, "ok", [b"mine", b"yours"])), (1, (4, "ok", [b"mine", b"yours"]))]
-
-
-def test_enrol() -> None:
-    state = ControlState()
-    assert state.handle(1, 1, ("enrol", "world", 0, 2, "p")) == [(1, (1, "ok", "world1"))]
-    assert state.handle(2, 2, ("enrol", "world", 1, 2, "q")) == [(2, (2, "ok", "world1"))]
-    assert state.handle(3, 3, ("enrol", "world", 0, 2, "p")) == [(3, (3, "ok", "world2"))], "a process's next init"
-    refused = state.handle(4, 4, ("enrol", "world", 0, 2, "r"))
-    assert [(who, reply[1]) for who, reply in refused] == [(3, "failed"), (4, "failed")], "another one beside it"
-    state.lost(3)
-    assert state.handle(4, 5, ("enrol", "world", 0, 2, "r")) == [(4, (5, "ok", "world3"))], "the one after it"
-
-
-@pytest.mark.parametrize("words", [(), ("nothing",), ("set", "k"), ("join", [], 0, 1), ("_forget",), "set"])
-def test_requests_out_of_form_are_refused(words: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        ControlState().handle(1, 1, words)

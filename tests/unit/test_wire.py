@@ -153,7 +153,7 @@ def test_no_constructor_runs() -> None:
 
 
 def test_equal_sets_have_equal_bytes() -> None:
-    up, down = {0, 8, 16}, {16, 8, 0}
+    up, down = set(range(0, 24, 8)), set(range(16, -8, -8))
     assert list(up) != list(down)
     assert wire.encode(up) == wire.encode(down)
 

@@ -59,9 +59,9 @@ def lease(key: str, secret: bytes | None, host: str, port: int, withdraw: Callab
     """
     with _lock:
         known = _leases.get((os.getpid(), key))
-        if known is not None and known.server.stay():
-            if secret not in (None, known.secret):
-                raise ValueError(f"this process hosts {key} already, with another secret; pass the same one")
+        if known is not None and known.users and secret not in (None, known.secret):
+            raise ValueError(f"this process hosts {key} already, with another secret; pass the same one")
+        if known is not None and secret in (None, known.secret) and known.server.stay():
             known.users += 1
             return known
         chosen = secrets.token_hex(32).encode() if secret is None else secret
@@ -77,4 +77,6 @@ def _close_servers() -> None:
     for held in mine:
         if held.users:
             held.withdraw()
+        held.server.retire(_LINGER_S)
+    for held in mine:
         held.server.close(_LINGER_S)

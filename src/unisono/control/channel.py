@@ -86,7 +86,7 @@ class Greeting:
 
     def __init__(self, secret: bytes, *, client: bool) -> None:
         self._secret, self._client = secret, client
-        self._nonce = os.urandom(_NONCE_BYTES)
+        self._nonce, self._theirs = os.urandom(_NONCE_BYTES), b""
         self.hello = _WORD + self._nonce
 
     def meet(self, hello: bytes) -> bool:

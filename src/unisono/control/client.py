@@ -143,7 +143,7 @@ class SocketControl(Requester):
                     self._read_until(waiter, deadline)
                 finally:
                     self._reading.release()
-                    self._wake_another()
+                    self._wake_others()
             else:
                 waiter.sleep(left_s)
             left_s = deadline - time.monotonic()
@@ -164,12 +164,11 @@ class SocketControl(Requester):
             self._lose()
             waiter.sleep(deadline - time.monotonic())
 
-    def _wake_another(self) -> None:
-        """Somebody else who waits has to read from now on."""
+    def _wake_others(self) -> None:
+        """One of them has to read from now on. Which thread sleeps for which answer is not known here."""
         for other in list(self._waiters.values()):
             if other.reply is None:
                 other.wake()
-                return
 
     def _lose(self) -> None:
         """The connection has ended. Why, only the thread that reads the news knows; it tells all who wait."""

@@ -17,6 +17,7 @@ __all__ = ["Line", "connect"]
 _READ_BYTES = 1 << 16
 _PAUSES_S = (0.01, 0.02, 0.05, 0.1, 0.2)
 _HELLO_WITHIN_S = 5.0
+_MAX_POLL_S = 1e6
 
 
 class Line:
@@ -71,7 +72,7 @@ class Line:
 
 
 def _milliseconds(seconds: float) -> int:
-    return min(max(0, round(seconds * 1000 + 0.5)), 2**31 - 1)
+    return round(min(max(seconds, 0.0), _MAX_POLL_S) * 1000 + 0.5)
 
 
 def connect(address: tuple[str, int], secret: bytes, timeout: float) -> tuple[Line, Line]:

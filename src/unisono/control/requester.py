@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,13 +13,12 @@ from unisono import wire
 from unisono.control.base import Cause, Control
 from unisono.control.failure import error_of
 from unisono.control.groups import Reply
-from unisono.errors import CommTimeoutError
+from unisono.errors import ClosedError, CommTimeoutError, PeerLostError
 from unisono.group import Group
 
 __all__ = ["Requester", "Waiter"]
 
 Callback = Callable[[], None]
-
 
 # After a timeout: for the server to say what came of it.
 _GRACE_S = 5.0
@@ -73,7 +72,7 @@ class _Membership:
         return lambda: self._on_failure(cause)
 
 
-class Requester(Control):
+class Requester(Control, ABC):
     """A rank's handle, but for how messages travel.
 
     Args:
@@ -160,6 +159,7 @@ class Requester(Control):
 
     def give_up(self, error: BaseException | None) -> None:
         """Close, since the process ends: in peace, or telling every group the error that ends it."""
+        self._patience_s = min(self._patience_s, _GRACE_S)
         for membership in list(self._members.values()):
             if error is not None and self._ended is None:
                 group = membership.group
@@ -209,14 +209,16 @@ class Requester(Control):
             self._ask("join", group.name, group.rank, group.size, group=group)
         except BaseException:
             if before is None:
-                del self._members[group.name]
+                self._members.pop(group.name, None)
             else:
                 self._members[group.name] = before
             raise
 
     def leave(self, group: Group) -> None:
-        if self._members.pop(group.name, None) is not None and self._ended is None:
-            self._ask("leave", group.name, group=group)
+        if self._members.pop(group.name, None) is not None:
+            # Without a control plane there is nothing left to leave.
+            with contextlib.suppress(PeerLostError, ClosedError):
+                self._ask("leave", group.name, group=group)
 
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
         contents = self._exchange(group, topic, value, timeout, agree=False)
@@ -254,7 +256,7 @@ class Requester(Control):
     def cause(self, group: Group, patience: float = 0.0) -> Cause | None:
         membership = self._members.get(group.name)
         if membership is not None:
-            membership.told.wait(patience) if patience > 0 else None
+            membership.told.wait(max(0.0, patience))
             return membership.cause
         told = None if self._ended is not None else self._ask("cause", group.name)
         return None if told is None else Cause(*told)

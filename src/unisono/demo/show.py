@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ __all__ = ["Ready", "Settings", "prepare", "show"]
 
 TOLERANCE = 1e-10
 _TIMEOUT_S = 120.0
-_PROOF_STEPS = 300
+_PROOF_STEPS = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,9 @@ class Ready:
     def launch(self, program: Any, *args: Any) -> list[Any]:
         """Each rank's result of a program."""
         chosen = self.settings
-        return un.launch(program, chosen.ranks, self.backend, args=args, device=chosen.device, timeout=_TIMEOUT_S)
+        return un.launch(
+            program, chosen.ranks, self.backend, args=args, device=chosen.device, threads=1, timeout=_TIMEOUT_S
+        )
 
 
 def prepare(settings: Settings) -> Ready:
@@ -85,16 +85,20 @@ def _backend(settings: Settings) -> str:
         # An unknown name is an error that lists the known ones.
         TRANSPORTS[settings.backend]
         return settings.backend
-    if settings.device == "cpu":
-        return "gloo"
-    # NCCL wants a GPU for each rank; threads can share one.
-    return "nccl" if torch.cuda.device_count() >= settings.ranks else "thread"
+    # NCCL wants a GPU for each rank; gloo lets ranks share one.
+    enough = settings.device == "cuda" and torch.cuda.device_count() >= settings.ranks
+    return "nccl" if enough else "gloo"
 
 
 def show(ready: Ready) -> int:
     """Train, prove, and print; the exit status: 0, or 1 if the proof failed."""
-    with _cores_shared_by(ready.settings.ranks):
+    # So small a network is fastest on one core, and more would hinder each other: also in ranks that are threads.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         return _show(ready)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _show(ready: Ready) -> int:
@@ -117,17 +121,6 @@ def _show(ready: Ready) -> int:
     _say(f"test accuracy: {100 * accuracy(model, ready.held_out):.1f} %")
     _say(f"next: {_next(settings)}")
     return 0 if proved else 1
-
-
-@contextmanager
-def _cores_shared_by(ranks: int) -> Iterator[None]:
-    """Ranks that are threads would otherwise each take all cores, and hinder each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, before // ranks))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _prove(ready: Ready, steps: int) -> bool:

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.testing import cases, laws, partitions, placed, reference, strategies
+    from unisono.testing import cases, gradients, laws, partitions, placed, reference, strategies
     from unisono.testing.conformance import TransportLaws
     from unisono.testing.laws import World
     from unisono.testing.pools import RankPool, pool
@@ -25,6 +25,7 @@ __all__ = [
     "TransportLaws",
     "World",
     "cases",
+    "gradients",
     "laws",
     "partitions",
     "placed",

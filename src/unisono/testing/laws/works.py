@@ -22,9 +22,6 @@ __all__ = [
     "works_may_be_waited_for_in_any_order",
 ]
 
-_WITHIN_S = 5.0
-
-
 def a_work_knows_whether_it_is_done(world: World) -> None:
     """`is_completed` is false before the message is sent, and true, without an error, after `wait`."""
 
@@ -73,27 +70,27 @@ def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
 def a_work_completes_unaided(world: World) -> None:
     """`is_completed` turns true though nobody waits; the message is there then. For collectives, too."""
 
-    def program(comm: Communicator) -> tuple[float, float]:
+    def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got, total = numbers(comm, -1), numbers(comm, comm.rank + 1)
         work = comm.isend(numbers(comm, 7), 1) if comm.rank == 0 else comm.irecv(got, 0)
-        _poll(work)
-        _poll(comm.all_reduce(total, async_op=True))
+        _poll(work, within_s)
+        _poll(comm.all_reduce(total, async_op=True), within_s)
         return got.item(), total.item()
 
-    assert world.run(program) == [(-1, 3), (7, 3)]
+    assert world.run(program, world.soon_s) == [(-1, 3), (7, 3)]
 
 
 def a_future_completes_unaided(world: World) -> None:
     """`get_future` completes though nobody waits for the work; the message is there then. For collectives, too."""
 
-    def program(comm: Communicator) -> tuple[float, float]:
+    def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got, total = numbers(comm, -1), numbers(comm, comm.rank + 1)
         work = comm.isend(numbers(comm, 7), 1) if comm.rank == 0 else comm.irecv(got, 0)
         seen = work.get_future().then(lambda future: (future.value(), got.item())[1])
         summed = comm.all_reduce(total, async_op=True).get_future().then(lambda _: total.item())
-        return _value(seen), _value(summed)
+        return _value(seen, within_s), _value(summed, within_s)
 
-    assert world.run(program) == [(-1, 3), (7, 3)]
+    assert world.run(program, world.soon_s) == [(-1, 3), (7, 3)]
 
 
 def works_may_be_waited_for_in_any_order(world: World) -> None:
@@ -115,7 +112,7 @@ def works_may_be_waited_for_in_any_order(world: World) -> None:
 def one_of_many_works_can_be_waited_for(world: World) -> None:
     """`wait_any` returns the work that is done, not the first of the list."""
 
-    def program(comm: Communicator) -> int | None:
+    def program(comm: Communicator, within_s: float) -> int | None:
         if comm.rank > 0:
             comm.recv(numbers(comm, 0), 0)
             comm.send(numbers(comm, comm.rank), 0)
@@ -123,13 +120,13 @@ def one_of_many_works_can_be_waited_for(world: World) -> None:
         got = numbers(comm, -1, -1)
         works = [comm.irecv(got[n], n + 1) for n in range(2)]
         comm.send(numbers(comm, 0), 2)
-        first = wait_any(works, _WITHIN_S)
+        first = wait_any(works, within_s)
         comm.send(numbers(comm, 0), 1)
         for work in works:
             work.wait()
         return first
 
-    assert world.run(program, size=3)[0] == 1
+    assert world.run(program, world.soon_s, size=3)[0] == 1
 
 
 def collectives_may_be_waited_for_in_any_order(world: World) -> None:
@@ -148,16 +145,16 @@ def collectives_may_be_waited_for_in_any_order(world: World) -> None:
         assert found == [[3.0 * n + 3] for n in range(6)], found
 
 
-def _poll(work: Work) -> None:
-    deadline = time.monotonic() + _WITHIN_S
+def _poll(work: Work, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
     while not work.is_completed():
-        assert time.monotonic() < deadline, f"not complete after {_WITHIN_S} s without a wait"
+        assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"
         time.sleep(0.001)
 
 
-def _value(future: torch.futures.Future[float]) -> float:
-    deadline = time.monotonic() + _WITHIN_S
+def _value(future: torch.futures.Future[float], within_s: float) -> float:
+    deadline = time.monotonic() + within_s
     while not future.done():
-        assert time.monotonic() < deadline, f"the future is not complete after {_WITHIN_S} s"
+        assert time.monotonic() < deadline, f"the future is not complete after {within_s} s"
         time.sleep(0.001)
     return future.value()

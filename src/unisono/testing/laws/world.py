@@ -36,6 +36,16 @@ class World:
     timeout: float = TIMEOUT_S
     chunk_bytes: int = 4096
 
+    @property
+    def soon_s(self) -> float:
+        """Seconds in which what needs no waiting has long been done."""
+        return self.timeout / 2
+
+    @property
+    def never_s(self) -> float:
+        """Seconds for a wait that something else must end: longer than soon, shorter than any other wait."""
+        return 0.9 * self.timeout
+
     def run(
         self, fn: Callable[..., Any], *args: Any, size: int = 2, on_failure: Literal["end", "continue"] = "end"
     ) -> list[Any]:

@@ -1,0 +1,16 @@
+"""Takes a number for larger than NaN, as most hardware does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unisono import reduction
+from unisono.types import ReduceOp
+
+LAW = "every_op_and_dtype_equals_the_reference"
+COMPLAINT = r"op=<ReduceOp.MAX(.|\n)*not nan"
+
+
+def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(reduction._COMBINE, ReduceOp.MAX, torch.fmax)

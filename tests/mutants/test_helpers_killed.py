@@ -1,0 +1,25 @@
+"""Every change in `mutants/helpers/` makes a part of the package wrong, and a law says in which way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from loading import load, mutants
+
+from unisono.testing.laws import LAWS, World
+
+MUTANTS = mutants("helpers")
+BY_NAME = {law.__name__: law for law in LAWS}
+
+
+@pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
+def test_a_law_kills(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = load(path)
+    mutant.put_in(monkeypatch)
+    with pytest.raises(Exception, match=mutant.COMPLAINT):
+        BY_NAME[mutant.LAW](World("thread", timeout=1.0))
+
+
+def test_there_are_mutants() -> None:
+    assert len(MUTANTS) >= 8

@@ -1,0 +1,17 @@
+"""Lets waits go on when the communicator is aborted."""
+
+from __future__ import annotations
+
+from unisono.transport import Transport
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "abort_ends_every_wait"
+COMPLAINT = "the wait went on after the abort"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def abort(self, cause: BaseException) -> None:
+        pass

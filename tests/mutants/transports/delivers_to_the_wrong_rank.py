@@ -1,0 +1,25 @@
+"""Swaps two ranks' mail: what is for rank 2 goes to rank 3, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.transport import Transport
+from unisono.types import Message, Send, Work
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "peers_do_not_mix"
+COMPLAINT = r"rank 2 got \[3\.0, 13\.0"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self.inner.post([self._swapped(message) for message in batch])
+
+    def _swapped(self, message: Message) -> Message:
+        if isinstance(message, Send) and {2, 3} == {message.peer, 5 - message.peer} and self.rank < 2:
+            return Send(message.tensor, 5 - message.peer, message.tag)
+        return message

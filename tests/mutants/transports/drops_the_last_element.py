@@ -1,0 +1,28 @@
+"""Sends nothing in place of the last element of a long message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.transport import Transport
+from unisono.types import Message, Send, Work
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "long_messages_arrive"
+COMPLAINT = r"messages of \[1025, 16385, 1048579\] elements have changed"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self.inner.post([_without_the_last(message) for message in batch])
+
+
+def _without_the_last(message: Message) -> Message:
+    if not isinstance(message, Send) or message.tensor.numel() <= 1024:
+        return message
+    shorter = message.tensor.clone()
+    shorter[-1] = 0
+    return Send(shorter, message.peer, message.tag)

@@ -1,0 +1,20 @@
+"""Takes all tags of users for one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.transport import Transport
+from unisono.types import Message, Work
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "tags_do_not_mix"
+COMPLAINT = "tags 0, 1, 7 and .* brought"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self.inner.post([type(m)(m.tensor, m.peer, min(m.tag, 0)) for m in batch])

@@ -1,0 +1,20 @@
+"""Has one channel for users' messages and those of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.transport import Transport
+from unisono.types import Message, Work
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "messages_and_collectives_do_not_mix"
+COMPLAINT = "waited 1.0 s for 4 B from rank 0"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self.inner.post([type(m)(m.tensor, m.peer, max(m.tag, 0)) for m in batch])

@@ -1,0 +1,36 @@
+"""Has a native all_reduce that takes contributions in another order on every rank, so that bits differ."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.transport import Transport
+from unisono.types import COLLECTIVE_TAG, Call, Recv, ReduceOp, Send, Work
+from unisono.work import Completion
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "results_are_the_same_bits_everywhere_and_every_time"
+COMPLAINT = "ranks hold . different results"
+
+
+class Mutant(Wrapper):
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.native = frozenset({"all_reduce"})
+
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def carries(self, call: Call) -> bool:
+        return call.name == "all_reduce" and call.op is ReduceOp.SUM and call.inputs[0].is_floating_point()
+
+    def collective(self, call: Call) -> Work:
+        tensor, others = call.outputs[0], [rank for rank in range(self.size) if rank != self.rank]
+        got = [torch.empty_like(tensor) for _ in others]
+        receives = [Recv(t, rank, COLLECTIVE_TAG) for t, rank in zip(got, others, strict=True)]
+        self.post([*receives, *(Send(tensor, rank, COLLECTIVE_TAG) for rank in others)]).wait(1.0)
+        for contribution in got:
+            tensor += contribution
+        work = Completion(1.0)
+        work.complete()
+        return work

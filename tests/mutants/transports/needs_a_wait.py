@@ -1,0 +1,31 @@
+"""Gets messages only while somebody waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.transport import Transport
+from unisono.types import Message, Work
+from unisono.work import Completion
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "a_work_completes_unaided"
+COMPLAINT = "not complete after 0.5 s without a wait"
+
+
+class Lazy(Completion):
+    def __init__(self, inner: Work) -> None:
+        super().__init__(10.0)
+        self._inner = inner
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._inner.wait(timeout)
+        self.complete()
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return Lazy(self.inner.post(batch))

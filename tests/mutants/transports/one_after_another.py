@@ -1,0 +1,22 @@
+"""Does not start a message of a batch before the one before it has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.transport import Transport
+from unisono.types import Message, Work
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "a_batch_does_not_deadlock"
+COMPLAINT = "waited 1.0 s for 1.0 MiB"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        for message in batch:
+            self.inner.post([message]).wait(1.0)
+        return self.inner.post([])

@@ -1,0 +1,20 @@
+"""Lets a part of a group use its parent's channel."""
+
+from __future__ import annotations
+
+from unisono.group import Group
+from unisono.transport import Transport
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "the_messages_of_parent_and_part_do_not_mix"
+COMPLAINT = r"parent, part, part brought \[2\.0, 1\.0, 0\.0\]"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def split(self, group: Group) -> Mutant:
+        part = Mutant(self.inner)
+        part.group = group
+        return part

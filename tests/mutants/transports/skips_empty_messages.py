@@ -1,0 +1,20 @@
+"""Does not send what has no elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.transport import Transport
+from unisono.types import Message, Recv, Work
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "empty_messages_arrive"
+COMPLAINT = "rank 0 sent 1 elements of float32|waited"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self.inner.post([m for m in batch if m.tensor.numel() or isinstance(m, Recv)])

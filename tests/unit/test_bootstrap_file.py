@@ -1,0 +1,141 @@
+"""file://: empty files, old files, files of living runs, and files that are something else."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.bootstrap import Place, find, hosting
+from unisono.control.client import SocketControl
+from unisono.control.server import Server
+from unisono.errors import CommError, CommTimeoutError
+
+SOON = 20.0
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No ranks in the environment, an own secret, and no server that outlives a test."""
+    for name in (*VARIABLES, "UNISONO_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    yield
+    for lease in list(hosting._leases.values()):
+        lease.server.close()
+    hosting._leases.clear()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as placeholder:
+        number: int = placeholder.getsockname()[1]
+        return number
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call returned or raised, all of them at the same time."""
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(SOON * 2) for future in [pool.submit(outcome, call) for call in calls]]
+
+
+def meet(method: str, size: int, timeout_s: float = SOON) -> list[Place]:
+    """All ranks' places, each rank a thread."""
+    places = together(*[lambda rank=rank: find(method, rank, size, timeout_s) for rank in range(size)])
+    for place in places:
+        if isinstance(place, Exception):
+            raise place
+    return places
+
+
+def test_an_empty_file_is_taken_over_and_left_empty(tmp_path: Path) -> None:
+    path = tmp_path / "made by the user"
+    path.touch()
+    places = meet(f"file://{tmp_path}/made%20by%20the%20user", 2)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for place in places:
+        place.close()
+    assert path.read_text() == ""
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_of_a_dead_run_leads_nowhere_and_is_replaced(tmp_path: Path, port: int) -> None:
+    path = tmp_path / "meet"
+    path.write_text(f"unisono meets here\n127.0.0.1\n{port}\nold secret\n{socket.gethostname()}\n")
+    path.chmod(0o600)
+    with pytest.raises(CommTimeoutError, match=r"rank 0 has not come to .*what it says leads nowhere.*nobody answers"):
+        find(f"file://{path}", 1, 2, 0.3)
+    for place in meet(f"file://{path}", 3):
+        place.close()
+
+
+def test_a_file_of_a_run_that_lives_still(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    old = Server(b"old secret")
+    path.write_text(f"unisono meets here\n127.0.0.1\n{old.address[1]}\nold secret\n{socket.gethostname()}\n")
+    path.chmod(0o600)
+    seated: queue.SimpleQueue[str] = queue.SimpleQueue()
+    real = SocketControl.enrol
+
+    def watched(self: SocketControl, *arguments: Any) -> str:
+        name = real(self, *arguments)
+        seated.put(name)
+        return name
+
+    def first() -> Place:
+        # Rank 1 sits at the old server already.
+        assert seated.get(timeout=SOON) == "world1"
+        return find(f"file://{path}", 0, 2, SOON)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SocketControl, "enrol", watched)
+        places = together(first, lambda: find(f"file://{path}", 1, 2, SOON))
+    assert [place.rank for place in places] == [0, 1]
+    for place in places:
+        place.close()
+    old.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_files_that_are_something_else(tmp_path: Path, rank: int) -> None:
+    path = tmp_path / "thesis.tex"
+    path.write_text("ten years of work\n")
+    with pytest.raises(ValueError, match="holds something else, which is left alone"):
+        find(f"file://{path}", rank, 2, 1.0)
+    assert path.read_text() == "ten years of work\n"
+    with pytest.raises(CommError, match="cannot read"):
+        find(f"file://{tmp_path}", rank, 2, 1.0)
+
+
+def test_files_that_others_could_have_written(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.write_text("unisono meets here\n127.0.0.1\n1\nsecret\nhost\n")
+    path.chmod(0o644)
+    with pytest.raises(CommError, match="is open to other users"):
+        find(f"file://{path}", 1, 2, 1.0)
+
+
+def test_files_of_another_host(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.write_text("unisono meets here\n127.0.0.1\n1\nsecret\nelsewhere\n")
+    path.chmod(0o600)
+    with pytest.raises(CommTimeoutError, match="written on elsewhere: for ranks of several hosts use tcp://"):
+        find(f"file://{path}", 1, 2, 0.1)

@@ -1,0 +1,200 @@
+"""How processes end, and what the control plane tells the others of it; forks, and torch's own groups."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from unisono.control import Cause
+from unisono.control.client import SocketControl
+from unisono.control.server import Server
+from unisono.errors import ClosedError, PeerLostError
+from unisono.group import Group
+
+SECRET = b"of the tests"
+SOON = 10.0
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+RANK = """
+    import os, sys
+    from unisono.control.client import SocketControl
+    from unisono.group import Group
+
+    port, rank, size = map(int, sys.argv[1:])
+    control = SocketControl(("127.0.0.1", port), b"of the tests", 10.0)
+    group = Group.world(rank, size)
+    control.join(group, lambda cause: None)
+"""
+
+
+def works(control: SocketControl) -> bool:
+    control.set("works", b"yes")
+    return control.get("works", SOON) == b"yes"
+
+
+def test_goodbye_is_no_death(client: SocketControl, server: Server) -> None:
+    told: list[Cause] = []
+    client._on_orphan = lambda: told.append(Cause("orphan", None, ""))
+    client.join(Group.world(0, 2), told.append)
+    closer = threading.Timer(0.0, server.close)
+    closer.start()
+    with pytest.raises(ClosedError, match=r"the control plane at 127.0.0.1:\d+ has ended"):
+        client.exchange(Group.world(0, 2), "x", 1, SOON)
+    closer.join()
+    client._reader.join(SOON)
+    assert told == []
+
+
+def test_close_with_patience_waits_for_clients(server: Server) -> None:
+    control = SocketControl(server.address, SECRET, SOON)
+    server.retire(SOON)
+    assert works(control)
+    assert server.stay()
+    server.retire(SOON)
+    control.close()
+    server._thread.join(SOON)
+    assert not server.stay()
+
+
+def test_the_death_of_the_server(start: Start) -> None:
+    process = start(
+        """
+        import time
+        from unisono.control.server import Server
+        server = Server(b"of the tests")
+        print(server.address[1], flush=True)
+        time.sleep(60)
+        """
+    )
+    assert process.stdout is not None
+    address = ("127.0.0.1", int(process.stdout.readline()))
+    orphaned = threading.Event()
+    control = SocketControl(address, SECRET, SOON, on_orphan=orphaned.set)
+    group, told = Group.world(0, 2), []
+    control.join(group, told.append)
+    killer = threading.Timer(0.05, process.kill)
+    killer.start()
+    with pytest.raises(PeerLostError, match=f"rank 0 of 2: the control plane at 127.0.0.1:{address[1]} was lost"):
+        control.exchange(group, "x", 1, SOON)
+    assert orphaned.wait(SOON)
+    assert [cause.kind for cause in told] == ["PeerLostError"]
+    cause = control.cause(group)
+    assert cause == told[0]
+    assert control.fail(group, Cause("AbortedError", 0, "too late")) == cause
+    with pytest.raises(PeerLostError):
+        control.set("x", b"")
+    control.close()
+
+
+def test_a_killed_process_is_named_within_a_second(server: Server, client: SocketControl, start: Start) -> None:
+    victim = start(
+        RANK
+        + """
+    print("joined", flush=True)
+    control.exchange(group, "never ends", 1, 60.0)
+    """,
+        server.address[1],
+        1,
+        3,
+    )
+    group = Group.world(0, 3)
+    client.join(group, lambda cause: None)
+    third = SocketControl(server.address, SECRET, SOON)
+    third.join(Group.world(2, 3), lambda cause: None)
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "joined\n"
+    killed_at = []
+
+    def kill() -> None:
+        killed_at.append(time.monotonic())
+        victim.send_signal(signal.SIGKILL)
+
+    killer = threading.Timer(0.05, kill)
+    killer.start()
+    with pytest.raises(PeerLostError, match="rank 1 was lost: its process ended") as caught:
+        client.exchange(group, "never ends", 1, SOON)
+    assert time.monotonic() - killed_at[0] < 1.0
+    assert caught.value.peer == 1
+    # A second death changes nothing: the first cause stays.
+    third._line.hang_up()
+    with pytest.raises(PeerLostError, match="rank 1 was lost"):
+        client.exchange(group, "another", 1, SOON)
+    third.close()
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        ("raise ValueError('no data')", "rank 1 failed: ValueError: no data"),
+        ("", "rank 1 has left"),
+        ("sys.exit(3)", "rank 1 has left"),
+        ("os._exit(0)", "rank 1 was lost"),
+    ],
+)
+def test_how_a_process_ends(server: Server, client: SocketControl, start: Start, ending: str, words: str) -> None:
+    client.join(Group.world(0, 2), lambda cause: None)
+    process = start(f"{RANK}\n    {ending}", server.address[1], 1, 2)
+    process.wait(SOON)
+    with pytest.raises(PeerLostError, match=words):
+        client.exchange(Group.world(0, 2), "x", 1, SOON)
+
+
+def test_a_fork_refuses_and_holds_nothing_open(server: Server, client: SocketControl, start: Start) -> None:
+    client.join(Group.world(0, 2), lambda cause: None)
+    process = start(
+        RANK
+        + """
+    import signal
+    ready, done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            control.set("x", b"")
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+        control.close()
+        os.close(done)
+        os.read(ready, 1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    """,
+        server.address[1],
+        1,
+        2,
+    )
+    assert process.stdout is not None
+    assert "CommError this communicator belongs to process" in process.stdout.readline()
+    # The child lives on, and yet the death of its parent is seen.
+    process.kill()
+    with pytest.raises(PeerLostError, match="rank 1 was lost"):
+        client.exchange(Group.world(0, 2), "x", 1, SOON)
+
+
+def test_store_drives_gloo(server: Server, start: Start) -> None:
+    code = """
+        import sys
+        from datetime import timedelta
+        import torch
+        import torch.distributed as dist
+        from unisono.control.client import SocketControl
+        from unisono.control.store import ControlStore
+
+        rank = int(sys.argv[2])
+        control = SocketControl(("127.0.0.1", int(sys.argv[1])), b"of the tests", 30.0)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=20)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = dist.ProcessGroupGloo(ControlStore(control, "gloo", 20.0), rank, 2, options)
+        tensor = torch.arange(4.0) * (rank + 1)
+        group.allreduce([tensor]).wait()
+        print(tensor.tolist())
+        control.close()
+        """
+    ranks = [start(code, server.address[1], rank) for rank in range(2)]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["[0.0, 3.0, 6.0, 9.0]\n"] * 2

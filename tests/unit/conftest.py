@@ -35,6 +35,7 @@ def start() -> Iterator[Start]:
         process = subprocess.Popen(
             [sys.executable, "-c", _BARE + textwrap.dedent(code), *map(str, arguments)],
             env={name: value for name, value in changed.items() if value is not None},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

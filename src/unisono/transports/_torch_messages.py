@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.crew import Crew
-from unisono.errors import CommError
 from unisono.types import Message, Recv, Send, Work
 from unisono.work import Countdown, elements, misfit
 
@@ -27,21 +26,22 @@ _INLINE_BYTES = _ENVELOPE_BYTES - _HEADER.size
 _FIRST_TAG = (1 << 28) + 1
 _DAY = timedelta(days=1)
 
-_Stream = tuple[int, int]
+_Stream = tuple[type[Message], int, int]
 
 
 class Envelopes:
     """Each message is an envelope of 4 KiB, with length, dtype and up to 4064 bytes, and a rest if it is longer.
 
-    Gloo's waits cannot be interrupted, nor tried again, so they are done by threads; what the user
-    waits for is completed by those.
+    Gloo's waits cannot be interrupted, nor tried again, and its sends may wait for a connection that the
+    peer makes only when it receives. So both are done by threads, one for each peer, tag and direction;
+    what the user waits for is completed by those.
     """
 
     def __init__(self, transport: TorchTransport) -> None:
         self._transport = transport
         self._crew = Crew(f"unisono messages {transport.group.name}")
         self._lock = threading.Lock()
-        self._streams: defaultdict[_Stream, deque[tuple[Recv, Countdown]]] = defaultdict(deque)
+        self._streams: defaultdict[_Stream, deque[tuple[Message, Countdown]]] = defaultdict(deque)
         self._open: set[Countdown] = set()
 
     def post(self, batch: Sequence[Message]) -> Work:
@@ -50,10 +50,7 @@ class Envelopes:
             self._open.add(work)
         work.when_done(lambda: self._open.discard(work))
         for message in batch:
-            if isinstance(message, Send):
-                self._send(message, work)
-            else:
-                self._receive(message, work)
+            self._enqueue(message, work)
         return work
 
     def close(self, cause: BaseException | None) -> None:
@@ -63,32 +60,10 @@ class Envelopes:
         for work in left:
             work.complete(cause)
 
-    # -- sending -------------------------------------------------------------------------------
-    def _send(self, message: Send, work: Countdown) -> None:
-        tensor, tag = message.tensor, _FIRST_TAG + 2 * message.tag
-        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
-        header = _HEADER.pack(tensor.numel(), str(tensor.dtype).removeprefix("torch.").encode())
-        envelope[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        inline = tensor.nbytes <= _INLINE_BYTES
-        if inline:
-            envelope[_HEADER.size : _HEADER.size + tensor.nbytes] = tensor.view(torch.uint8)
-        started = [self._transport.start(Send(envelope, message.peer), tag)]
-        if not inline:
-            started.append(self._transport.start(message, tag + 1))
-        # The envelope must live as long as it is being sent.
-        self._crew.run(lambda: self._watch(started, envelope, message, work))
-
-    def _watch(self, started: list[Any], _envelope: torch.Tensor, message: Send, work: Countdown) -> None:
-        error = self._wait(started, message)
-        if error is None:
-            work.arrived(message)
-        else:
-            work.complete(error)
-
-    # -- receiving -----------------------------------------------------------------------------
-    def _receive(self, message: Recv, work: Countdown) -> None:
-        """Receives of one peer and tag are served in order, by one thread at a time."""
-        stream = (message.peer, message.tag)
+    # -- the threads ---------------------------------------------------------------------------
+    def _enqueue(self, message: Message, work: Countdown) -> None:
+        """Messages of a stream are served in order, by one thread at a time."""
+        stream = (type(message), message.peer, message.tag)
         with self._lock:
             waiting = self._streams[stream]
             waiting.append((message, work))
@@ -100,7 +75,10 @@ class Envelopes:
         while True:
             with self._lock:
                 message, work = self._streams[stream][0]
-            error = self._take(message)
+            try:
+                error = self._give(message) if isinstance(message, Send) else self._take(message)
+            except Exception as raised:
+                error = raised
             if error is None:
                 work.arrived(message)
             else:
@@ -111,25 +89,34 @@ class Envelopes:
                     del self._streams[stream]
                     return
 
+    def _give(self, message: Send) -> BaseException | None:
+        tensor, tag = message.tensor, _FIRST_TAG + 2 * message.tag
+        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+        header = _HEADER.pack(tensor.numel(), str(tensor.dtype).removeprefix("torch.").encode())
+        envelope[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        inline = tensor.nbytes <= _INLINE_BYTES
+        if inline:
+            envelope[_HEADER.size : _HEADER.size + tensor.nbytes] = tensor.view(torch.uint8)
+        started = [self._transport.start(Send(envelope, message.peer), tag)]
+        if not inline:
+            started.append(self._transport.start(message, tag + 1))
+        return self._wait(started, message)
+
     def _take(self, message: Recv) -> BaseException | None:
         tensor, tag = message.tensor, _FIRST_TAG + 2 * message.tag
         envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
-        try:
-            started = self._transport.start(Recv(envelope, message.peer), tag)
-            error = self._wait([started], message)
-            if error is not None:
-                return error
-            numel, name = _HEADER.unpack(bytes(envelope[: _HEADER.size].tolist()))
-            sent = elements(numel, name.rstrip(b"\0").decode())
-            expected = elements(tensor.numel(), str(tensor.dtype))
-            if sent != expected:
-                return misfit(message.peer, sent, self._transport.rank, expected, message.tag, message.peer)
-            if tensor.nbytes <= _INLINE_BYTES:
-                tensor.view(torch.uint8).copy_(envelope[_HEADER.size : _HEADER.size + tensor.nbytes])
-                return None
-            return self._wait([self._transport.start(message, tag + 1)], message)
-        except CommError as raised:
-            return raised
+        error = self._wait([self._transport.start(Recv(envelope, message.peer), tag)], message)
+        if error is not None:
+            return error
+        numel, name = _HEADER.unpack(bytes(envelope[: _HEADER.size].tolist()))
+        sent = elements(numel, name.rstrip(b"\0").decode())
+        expected = elements(tensor.numel(), str(tensor.dtype))
+        if sent != expected:
+            return misfit(message.peer, sent, self._transport.rank, expected, message.tag, message.peer)
+        if tensor.nbytes <= _INLINE_BYTES:
+            tensor.view(torch.uint8).copy_(envelope[_HEADER.size : _HEADER.size + tensor.nbytes])
+            return None
+        return self._wait([self._transport.start(message, tag + 1)], message)
 
     def _wait(self, started: list[Any], message: Message) -> BaseException | None:
         from unisono.transports.torch import translated

@@ -13,7 +13,7 @@ from unisono.types import Message, Work
 from unisono.wrappers.wrapper import Wrapper
 
 LAW = "a_wait_that_timed_out_may_be_repeated"
-COMPLAINT = "said"
+COMPLAINT = "^nothing was raised"
 
 
 class Silent(Work):

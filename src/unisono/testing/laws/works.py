@@ -51,6 +51,7 @@ def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
             return None
         got = numbers(comm, -1)
         work = comm.irecv(got, 1)
+        said, peer, waited = "nothing was raised", None, None
         try:
             work.wait(0.05)
         except CommTimeoutError as error:

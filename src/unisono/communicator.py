@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, final
+from typing import TYPE_CHECKING, Any, Literal, Self, final, overload
 
 import torch
 
@@ -131,6 +131,10 @@ class Communicator(Objects):
         return self._options.backend
 
     # -- groups --------------------------------------------------------------------------------
+    @overload
+    def split(self, color: int, key: int = ...) -> Communicator: ...
+    @overload
+    def split(self, color: int | None, key: int = ...) -> Communicator | None: ...
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A new communicator for each color, of the ranks that gave it, in the order of their keys.
 
@@ -182,9 +186,7 @@ class Communicator(Objects):
 
     def dup(self) -> Communicator:
         """A second communicator of the same ranks, for another thread or library. Collective."""
-        twin = self.split(0, self.rank)
-        assert twin is not None
-        return twin
+        return self.split(0, self.rank)
 
     def _plain(self) -> Transport:
         """The transport without the check that `Communicator` puts on: parts put on their own."""

@@ -83,7 +83,8 @@ class Engine:
         self.on_failure(first)
         if not isinstance(error, CommError):
             return error
-        if first != cause and not (isinstance(error, AbortedError) or type(error).__name__ == first.kind):
+        as_good = isinstance(error, AbortedError) or (type(error).__name__ == first.kind and not anonymous)
+        if first != cause and not as_good:
             told = error_of(first, self.group)
             told.__cause__ = error
             error = told

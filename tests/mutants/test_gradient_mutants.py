@@ -53,9 +53,9 @@ def thaws(model: torch.nn.Module, comm: un.Communicator) -> None:
 @pytest.mark.parametrize(
     ("mutant", "said"),
     [
-        (checks_the_type, "the gradient of many.0 is .* not the mean, 2.0"),
-        (sums, r"the gradient of many.0 is \[6.0\]"),
-        (averages_a_copy, "the gradient of many.0 is .* not the mean"),
+        (checks_the_type, "the gradient of turned is .* not the mean, 2.0"),
+        (sums, r"the gradient of turned is \[6.0\]"),
+        (averages_a_copy, "the gradient of turned is .* not the mean"),
         (averages_the_weights, "has changed; only its gradient should"),
         (thaws, "frozen is frozen"),
     ],

@@ -21,7 +21,7 @@ from unisono.transports import TRANSPORTS
 
 __all__ = ["Ready", "Settings", "prepare", "show"]
 
-TOLERANCE = 1e-10
+_TOLERANCE = 1e-10
 _TIMEOUT_S = 120.0
 _PROOF_STEPS = 150
 
@@ -81,6 +81,8 @@ def prepare(settings: Settings) -> Ready:
 def _backend(settings: Settings) -> str:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no GPU here: leave out --device cuda")
+    if settings.backend == "nccl" and settings.device == "cpu":
+        raise ValueError("--backend nccl carries tensors of GPUs only: add --device cuda")
     if settings.backend != "auto":
         # An unknown name is an error that lists the known ones.
         TRANSPORTS[settings.backend]
@@ -135,12 +137,12 @@ def _prove(ready: Ready, steps: int) -> bool:
         f"by more than {apart:.1e}{_verdict(apart)}"
     )
     _say(f'proof: all_reduce(algorithm="ring") differs from the plain sum by at most {ring:.1e}{_verdict(ring)}')
-    return apart <= TOLERANCE and ring <= TOLERANCE
+    return apart <= _TOLERANCE and ring <= _TOLERANCE
 
 
 def _verdict(error: float) -> str:
     # Written so that "not a number" fails.
-    return "" if error <= TOLERANCE else f": FAILED, {TOLERANCE:.0e} is allowed"
+    return "" if error <= _TOLERANCE else f": FAILED, {_TOLERANCE:.0e} is allowed"
 
 
 def _ranks(count: int) -> str:

@@ -18,9 +18,7 @@ COMPLAINT = "call='reduce'(.|\n)*rank . *: result 0: element"
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
     right = plan.reduce
 
-    def reduce(
-        staging: Staging, tensor: torch.Tensor, op: ReduceOp, root: int, rank: int, size: int
-    ) -> plan.Plan:
+    def reduce(staging: Staging, tensor: torch.Tensor, op: ReduceOp, root: int, rank: int, size: int) -> plan.Plan:
         # As if every rank were the root.
         made = right(staging, tensor, op, rank, rank, size)
         made.call = replace(made.call, root=root, outputs=made.call.outputs if rank == root else ())

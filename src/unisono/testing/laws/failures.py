@@ -19,6 +19,7 @@ __all__ = [
     "the_first_cause_stays",
 ]
 
+
 def abort_ends_every_wait(world: World) -> None:
     """Whatever ranks are waiting for, they get `AbortedError` with the reason, and soon."""
 

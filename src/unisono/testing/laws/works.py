@@ -22,6 +22,7 @@ __all__ = [
     "works_may_be_waited_for_in_any_order",
 ]
 
+
 def a_work_knows_whether_it_is_done(world: World) -> None:
     """`is_completed` is false before the message is sent, and true, without an error, after `wait`."""
 

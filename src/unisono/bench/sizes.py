@@ -1,0 +1,64 @@
+"""Message sizes as they are written on a command line, and as they are shown."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["parse_sizes", "shown_size"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes, from a list such as "8,4K,1M", or from a range such as "8:128M:*4" or "1M:4M:+1M".
+
+    Raises:
+        ValueError: It is neither; says how to write it.
+
+    Example:
+        >>> parse_sizes("8,4K,1M")
+        (8, 4096, 1048576)
+        >>> parse_sizes("8:2K:*4")
+        (8, 32, 128, 512, 2048)
+    """
+    if ":" not in text:
+        return tuple(_bytes(part) for part in text.split(","))
+    parts = text.split(":")
+    if len(parts) != 3 or parts[2][:1] not in ("*", "+"):
+        raise ValueError(
+            f"{text!r} is no range of sizes; write first:last:*factor or first:last:+step, as in 8:128M:*4"
+        )
+    size, last, step = _bytes(parts[0]), _bytes(parts[1]), _bytes(parts[2][1:])
+    multiplies = parts[2][0] == "*"
+    if multiplies and step < 2:
+        raise ValueError(f"{text!r} never ends; the factor must be at least 2")
+    sizes = []
+    while size <= last:
+        sizes.append(size)
+        size = size * step if multiplies else size + step
+    if not sizes:
+        raise ValueError(f"{text!r} is empty; the first size must not be larger than the last")
+    return tuple(sizes)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)(?:iB|B)?", text.strip(), re.IGNORECASE)
+    size = int(found[1]) * _UNITS[found[2].upper()] if found else 0
+    if size < 1:
+        raise ValueError(
+            f"{text!r} is no size; write a positive number of bytes, with K, M or G for 1024, 1024², 1024³"
+        )
+    return size
+
+
+def shown_size(nbytes: int) -> str:
+    """The size as one would say it.
+
+    Example:
+        >>> shown_size(4096), shown_size(100 << 20), shown_size(1000)
+        ('4 KiB', '100 MiB', '1000 B')
+    """
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"

@@ -1,0 +1,17 @@
+"""unisono as a backend of torch.distributed: importing this registers it under the name "unisono".
+
+    import unisono.interop
+    dist.init_process_group("unisono")
+
+From then on an existing program runs as it is: collectives, DDP, FSDP, sub-groups, checkpoints. For a
+program that also uses GPUs say "cpu:unisono,cuda:nccl".
+"""
+
+from __future__ import annotations
+
+from unisono.interop.options import GroupOptions
+from unisono.interop.torch_backend import register
+
+__all__ = ["GroupOptions", "register"]
+
+register()

@@ -1,0 +1,220 @@
+"""Faults on purpose: repeatable, in order, and only those that were asked for."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
+from unisono.group import Group
+from unisono.testing import Faulty, run_ranks
+from unisono.transport import Transport
+from unisono.types import Message, Recv, Send, Work
+from unisono.work import Completion
+from unisono.wrappers.fault import KilledError
+from unisono.wrappers.wrapper import Wrapper
+
+COUNT = 200
+
+
+class Recorder(Transport):
+    """Keeps what is posted; every message is done at once."""
+
+    in_process = True
+
+    def __init__(self, group: Group = Group.world(0, 3)) -> None:
+        self.group = group
+        self.posted: list[Message] = []
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        self.posted += batch
+        work = Completion(1.0)
+        work.complete()
+        return work
+
+    def split(self, group: Group) -> Recorder:
+        return Recorder(group)
+
+    def close(self) -> None:
+        pass
+
+    def abort(self, cause: BaseException) -> None:
+        pass
+
+    @property
+    def numbers(self) -> list[int]:
+        return [int(message.tensor) for message in self.posted]
+
+
+def message(number: int, peer: int = 1, tag: int = 0) -> Send:
+    return Send(torch.tensor(number), peer, tag)
+
+
+def survivors(seed: int, **faults: Any) -> list[int]:
+    inner = Recorder()
+    faulty = Faulty(inner, seed=seed, **faults)
+    for number in range(COUNT):
+        faulty.post([message(number)]).wait(1.0)
+    return inner.numbers
+
+
+def faulty(**faults: Any) -> Callable[[Transport], Transport]:
+    return functools.partial(Faulty, **faults)
+
+
+def test_without_faults_all_is_passed_on() -> None:
+    assert survivors(0) == list(range(COUNT))
+
+
+def test_drops_are_as_many_as_asked_for_and_repeatable() -> None:
+    arrived = survivors(1, drop=0.3)
+    assert 0.6 * COUNT < len(arrived) < 0.8 * COUNT
+    assert survivors(1, drop=0.3) == arrived
+    assert survivors(2, drop=0.3) != arrived
+    assert survivors(1, drop=1.0) == []
+
+
+def test_fates_do_not_depend_on_what_else_is_sent() -> None:
+    inner = Recorder()
+    faulty = Faulty(inner, seed=1, drop=0.3)
+    for number in range(COUNT):
+        faulty.post([message(-1, peer=2), message(number), message(-1, tag=3)]).wait(1.0)
+    assert [n for n in inner.numbers if n >= 0] == survivors(1, drop=0.3)
+
+
+def test_receives_are_never_dropped() -> None:
+    inner = Recorder()
+    Faulty(inner, seed=0, drop=1.0).post([Recv(torch.tensor(0), 1), message(1)]).wait(1.0)
+    assert [type(m) for m in inner.posted] == [Recv]
+
+
+def test_delays_keep_the_order_of_a_stream() -> None:
+    inner = Recorder()
+    late = Faulty(inner, seed=1, delay=0.3, delay_s=0.001)
+    works = [late.post([message(number), message(number, tag=1), message(number, peer=2)]) for number in range(50)]
+    for work in works:
+        work.wait(5.0)
+    for peer, tag in ((1, 0), (1, 1), (2, 0)):
+        sent = [int(m.tensor) for m in inner.posted if (m.peer, m.tag) == (peer, tag)]
+        assert sent == list(range(50))
+
+
+def test_a_delay_does_not_hold_up_the_caller_or_other_streams() -> None:
+    inner = Recorder()
+    late = Faulty(inner, seed=0, delay=1.0, delay_s=0.2)
+    started = time.monotonic()
+    work = late.post([message(1), Recv(torch.tensor(2), 1)])
+    assert time.monotonic() - started < 0.1
+    assert inner.numbers == [2]
+    assert not work.is_completed()
+    with pytest.raises(CommTimeoutError):
+        work.wait(0.01)
+    work.wait(5.0)
+    assert time.monotonic() - started >= 0.2
+    assert inner.numbers == [2, 1]
+    assert (work.is_completed(), work.exception()) == (True, None)
+
+
+def test_an_abort_ends_what_is_late() -> None:
+    inner = Recorder()
+    late = Faulty(inner, seed=0, delay=1.0, delay_s=60.0)
+    work = late.post([message(1)])
+    future = work.get_future()
+    late.abort(AbortedError("enough"))
+    with pytest.raises(AbortedError, match="enough"):
+        work.wait(5.0)
+    assert isinstance(work.exception(), AbortedError)
+    with pytest.raises(AbortedError, match="enough"):
+        future.wait()
+    assert inner.numbers == []
+
+
+def test_a_dropped_message_is_missed_by_its_receiver() -> None:
+    def program(comm: un.Communicator) -> str:
+        if comm.rank == 0:
+            comm.send(torch.ones(1), 1)
+            return "sent"
+        try:
+            comm.irecv(torch.ones(1), 0).wait(0.1)
+        except CommTimeoutError as error:
+            return str(error)
+        return "received"
+
+    sent, missed = run_ranks(program, 2, wrap=faulty(seed=0, drop=1.0))
+    assert sent == "sent"
+    assert "from rank 0" in missed
+
+
+def test_collectives_suffer_too_and_native_ones_are_hidden() -> None:
+    def program(comm: un.Communicator) -> None:
+        comm.all_reduce(torch.ones(4), timeout=0.2)
+
+    for backend in ("thread", "gloo"):
+        with pytest.raises(CommTimeoutError):
+            run_ranks(program, 2, backend, wrap=faulty(seed=0, drop=1.0))
+
+
+def killing(rank: int, at: int) -> Callable[[Transport], Transport]:
+    return lambda inner: Faulty(inner, seed=0, kill_at=at if inner.rank == rank else None)
+
+
+def posts(comm: un.Communicator) -> int:
+    done = 0
+    for _ in range(5):
+        comm.sendrecv(torch.ones(1), 1 - comm.rank, torch.ones(1), 1 - comm.rank)
+        done += 1
+    return done
+
+
+def test_a_killed_thread_ends_by_an_error_of_its_own() -> None:
+    other, killed = run_ranks(posts, 2, wrap=killing(1, at=3), on_failure="continue")
+    assert isinstance(killed, KilledError)
+    assert "post 3" in str(killed)
+    assert isinstance(other, PeerLostError)
+    assert other.peer == 1
+
+
+def test_a_killed_process_ends_by_sigkill() -> None:
+    other, killed = run_ranks(posts, 2, "gloo", wrap=killing(1, at=3), on_failure="continue")
+    assert signal.SIGKILL.name in str(killed)
+    assert isinstance(other, PeerLostError)
+    assert other.peer == 1
+
+
+def test_a_kill_finds_the_transport_under_other_wrappers() -> None:
+    class Plain(Wrapper):
+        def rewrap(self, inner: Transport) -> Plain:
+            return Plain(inner)
+
+    with pytest.raises(KilledError, match="rank 0 of 3 was killed at its post 1"):
+        Faulty(Plain(Recorder()), seed=0, kill_at=1).post([message(1)])
+
+
+def test_parts_are_as_faulty() -> None:
+    part = Faulty(Recorder(), seed=1, drop=1.0).split(Group("world/part", 0, (0, 1)))
+    part.post([message(1)]).wait(1.0)
+    assert isinstance(part, Faulty)
+    assert isinstance(part.inner, Recorder)
+    assert part.group.name == "world/part"
+    assert part.inner.posted == []
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ({"drop": 1.5}, "drop is a chance from 0 to 1, not 1.5"),
+        ({"delay": -0.1}, "delay is a chance"),
+        ({"delay_s": -1.0}, "delay_s must not be negative"),
+        ({"kill_at": 0}, "kill_at counts from 1"),
+    ],
+)
+def test_faults_that_make_no_sense_are_refused(faults: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Faulty(Recorder(), seed=0, **faults)

@@ -1,0 +1,133 @@
+"""Traces: what was called and moved, by whom, when, in a file that viewers open."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.testing import run_ranks
+from unisono.transport import Transport
+from unisono.wrappers.trace import Event, Traced
+
+
+class Sink:
+    """Collects events of all ranks."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self.events.append(event)
+
+    def wrap(self, inner: Transport) -> Transport:
+        return Traced(inner, self)
+
+    def of(self, rank: int, kind: str) -> list[Event]:
+        return [event for event in self.events if (event.rank, event.kind) == (rank, kind)]
+
+
+def test_messages_are_told_with_peer_tag_and_bytes() -> None:
+    sink = Sink()
+
+    def program(comm: un.Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(torch.ones(3, dtype=torch.float64), 1, tag=5)
+        else:
+            comm.recv(torch.ones(3, dtype=torch.float64), 0, tag=5)
+
+    run_ranks(program, 2, wrap=sink.wrap)
+    (sent,), (received,) = sink.of(0, "send"), sink.of(1, "recv")
+    assert (sent.name, sent.nbytes, sent.group, sent.detail) == ("send to 1", 24, "world", {"peer": 1, "tag": 5})
+    assert (received.name, received.nbytes, received.detail["peer"]) == ("recv from 0", 24, 0)
+    assert sent.start_s <= sent.end_s
+    assert not sink.of(0, "recv")
+
+
+def test_a_work_is_told_once_however_it_ends() -> None:
+    sink = Sink()
+
+    def program(comm: un.Communicator) -> None:
+        work = comm.isend(torch.ones(1), 1) if comm.rank == 0 else comm.irecv(torch.ones(1), 0)
+        future = work.get_future()
+        work.wait()
+        work.wait()
+        future.wait()
+        assert work.is_completed()
+
+    run_ranks(program, 2, wrap=sink.wrap)
+    assert len(sink.events) == 2, sink.events
+
+
+def test_collectives_are_told_with_number_algorithm_and_line() -> None:
+    sink = Sink()
+
+    def program(comm: un.Communicator) -> None:
+        comm.barrier()
+        comm.all_reduce(torch.ones(8), algorithm="ring")
+
+    run_ranks(program, 2, wrap=sink.wrap)
+    called = sink.of(0, "begin")
+    assert [event.name for event in called] == ["barrier", "all_reduce"]
+    assert (called[1].detail["call"], called[1].detail["algorithm"]) == (2, "ring")
+    assert called[1].detail["site"].startswith("test_trace.py:")
+    # A ring among two sends each half once to be reduced, and once as a result.
+    assert sum(event.nbytes for event in sink.of(0, "send") if event.nbytes > 1) == 32
+
+
+def test_a_wrapper_follows_into_parts() -> None:
+    sink = Sink()
+    run_ranks(lambda comm: comm.split(comm.rank % 2).all_reduce(torch.ones(4)), 4, wrap=sink.wrap)
+    groups = {event.group for event in sink.events if event.kind == "send"}
+    assert len(groups) == 2
+    assert all(group.startswith("world/") for group in groups), groups
+
+
+def test_native_collectives_pass_through() -> None:
+    sink = Sink()
+    with un.init("gloo", wrap=sink.wrap) as comm:
+        comm.all_reduce(torch.ones(4))
+    assert [event.kind for event in sink.events] == ["begin", "collective"]
+    assert sink.events[1].nbytes == 16
+
+
+def test_trace_writes_what_viewers_open(tmp_path: Path) -> None:
+    def program(comm: un.Communicator) -> list[str]:
+        comm.barrier()
+        with un.trace(tmp_path / f"{comm.rank}.json") as events:
+            comm.all_reduce(torch.ones(1000))
+            comm.sendrecv(torch.ones(1), 1 - comm.rank, torch.ones(1), 1 - comm.rank)
+        comm.barrier()
+        return [event.name for event in events]
+
+    for rank, names in enumerate(run_ranks(program, 2)):
+        assert names[0] == "all_reduce"
+        assert {f"send to {1 - rank}", f"recv from {1 - rank}"} <= set(names)
+        assert "barrier" not in names
+        written = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        assert [event["name"] for event in written] == names
+        assert all(event["ph"] == "X" and event["pid"] == rank and event["dur"] >= 0 for event in written)
+        assert all(later["ts"] > 0 and later["args"]["nbytes"] >= 0 for later in written)
+
+
+def test_trace_covers_asynchronous_calls(tmp_path: Path) -> None:
+    def program(comm: un.Communicator) -> int:
+        with un.trace(tmp_path / f"{comm.rank}.json") as events:
+            comm.all_reduce(torch.ones(10), async_op=True).wait()
+        return sum(event.kind == "send" for event in events)
+
+    assert all(sends > 0 for sends in run_ranks(program, 2))
+
+
+def test_trace_is_written_when_the_program_fails(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with pytest.raises(KeyError), un.init() as comm, un.trace(path):
+        comm.barrier()
+        raise KeyError("mistake")
+    assert next(event["name"] for event in json.loads(path.read_text())["traceEvents"]) == "barrier"

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono import data, errors, schedules, testing, transports
+    from unisono import data, errors, interop, schedules, testing, transports
     from unisono.communicator import Communicator
     from unisono.errors import CommError
     from unisono.gradients import average_gradients, broadcast_parameters
@@ -33,6 +33,7 @@ __all__ = [
     "data",
     "errors",
     "init",
+    "interop",
     "launch",
     "schedules",
     "testing",
@@ -51,7 +52,7 @@ _HOME = {
     "launch": "unisono.startup",
     "trace": "unisono.wrappers.trace",
 }
-_PACKAGES = ("data", "errors", "schedules", "testing", "transports")
+_PACKAGES = ("data", "errors", "interop", "schedules", "testing", "transports")
 
 
 def __getattr__(name: str) -> Any:

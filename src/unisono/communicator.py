@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, final, overload
 
 import torch
 
+from unisono.calls.caller import ANYONE
 from unisono.calls.objects import Objects
 from unisono.control import Cause, Control
 from unisono.engine import Engine
@@ -198,6 +199,11 @@ class Communicator(Objects):
         """Give the communicator up: the next thread that uses it owns it."""
         self._enter("hand_over")
         self._owner = None
+
+    def share(self) -> None:
+        """Let every thread use it from now on. The caller sees to it that no two are in a collective at once."""
+        self._enter("share")
+        self._owner = ANYONE
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Memory that this backend reduces best (uninitialised). Collective: the same on every rank.

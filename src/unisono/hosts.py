@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-__all__ = ["host_identity", "shm_obstacle"]
+__all__ = ["address_towards", "host_identity", "shm_obstacle"]
 
 
 def shm_obstacle() -> str | None:
@@ -33,3 +33,12 @@ def host_identity() -> str:
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
     except OSError:
         return socket.gethostname()
+
+
+def address_towards(host: str, port: int = 9) -> str:
+    """The address of this host on the way to another one, by which that can reach it. Nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        # Connecting a datagram socket only asks the routing table.
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from functools import cached_property
-from importlib.metadata import entry_points
-from typing import Any, Generic, TypeVar, cast
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar, cast
 
 __all__ = ["Registry"]
 
@@ -68,12 +68,21 @@ class Registry(Generic[T]):
             return cast(T, self._foreign[name].load())
         raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
 
-    # To look for files and entry points takes milliseconds, and algorithms are looked up in every call.
-    @cached_property
-    def _modules(self) -> list[str]:
-        package = importlib.import_module(self._package)
-        return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+    @property
+    def _modules(self) -> tuple[str, ...]:
+        return _files(tuple(importlib.import_module(self._package).__path__))
 
-    @cached_property
-    def _foreign(self) -> dict[str, Any]:
-        return {entry.name: entry for entry in entry_points(group=self._package)}
+    @property
+    def _foreign(self) -> dict[str, EntryPoint]:
+        return _entry_points(self._package)
+
+
+# To look for files and entry points takes milliseconds, and algorithms are looked up in every call.
+@cache
+def _files(folders: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(m.name for m in pkgutil.iter_modules(folders) if not m.name.startswith("_"))
+
+
+@cache
+def _entry_points(group: str) -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=group)}

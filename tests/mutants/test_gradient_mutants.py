@@ -102,7 +102,7 @@ def test_a_bucket_that_forgets_its_last_tensor_is_killed(monkeypatch: pytest.Mon
         right(bucket[:-1] if len(bucket) > 1 else bucket, action)
 
     monkeypatch.setattr(average, "flat_apply", flat_apply)
-    with pytest.raises(AssertionError, match="the gradient of .* not the mean"):
+    with pytest.raises(AssertionError, match=r"the gradient of .* not the mean"):
         run_ranks(lambda comm: check_averages(un.average_gradients, comm), SIZE)
 
 

@@ -13,7 +13,7 @@ import torch
 
 import unisono as un
 from unisono.cli import main
-from unisono.demo import proof
+from unisono.demo import demonstration
 from unisono.demo.batches import Batches
 from unisono.demo.data import Pictures, load, split
 from unisono.demo.progress import progress
@@ -73,7 +73,7 @@ def test_proof_fails_if_nothing_is_averaged(
 def test_proof_fails_if_the_ring_is_no_sum(
     archive: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "ring_error", lambda comm, seed: float("nan"))
+    monkeypatch.setattr(demonstration, "ring_error", lambda comm, seed: float("nan"))
     assert demo("--backend", "thread", "--epochs", 1, "--data", archive) == 1
     assert re.search(r"plain sum .* FAILED", capsys.readouterr().out)
 

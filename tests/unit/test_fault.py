@@ -29,8 +29,8 @@ class Recorder(Transport):
 
     in_process = True
 
-    def __init__(self, group: Group = Group.world(0, 3)) -> None:
-        self.group = group
+    def __init__(self, group: Group | None = None) -> None:
+        self.group = group or Group.world(0, 3)
         self.posted: list[Message] = []
 
     def post(self, batch: Sequence[Message]) -> Work:

@@ -127,7 +127,12 @@ def test_trace_covers_asynchronous_calls(tmp_path: Path) -> None:
 
 def test_trace_is_written_when_the_program_fails(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    with pytest.raises(KeyError), un.init() as comm, un.trace(path):
-        comm.barrier()
-        raise KeyError("mistake")
+
+    def program(comm: un.Communicator) -> None:
+        with un.trace(path):
+            comm.barrier()
+            raise KeyError("mistake")
+
+    with pytest.raises(KeyError):
+        run_ranks(program, 1)
     assert next(event["name"] for event in json.loads(path.read_text())["traceEvents"]) == "barrier"

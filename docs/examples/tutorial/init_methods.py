@@ -24,9 +24,12 @@ METHODS = ("env", "file", "tcp")
 
 def run(rank: int, ranks: int, init_method: str) -> None:
     """One process: meet the others, and count them."""
-    # The environment tells rank and world size too; with the others, each process says them.
-    place = {} if init_method == "env://" else {"rank": rank, "world_size": ranks}
-    with un.init("gloo", init_method=init_method, timeout=60, **place) as comm:
+    if init_method == "env://":
+        # The environment tells rank and world size too.
+        comm = un.init("gloo", init_method=init_method, timeout=60)
+    else:
+        comm = un.init("gloo", init_method=init_method, rank=rank, world_size=ranks, timeout=60)
+    with comm:
         count = torch.ones(1)
         comm.all_reduce(count)
         assert count.item() == ranks
@@ -53,7 +56,9 @@ def free_address() -> str:
 
 def main(ranks: int, method: str) -> int:
     """How many ranks failed."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, by the server that all ranks are forked from.
+    context.set_forkserver_preload(["torch"])
     with tempfile.TemporaryDirectory() as folder:
         meeting = (method, free_address(), folder)
         processes = [context.Process(target=start, args=(rank, ranks, *meeting)) for rank in range(ranks)]

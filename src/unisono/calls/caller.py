@@ -12,7 +12,10 @@ from unisono.engine import Engine
 from unisono.errors import CommError
 from unisono.tensors import Staging, check_tensor
 
-__all__ = ["Async", "Blocking", "Caller"]
+__all__ = ["ANYONE", "Async", "Blocking", "Caller"]
+
+ANYONE = -1
+"""In the place of the owning thread's number: whoever calls may."""
 
 
 class Blocking(TypedDict, total=False):
@@ -52,7 +55,7 @@ class Caller:
         here = threading.get_ident()
         if self._owner is None:
             self._owner = here
-        if self._owner != here:
+        if self._owner not in (here, ANYONE):
             raise CommError(
                 f"this communicator belongs to another thread than {threading.current_thread().name!r}; "
                 "call hand_over() there first, or use dup() for a second communicator",

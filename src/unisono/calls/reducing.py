@@ -10,7 +10,7 @@ import torch
 from typing_extensions import Unpack
 
 from unisono import plan as plans
-from unisono.calls.caller import Async, Blocking, Caller
+from unisono.calls.caller import ANYONE, Async, Blocking, Caller
 from unisono.reduction import check_reducible, parse_op
 from unisono.types import ReduceOp, Work
 
@@ -201,4 +201,5 @@ class Reducing(Caller):
         return self._engine.run(plans.barrier(), "barrier", algorithm, async_op, timeout)
 
     def _quickly(self, tensor: torch.Tensor | None, op: str, timeout: float | None) -> bool:
-        return self._owner == get_ident() and self._engine.quickly(tensor, op, timeout)
+        mine = self._owner == get_ident() or self._owner == ANYONE  # noqa: PLR1714 (a set would cost more)
+        return mine and self._engine.quickly(tensor, op, timeout)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.demo.show import Ready, Settings, prepare, show
+from unisono.demo.demonstration import Ready, Settings, prepare, show
 
 __all__ = ["Ready", "Settings", "prepare", "show"]

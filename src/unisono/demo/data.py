@@ -75,7 +75,7 @@ def _digits() -> Pictures:
             "the handwritten digits come with scikit-learn: pip install 'unisono[demo]', "
             "or give pictures of your own by --data"
         ) from error
-    found = load_digits()
+    found: Any = load_digits()
     return _pictures(torch.from_numpy(found.images), found.target.tolist(), "handwritten digits")
 
 

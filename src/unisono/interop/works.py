@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from unisono.types import Work
 
-__all__ = ["TorchWork", "together"]
+__all__ = ["Together", "TorchWork"]
 
 _ALWAYS = timedelta(0)
 
@@ -69,7 +69,21 @@ class TorchWork(dist.Work):
         return self._tensors
 
 
-def together(works: Sequence[TorchWork]) -> TorchWork:
-    """One work for several; done when all are."""
-    tensors = [tensor for work in works for tensor in work.result()]
-    return TorchWork(_All(works), tensors)
+class Together(TorchWork):
+    """Several works as one: done when all are."""
+
+    def __init__(self, works: Sequence[TorchWork]) -> None:
+        super().__init__(None, [tensor for work in works for tensor in work.result()])
+        self._works = works
+
+    def wait(self, timeout: timedelta = _ALWAYS) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(self._outcome)

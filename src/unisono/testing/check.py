@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -49,7 +49,8 @@ def check_case(comm: Communicator, case: Case) -> Report:
     else:
         blanks = (torch.ones(n, dtype=case.dtype, device=comm.device) for n in case.taken_lengths(comm.rank))
         outputs = [place(blank, layout) for blank in blanks]
-    work = _call(comm, case, [p.view for p in inputs], [p.view for p in outputs])
+    how = {"algorithm": case.algorithm, "async_op": case.async_op}
+    work = _CALL[case.call](comm, case, [p.view for p in inputs], [p.view for p in outputs], how)
     if work is not None:
         work.wait()
     found = [placed.values() for placed in outputs]
@@ -86,31 +87,32 @@ def _digest(tensors: list[torch.Tensor]) -> str:
     return sha256(data).hexdigest()
 
 
-def _call(comm: Communicator, case: Case, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Any:
-    how: dict[str, Any] = {"algorithm": case.algorithm, "async_op": case.async_op}
-    at_root = comm.rank == case.root
-    match case.call:
-        case "all_reduce":
-            return comm.all_reduce(outputs[0], case.op, **how)
-        case "reduce":
-            return comm.reduce(outputs[0], case.root, case.op, **how)
-        case "broadcast":
-            return comm.broadcast(outputs[0], case.root, **how)
-        case "gather":
-            return comm.gather(inputs[0], outputs if at_root else None, case.root, **how)
-        case "scatter":
-            return comm.scatter(outputs[0], inputs if at_root else None, case.root, **how)
-        case "all_gather":
-            return comm.all_gather(outputs, inputs[0], **how)
-        case "all_gather_single":
-            return comm.all_gather_single(outputs[0], inputs[0], **how)
-        case "reduce_scatter":
-            return comm.reduce_scatter(outputs[0], inputs, case.op, **how)
-        case "reduce_scatter_single":
-            return comm.reduce_scatter_single(outputs[0], inputs[0], case.op, **how)
-        case "all_to_all":
-            return comm.all_to_all(outputs, inputs, **how)
-        case "all_to_all_single":
-            return comm.all_to_all_single(outputs[0], inputs[0], *case.splits(comm.rank), **how)
-        case _:
-            raise ValueError(f"no case is about {case.call!r}")
+_Tensors = list[torch.Tensor]
+_How = dict[str, Any]
+
+
+def _at_root(comm: Communicator, case: Case, tensors: _Tensors) -> _Tensors | None:
+    return tensors if comm.rank == case.root else None
+
+
+_CALL: dict[str, Callable[[Communicator, Case, _Tensors, _Tensors, _How], Any]] = {
+    "all_gather": lambda comm, case, given, got, how: comm.all_gather(got, given[0], **how),
+    "all_gather_single": lambda comm, case, given, got, how: comm.all_gather_single(got[0], given[0], **how),
+    "all_reduce": lambda comm, case, given, got, how: comm.all_reduce(got[0], case.op, **how),
+    "all_to_all": lambda comm, case, given, got, how: comm.all_to_all(got, given, **how),
+    "all_to_all_single": lambda comm, case, given, got, how: comm.all_to_all_single(
+        got[0], given[0], *case.splits(comm.rank), **how
+    ),
+    "broadcast": lambda comm, case, given, got, how: comm.broadcast(got[0], case.root, **how),
+    "gather": lambda comm, case, given, got, how: comm.gather(
+        given[0], _at_root(comm, case, got), case.root, **how
+    ),
+    "reduce": lambda comm, case, given, got, how: comm.reduce(got[0], case.root, case.op, **how),
+    "reduce_scatter": lambda comm, case, given, got, how: comm.reduce_scatter(got[0], given, case.op, **how),
+    "reduce_scatter_single": lambda comm, case, given, got, how: comm.reduce_scatter_single(
+        got[0], given[0], case.op, **how
+    ),
+    "scatter": lambda comm, case, given, got, how: comm.scatter(
+        got[0], _at_root(comm, case, given), case.root, **how
+    ),
+}

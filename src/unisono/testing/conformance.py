@@ -33,7 +33,7 @@ class TransportLaws:
     @property
     def world(self) -> World:
         """Where the laws are tried."""
-        return World(self.backend, self.wrap)
+        return World(self.backend, type(self).wrap)
 
 
 def _test(law: Law) -> Callable[[TransportLaws], None]:

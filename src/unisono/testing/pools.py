@@ -116,9 +116,9 @@ def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The program as bytes. A test's module is often not importable in a rank, so its code goes along."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     if module is None or module.__name__.partition(".")[0] in ("unisono", "__main__"):
-        return cloudpickle.dumps((fn, args))
+        return bytes(cloudpickle.dumps((fn, args)))
     cloudpickle.register_pickle_by_value(module)
     try:
-        return cloudpickle.dumps((fn, args))
+        return bytes(cloudpickle.dumps((fn, args)))
     finally:
         cloudpickle.unregister_pickle_by_value(module)

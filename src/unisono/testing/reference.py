@@ -130,7 +130,7 @@ def _rounded(stack: torch.Tensor, op: ReduceOp) -> Expected:
     value, magnitude = (
         (wide.prod(0), magnitudes.prod(0)) if op is ReduceOp.PRODUCT else (wide.sum(0), magnitudes.sum(0))
     )
-    # The product of two complex numbers is four products, and the sum of the parts' magnitudes is larger than the whole's.
+    # The product of two complex numbers is four products, and their parts' magnitudes sum to more than theirs.
     slack = magnitude * info.eps * size * (4 if wide.is_complex() else 1) + size * info.smallest_normal * info.eps
     if op is ReduceOp.AVG:
         return Expected(value / size, (slack + magnitude * info.eps) / size + size * info.smallest_normal * info.eps)

@@ -72,11 +72,12 @@ def _perform(comm: Communicator, program: bytes) -> bytes:
 
 def _packed(outcome: Outcome, usable: bool) -> bytes:
     try:
-        data = cloudpickle.dumps((outcome, usable))
+        data = bytes(cloudpickle.dumps((outcome, usable)))
         pickle.loads(data)
     except Exception as problem:
         # What cannot travel is told of in words.
         error = outcome.error
         said = f"the result cannot be sent back: {problem}" if error is None else f"{type(error).__name__}: {error}"
-        return cloudpickle.dumps((Outcome(outcome.rank, error=RuntimeError(said), trace=outcome.trace or said), usable))
+        plain = Outcome(outcome.rank, error=RuntimeError(said), trace=outcome.trace or said)
+        return bytes(cloudpickle.dumps((plain, usable)))
     return data

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 
@@ -85,8 +85,7 @@ class Staff:
             ready = wait(list(left), max(0.0, deadline - time.monotonic()))
             if not ready:
                 return [*ended, *self._stop(list(left.values()), limit_s)], False
-            for link in ready:
-                assert isinstance(link, Connection)
+            for link in cast(list[Connection[Any, Any]], ready):
                 outcome, whole = self._hear(left.pop(link), link)
                 ended.append(outcome)
                 usable = usable and whole

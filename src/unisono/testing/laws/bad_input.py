@@ -88,6 +88,11 @@ def _overlapping(comm: Communicator) -> list[torch.Tensor]:
     return [whole[:2], whole[1:]]
 
 
+def _into_itself(comm: Communicator) -> None:
+    tensor = _one(comm)
+    comm.sendrecv(tensor, 1, tensor, 1)
+
+
 def _pair(comm: Communicator) -> list[torch.Tensor]:
     return [_one(comm), _one(comm)]
 
@@ -132,7 +137,7 @@ _BAD: tuple[_Bad, ...] = (
         "received into what is sent",
         ValueError,
         ("share memory",),
-        lambda c: (lambda t: c.sendrecv(t, 1, t, 1))(_one(c)),
+        _into_itself,
     ),
     # -- lists and lengths
     ("a list too short", ValueError, ("each of the 2 ranks", "not 1"), lambda c: c.all_gather([_one(c)], _one(c))),

@@ -128,8 +128,7 @@ def _error_of(call: Callable[[], object], kind: type[CommError]) -> str:
     try:
         call()
     except kind as error:
-        assert error.rank is not None, f"{error!r} does not know its rank"
-        return str(error)
+        return str(error) if error.rank is not None else f"{error!r}, which does not know its rank"
     except Exception as error:
         return f"not {kind.__name__} but {error!r}"
     return "nothing was raised"

@@ -50,7 +50,7 @@ class World:
         self, fn: Callable[..., Any], *args: Any, size: int = 2, on_failure: Literal["end", "continue"] = "end"
     ) -> list[Any]:
         """Each rank's `fn(comm, *args)`; see `unisono.testing.RankPool.run`."""
-        options = {"timeout": self.timeout, "chunk_bytes": self.chunk_bytes}
+        options: dict[str, Any] = {"timeout": self.timeout, "chunk_bytes": self.chunk_bytes}
         if self.wrap is not None:
             options["wrap"] = self.wrap
         return pool(self.backend, **options).run(fn, *args, size=size, on_failure=on_failure)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import unisono as un
-from unisono.demo import proof
 from unisono.demo.batches import Batches
 from unisono.demo.data import Pictures, load, split
 from unisono.demo.model import accuracy, build
+from unisono.demo.proof import difference, largest, one_rank, ring_error, several_ranks
 from unisono.demo.train import train
 from unisono.transports import TRANSPORTS
 
@@ -128,10 +128,10 @@ def _show(ready: Ready) -> int:
 def _prove(ready: Ready, steps: int) -> bool:
     """Print how far several ranks are from one, and the ring from the sum; whether both are near enough."""
     settings = ready.settings
-    finished = ready.launch(proof.several_ranks, ready.training, steps, settings.seed)
-    reference = proof.one_rank(ready.training, steps, settings.seed, settings.ranks)
-    apart = proof.largest(proof.difference(weights, reference) for weights in finished)
-    ring = proof.largest(ready.launch(proof.ring_error, settings.seed))
+    finished = ready.launch(several_ranks, ready.training, steps, settings.seed)
+    reference = one_rank(ready.training, steps, settings.seed, settings.ranks)
+    apart = largest(difference(weights, reference) for weights in finished)
+    ring = largest(ready.launch(ring_error, settings.seed))
     _say(
         f"proof: after {steps} steps in float64, no weight differs between 1 rank and {_ranks(settings.ranks)} "
         f"by more than {apart:.1e}{_verdict(apart)}"

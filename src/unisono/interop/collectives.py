@@ -1,0 +1,219 @@
+"""The collectives and messages of a torch process group, carried out by a communicator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from unisono.interop.line import Line
+from unisono.interop.meeting import Meeting
+from unisono.interop.options import asynchronous, limit_s, only, operation, plain
+from unisono.interop.others import Others, by_device
+from unisono.interop.progress import Progress
+from unisono.interop.sparse import sum_sparse
+from unisono.interop.works import TorchWork
+from unisono.types import Work
+
+__all__ = ["Collectives"]
+
+Tensors = list[torch.Tensor]
+Lists = list[list[torch.Tensor]]
+
+
+class Collectives:
+    """What torch calls, under the names and with the arguments that it uses; see `torch.distributed` for each.
+
+    Where torch says so, or its C++ code calls, a call returns at once. Collectives are done in the order of
+    their calls; the errors of those that are done later come out of `wait` and of the future.
+    """
+
+    others: Others
+    _meeting: Meeting
+    _line: Line
+    _progress: Progress
+    _timeout_s: float
+    _batch: list[TorchWork] | None
+    _barriers: int
+
+    # -- reductions ----------------------------------------------------------------------------
+    @by_device
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> TorchWork:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        tensor, op, comm = only(given, "all_reduce"), operation(opts), self._meeting.comm
+        if tensor.layout != torch.strided:
+            return self._do(lambda limit: sum_sparse(comm, tensor, op, limit), opts, given)
+        return self._do(lambda limit: comm.all_reduce(tensor, op, timeout=limit), opts, given)
+
+    @by_device
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
+        mine, op, comm = [plain(t) for t in tensors], operation(opts), self._meeting.comm
+
+        def all_of_them(limit: float) -> None:
+            for tensor in mine:
+                comm.all_reduce(tensor, op, timeout=limit)
+
+        return self._do(all_of_them, opts, tensors)
+
+    @by_device
+    def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
+        tensor, op, comm = only(tensors, "reduce"), operation(opts), self._meeting.comm
+        return self._do(lambda limit: comm.reduce(tensor, opts.rootRank, op, timeout=limit), opts, tensors)
+
+    @by_device
+    def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = None) -> TorchWork:
+        output, op, comm = only(outputs, "reduce_scatter"), operation(opts), self._meeting.comm
+        parts = [plain(t) for t in inputs[0]]
+        return self._do(lambda limit: comm.reduce_scatter(output, parts, op, timeout=limit), opts, outputs)
+
+    @by_device
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    @by_device
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+        op, comm = operation(opts), self._meeting.comm
+        pairs = [(plain(output), plain(given)) for output, given in zip(outputs, inputs, strict=True)]
+
+        def all_of_them(limit: float) -> None:
+            for output, given in pairs:
+                comm.reduce_scatter_single(output, given, op, timeout=limit)
+
+        return self._do(all_of_them, opts, outputs)
+
+    # -- movements -----------------------------------------------------------------------------
+    @by_device
+    def broadcast(self, tensors: Tensors, opts: Any) -> TorchWork:
+        tensor, comm = only(tensors, "broadcast"), self._meeting.comm
+        return self._do(lambda limit: comm.broadcast(tensor, opts.rootRank, timeout=limit), opts, tensors)
+
+    @by_device
+    def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> TorchWork:
+        tensor, comm = only(inputs, "all_gather"), self._meeting.comm
+        parts = [plain(t) for t in outputs[0]]
+        return self._do(lambda limit: comm.all_gather(parts, tensor, timeout=limit), opts, outputs[0])
+
+    @by_device
+    def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> TorchWork:
+        """`outputs[r][i]` becomes rank r's `inputs[i]`."""
+        comm, mine = self._meeting.comm, [plain(t) for t in inputs]
+        columns = [[plain(t) for t in column] for column in zip(*outputs, strict=True)]
+
+        def all_of_them(limit: float) -> None:
+            for column, tensor in zip(columns, mine, strict=True):
+                comm.all_gather(column, tensor, timeout=limit)
+
+        return self._do(all_of_them, opts, [t for row in outputs for t in row])
+
+    @by_device
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    @by_device
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+        comm = self._meeting.comm
+        pairs = [(plain(output), plain(given)) for output, given in zip(outputs, inputs, strict=True)]
+
+        def all_of_them(limit: float) -> None:
+            for output, given in pairs:
+                comm.all_gather_single(output, given, timeout=limit)
+
+        return self._do(all_of_them, opts, outputs)
+
+    @by_device
+    def gather(self, outputs: Lists, inputs: Tensors, opts: Any) -> TorchWork:
+        tensor, comm, targets = only(inputs, "gather"), self._meeting.comm, _list_at_root(outputs)
+        return self._do(lambda limit: comm.gather(tensor, targets, opts.rootRank, timeout=limit), opts, targets or [])
+
+    @by_device
+    def scatter(self, outputs: Tensors, inputs: Lists, opts: Any) -> TorchWork:
+        tensor, comm, sources = only(outputs, "scatter"), self._meeting.comm, _list_at_root(inputs)
+        return self._do(lambda limit: comm.scatter(tensor, sources, opts.rootRank, timeout=limit), opts, outputs)
+
+    @by_device
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+        targets, sources, comm = [plain(t) for t in outputs], [plain(t) for t in inputs], self._meeting.comm
+        return self._do(lambda limit: comm.all_to_all(targets, sources, timeout=limit), opts, outputs)
+
+    @by_device
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> TorchWork:
+        target, source, comm = plain(output), plain(input), self._meeting.comm
+        taken, given = output_split_sizes or None, input_split_sizes or None
+        return self._do(
+            lambda limit: comm.all_to_all_single(target, source, taken, given, timeout=limit), opts, [output]
+        )
+
+    # -- barriers ------------------------------------------------------------------------------
+    def barrier(self, opts: Any = None) -> TorchWork:
+        device = getattr(opts, "device", None)
+        if device is not None and device.type != "cpu":
+            carried: TorchWork = self.others.of(device).barrier(opts)
+            return carried
+        return self._do(lambda limit: self._meeting.comm.barrier(timeout=limit), opts, [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose error names every rank that has not come. Blocking; over the control plane."""
+        self._barriers += 1
+        meeting, topic = self._meeting, f"monitored barrier {self._barriers}"
+        limit = limit_s(timeout) or self._timeout_s
+        self._line.run(lambda: meeting.control.exchange(meeting.group, topic, None, limit))
+
+    # -- messages ------------------------------------------------------------------------------
+    @by_device
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
+        work = self._meeting.comm.isend(only(tensors, "send"), dst, tag)
+        self._progress.watch(work)
+        return self._noted(TorchWork(work, tensors))
+
+    @by_device
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
+        work = self._meeting.comm.irecv(only(tensors, "recv"), src, tag)
+        self._progress.watch(work)
+        return self._noted(TorchWork(work, tensors, src))
+
+    @by_device
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
+        raise ValueError("backend 'unisono' cannot receive from any rank; say from which: recv(tensor, src=...)")
+
+    # Names by which other versions of torch call the same.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- order ---------------------------------------------------------------------------------
+    def _do(self, call: Callable[[float], object], opts: Any, result: Tensors) -> TorchWork:
+        """Do it now, or have it done, in turn; the call is told the seconds it may take."""
+        limit = limit_s(opts) or self._timeout_s
+        if not asynchronous(opts) or self._meeting.group.size == 1:
+            self._line.run(lambda: call(limit))
+            return self._noted(TorchWork(None, result))
+        # Tensors made in inference mode may be written in inference mode only, which is a thread's own.
+        inference = torch.is_inference_mode_enabled()
+
+        def there() -> None:
+            with torch.inference_mode() if inference else contextlib.nullcontext():
+                call(limit)
+
+        return self._noted(TorchWork(self._line.start(there), result))
+
+    def _noted(self, work: TorchWork) -> TorchWork:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+
+def _list_at_root(lists: Lists) -> Tensors | None:
+    """Torch gives a list of one list at the root, and an empty list (or an empty list in it) elsewhere."""
+    return [plain(t) for t in lists[0]] if lists and lists[0] else None

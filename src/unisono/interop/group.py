@@ -1,0 +1,124 @@
+"""The process group that torch sees: who it is, what it can, its life."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from unisono.interop.collectives import Collectives
+from unisono.interop.line import Line
+from unisono.interop.meeting import meet
+from unisono.interop.options import GroupOptions
+from unisono.interop.others import Others
+from unisono.interop.progress import Progress
+from unisono.interop.works import Together, TorchWork
+
+__all__ = ["UnisonoGroup"]
+
+
+class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
+    """A torch process group over a communicator of ours. Torch makes it; see `register`.
+
+    It may be called from any thread, as autograd's threads do. Python callers, and torch's C++ code, find
+    methods by their names; some of those are asked for by only one of the two.
+
+    Args:
+        store: Torch's store, for this group alone.
+        rank, size: In this group.
+        timeout: Of joining, and of every operation that does not say otherwise.
+        wishes: What the user asked for.
+        others_options: What the user gave for the backends of other devices.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        wishes: GroupOptions,
+        *,
+        others_options: object = None,
+    ) -> None:
+        super().__init__(rank, size)
+        self._timeout_s = timeout.total_seconds()
+        # C++ holds only its part of a store, which fails without the Python part, if there is one.
+        self._store = store
+        self._name = self._desc = "undefined"
+        self._batch: list[TorchWork] | None = None
+        self._barriers = 0
+        self.others = Others(self, store, timeout, others_options)
+        self._meeting = meet(store, rank, size, self._timeout_s, wishes)
+        label = f"unisono {self._meeting.group.name} rank {rank}"
+        self._line, self._progress = Line(label), Progress(f"{label} messages")
+
+    # -- who it is -----------------------------------------------------------------------------
+    def getBackendName(self) -> str:  # noqa: N802
+        return "unisono"
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    # -- what it carries -----------------------------------------------------------------------
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in ("cpu", *self.others.names())]
+
+    def _get_backend(self, device: torch.device) -> dist.Backend:
+        if device.type not in self.others.names():
+            raise RuntimeError(f"no backend of torch's own carries {device.type} tensors of this group")
+        return self.others.of(device)._get_backend(device)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: the communicator counts its calls itself."""
+
+    # -- several calls as one ------------------------------------------------------------------
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            self._batch = []
+        else:
+            self.others.of(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type != "cpu":
+            return self.others.of(device)._end_coalescing(device)
+        works, self._batch = self._batch or [], None
+        return Together(works)
+
+    # -- life ----------------------------------------------------------------------------------
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of operations from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave, as `dist.destroy_process_group` does. Again is harmless."""
+        self._progress.close()
+        self._meeting.comm.close()
+        self.others.shutdown()
+
+    def abort(self) -> None:
+        """End every wait on every rank, and leave."""
+        self._meeting.comm.abort("the torch process group was aborted")
+        self.others.abort()
+        self.shutdown()

@@ -1,0 +1,120 @@
+"""The part of a group that is for other devices, as in "cpu:unisono,cuda:nccl": torch's own backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from unisono.errors import UnavailableError
+
+__all__ = ["Others", "by_device"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Others:
+    """Torch's groups of the same ranks for other devices, each made when a tensor first needs it.
+
+    Torch drops all other backends where one is a group written in Python, so they are kept here.
+
+    Args:
+        group: The whole group, whose configuration torch knows.
+        store: Of this group alone.
+        timeout: Of their operations.
+        options: What the user gave for them, if anything.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout: timedelta, options: object) -> None:
+        self._group, self._store, self._timeout, self._options = group, store, timeout, options
+        self._made: dict[str, dist.ProcessGroup] = {}
+
+    def names(self) -> dict[str, str]:
+        """The backend of each other device."""
+        world = dist.distributed_c10d._world
+        if self._group not in world.pg_backend_config:
+            # Torch is still making the group, and has not told yet.
+            return {kind: name for kind, name in dist.Backend.default_device_backend_map.items() if kind != "cpu"}
+        pairs = (pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
+        return {kind: name for kind, name in pairs if kind != "cpu"}
+
+    def of(self, device: torch.device) -> dist.ProcessGroup:
+        """The group for a device. Raises `ValueError` if the configuration has none."""
+        kind = device.type
+        if kind not in self._made:
+            names = self.names()
+            if kind not in names:
+                raise ValueError(
+                    f"the tensor is on {device}, but this group carries {', '.join(['cpu', *names])}; "
+                    f"name a backend for it too, as in init_process_group('cpu:unisono,cuda:nccl')"
+                )
+            self._made[kind] = self._make(kind, names[kind])
+        return self._made[kind]
+
+    def _make(self, kind: str, name: str) -> dist.ProcessGroup:
+        store = dist.PrefixStore(f"{kind}/", self._store)
+        rank, size = self._group.rank(), self._group.size()
+        backend_type = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
+        made = dist.ProcessGroup(store, rank, size)
+        made._set_default_backend(backend_type)
+        made._register_backend(torch.device(kind), backend_type, self._backend(name, store, rank, size))
+        made._set_group_name(self._group.group_name)
+        made._set_group_desc(self._group.group_desc)
+        return made
+
+    def _backend(self, name: str, store: dist.Store, rank: int, size: int) -> Any:
+        if name == "gloo":
+            return dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout)
+        if name == "nccl":
+            options = self._options
+            if not isinstance(options, dist.ProcessGroupNCCL.Options):
+                options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        plugin = dist.Backend._plugins.get(name.upper())
+        if plugin is None:
+            raise UnavailableError(f"backend {name!r} cannot stand beside 'unisono'; nccl, gloo and plug-ins can")
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, rank, size, self._timeout)
+        asked = dist.distributed_c10d._DistributedBackendOptions()
+        asked.store, asked.group_rank, asked.group_size, asked.timeout = store, rank, size, self._timeout
+        return plugin.creator_fn(asked, self._options)
+
+    def shutdown(self) -> None:
+        """Let go of them all."""
+        for made in self._made.values():
+            made.shutdown()
+
+    def abort(self) -> None:
+        """Break them all."""
+        for made in self._made.values():
+            made.abort()
+
+
+def by_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Hands a call about tensors of another device to the group that carries it."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        device = _device(args)
+        if device is None or device.type == "cpu":
+            return method(self, *args, **kwargs)
+        carried: R = getattr(self.others.of(device), method.__name__)(*args, **kwargs)
+        return carried
+
+    return call
+
+
+def _device(arguments: tuple[object, ...]) -> torch.device | None:
+    """Of the first tensor among arguments, or in lists among them."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            return argument.device
+        if isinstance(argument, list) and (found := _device(tuple(argument))) is not None:
+            return found
+    return None

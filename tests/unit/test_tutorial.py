@@ -127,5 +127,6 @@ def test_as_scripts() -> None:
     ]
     said = [process.communicate(timeout=100)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
-    assert sorted(said[0].splitlines()) == [f"rank {rank} of 2 met the others by tcp" for rank in (0, 1)]
-    assert sorted(said[1].splitlines()) == ["rank 0 has 1.0", "rank 1 has 1.0"]
+    # Ranks write to one pipe, so that their lines may run together.
+    assert all(f"rank {rank} of 2 met the others by tcp" in said[0] for rank in (0, 1))
+    assert all(f"rank {rank} has 1.0" in said[1] for rank in (0, 1))

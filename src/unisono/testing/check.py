@@ -104,15 +104,11 @@ _CALL: dict[str, Callable[[Communicator, Case, _Tensors, _Tensors, _How], Any]] 
         got[0], given[0], *case.splits(comm.rank), **how
     ),
     "broadcast": lambda comm, case, given, got, how: comm.broadcast(got[0], case.root, **how),
-    "gather": lambda comm, case, given, got, how: comm.gather(
-        given[0], _at_root(comm, case, got), case.root, **how
-    ),
+    "gather": lambda comm, case, given, got, how: comm.gather(given[0], _at_root(comm, case, got), case.root, **how),
     "reduce": lambda comm, case, given, got, how: comm.reduce(got[0], case.root, case.op, **how),
     "reduce_scatter": lambda comm, case, given, got, how: comm.reduce_scatter(got[0], given, case.op, **how),
     "reduce_scatter_single": lambda comm, case, given, got, how: comm.reduce_scatter_single(
         got[0], given[0], case.op, **how
     ),
-    "scatter": lambda comm, case, given, got, how: comm.scatter(
-        got[0], _at_root(comm, case, given), case.root, **how
-    ),
+    "scatter": lambda comm, case, given, got, how: comm.scatter(got[0], _at_root(comm, case, given), case.root, **how),
 }

@@ -44,9 +44,11 @@ class Staff:
         self._thread = threading.Thread(target=self._live, args=(service, backend, arguments), daemon=True)
         with Listener(service.address, authkey=service.key) as listener:
             self._thread.start()
-            while len(self._links) < size:
-                with suppress(AuthenticationError, EOFError):
-                    self._admit(listener.accept())
+            while len(self._links) < size and self._admit(listener):
+                pass
+        if len(self._links) < size:
+            self.close()
+            raise next(end for end in self._ends if isinstance(end, BaseException))
 
     def _live(self, service: Service, backend: str, arguments: dict[str, Any]) -> None:
         """The ranks' whole life, in a thread of its own."""
@@ -58,14 +60,19 @@ class Staff:
         with suppress(OSError), Client(service.address, authkey=service.key) as link:
             link.send(None)
 
-    def _admit(self, link: Connection[Any, Any]) -> None:
-        card = link.recv()
+    def _admit(self, listener: Listener) -> bool:
+        """Let one rank in; False if the ranks have ended instead."""
+        try:
+            link = listener.accept()
+            card = link.recv()
+        except (AuthenticationError, EOFError):
+            return True
         if card is None:
             link.close()
-            self.close()
-            raise next(end for end in self._ends if isinstance(end, BaseException))
+            return False
         rank, self._pids[rank] = card
         self._links[rank] = link
+        return True
 
     def run(self, program: bytes, size: int, limit_s: float) -> tuple[list[Outcome], bool]:
         """What became of the first `size` ranks, in the order in which they ended; whether they can go on.
@@ -85,7 +92,7 @@ class Staff:
             ready = wait(list(left), max(0.0, deadline - time.monotonic()))
             if not ready:
                 return [*ended, *self._stop(list(left.values()), limit_s)], False
-            for link in cast(list[Connection[Any, Any]], ready):
+            for link in cast("list[Connection[Any, Any]]", ready):
                 outcome, whole = self._hear(left.pop(link), link)
                 ended.append(outcome)
                 usable = usable and whole

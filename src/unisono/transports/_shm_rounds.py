@@ -89,7 +89,9 @@ class Rounds:
         if views is None:
             if len(self._views) >= 256:
                 self._views.clear()
-            views = self._views[key] = [stage[half][: count * dtype.itemsize].view(dtype) for stage in self._stages]
+            # A call in inference mode must not leave views behind that only inference mode may write to.
+            with torch.inference_mode(mode=False):
+                views = self._views[key] = [stage[half][: count * dtype.itemsize].view(dtype) for stage in self._stages]
         return views
 
     # -- reductions ----------------------------------------------------------------------------

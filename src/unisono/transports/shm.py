@@ -75,7 +75,8 @@ class ShmTransport(Transport):
         stages = board + -(-Board.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
         rings = stages + size * 2 * _STAGE_BYTES
         memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s)
-        words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(mode=False):
+            words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
         self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
         self._arenas = Arenas(group, control, options.timeout_s)
         halves = data[stages:rings].view(size, 2, _STAGE_BYTES)

@@ -1,0 +1,43 @@
+"""How far is shared memory in Python from Open MPI's Allreduce through mpi4py?
+
+Answer (2 ranks, 2 cores, float32, one thread a rank): see docs/benchmarks.md; run it to see yours:
+
+    python benchmarks/shm_against_mpi.py [--seconds 4] [--most 100M] [--caches warm cold]
+
+mpirun starts the ranks, and both libraries' calls alternate in them. A ratio is MPI's time by unisono's, the median of
+neighbouring samples, with quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from _asking import Findings, between, judged, measured, options
+
+from unisono.bench import each
+from unisono.errors import UnavailableError
+
+
+def ask(given: argparse.Namespace, caches: str) -> Findings:
+    how = {"against": ("mpi",), "cold": caches == "cold"}
+    rows = measured(given, "8,4K,64K,256K,1M,16M,100M", **how)
+    registered = measured(given, "1M,16M,100M", registered=True, **how)
+    # In pure Python, eight times MPI's time is allowed where there is nearly nothing to move.
+    return [
+        *judged(each, f"2 ranks, {caches}, ordinary, 8 B", between(rows, "8", "8"), "mpi", 1 / 8),
+        *judged(each, f"2 ranks, {caches}, ordinary, from 64 KiB", between(rows, "64K", "100M"), "mpi", 1),
+        *judged(each, f"2 ranks, {caches}, registered, from 1 MiB", registered, "mpi", 1.8),
+    ]
+
+
+def main() -> None:
+    given = options(__doc__)
+    try:
+        print(*(finding for caches in given.caches for finding in ask(given, caches)), sep="\n")
+    except UnavailableError as error:
+        # Every other question can be answered without MPI.
+        print(f"not asked: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The rows as JSON, with what one has to know to compare them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unisono as un
+from unisono.bench.memory import cache_bytes
+from unisono.bench.row import Row
+from unisono.bench.settings import Settings
+
+__all__ = ["machine", "write_json"]
+
+
+def machine() -> dict[str, Any]:
+    """Where it ran, and on what."""
+    return {
+        "unisono": un.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "processors": os.cpu_count(),
+        "cache_bytes": cache_bytes(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (text.partition(":")[2].strip() for text in lines if text.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def write_json(path: Path, settings: Settings, rows: list[Row]) -> None:
+    """One object: `machine`, `settings`, and `rows`, as their `plain()` say. Raises `OSError`."""
+    held = {"machine": machine(), "settings": settings.plain(), "rows": [row.plain() for row in rows]}
+    path.write_text(json.dumps(held, indent=1) + "\n")

@@ -1,0 +1,95 @@
+"""One line of results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from unisono.bench.problem import bus_factor
+
+__all__ = ["Against", "Row", "Spread"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The middle of many figures, and the quartiles around it.
+
+    Example:
+        >>> Spread.of([1.0, 2.0, 3.0, 4.0, 5.0])
+        Spread(low=2.0, median=3.0, high=4.0)
+    """
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Spread:
+        """Of at least one figure."""
+        if len(figures) == 1:
+            return cls(figures[0], figures[0], figures[0])
+        return cls(*statistics.quantiles(figures, n=4, method="inclusive"))
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """How a peer did in the same run.
+
+    Attributes:
+        time_us: The median of its time for a call.
+        ratio: Of its time to unisono's in neighbouring samples: how many times as fast unisono was.
+        wrong: Elements of its results, over all ranks and calls, that were wrong.
+    """
+
+    time_us: float
+    ratio: Spread
+    wrong: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How unisono did with one size.
+
+    Attributes:
+        nbytes: Bytes of the larger of what a rank gives and what a rank gets, over all parts.
+        count: Elements of the whole tensor where the collective is in place, else of one rank's part.
+        algorithm: What was taken: "native", or a schedule's name.
+        time: Microseconds for a call, on the rank that took longest.
+        wrong: Elements of the results, over all ranks and calls, that were wrong.
+        samples: How many there are of each contender.
+        against: By peer.
+    """
+
+    collective: str
+    ranks: int
+    nbytes: int
+    count: int
+    dtype: str
+    op: str
+    algorithm: str
+    time: Spread
+    wrong: int
+    samples: int
+    against: dict[str, Against] = field(default_factory=dict)
+
+    @property
+    def time_us(self) -> float:
+        """The median."""
+        return self.time.median
+
+    @property
+    def algbw_gb_s(self) -> float:
+        """Bytes of the message by time, in GB/s (10^9 bytes)."""
+        return self.nbytes / self.time_us / 1e3
+
+    @property
+    def busbw_gb_s(self) -> float:
+        """`algbw_gb_s` times the factor by which nccl-tests make it comparable between numbers of ranks."""
+        return self.algbw_gb_s * bus_factor(self.collective, self.ranks)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        figures = {"time_us": self.time_us, "algbw_gb_s": self.algbw_gb_s, "busbw_gb_s": self.busbw_gb_s}
+        return asdict(self) | figures

@@ -1,0 +1,96 @@
+"""Counts the bytes that torch operations read and write: what no clock is needed for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Traffic", "counted"]
+
+# These overwrite what they are given, and do not read it.
+_ONLY_WRITE = {"copy_", "fill_", "zero_"}
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What torch operations moved.
+
+    Attributes:
+        read, written: Bytes of operands. A byte that two operations read counts twice.
+        largest_new: Bytes of the largest tensor that an operation made.
+    """
+
+    read: int = 0
+    written: int = 0
+    largest_new: int = 0
+
+    @property
+    def moved(self) -> int:
+        """Read and written."""
+        return self.read + self.written
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    """Inside the `with`, count the operations of this thread. Those of other threads and of C++ code are not seen.
+
+    Example:
+        >>> with counted() as traffic:
+        ...     _ = torch.zeros(100).add_(torch.ones(100))
+        >>> traffic.read, traffic.written, traffic.largest_new
+        (800, 1200, 400)
+    """
+    counter = _Counter()
+    with counter:
+        yield counter.traffic
+
+
+class _Counter(TorchDispatchMode):
+    """Looks at the schema of each operation: what it overwrites, and what it only reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic = Traffic()
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        result = func(*args, **given)
+        if not func.is_view:
+            self._count(func, args, given, result)
+        return result
+
+    def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        operands = []
+        for index, argument in enumerate(func._schema.arguments):
+            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _tensors(value):
+                operands.append(tensor)
+                self.traffic.written += tensor.nbytes if writes else 0
+                reads = not writes or not (argument.is_out or func._schema.name.split("::")[1] in _ONLY_WRITE)
+                self.traffic.read += tensor.nbytes if reads else 0
+        known = {id(tensor) for tensor in operands}
+        for tensor in _tensors(result):
+            if id(tensor) not in known:
+                self.traffic.largest_new = max(self.traffic.largest_new, tensor.nbytes)
+                # Memory that is only taken is not written yet.
+                self.traffic.written += 0 if "empty" in func._schema.name else tensor.nbytes
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,40 @@
+"""Ranks that have torch's default group on unisono, and a gloo group beside it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import unisono as un
+from unisono.interop import GroupOptions
+
+__all__ = ["on_ranks"]
+
+Program = Callable[..., Any]
+
+
+def on_ranks(
+    program: Program, size: int, folder: Path, *args: Any, transport: str = "auto", backend: str = "unisono", **how: Any
+) -> list[Any]:
+    """`program(*args)` on each rank, inside a default group of torch's."""
+    return un.launch(_inside, size, "shm", (program, str(folder / "store"), transport, backend, args), timeout=30, **how)
+
+
+def _inside(comm: un.Communicator, program: Program, path: str, transport: str, backend: str, args: tuple[Any]) -> Any:
+    # Some of what is tested is about to be renamed by torch.
+    warnings.simplefilter("ignore", FutureWarning)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{path}",
+        rank=comm.rank,
+        world_size=comm.size,
+        pg_options=GroupOptions(transport),
+    )
+    try:
+        return program(*args)
+    finally:
+        dist.destroy_process_group()

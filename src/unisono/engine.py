@@ -83,7 +83,9 @@ class Engine:
         self.on_failure(first)
         if not isinstance(error, CommError):
             return error
-        as_good = isinstance(error, AbortedError) or (type(error).__name__ == first.kind and not anonymous)
+        # Of a lost rank, whoever was first told more: what it failed by, where others see only that it has left.
+        same = type(error).__name__ == first.kind and not isinstance(error, PeerLostError)
+        as_good = isinstance(error, AbortedError) or same
         if first != cause and not as_good:
             told = error_of(first, self.group)
             told.__cause__ = error
@@ -238,5 +240,5 @@ def _cause_of(error: BaseException, rank: int, operation: str) -> Cause:
         return Cause("MismatchError", error.peer, error.message)
     if isinstance(error, CommError):
         about = error.peer if error.peer is not None else rank
-        return Cause(type(error).__name__, about, f"in {operation} on rank {rank}: {error.message}")
+        return Cause(type(error).__name__, about, f"rank {rank} gave up in {operation}: {error.message}")
     return Cause("PeerLostError", rank, f"rank {rank} failed in {operation}: {type(error).__name__}: {error}")

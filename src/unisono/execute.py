@@ -21,14 +21,14 @@ __all__ = ["IN_FLIGHT", "execute"]
 IN_FLIGHT = 8
 """Batches of messages under way at once. Bounds the memory that arriving contributions need."""
 
-Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+_Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def execute(
     transport: PointToPoint,
     steps: Iterator[Step],
     layout: Layout,
-    combine: Combine | None = None,
+    combine: _Combine | None = None,
     *,
     segment_bytes: int = 2 << 20,
     timeout: float = 300.0,
@@ -85,7 +85,7 @@ class _Batch:
 
 
 class _Run:
-    def __init__(self, transport: PointToPoint, combine: Combine | None, deadline: float) -> None:
+    def __init__(self, transport: PointToPoint, combine: _Combine | None, deadline: float) -> None:
         self._transport, self._combine, self._deadline = transport, combine, deadline
         self._flight: deque[_Batch] = deque()
         self._spare: dict[int, list[torch.Tensor]] = {}

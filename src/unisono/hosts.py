@@ -22,6 +22,10 @@ def shm_obstacle() -> str | None:
             f"backend 'shm' relies on the order of stores of x86-64, which {platform.machine()} does not keep; "
             "use backend='gloo'"
         )
+    try:
+        os.close(os.memfd_create("unisono"))
+    except OSError as error:
+        return f"backend 'shm' needs memfd_create, which this system refuses ({error}); use backend='gloo'"
     return None
 
 

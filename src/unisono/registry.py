@@ -60,9 +60,8 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self._registered:
             return self._registered[name]
-        module_name = self._aliases.get(name, name)
-        if module_name in self._modules:
-            module = importlib.import_module(f"{self._package}.{module_name}")
+        if name in self._aliases or name in self._modules:
+            module = importlib.import_module(f"{self._package}.{self._aliases.get(name, name)}")
             return cast(T, getattr(module, self._attribute) if self._attribute else module)
         if name in self._foreign:
             return cast(T, self._foreign[name].load())
@@ -70,7 +69,10 @@ class Registry(Generic[T]):
 
     @property
     def _modules(self) -> tuple[str, ...]:
-        return _files(tuple(importlib.import_module(self._package).__path__))
+        """The files, but for those that only aliases lead to."""
+        hidden = self._aliases.values()
+        files = _files(tuple(importlib.import_module(self._package).__path__))
+        return tuple(name for name in files if name not in hidden)
 
     @property
     def _foreign(self) -> dict[str, EntryPoint]:

@@ -17,7 +17,7 @@ from unisono.launching.threads import run_threads
 from unisono.transport import Options, Transport
 from unisono.transports import TRANSPORTS
 
-__all__ = ["init", "launch"]
+__all__ = ["CHUNK_BYTES", "TIMEOUT_S", "Wrap", "init", "launch"]
 
 _log = logging.getLogger("unisono")
 

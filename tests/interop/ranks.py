@@ -21,7 +21,9 @@ def on_ranks(
     program: Program, size: int, folder: Path, *args: Any, transport: str = "auto", backend: str = "unisono", **how: Any
 ) -> list[Any]:
     """`program(*args)` on each rank, inside a default group of torch's."""
-    return un.launch(_inside, size, "shm", (program, str(folder / "store"), transport, backend, args), timeout=30, **how)
+    return un.launch(
+        _inside, size, "shm", (program, str(folder / "store"), transport, backend, args), timeout=30, **how
+    )
 
 
 def _inside(comm: un.Communicator, program: Program, path: str, transport: str, backend: str, args: tuple[Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,9 @@ def case(function: Case) -> Case:
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Other numbers on every rank."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    return torch.randint(-50, 50, shape, generator=generator).to(dtype).div(8 if dtype.is_floating_point else 1).to(dtype)
+    return (
+        torch.randint(-50, 50, shape, generator=generator).to(dtype).div(8 if dtype.is_floating_point else 1).to(dtype)
+    )
 
 
 def size() -> int:
@@ -229,7 +230,7 @@ def long_messages_move_while_nobody_waits(group: Group) -> list[torch.Tensor]:
     # Who sends is held up elsewhere until the message has been taken, and the other way round.
     dist.barrier(group=group)
     if dist.get_rank() == 0:
-        works[1].wait()
+        works.pop().wait()
     dist.barrier(group=group)
     for work in works:
         work.wait()
@@ -292,7 +293,9 @@ def compare() -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module", params=[(2, "shm"), (3, "shm"), (2, "gloo")], ids=lambda given: f"{given[0]}-{given[1]}")
+@pytest.fixture(
+    scope="module", params=[(2, "shm"), (3, "shm"), (2, "gloo")], ids=lambda given: f"{given[0]}-{given[1]}"
+)
 def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     ranks, transport = request.param
     return on_ranks(compare, ranks, tmp_path_factory.mktemp("meet"), transport=transport)

@@ -105,7 +105,7 @@ def test_it_is_offered_by_name() -> None:
         return comm.backend
 
     assert run_ranks(program, 2, "postal") == ["postal", "postal"]
-    with pytest.raises(ValueError, match="known: .*postal"):
+    with pytest.raises(ValueError, match=r"known: .*postal"):
         run_ranks(program, 2, "pigeon")
 
 

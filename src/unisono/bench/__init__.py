@@ -1,6 +1,6 @@
 """Measures collectives as nccl-tests do, against other ways to do them, side by side in one run.
 
-    rows = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=True)
+rows = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=True)
 """
 
 from __future__ import annotations

@@ -50,9 +50,7 @@ def measure(comm: Communicator, settings: Settings, folder: Path, tell: Callable
 class _Size:
     """All contenders at one problem."""
 
-    def __init__(
-        self, comm: Communicator, settings: Settings, problem: Problem, contenders: dict[str, Peer]
-    ) -> None:
+    def __init__(self, comm: Communicator, settings: Settings, problem: Problem, contenders: dict[str, Peer]) -> None:
         self._comm, self._settings, self._problem, self._contenders = comm, settings, problem, contenders
 
         def ordinary(numel: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Memory for the calls: the same place again and again where it is to be warm, always another where it is to be cold."""
+"""Memory for the calls: one place again and again where it is to be warm, always another where it is to be cold."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Pool:
         # In pages of their own where they are to be cold: the next line and the next page are fetched ahead. The one
         # line more keeps slots from meeting in the same set of a cache.
         stride = -(-max(used, _PAGE_BYTES if cold else 1) // _LINE_BYTES) * _LINE_BYTES + _LINE_BYTES
-        slots = max(self._batch, -(-2 * cache_bytes() // stride) if cold else 0)
+        slots = max(self._batch, 1 + -(-2 * cache_bytes() // stride) if cold else 0)
         self._slots = -(-slots // self._batch) * self._batch
         self._stride = stride // problem.dtype.itemsize
         self._memory = allocate(self._slots * self._stride)

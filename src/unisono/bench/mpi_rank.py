@@ -30,9 +30,7 @@ def main(folder: Path) -> None:
     try:
         program, backend, args = cloudpickle.loads((folder / JOB).read_bytes())
         meeting = (folder / "meeting").as_uri()
-        with un.init(
-            backend, init_method=meeting, rank=world.rank, world_size=world.size, timeout=_TIMEOUT_S
-        ) as comm:
+        with un.init(backend, init_method=meeting, rank=world.rank, world_size=world.size, timeout=_TIMEOUT_S) as comm:
             result = program(comm, *args)
         if world.rank == 0:
             (folder / RESULT).write_bytes(cloudpickle.dumps(result))

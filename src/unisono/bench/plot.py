@@ -39,7 +39,9 @@ def plot(rows: list[Row], path: Path) -> None:
         bandwidth.plot(sizes, theirs, marker="o", label=name)
         spreads = [row.against[name].ratio for row in rows]
         (drawn,) = ratio.plot(sizes, [s.median for s in spreads], marker="o", label=f"{name} / unisono")
-        ratio.fill_between(sizes, [s.low for s in spreads], [s.high for s in spreads], alpha=0.2, color=drawn.get_color())
+        ratio.fill_between(
+            sizes, [s.low for s in spreads], [s.high for s in spreads], alpha=0.2, color=drawn.get_color()
+        )
     bandwidth.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
     ratio.set(xscale="log", yscale="log", xlabel="bytes", ylabel="time in units of unisono's")
     ratio.axhline(1, color="grey", linewidth=0.8)

@@ -16,7 +16,8 @@ from unisono.transports import TRANSPORTS
 
 __all__ = ["Settings"]
 
-_DTYPES = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 bool complex64 complex128".split()
+_FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+_DTYPES = (*_FLOATS, "int8", "int16", "int32", "int64", "uint8", "bool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,7 @@ class Settings:
             check_reducible(op, self._dtype)
         known = ["native", *SCHEDULES[self.collective].names()]
         if self.algorithm is not None and self.algorithm not in known:
-            raise ValueError(
-                f"unknown {self.collective} algorithm {self.algorithm!r}; known: {', '.join(known)}"
-            )
+            raise ValueError(f"unknown {self.collective} algorithm {self.algorithm!r}; known: {', '.join(known)}")
         if self.chosen_backend == "nccl":
             raise ValueError("the benchmark measures tensors in this host's memory; use shm, gloo or thread")
         TRANSPORTS[self.chosen_backend]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unisono.bench.problem import REDUCING
 from unisono.bench.row import Against, Row
 from unisono.bench.settings import Settings
 
@@ -42,13 +43,11 @@ def heading(settings: Settings) -> str:
 
 def line(row: Row) -> str:
     """One row."""
-    moved = row.collective not in ("barrier",)
-    reduces = row.collective in ("all_reduce", "reduce", "reduce_scatter")
     cells = [
         str(row.nbytes),
         str(row.count),
-        row.dtype if moved else "-",
-        row.op if reduces else "-",
+        row.dtype if row.count else "-",
+        row.op if row.collective in REDUCING else "-",
         row.algorithm,
         _figure(row.time_us),
         f"{row.algbw_gb_s:.2f}",

@@ -54,7 +54,7 @@ class _Counter(TorchDispatchMode):
     """Looks at the schema of each operation: what it overwrites, and what it only reads."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = Traffic()
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""Start-up: who am I, how many are we, and where do we meet?
+"""Start-up: who this rank is, how many there are, and where they meet.
 
 One file for each way to answer. A new one has a function `find(request)` that returns a `Place`, and
 gets a line below: among `_SCHEMES` if users name it in an `init_method`, among `_AUTOMATIC` if it can

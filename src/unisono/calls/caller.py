@@ -10,7 +10,7 @@ import torch
 
 from unisono.engine import Engine
 from unisono.errors import CommError
-from unisono.tensors import Staging, check_tensor
+from unisono.tensors import Staging, check_apart, check_tensor
 
 __all__ = ["ANYONE", "Async", "Blocking", "Caller"]
 
@@ -97,3 +97,13 @@ class Caller:
                 f"{name} is {tensor.dtype} on {tensor.device}, but the other tensor of the call is {like.dtype} "
                 f"on {like.device}; they must be alike"
             )
+
+    def _check_targets(self, targets: Sequence[torch.Tensor], name: str, source: torch.Tensor) -> None:
+        """Results lie apart from each other, and from the source but in this rank's own place."""
+        check_apart([(f"{name}[{r}]", t) for r, t in enumerate(targets)])
+        check_apart(others(targets, name, self.rank), [("the input", source)])
+
+
+def others(tensors: Sequence[torch.Tensor], name: str, rank: int) -> list[tuple[str, torch.Tensor]]:
+    """All of a list but a rank's own entry, each with what it is called in messages."""
+    return [(f"{name}[{r}]", t) for r, t in enumerate(tensors) if r != rank]

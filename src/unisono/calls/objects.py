@@ -11,6 +11,7 @@ import cloudpickle
 import torch
 
 from unisono import wire
+from unisono.calls.exchanging import Exchanging
 from unisono.calls.messages import Messages
 from unisono.calls.moving import Moving
 from unisono.calls.reducing import Reducing
@@ -20,7 +21,7 @@ __all__ = ["Objects"]
 _PLAIN, _PICKLED = b"\0", b"\1"
 
 
-class Objects(Messages, Moving, Reducing):
+class Objects(Messages, Moving, Exchanging, Reducing):
     """Collective: every rank of the group calls each of these, in the same order.
 
     Values are None, bool, numbers, strings, bytes, containers, dataclasses, enums and tensors (see

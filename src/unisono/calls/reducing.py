@@ -201,5 +201,5 @@ class Reducing(Caller):
         return self._engine.run(plans.barrier(), "barrier", algorithm, async_op, timeout)
 
     def _quickly(self, tensor: torch.Tensor | None, op: str, timeout: float | None) -> bool:
-        mine = self._owner == get_ident() or self._owner == ANYONE  # noqa: PLR1714 (a set would cost more)
+        mine = self._owner == get_ident() or self._owner == ANYONE
         return mine and self._engine.quickly(tensor, op, timeout)

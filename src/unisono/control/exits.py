@@ -12,7 +12,7 @@ from typing import Protocol
 
 from unisono.errors import CommError
 
-__all__ = ["CLOSE_SERVERS", "Handle", "close_all", "close_at_exit", "when_process_ends"]
+__all__ = ["CLOSE_HANDLES", "CLOSE_SERVERS", "Handle", "close_all", "close_at_exit", "when_process_ends"]
 
 # multiprocessing's finalizers run in its child processes too, which heed no atexit. Higher ones run first.
 CLOSE_HANDLES, CLOSE_SERVERS = 20, 10

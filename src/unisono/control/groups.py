@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from unisono.control.base import Cause
 
-__all__ = ["Contribution", "Groups", "Reply", "failed", "pushed"]
+__all__ = ["Contribution", "Groups", "Outgoing", "Reply", "failed", "pushed"]
 
 Reply = tuple[int, str, object]
 """Number of the request (0: nobody asked), "ok" or "failed", and the value or the cause's three fields."""

@@ -16,7 +16,7 @@ from unisono.control.groups import Reply
 from unisono.errors import ClosedError, CommTimeoutError, PeerLostError
 from unisono.group import Group
 
-__all__ = ["Requester", "Waiter"]
+__all__ = ["Callback", "Requester", "Waiter"]
 
 Callback = Callable[[], None]
 

@@ -17,6 +17,7 @@ from unisono.demo.data import Pictures, load, split
 from unisono.demo.model import accuracy, build
 from unisono.demo.proof import difference, largest, one_rank, ring_error, several_ranks
 from unisono.demo.train import train
+from unisono.hosts import shm_obstacle
 from unisono.transports import TRANSPORTS
 
 __all__ = ["Ready", "Settings", "prepare", "show"]
@@ -87,9 +88,9 @@ def _backend(settings: Settings) -> str:
         # An unknown name is an error that lists the known ones.
         TRANSPORTS[settings.backend]
         return settings.backend
-    # NCCL wants a GPU for each rank; gloo lets ranks share one.
+    # NCCL wants a GPU for each rank; the others let ranks share one.
     enough = settings.device == "cuda" and torch.cuda.device_count() >= settings.ranks
-    return "nccl" if enough else "gloo"
+    return "nccl" if enough else "gloo" if shm_obstacle() else "shm"
 
 
 def show(ready: Ready) -> int:

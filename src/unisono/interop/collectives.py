@@ -16,7 +16,6 @@ from unisono.interop.others import Others, by_device
 from unisono.interop.progress import Progress
 from unisono.interop.sparse import sum_sparse
 from unisono.interop.works import TorchWork
-from unisono.types import Work
 
 __all__ = ["Collectives"]
 

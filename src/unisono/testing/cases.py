@@ -11,7 +11,7 @@ import torch
 from unisono.testing.reference import Expected, moved, reduced
 from unisono.types import ReduceOp
 
-__all__ = ["CALLS", "IN_PLACE", "REDUCING", "ROOTED", "SCHEDULED_AS", "Case"]
+__all__ = ["CALLS", "IN_PLACE", "REDUCING", "ROOTED", "SCHEDULED_AS", "Case", "Row", "Tensors"]
 
 SCHEDULED_AS = {
     "all_gather": "all_gather",

@@ -10,7 +10,8 @@ from unisono.fingerprint import Fingerprint
 from unisono.reduction import HALVES, check_reducible, combine, parse_op
 from unisono.site import call_site
 from unisono.transports._shm_board import Board
-from unisono.transports._shm_rounds import ONE_SHOT_BYTES, Mark, Rounds, mark_of
+from unisono.transports._shm_marks import Mark, mark_of
+from unisono.transports._shm_rounds import ONE_SHOT_BYTES, Rounds
 from unisono.types import ReduceOp
 
 __all__ = ["QuickRounds"]
@@ -19,7 +20,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST = 256
 _BARRIER = mark_of("barrier", ReduceOp.BOR, None, None, ())
 
-Recipe = tuple[ReduceOp, int, Mark, tuple[list[torch.Tensor], list[torch.Tensor]] | None]
+_Recipe = tuple[ReduceOp, int, Mark, tuple[list[torch.Tensor], list[torch.Tensor]] | None]
 
 
 class QuickRounds:
@@ -27,7 +28,7 @@ class QuickRounds:
 
     def __init__(self, board: Board, rounds: Rounds) -> None:
         self._board, self._rounds = board, rounds
-        self._recipes: dict[tuple[str, torch.dtype, int], Recipe] = {}
+        self._recipes: dict[tuple[str, torch.dtype, int], _Recipe] = {}
         self._now: tuple[str, str | None, torch.Tensor | None] | None = None
 
     def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> bool:
@@ -86,7 +87,7 @@ class QuickRounds:
             site=call_site(),
         )
 
-    def _prepare(self, key: tuple[str, torch.dtype, int]) -> Recipe | None:
+    def _prepare(self, key: tuple[str, torch.dtype, int]) -> _Recipe | None:
         """What calls of this kind need; None if they need more preparation than is made here."""
         name, dtype, count = key
         op = parse_op(name)

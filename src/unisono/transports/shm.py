@@ -20,10 +20,11 @@ from unisono.hosts import shm_obstacle
 from unisono.transport import Options, Transport
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
+from unisono.transports._shm_marks import Mark, mark_of
 from unisono.transports._shm_memory import PAGE_BYTES, meet
 from unisono.transports._shm_quick import QuickRounds
 from unisono.transports._shm_rings import Rings
-from unisono.transports._shm_rounds import Mark, Rounds, mark_of
+from unisono.transports._shm_rounds import Rounds
 from unisono.types import Call, Message, ReduceOp, Work
 from unisono.work import Completion, Countdown, late
 
@@ -62,6 +63,8 @@ class ShmTransport(Transport):
 
     native = _NATIVE
     checks = True
+    devices = frozenset({"cpu", "cuda"})
+    staged = frozenset({"cuda"})
     latency_s = 10e-6
     second_per_byte = 2e-10
 

@@ -21,7 +21,7 @@ from unisono.transports._torch_native import NATIVE, carries, start
 from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Work
 from unisono.work import Completion, late
 
-__all__ = ["TRANSPORT", "TorchTransport"]
+__all__ = ["TRANSPORT", "TorchTransport", "translated"]
 
 _FIRST_TAG = 1 << 28
 """Above the tags that the owner of a wrapped group is likely to use."""

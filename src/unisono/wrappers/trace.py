@@ -20,7 +20,7 @@ from unisono.transport import Transport
 from unisono.types import Call, Message, Send, Work
 from unisono.wrappers.wrapper import Wrapper
 
-__all__ = ["Event", "Traced", "is_traced", "trace", "traced"]
+__all__ = ["Event", "Sink", "Traced", "is_traced", "trace", "traced"]
 
 
 @dataclass(frozen=True, slots=True)

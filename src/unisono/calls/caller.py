@@ -12,7 +12,7 @@ from unisono.engine import Engine
 from unisono.errors import CommError
 from unisono.tensors import Staging, check_apart, check_tensor
 
-__all__ = ["ANYONE", "Async", "Blocking", "Caller"]
+__all__ = ["ANYONE", "Async", "Blocking", "Caller", "others"]
 
 ANYONE = -1
 """In the place of the owning thread's number: whoever calls may."""

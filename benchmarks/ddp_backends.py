@@ -14,6 +14,7 @@ import argparse
 import inspect
 import tempfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ import unisono as un
 
 def perceptron(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -61,7 +62,7 @@ class Trainer:
         self.batch = torch.randn(shape, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad()
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
 
@@ -87,13 +88,11 @@ def compare(comm: un.Communicator, path: str, name: str, seconds: float) -> str:
 
     def verify() -> None:
         # With more ranks, the two may add in another order.
-        if steps[0] == steps[1] and comm.size == 2:
-            if not all(map(torch.equal, ours.weights(), theirs.weights())):
-                raise SystemExit(f"{name}: other weights than on gloo after {steps[0]} steps")
+        comparable = comm.size == 2 and steps[0] == steps[1]
+        if comparable and not all(map(torch.equal, ours.weights(), theirs.weights())):
+            raise SystemExit(f"{name}: other weights than on gloo after {steps[0]} steps")
 
-    ratio = side_by_side(
-        comm, lambda: step(0, ours), lambda: step(1, theirs), verify, seconds=seconds
-    )
+    ratio = side_by_side(comm, lambda: step(0, ours), lambda: step(1, theirs), verify, seconds=seconds)
     dist.destroy_process_group()
     return f"{name:12} {ours.size / 1e6:5.1f} M, {comm.size} ranks, unisono / gloo: {ratio}"
 

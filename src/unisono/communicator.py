@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, final, overload
 
@@ -60,6 +61,7 @@ class Communicator(Objects):
         self._owner = None
         self._splits = 0
         self._closers: list[Callable[[], None]] = []
+        self._parts: list[weakref.ref[Communicator]] = []
         group = transport.group
         early: list[Cause] = []
         control.join(group, lambda cause: self._told(cause, early))
@@ -163,8 +165,10 @@ class Communicator(Objects):
         if color is None:
             return None
         ranks = sorted((r for r, (c, _) in enumerate(wishes) if c == color), key=lambda r: (wishes[r][1], r))
-        part = group.child(f"{self._splits}.{color}", ranks)
-        return Communicator(self._plain().split(part), self._control, self._options, check=self._check)
+        child = group.child(f"{self._splits}.{color}", ranks)
+        part = Communicator(self._plain().split(child), self._control, self._options, check=self._check)
+        self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
+        return part
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of these ranks of this one, in the order given; None on the others.
@@ -220,15 +224,29 @@ class Communicator(Objects):
             self._engine.on_failure(self._control.fail(self._engine.group, cause))
 
     def close(self) -> None:
-        """Let go of everything. Every rank calls it when it is done; again is harmless.
+        """Let go of everything, also of the parts made of this one. Every rank calls it when it is done.
 
-        Waits up to a second for the others, so that nothing in flight is cut off.
+        Waits up to a second for the others, so that nothing in flight is cut off. Again is harmless.
         """
         if self._engine.closed:
             return
-        self._engine.close(_CLOSE_S)
+        self._close(_CLOSE_S)
         for closer in self._closers:
             closer()
+
+    def _close(self, patience: float) -> None:
+        self._engine.close(patience)
+        for part in self._open_parts():
+            part._close(0.0)
+
+    def _fail(self, error: BaseException) -> None:
+        """Whoever waits for this rank learns why it does not come, also in the parts made of this one."""
+        self._engine.failed(error, "the program")
+        for part in self._open_parts():
+            part._fail(error)
+
+    def _open_parts(self) -> list[Communicator]:
+        return [part for ref in self._parts if (part := ref()) is not None and not part._engine.closed]
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Also do this at the end of `close`; for whoever made the communicator."""
@@ -241,7 +259,7 @@ class Communicator(Objects):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            self._engine.failed(error, "the program")
+            self._fail(error)
         self.close()
 
     def __repr__(self) -> str:

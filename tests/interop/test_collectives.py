@@ -266,22 +266,6 @@ def coalescing(group: Group) -> list[torch.Tensor]:
     return [*summed, *gathered, *scattered]
 
 
-@case
-def functional_collectives(group: Group) -> list[torch.Tensor]:
-    import torch.distributed._functional_collectives as functional
-
-    mine = drawn(2 * size(), 2)
-    results = [
-        functional.all_reduce(mine, "sum", group),
-        functional.all_gather_tensor(mine, 0, group),
-        functional.reduce_scatter_tensor(mine, "sum", 0, group),
-        functional.all_to_all_single(mine, None, None, group),
-        functional.broadcast(mine, 1, group),
-        *functional.all_reduce_coalesced([mine, mine * 2], "sum", group),
-    ]
-    return [functional.wait_tensor(t) for t in results]
-
-
 def compare() -> dict[str, str]:
     """For each case, what is wrong with it, or nothing."""
     gloo = dist.new_group(backend="gloo")

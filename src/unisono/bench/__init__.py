@@ -5,13 +5,13 @@ rows = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=Tru
 
 from __future__ import annotations
 
+from unisono.bench.drawing import check_plot, plot
 from unisono.bench.peer import Peer
 from unisono.bench.peers import PEERS
-from unisono.bench.plot import check_plot, plot
 from unisono.bench.problem import COLLECTIVES, Problem, Slot, bus_factor
+from unisono.bench.ranks import on_ranks, run
 from unisono.bench.report import machine, write_json
 from unisono.bench.row import Against, Row, Spread
-from unisono.bench.run import on_ranks, run
 from unisono.bench.settings import Settings
 from unisono.bench.sizes import parse_sizes, shown_size
 from unisono.bench.table import heading, line, summary

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from unisono.interop.line import Line
 from unisono.interop.meeting import Meeting
@@ -153,11 +154,10 @@ class Collectives:
         )
 
     # -- barriers ------------------------------------------------------------------------------
-    def barrier(self, opts: Any = None) -> TorchWork:
+    def barrier(self, opts: Any = None) -> dist.Work:
         device = getattr(opts, "device", None)
         if device is not None and device.type != "cpu":
-            carried: TorchWork = self.others.of(device).barrier(opts)
-            return carried
+            return self.others.of(device).barrier(opts)
         return self._do(lambda limit: self._meeting.comm.barrier(timeout=limit), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,8 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         *,
         others_options: object = None,
     ) -> None:
-        super().__init__(rank, size)
+        # Of torch's two constructors, the one that it documents is not for classes written in Python.
+        super().__init__(rank, size)  # type: ignore[call-arg, arg-type]
         self._timeout_s = timeout.total_seconds()
         # C++ holds only its part of a store, which fails without the Python part, if there is one.
         self._store = store
@@ -59,7 +61,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return "unisono"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
     @property
@@ -85,7 +87,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in ("cpu", *self.others.names())]
 
-    def _get_backend(self, device: torch.device) -> dist.Backend:
+    def _get_backend(self, device: torch.device) -> Any:
         if device.type not in self.others.names():
             raise RuntimeError(f"no backend of torch's own carries {device.type} tensors of this group")
         return self.others.of(device)._get_backend(device)
@@ -112,7 +114,8 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Leave, as `dist.destroy_process_group` does. Again is harmless."""
+        """Finish what was started, and leave, as `dist.destroy_process_group` does. Again is harmless."""
+        self._line.finish()
         self._progress.close()
         self._meeting.comm.close()
         self.others.shutdown()

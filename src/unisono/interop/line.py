@@ -76,6 +76,10 @@ class Line:
             self._crew.run(self._drive)
         return task.done
 
+    def finish(self) -> None:
+        """Return when all that waits now is done."""
+        self.run(lambda: None)
+
     def _pass_on(self) -> None:
         with self._lock:
             self._busy = bool(self._waiting)

@@ -59,7 +59,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
     if size == 1:
         return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, wishes, lambda: None)
     held: Lease | None = None
-    store.set(_seat(rank), wire.encode((host_identity(), shm_obstacle(), wishes.transport)))
+    _tell(store, _seat(rank), (host_identity(), shm_obstacle(), wishes.transport))
     if rank == 0:
         held = _host(store, size, timeout_s)
     try:
@@ -114,15 +114,14 @@ def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
     try:
         transport = _chosen(set(hosts), next(filter(None, obstacles), None), asked)
     except MismatchError as error:
-        store.set(_PLACE, wire.encode(("", 0, b"", "", None, error.message)))
+        _tell(store, _PLACE, ("", 0, b"", "", None, error.message))
         return None
     except UnavailableError as error:
-        store.set(_PLACE, wire.encode(("", 0, b"", "", "none", error.message)))
+        _tell(store, _PLACE, ("", 0, b"", "", "none", error.message))
         return None
     here = "127.0.0.1" if len(set(hosts)) == 1 else address_towards(os.environ.get("MASTER_ADDR", "192.0.2.1"))
     held = lease(f"torch groups at {here}", None, here, 0)
-    place: tuple[Any, ...] = (*held.server.address, held.secret, f"torch/{secrets.token_hex(4)}", transport, None)
-    store.set(_PLACE, wire.encode(place))
+    _tell(store, _PLACE, (*held.server.address, held.secret, f"torch/{secrets.token_hex(4)}", transport, None))
     return held
 
 
@@ -141,6 +140,11 @@ def _chosen(hosts: set[str], obstacle: str | None, asked: tuple[str, ...]) -> st
 
 def _seat(rank: int) -> str:
     return f"unisono/rank {rank}"
+
+
+def _tell(store: dist.Store, key: str, value: object) -> None:
+    # Stores take bytes as well; torch's annotations do not say so.
+    store.set(key, wire.encode(value))  # type: ignore[arg-type]
 
 
 def _read(store: dist.Store, key: str, timeout_s: float, missing: str) -> Any:

@@ -17,6 +17,15 @@ __all__ = ["Others", "by_device"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Methods as older versions of torch call them.
+_OLDER = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
 
 class Others:
     """Torch's groups of the same ranks for other devices, each made when a tensor first needs it.
@@ -104,7 +113,8 @@ def by_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
         device = _device(args)
         if device is None or device.type == "cpu":
             return method(self, *args, **kwargs)
-        carried: R = getattr(self.others.of(device), method.__name__)(*args, **kwargs)
+        other, name = self.others.of(device), method.__name__
+        carried: R = getattr(other, name if hasattr(other, name) else _OLDER[name])(*args, **kwargs)
         return carried
 
     return call

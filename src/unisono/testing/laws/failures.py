@@ -13,6 +13,7 @@ from unisono.testing.laws.world import World, numbers, together
 
 __all__ = [
     "a_closed_communicator_refuses",
+    "a_failed_rank_is_named_in_parts_too",
     "a_failed_rank_is_named_to_the_others",
     "a_late_rank_is_named",
     "abort_ends_every_wait",
@@ -91,6 +92,37 @@ def a_failed_rank_is_named_to_the_others(world: World) -> None:
             assert isinstance(end, PeerLostError), ends
             assert end.peer == 1, f"{end!r} names rank {end.peer}"
             assert "my own mistake" in str(end), end
+
+
+def a_failed_rank_is_named_in_parts_too(world: World) -> None:
+    """Who waits for the rank in a part is told as well; the work knows the error, and so does its future."""
+
+    def program(comm: Communicator, never_s: float) -> list[BaseException | None]:
+        part = comm.dup()
+        if comm.rank == 1:
+            comm.barrier()
+            raise KeyError("my own mistake")
+        work = part.irecv(numbers(comm, 0), 1)
+        future = work.get_future()
+        # Only now may the other rank fail.
+        comm.barrier()
+        raised: list[BaseException | None] = []
+        for wait in (lambda: work.wait(never_s), future.wait, lambda: part.barrier(timeout=never_s)):
+            try:
+                wait()
+            except CommError as error:
+                raised.append(error)
+        return [*raised, work.exception()]
+
+    started = time.monotonic()
+    found = world.run(program, world.never_s, size=2, on_failure="continue")[0]
+    assert time.monotonic() - started < world.soon_s, "the other was told late"
+    assert isinstance(found, list), found
+    assert len(found) == 4, f"of three waits, these raised: {found}"
+    for error in found:
+        assert isinstance(error, PeerLostError), found
+        assert error.peer == 1, f"{error!r} names rank {error.peer}"
+        assert "my own mistake" in str(error), error
 
 
 def a_late_rank_is_named(world: World) -> None:

@@ -13,6 +13,7 @@ from unisono.types import Work
 from unisono.work import wait_any
 
 __all__ = [
+    "a_collective_that_timed_out_may_be_repeated",
     "a_future_completes_unaided",
     "a_wait_that_timed_out_may_be_repeated",
     "a_work_completes_unaided",
@@ -53,10 +54,12 @@ def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
         got = numbers(comm, -1)
         work = comm.irecv(got, 1)
         said, peer, waited = "nothing was raised", None, None
-        try:
-            work.wait(0.05)
-        except CommTimeoutError as error:
-            said, peer, waited = str(error), error.peer, error.waited_s
+        # No time at all is a time, too.
+        for timeout in (0.0, 0.05):
+            try:
+                work.wait(timeout)
+            except CommTimeoutError as error:
+                said, peer, waited = str(error), error.peer, error.waited_s
         comm.send(numbers(comm, 1), 1)
         work.wait()
         return said, peer, waited, got.item()
@@ -67,6 +70,29 @@ def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
     assert waited is not None, said
     assert waited >= 0.04, f"waited {waited} s of 0.05"
     assert got == 7, f"the second wait brought {got}"
+
+
+def a_collective_that_timed_out_may_be_repeated(world: World) -> None:
+    """An asynchronous collective goes on when a wait for it has ended at its time."""
+
+    def program(comm: Communicator) -> list[float]:
+        total, waits = numbers(comm, comm.rank + 1), [-1.0]
+        if comm.rank == 1:
+            # The other has given up its first wait by then.
+            comm.recv(numbers(comm, 0), 0)
+        work = comm.all_reduce(total, async_op=True)
+        if comm.rank == 0:
+            try:
+                work.wait(0.05)
+            except CommTimeoutError as error:
+                waits = [error.waited_s or 0.0]
+            comm.send(numbers(comm, 0), 1)
+        work.wait()
+        return [*waits, total.item()]
+
+    (waited, total), (_, other) = world.run(program)
+    assert waited >= 0.04, f"waited {waited} s of 0.05"
+    assert (total, other) == (3, 3), f"the second wait brought {total} and {other}"
 
 
 def a_work_completes_unaided(world: World) -> None:

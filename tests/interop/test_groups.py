@@ -1,0 +1,298 @@
+"""Groups of torch on unisono: many at once, their life and their end, other devices, wrong arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import unisono as un
+from unisono.interop import GroupOptions, register
+
+SHORT = timedelta(seconds=0.5)
+
+
+def message(call: Callable[[], object]) -> str:
+    """What an error says, and its class."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def summed(group: Any = None) -> float:
+    t = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(t, group=group)
+    return t.item()
+
+
+def test_registering_again_is_harmless() -> None:
+    before = dict(dist.Backend._plugins)
+    register()
+    assert dist.Backend._plugins == before
+    assert dist.is_backend_available("unisono")
+    assert dist.Backend.backend_capability["unisono"] == ["cpu"]
+
+
+def names() -> list[object]:
+    group = dist.group.WORLD
+    return [dist.get_backend(), dist.get_backend_config(), group.group_name, group.group_desc, group.name()]
+
+
+def test_torch_knows_what_it_has(tmp_path: Path) -> None:
+    expected = ["unisono", "cpu:unisono", "0", "default_pg", "unisono"]
+    assert on_ranks(names, 2, tmp_path) == [expected, expected]
+
+
+def many_groups() -> list[float]:
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2], [0, 1, 2])]
+    mine = [group for group in pairs if dist.get_rank(group) >= 0]
+    works = [dist.all_reduce(torch.ones(1000), group=group, async_op=True) for _ in range(5) for group in mine]
+    sums = [summed(group) for group in mine]
+    for work in works:
+        work.wait()
+    alone, _ = dist.new_subgroups(group_size=1)
+    dist.destroy_process_group(mine[0])
+    return [*sums, summed(alone), summed()]
+
+
+def test_many_groups_at_once(tmp_path: Path) -> None:
+    assert on_ranks(many_groups, 3, tmp_path) == [
+        [11.0, 101.0, 111.0, 1.0, 111.0],
+        [11.0, 110.0, 111.0, 10.0, 111.0],
+        [110.0, 101.0, 111.0, 100.0, 111.0],
+    ]
+
+
+def two_threads() -> list[float]:
+    """Each thread has a group of its own, and the two share a third for messages."""
+    found: dict[str, float] = {}
+
+    def work(name: str, group: Any, count: int) -> None:
+        for _ in range(50):
+            t = torch.ones(count)
+            dist.all_reduce(t, group=group)
+            dist.all_reduce(t, group=group, async_op=True).wait()
+        found[name] = t[0].item()
+
+    def talk(group: Any) -> None:
+        t = torch.zeros(1)
+        peer = 1 - dist.get_rank()
+        for _ in range(20):
+            works = [dist.isend(torch.ones(1), peer, group=group), dist.irecv(t, peer, group=group)]
+            for each in works:
+                each.wait()
+        found["talk"] = t.item()
+
+    groups = dist.group.WORLD, dist.new_group()
+    threads = [
+        threading.Thread(target=work, args=("small", groups[0], 10)),
+        threading.Thread(target=work, args=("large", groups[1], 20_000)),
+        threading.Thread(target=talk, args=(groups[0],)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [found["small"], found["large"], found["talk"]]
+
+
+def test_any_thread_may_call(tmp_path: Path) -> None:
+    assert on_ranks(two_threads, 2, tmp_path) == [[4.0, 4.0, 1.0]] * 2
+
+
+def objects() -> list[object]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everybody: list[Any] = [None] * size
+    dist.all_gather_object(everybody, {rank: "x" * rank})
+    gathered: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(rank, gathered, 0)
+    told = [rank, "of"]
+    dist.broadcast_object_list(told, 1)
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, [f"to {r}" for r in range(size)] if rank == 0 else None, 0)
+    return [everybody, gathered, told, own]
+
+
+def test_object_collectives(tmp_path: Path) -> None:
+    everybody = [{0: ""}, {1: "x"}]
+    assert on_ranks(objects, 2, tmp_path) == [
+        [everybody, [0, 1], [1, "of"], ["to 0"]],
+        [everybody, None, [1, "of"], ["to 1"]],
+    ]
+
+
+def again_and_again(comm: un.Communicator, folder: str) -> list[float]:
+    sums = []
+    for number in range(3):
+        method = f"file://{folder}/store {number}"
+        dist.init_process_group("unisono", init_method=method, rank=comm.rank, world_size=comm.size)
+        sums.append(summed())
+        dist.destroy_process_group()
+    return sums
+
+
+def test_a_group_may_be_made_again(tmp_path: Path) -> None:
+    assert un.launch(again_and_again, 2, "shm", (str(tmp_path),), timeout=20) == [[11.0] * 3] * 2
+
+
+def alone() -> list[float]:
+    t = torch.ones(2)
+    dist.all_reduce(t)
+    work = dist.all_reduce(t, async_op=True)
+    assert work.is_completed()
+    parts = [torch.zeros(2)]
+    dist.all_gather(parts, t)
+    dist.barrier()
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    model(t).sum().backward()
+    return [t.sum().item(), parts[0].sum().item(), model.module.bias.grad.sum().item()]
+
+
+def test_a_world_of_one(tmp_path: Path) -> None:
+    assert on_ranks(alone, 1, tmp_path) == [[2.0, 2.0, 2.0]]
+
+
+# -- other devices ---------------------------------------------------------------------------------
+def with_another_device() -> list[object]:
+    elsewhere = torch.ones(2, device="meta")
+    dist.all_reduce(elsewhere)
+    dist.all_reduce(elsewhere, async_op=True).wait()
+    dist.all_gather([torch.empty(2, device="meta") for _ in range(2)], elsewhere)
+    part = dist.new_group()
+    dist.broadcast(elsewhere, 0, group=part)
+    return [summed(), summed(part), str(dist.group.WORLD._device_types), dist.get_backend_config()]
+
+
+def test_another_backend_carries_another_device(tmp_path: Path) -> None:
+    # Registers the backend "fake", on ranks too.
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    expected = [11.0, 11.0, "[device(type='cpu'), device(type='meta')]", "cpu:unisono,meta:fake"]
+    assert on_ranks(with_another_device, 2, tmp_path, backend="cpu:unisono,meta:fake") == [expected] * 2
+
+
+# -- wrong arguments -------------------------------------------------------------------------------
+def wrong() -> list[str]:
+    ints = torch.ones(2, dtype=torch.int32)
+    return [
+        message(lambda: dist.all_reduce(torch.ones(2, device="meta"))),
+        message(lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0))),
+        message(lambda: dist.all_reduce(ints, dist.ReduceOp.AVG)),
+        message(lambda: dist.all_reduce(ints, dist.ReduceOp.AVG, async_op=True).wait()),
+        message(lambda: dist.recv(torch.ones(2))),
+        message(lambda: dist.all_gather([torch.ones(2)], torch.ones(2))),
+        message(lambda: dist.all_reduce(torch.ones(1).expand(4))),
+        message(lambda: dist.all_reduce(torch.ones(2 + dist.get_rank()))),
+        message(dist.barrier),
+    ]
+
+
+def test_wrong_arguments_end_in_a_sentence(tmp_path: Path) -> None:
+    for said in on_ranks(wrong, 2, tmp_path):
+        wanted = [
+            "name a backend for it too",
+            "no PREMUL_SUM",
+            "avg of torch.int32",
+            "avg of torch.int32",
+            "say from which",
+            "one tensor for each of the 2 ranks",
+            "share memory",
+            "MismatchError",
+            "MismatchError",
+        ]
+        assert [text for text, part in zip(said, wanted, strict=True) if part not in text] == []
+
+
+def wishes(comm: un.Communicator, path: str, transports: list[str]) -> str:
+    options = GroupOptions(transports[comm.rank])
+    return message(
+        lambda: dist.init_process_group(
+            "unisono", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size, pg_options=options
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("transports", "said"),
+    [(["shm", "gloo"], "MismatchError: .*rank 0: 'shm'; rank 1: 'gloo'"), (["glue"] * 2, "unknown transport 'glue'")],
+)
+def test_wishes_must_be_equal_and_known(tmp_path: Path, transports: list[str], said: str) -> None:
+    for text in un.launch(wishes, 2, "shm", (str(tmp_path / "store"), transports), timeout=20):
+        assert re.search(said, text), text
+
+
+# -- time and death --------------------------------------------------------------------------------
+def late() -> list[str]:
+    group = dist.new_group(timeout=SHORT)
+    dist.barrier(group)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+        return []
+    t = torch.ones(2)
+    return [
+        message(lambda: dist.all_reduce(t, group=group)),
+        message(lambda: dist.all_reduce(t, group=group, async_op=True).wait()),
+        message(lambda: dist.all_reduce(t, group=group, async_op=True).get_future().wait()),
+    ]
+
+
+def test_who_does_not_come_is_named_in_time(tmp_path: Path) -> None:
+    said = on_ranks(late, 2, tmp_path)[0]
+    assert ["waited 0.5 s for rank 1" in text for text in said] == [True] * 3
+    assert [text.split(":")[0] for text in said] == ["CommTimeoutError", "CommTimeoutError", "RuntimeError"]
+
+
+def monitored() -> str:
+    group = dist.group.WORLD
+    group.monitored_barrier(timedelta(seconds=10))
+    if dist.get_rank():
+        time.sleep(1)
+        return ""
+    return message(lambda: group.monitored_barrier(SHORT))
+
+
+def test_a_monitored_barrier_names_all_who_have_not_come(tmp_path: Path) -> None:
+    assert "rank 1 (and 2)" in on_ranks(monitored, 3, tmp_path)[0]
+
+
+def dies_in_training() -> list[object]:
+    model = DistributedDataParallel(nn.Linear(8, 8))
+    loss = model(torch.ones(2, 8)).sum()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    said = [message(loss.backward), message(dist.barrier)]
+    return [*said, time.monotonic() - started]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_rank_that_dies_is_named_to_the_others(tmp_path: Path, transport: str) -> None:
+    found, dead = on_ranks(dies_in_training, 2, tmp_path, transport=transport, on_failure="continue")
+    assert isinstance(dead, un.errors.PeerLostError)
+    backward, barrier, waited_s = found
+    assert "rank 1 was lost" in backward
+    assert barrier.startswith("PeerLostError")
+    assert waited_s < 5
+
+
+def leaves_without_a_word(comm: un.Communicator, path: str) -> float:
+    dist.init_process_group("unisono", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
+    return summed()
+
+
+def test_a_program_may_end_without_destroying_its_group(tmp_path: Path) -> None:
+    assert un.launch(leaves_without_a_word, 2, "shm", (str(tmp_path / "store"),), timeout=20) == [11.0, 11.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import unisono as un
 from unisono.interop import GroupOptions
 
-__all__ = ["on_ranks"]
+__all__ = ["Program", "on_ranks"]
 
 Program = Callable[..., Any]
 
@@ -29,6 +30,8 @@ def on_ranks(
 def _inside(comm: un.Communicator, program: Program, path: str, transport: str, backend: str, args: tuple[Any]) -> Any:
     # Some of what is tested is about to be renamed by torch.
     warnings.simplefilter("ignore", FutureWarning)
+    if "fake" in backend:
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group(
         backend,
         init_method=f"file://{path}",

@@ -364,6 +364,7 @@ def test_a_missing_matplotlib_is_one_sentence(
 
 
 def test_plot(tmp_path: Path) -> None:
+    assert refused("--collective", "barrier", "--plot", "rows.svg") == 2
     bench.plot([row(), row(nbytes=4 << 20)], path := tmp_path / "rows.svg")
     drawn = path.read_text()
     assert "gloo / unisono" in drawn

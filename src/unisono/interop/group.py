@@ -44,7 +44,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         others_options: object = None,
     ) -> None:
         # Of torch's two constructors, the one that it documents is not for classes written in Python.
-        super().__init__(rank, size)  # type: ignore[call-arg, arg-type]
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._timeout_s = timeout.total_seconds()
         # C++ holds only its part of a store, which fails without the Python part, if there is one.
         self._store = store

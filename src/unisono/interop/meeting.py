@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from unisono import wire
 from unisono.bootstrap.hosting import Lease, lease
 from unisono.communicator import Communicator
-from unisono.control import Control, LocalHub
+from unisono.control import Cause, Control, LocalHub, error_of
 from unisono.control.client import SocketControl
-from unisono.errors import CommTimeoutError, MismatchError, UnavailableError
+from unisono.errors import CommError, CommTimeoutError, MismatchError, UnavailableError
 from unisono.group import Group
 from unisono.hosts import address_towards, host_identity, shm_obstacle
 from unisono.interop.options import GroupOptions
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Meeting", "meet"]
 
 _PLACE = "unisono/place"
+_FAILED = "failed"
+_REACH_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +60,10 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
     """
     if size == 1:
         return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, wishes, lambda: None)
-    held: Lease | None = None
     _tell(store, _seat(rank), (host_identity(), shm_obstacle(), wishes.transport))
-    if rank == 0:
-        held = _host(store, size, timeout_s)
+    held = _host(store, size, timeout_s) if rank == 0 else None
     try:
-        host, port, secret, name, transport, problem = _read(store, _PLACE, timeout_s, "rank 0 has not told its place")
-        if problem is not None:
-            raise (MismatchError if transport is None else UnavailableError)(problem, rank=rank, size=size)
-        control = SocketControl((host, port), secret, timeout_s)
-        try:
-            done = _joined(
-                control, transport, Group.world(rank, size, name), timeout_s, wishes, _release(control, held)
-            )
-        except BaseException:
-            control.close()
-            raise
+        done = _come(store, rank, size, timeout_s, wishes, held)
     except BaseException:
         if held is not None:
             held.release()
@@ -81,9 +71,32 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
     if rank == 0:
         # Everybody has read it. Who makes a group of the same name again must not find it.
         with contextlib.suppress(RuntimeError):
-            for key in (_PLACE, *(_seat(r) for r in range(size))):
+            for key in (_PLACE, *map(_seat, range(size))):
                 store.delete_key(key)
     return done
+
+
+def _come(
+    store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions, held: Lease | None
+) -> Meeting:
+    """Go to the place that rank 0 tells, and meet all the others there."""
+    place = _read(store, _PLACE, timeout_s, "rank 0 has not told where to meet")
+    if place[0] == _FAILED:
+        raise error_of(Cause(place[1], None, place[2]), Group.world(rank, size)).locate(rank=rank, size=size)
+    _, host, port, secret, name, transport = place
+    # It listens already.
+    control = SocketControl((host, port), secret, timeout_s, reach_within_s=min(timeout_s, _REACH_WITHIN_S))
+
+    def release() -> None:
+        control.close()
+        if held is not None:
+            held.release()
+
+    try:
+        return _joined(control, transport, Group.world(rank, size, name), timeout_s, wishes, release)
+    except BaseException:
+        control.close()
+        raise
 
 
 def _joined(
@@ -98,44 +111,39 @@ def _joined(
     return Meeting(comm, control, group)
 
 
-def _release(control: SocketControl, held: Lease | None) -> Callable[[], None]:
-    def release() -> None:
-        control.close()
-        if held is not None:
-            held.release()
-
-    return release
-
-
 def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
     """As rank 0: hear where everybody is, choose, and tell the place, or what is wrong."""
     seats = [_read(store, _seat(r), timeout_s, f"rank {r} has not come") for r in range(size)]
     hosts, obstacles, asked = zip(*seats, strict=True)
     try:
         transport = _chosen(set(hosts), next(filter(None, obstacles), None), asked)
-    except MismatchError as error:
-        _tell(store, _PLACE, ("", 0, b"", "", None, error.message))
-        return None
-    except UnavailableError as error:
-        _tell(store, _PLACE, ("", 0, b"", "", "none", error.message))
+    except CommError as error:
+        _tell(store, _PLACE, (_FAILED, type(error).__name__, error.message))
         return None
     here = "127.0.0.1" if len(set(hosts)) == 1 else address_towards(os.environ.get("MASTER_ADDR", "192.0.2.1"))
     held = lease(f"torch groups at {here}", None, here, 0)
-    _tell(store, _PLACE, (*held.server.address, held.secret, f"torch/{secrets.token_hex(4)}", transport, None))
+    _tell(store, _PLACE, ("here", *held.server.address, held.secret, f"torch/{secrets.token_hex(4)}", transport))
     return held
 
 
 def _chosen(hosts: set[str], obstacle: str | None, asked: tuple[str, ...]) -> str:
     """The transport for these ranks."""
+    name = asked[0]
     if len(set(asked)) > 1:
-        quoted = "; ".join(f"rank {r}: {name!r}" for r, name in enumerate(asked))
+        quoted = "; ".join(f"rank {r}: {wish!r}" for r, wish in enumerate(asked))
         raise MismatchError(f"ranks wish for different transports: {quoted}")
     why_not = obstacle or ("the ranks are on several hosts" if len(hosts) > 1 else None)
-    if asked[0] == "auto":
+    if name == "auto":
         return "gloo" if why_not else "shm"
-    if asked[0] == "shm" and why_not:
+    try:
+        in_process = TRANSPORTS[name].in_process
+    except ValueError as error:
+        raise UnavailableError(str(error)) from error
+    if in_process:
+        raise UnavailableError(f"ranks of transport {name!r} live in one process, but those of torch do not")
+    if name == "shm" and why_not:
         raise UnavailableError(f"shared memory cannot carry this group: {why_not}; ask for transport='auto'")
-    return asked[0]
+    return name
 
 
 def _seat(rank: int) -> str:

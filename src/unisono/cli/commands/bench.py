@@ -49,6 +49,8 @@ def run(given: argparse.Namespace) -> int:
     with _refusing():
         if given.plot:
             bench.check_plot()
+            if given.collective == "barrier":
+                raise ValueError("a barrier has no sizes to draw; leave out --plot")
         for path in filter(None, (given.json, given.plot)):
             if not path.parent.is_dir():
                 raise ValueError(f"there is no directory {path.parent}; make it first")

@@ -107,7 +107,12 @@ def a_failed_rank_is_named_in_parts_too(world: World) -> None:
         # Only now may the other rank fail.
         comm.barrier()
         raised: list[BaseException | None] = []
-        for wait in (lambda: work.wait(never_s), future.wait, lambda: part.barrier(timeout=never_s)):
+        waits: list[Callable[[], object]] = [
+            lambda: work.wait(never_s),
+            future.wait,
+            lambda: part.barrier(timeout=never_s),
+        ]
+        for wait in waits:
             try:
                 wait()
             except CommError as error:

@@ -57,13 +57,11 @@ class Arenas:
                 return arena.number << _PLACE_BITS | (start - arena.start + 1)
         return 0
 
-    def views(self, place: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Each rank's tensor at the place where this rank's lies."""
+    def table(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Each rank's elements at the place where this rank's tensor lies: a row a rank."""
         number, offset = place >> _PLACE_BITS, (place & ((1 << _PLACE_BITS) - 1)) - 1
         arena = next(a for a in self._arenas if a.number == number)
         memory = arena.memory()
         assert memory is not None
-        return [
-            torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=r * arena.stride + offset)
-            for r in range(self._group.size)
-        ]
+        rows = torch.frombuffer(memory, dtype=torch.uint8).view(self._group.size, arena.stride)
+        return rows[:, offset : offset + tensor.nbytes].view(tensor.dtype)

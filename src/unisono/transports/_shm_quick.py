@@ -11,7 +11,7 @@ from unisono.reduction import HALVES, check_reducible, combine, parse_op
 from unisono.site import call_site
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_marks import Mark, mark_of
-from unisono.transports._shm_rounds import ONE_SHOT_BYTES, Rounds
+from unisono.transports._shm_rounds import Rounds
 from unisono.types import ReduceOp
 
 __all__ = ["QuickRounds"]
@@ -97,7 +97,7 @@ class QuickRounds:
             return None
         by, divisor = (ReduceOp.SUM, self._board.size) if op is ReduceOp.AVG else (op, 0)
         stages = None
-        if count * dtype.itemsize <= ONE_SHOT_BYTES:
+        if count * dtype.itemsize <= self._rounds.one_shot_bytes:
             stages = (self._rounds.heads(0, dtype, count), self._rounds.heads(1, dtype, count))
         if len(self._recipes) >= _MOST:
             self._recipes.clear()

@@ -17,9 +17,8 @@ from unisono.transports._shm_board import Board
 from unisono.transports._shm_marks import Mark
 from unisono.types import Call, ReduceOp
 
-__all__ = ["ONE_SHOT_BYTES", "Rounds"]
+__all__ = ["Rounds"]
 
-ONE_SHOT_BYTES = 32 << 10
 _PIECE_BYTES = 256 << 10
 _SUM_AT_ONCE = 8
 
@@ -44,6 +43,7 @@ class Rounds:
         self._board, self._stages, self._arenas, self._differ = board, stages, arenas, differ
         self.rank, self.size = board.rank, board.size
         self._stage_bytes = stages[0][0].numel()
+        self.one_shot_bytes = min(self._stage_bytes, (512 << 10) if self.size <= 2 else (128 << 10))
         self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
 
     # -- building blocks -----------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Rounds:
         """
         if self.size == 1:
             return
-        if tensor.nbytes <= ONE_SHOT_BYTES:
+        if tensor.nbytes <= self.one_shot_bytes:
             self._one_shot(tensor, op, mark, deadline)
             return
         tile = self._stage_bytes // tensor.element_size()
@@ -85,7 +85,7 @@ class Rounds:
         self.first((*mark[:3], place), deadline)
         places = self._board.extras()
         if place and all(other == place for other in places):
-            self._in_place(self._arenas.views(place, tensor), op, deadline)
+            self._in_place(self._arenas.table(place, tensor), op, deadline)
             return
         start = 0
         if not any(places):
@@ -134,22 +134,26 @@ class Rounds:
             for r in range(self.size):
                 tile[edges[r] : edges[r + 1]].copy_(views[r][edges[r] : edges[r + 1]])
 
-    def _in_place(self, views: Sequence[torch.Tensor], op: ReduceOp, deadline: float) -> None:
-        """Each rank reduces its share in its own memory, piece by piece, and copies it to the others'."""
-        count, edges = views[0].numel(), self._bounds(views[0].numel())
-        step = max(1, _PIECE_BYTES // views[0].element_size())
-        mine = views[self.rank]
-        others = [view for r, view in enumerate(views) if r != self.rank]
+    def _in_place(self, table: torch.Tensor, op: ReduceOp, deadline: float) -> None:
+        """Each rank reduces its share of the columns of a row a rank, piece by piece, into all rows."""
+        edges = self._bounds(table.shape[1])
+        step = max(1, _PIECE_BYTES // table.element_size())
+        together = op is ReduceOp.SUM and self.size >= _SUM_AT_ONCE
+        scratch = torch.empty(step if together else 0, dtype=table.dtype)
         for low in range(edges[self.rank], edges[self.rank + 1], step):
             high = min(low + step, edges[self.rank + 1])
-            total = mine[low:high]
-            if op is ReduceOp.SUM and self.size >= _SUM_AT_ONCE and count < 2**31:
-                torch.sum(torch.stack([view[low:high] for view in views]), 0, out=total)
+            rows = table[:, low:high].unbind(0)
+            others = [row for r, row in enumerate(rows) if r != self.rank]
+            if together:
+                # Torch clears the place of a sum before it reads, so that may be none of the rows.
+                total, others = scratch[: high - low], list(rows)
+                torch.sum(table[:, low:high], 0, out=total)
             else:
                 # One rank alone reduces this share, so any order gives everybody the same bits.
-                _reduce(op, [total, *(view[low:high] for view in others)], total)
-            for view in others:
-                view[low:high].copy_(total)
+                total = rows[self.rank]
+                _reduce(op, [total, *others], total)
+            for row in others:
+                row.copy_(total)
         self._board.reduced(deadline)
 
     def reduce(self, call: Call, mark: Mark, deadline: float) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import unisono as un
 from unisono.interop import GroupOptions
 
-__all__ = ["Program", "on_ranks"]
+__all__ = ["on_ranks"]
 
 Program = Callable[..., Any]
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from larger import LARGER
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+
+import unisono as un
 
 Group = Any
 Way = Callable[[Group], list[torch.Tensor]]
@@ -138,21 +144,40 @@ WAYS: dict[str, Way] = {
 }
 
 
-def compare() -> dict[str, str]:
+def compare_and_die() -> tuple[list[dict[str, str]], str, str]:
+    """For each way and rank, what is wrong with it. Then rank 1 dies in the middle of a step."""
+    warnings.simplefilter("ignore")
     gloo = dist.new_group(backend="gloo")
     found = {}
-    for name, way in WAYS.items():
+    for name, way in {**WAYS, **LARGER}.items():
         expected, got = way(gloo), way(dist.group.WORLD)
         same = len(expected) == len(got) > 0 and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-        found[name] = "" if same else f"rank {dist.get_rank()}: other bits than on gloo"
-    return found
+        found[name] = "" if same else f"rank {dist.get_rank()}: gloo gives {expected}, unisono {got}"
+    everybodys: list[Any] = [None, None]
+    dist.all_gather_object(everybodys, found)
+    loss = DistributedDataParallel(mlp())(batch(0)).sum()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    errors = []
+    for call in (loss.backward, dist.barrier):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        errors.append(str(caught.value))
+    return everybodys, *errors
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return on_ranks(compare, 2, tmp_path_factory.mktemp("meet"))
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str]], str, str]:
+    survivor, dead = on_ranks(compare_and_die, 2, tmp_path_factory.mktemp("meet"), on_failure="continue")
+    assert isinstance(dead, un.errors.PeerLostError)
+    assert not isinstance(survivor, BaseException), survivor
+    return survivor
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_ddp_gives_the_same_bits_as_on_gloo(compared: list[dict[str, str]], name: str) -> None:
-    assert [found[name] for found in compared] == ["", ""]
+@pytest.mark.parametrize("name", [*WAYS, *LARGER])
+def test_the_same_bits_as_on_gloo(told: tuple[list[dict[str, str]], str, str], name: str) -> None:
+    assert [found[name] for found in told[0]] == ["", ""]
+
+
+def test_a_rank_that_dies_is_named_by_backward(told: tuple[list[dict[str, str]], str, str]) -> None:
+    assert ["rank 1 was lost" in text for text in told[1:]] == [True, True]

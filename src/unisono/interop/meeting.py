@@ -82,7 +82,7 @@ def _come(
     """Go to the place that rank 0 tells, and meet all the others there."""
     place = _read(store, _PLACE, timeout_s, "rank 0 has not told where to meet")
     if place[0] == _FAILED:
-        raise error_of(Cause(place[1], None, place[2]), Group.world(rank, size)).locate(rank=rank, size=size)
+        raise error_of(Cause(place[1], None, place[2]), Group.world(rank, size))
     _, host, port, secret, name, transport = place
     # It listens already.
     control = SocketControl((host, port), secret, timeout_s, reach_within_s=min(timeout_s, _REACH_WITHIN_S))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from torch_ranks import on_ranks
 
 Group = Any
 Case = Callable[[Group], list[torch.Tensor]]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from larger import LARGER
-from ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch_programs import LARGER
+from torch_ranks import on_ranks
 
 import unisono as un
 
@@ -155,7 +155,8 @@ def compare_and_die() -> tuple[list[dict[str, str]], str, str]:
         found[name] = "" if same else f"rank {dist.get_rank()}: gloo gives {expected}, unisono {got}"
     everybodys: list[Any] = [None, None]
     dist.all_gather_object(everybodys, found)
-    loss = DistributedDataParallel(mlp())(batch(0)).sum()
+    model = DistributedDataParallel(mlp())
+    loss = model(batch(0)).sum()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     errors = []

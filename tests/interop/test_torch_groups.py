@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from torch_ranks import on_ranks
 
 import unisono as un
 from unisono.interop import GroupOptions, register

@@ -19,6 +19,7 @@ from torch_ranks import on_ranks
 
 import unisono as un
 from unisono.interop import GroupOptions, register
+from unisono.interop.works import TorchWork
 
 SHORT = timedelta(seconds=0.5)
 
@@ -164,19 +165,48 @@ def test_a_world_of_one(tmp_path: Path) -> None:
 
 
 # -- other devices ---------------------------------------------------------------------------------
-def with_another_device() -> list[object]:
-    elsewhere = torch.ones(2, device="meta")
-    dist.all_reduce(elsewhere)
-    dist.all_reduce(elsewhere, async_op=True).wait()
-    dist.all_gather([torch.empty(2, device="meta") for _ in range(2)], elsewhere)
+class Elsewhere(dist.ProcessGroup):
+    """A backend for another device, which notes what it is asked for."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.asked: list[str] = []
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
+        self.asked.append("allreduce")
+        return TorchWork(None, tensors)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> TorchWork:
+        self.asked.append("allgather")
+        return TorchWork(None, outputs[0])
+
+    def shutdown(self) -> None:
+        NOTES.append([*self.asked, "shutdown"])
+
+
+NOTES: list[list[str]] = []
+
+
+def with_another_device(comm: un.Communicator, path: str) -> list[object]:
+    dist.Backend.register_backend("elsewhere", lambda store, r, s, t: Elsewhere(r, s), devices=["meta"])
+    backend = "cpu:unisono,meta:elsewhere"
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
+    there = torch.ones(2, device="meta")
+    dist.all_reduce(there)
+    dist.all_reduce(there, async_op=True).wait()
+    dist.all_gather([torch.empty(2, device="meta") for _ in range(2)], there)
     part = dist.new_group()
-    dist.broadcast(elsewhere, 0, group=part)
-    return [summed(), summed(part), str(dist.group.WORLD._device_types), dist.get_backend_config()]
+    dist.all_reduce(there, group=part)
+    sums = [summed(), summed(part)]
+    devices = [str(device) for device in dist.group.WORLD._device_types]
+    dist.destroy_process_group()
+    return [*sums, devices, sorted(NOTES, key=len)]
 
 
 def test_another_backend_carries_another_device(tmp_path: Path) -> None:
-    expected = [11.0, 11.0, "[device(type='cpu'), device(type='meta')]", "cpu:unisono,meta:fake"]
-    assert on_ranks(with_another_device, 2, tmp_path, backend="cpu:unisono,meta:fake") == [expected] * 2
+    notes = [["allreduce", "shutdown"], ["allreduce", "allreduce", "allgather", "shutdown"]]
+    expected = [11.0, 11.0, ["cpu", "meta"], notes]
+    assert un.launch(with_another_device, 2, "shm", (str(tmp_path / "store"),), timeout=20) == [expected] * 2
 
 
 # -- wrong arguments -------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,22 +17,16 @@ __all__ = ["on_ranks"]
 Program = Callable[..., Any]
 
 
-def on_ranks(
-    program: Program, size: int, folder: Path, *args: Any, transport: str = "auto", backend: str = "unisono", **how: Any
-) -> list[Any]:
+def on_ranks(program: Program, size: int, folder: Path, *args: Any, transport: str = "auto", **how: Any) -> list[Any]:
     """`program(*args)` on each rank, inside a default group of torch's."""
-    return un.launch(
-        _inside, size, "shm", (program, str(folder / "store"), transport, backend, args), timeout=30, **how
-    )
+    return un.launch(_inside, size, "shm", (program, str(folder / "store"), transport, args), timeout=30, **how)
 
 
-def _inside(comm: un.Communicator, program: Program, path: str, transport: str, backend: str, args: tuple[Any]) -> Any:
+def _inside(comm: un.Communicator, program: Program, path: str, transport: str, args: tuple[Any]) -> Any:
     # Some of what is tested is about to be renamed by torch.
     warnings.simplefilter("ignore", FutureWarning)
-    if "fake" in backend:
-        importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group(
-        backend,
+        "unisono",
         init_method=f"file://{path}",
         rank=comm.rank,
         world_size=comm.size,

@@ -85,7 +85,8 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     # -- what it carries -----------------------------------------------------------------------
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in ("cpu", *self.others.names())]
+        # Torch takes a new group with devices for one that is written in C++.
+        return [torch.device(kind) for kind in ("cpu", *self.others.names())] if self.others.known else []
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type not in self.others.names():

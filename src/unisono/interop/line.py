@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from unisono.crew import Crew
 from unisono.work import Completion
@@ -15,87 +14,104 @@ __all__ = ["Line"]
 Job = Callable[[], object]
 
 
-@dataclass(slots=True)
-class _Task:
-    job: Job
-    # No limit here: every job ends by a timeout of its own.
-    done: Completion
+class _Task(Completion):
+    """A job in line. Who waits for it does it, and those before it, if nobody else is at it."""
+
+    def __init__(self, line: Line, job: Job) -> None:
+        # No limit here: every job ends by a timeout of its own.
+        super().__init__(threading.TIMEOUT_MAX)
+        self._line, self._job = line, job
 
     def perform(self) -> None:
         error: BaseException | None = None
         try:
-            self.job()
+            self._job()
         except BaseException as raised:
             error = raised
-        self.done.complete(error)
+        self.complete(error)
+
+    def wait(self, timeout: float | None = None) -> None:
+        # Whoever has a limit of his own must not take on work that may take longer.
+        if timeout is None and not self.is_completed():
+            self._line.hurry(self)
+        super().wait(timeout)
 
 
 class Line:
-    """Jobs wait in line. Who comes to an empty line and wants to wait anyway does its job itself.
+    """Jobs wait in line, and are done by whoever waits for them; a thread, made when needed, does the others.
 
-    Otherwise a thread does them, made when needed. Callbacks of a job that has ended run on that thread too, and
-    what they call is done at once, before all that waits: so it has the same place in the order on every rank.
+    Callbacks of a job that has ended run on the thread that did it, and what they call is done at once, before
+    all that waits: so it has the same place in the order on every rank.
     """
 
     def __init__(self, name: str) -> None:
         self._crew = Crew(name)
-        self._lock = threading.Lock()
         self._waiting: deque[_Task] = deque()
-        self._busy = False
+        # Held by the one thread that does jobs, which is the driver meanwhile.
+        self._turn = threading.Lock()
         self._driver: int | None = None
+        self._hiring = threading.Lock()
+        self._hired = False
 
     def run(self, job: Job) -> None:
         """Do a job, after those before it; raise its error."""
         if self._driver == threading.get_ident():
             job()
-            return
-        with self._lock:
-            free = not self._busy
-            self._busy = True
-            if not free:
-                self._waiting.append(task := _new(job))
-        if not free:
-            task.done.wait()
-            return
-        try:
-            job()
-        finally:
-            self._pass_on()
+        elif not self._waiting and self._turn.acquire(blocking=False):
+            self._driver = threading.get_ident()
+            try:
+                while self._waiting:
+                    self._waiting.popleft().perform()
+                job()
+            finally:
+                self._leave()
+        else:
+            self.start(job).wait()
 
     def start(self, job: Job) -> Completion:
         """Have a job done; return at once."""
-        task = _new(job)
+        task = _Task(self, job)
         if self._driver == threading.get_ident():
             task.perform()
-            return task.done
-        with self._lock:
-            self._waiting.append(task)
-            free = not self._busy
-            self._busy = True
-        if free:
-            self._crew.run(self._drive)
-        return task.done
+            return task
+        self._waiting.append(task)
+        # Who has the turn looks for what waits after giving it up.
+        if not self._turn.locked():
+            self._hire()
+        return task
 
     def finish(self) -> None:
         """Return when all that waits now is done."""
         self.run(lambda: None)
 
-    def _pass_on(self) -> None:
-        with self._lock:
-            self._busy = bool(self._waiting)
-        if self._busy:
-            self._crew.run(self._drive)
+    def hurry(self, task: Completion) -> None:
+        """Do what waits, up to this task, unless somebody else is doing so."""
+        if self._turn.acquire(blocking=False):
+            self._drive(lambda: not task.is_completed())
 
-    def _drive(self) -> None:
+    def _leave(self) -> None:
+        self._driver = None
+        self._turn.release()
+        if self._waiting:
+            self._hire()
+
+    def _hire(self) -> None:
+        with self._hiring:
+            wanted, self._hired = not self._hired, True
+        if wanted:
+            self._crew.run(self._work)
+
+    def _work(self) -> None:
+        # Whoever has the turn is bound by the timeouts of its jobs.
+        self._turn.acquire()
+        with self._hiring:
+            self._hired = False
+        self._drive(lambda: True)
+
+    def _drive(self, wanted: Callable[[], bool]) -> None:
         self._driver = threading.get_ident()
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._busy, self._driver = False, None
-                    return
-                task = self._waiting.popleft()
-            task.perform()
-
-
-def _new(job: Job) -> _Task:
-    return _Task(job, Completion(threading.TIMEOUT_MAX))
+        try:
+            while self._waiting and wanted():
+                self._waiting.popleft().perform()
+        finally:
+            self._leave()

@@ -43,11 +43,14 @@ class Others:
         self._group, self._store, self._timeout, self._options = group, store, timeout, options
         self._made: dict[str, dist.ProcessGroup] = {}
 
+    @property
+    def known(self) -> bool:
+        """Whether torch has told the group's configuration, which it does when it has made the group."""
+        return self._group in dist.distributed_c10d._world.pg_backend_config
+
     def names(self) -> dict[str, str]:
-        """The backend of each other device."""
-        world = dist.distributed_c10d._world
-        if self._group not in world.pg_backend_config:
-            # Torch is still making the group, and has not told yet.
+        """The backend of each other device; what torch would take by default as long as it has not told."""
+        if not self.known:
             return {kind: name for kind, name in dist.Backend.default_device_backend_map.items() if kind != "cpu"}
         pairs = (pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
         return {kind: name for kind, name in pairs if kind != "cpu"}
@@ -69,9 +72,13 @@ class Others:
         store = dist.PrefixStore(f"{kind}/", self._store)
         rank, size = self._group.rank(), self._group.size()
         backend_type = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
+        backend = self._backend(name, store, rank, size)
+        if isinstance(backend, dist.ProcessGroup):
+            # Another one that is written in Python.
+            return backend
         made = dist.ProcessGroup(store, rank, size)
         made._set_default_backend(backend_type)
-        made._register_backend(torch.device(kind), backend_type, self._backend(name, store, rank, size))
+        made._register_backend(torch.device(kind), backend_type, backend)
         made._set_group_name(self._group.group_name)
         made._set_group_desc(self._group.group_desc)
         return made

@@ -18,7 +18,7 @@ from unisono.interop.progress import Progress
 from unisono.interop.sparse import sum_sparse
 from unisono.interop.works import TorchWork
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "Lists", "Tensors"]
 
 Tensors = list[torch.Tensor]
 Lists = list[list[torch.Tensor]]

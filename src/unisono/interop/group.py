@@ -89,9 +89,17 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return [torch.device(kind) for kind in ("cpu", *self.others.names())] if self.others.known else []
 
     def _get_backend(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return self
         if device.type not in self.others.names():
-            raise RuntimeError(f"no backend of torch's own carries {device.type} tensors of this group")
+            raise RuntimeError(f"this group has no backend for {device.type}")
         return self.others.of(device)._get_backend(device)
+
+    # What torch asks of a backend, which this group is for tensors of the CPU.
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: the communicator counts its calls itself."""

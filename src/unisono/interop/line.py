@@ -9,7 +9,7 @@ from collections.abc import Callable
 from unisono.crew import Crew
 from unisono.work import Completion
 
-__all__ = ["Line"]
+__all__ = ["Job", "Line"]
 
 Job = Callable[[], object]
 

@@ -1,0 +1,48 @@
+"""An ordinary DDP program for torchrun. Two lines, which are marked, make it run on unisono.
+
+    torchrun --nproc-per-node 2 docs/examples/ddp_unchanged.py
+    torchrun --nproc-per-node 2 docs/examples/ddp_unchanged.py gloo
+
+Both end with the same weights.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import unisono.interop  # noqa: F401    <- this line
+
+
+def main(backend: str = "unisono", epochs: int = 5) -> float:  # <- and this name
+    """Learn on which side of a curve points lie; a number in which all weights take part."""
+    dist.init_process_group(backend)
+    points = torch.randn(1024, 2, generator=torch.Generator().manual_seed(1234))
+    samples = TensorDataset(points, (points[:, 0] * points[:, 1] > 0).long())
+    sampler = DistributedSampler(samples, seed=1)
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for inputs, sides in DataLoader(samples, batch_size=64, sampler=sampler):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), sides)
+            loss.backward()
+            optimizer.step()
+        dist.all_reduce(loss, dist.ReduceOp.AVG)
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
+    weights = sum(p.detach().double().sum().item() for p in model.parameters())
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {dist.get_backend()}: weights sum to {weights:.12f}")
+    dist.destroy_process_group()
+    return weights
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

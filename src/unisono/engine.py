@@ -13,7 +13,7 @@ import torch
 
 from unisono.control import Cause, Control, error_of
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
-from unisono.execute import execute
+from unisono.execute import Spare, execute
 from unisono.fingerprint import Fingerprint
 from unisono.plan import Plan
 from unisono.reduction import combine
@@ -53,6 +53,7 @@ class Engine:
         self.group = transport.group
         self.closed = False
         self._quick = transport.quick
+        self._spare = Spare()
         self._broken: Cause | None = None
         self._calls = 0
         self._jobs: queue.SimpleQueue[tuple[_Job, Completion] | None] = queue.SimpleQueue()
@@ -184,6 +185,7 @@ class Engine:
             segment_bytes=self.options.chunk_bytes,
             timeout=timeout,
             root=root,
+            spare=self._spare,
         )
         for action in plan.collecting:
             action()

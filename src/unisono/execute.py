@@ -16,7 +16,7 @@ from unisono.schedules.step import Move, Step
 from unisono.transport import PointToPoint
 from unisono.types import COLLECTIVE_TAG, Message, Recv, Send, Work
 
-__all__ = ["IN_FLIGHT", "execute"]
+__all__ = ["IN_FLIGHT", "Spare", "execute"]
 
 IN_FLIGHT = 8
 """Batches of messages under way at once. Bounds the memory that arriving contributions need."""
@@ -33,6 +33,7 @@ def execute(
     segment_bytes: int = 2 << 20,
     timeout: float = 300.0,
     root: int = 0,
+    spare: Spare | None = None,
 ) -> None:
     """Do what a schedule says; return when this rank's part is done and its buffers may be reused.
 
@@ -48,12 +49,13 @@ def execute(
         segment_bytes: Largest message.
         timeout: Seconds for the whole schedule.
         root: The real root; peers are renumbered.
+        spare: Memory kept from earlier calls.
 
     Raises:
         CommTimeoutError: Not done in time; says in which step, and who is missing.
         CommError: Whatever the transport met.
     """
-    run = _Run(transport, combine, time.monotonic() + timeout)
+    run = _Run(transport, combine, time.monotonic() + timeout, spare or Spare())
     for number, step in enumerate(steps, 1):
         run.step = number
         sends = [_route(transport, layout, move, root, segment_bytes) for move in step.send]
@@ -84,11 +86,39 @@ class _Batch:
     landed: list[tuple[int, Region, torch.Tensor]]
 
 
+class Spare:
+    """Memory for arriving contributions, kept for the next ones: fresh memory costs a fault a page.
+
+    Args:
+        most_bytes: What is kept, at most.
+    """
+
+    def __init__(self, most_bytes: int = 16 << 20) -> None:
+        self._most, self._held = most_bytes, 0
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Uninitialised memory of a tensor's length, dtype and device."""
+        free = self._free.get((like.numel(), like.dtype, like.device))
+        if not free:
+            return torch.empty_like(like)
+        self._held -= like.nbytes
+        return free.pop()
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Take back what `take` gave."""
+        if self._held + tensor.nbytes > self._most:
+            self._free.clear()
+            self._held = 0
+        self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
+        self._held += tensor.nbytes
+
+
 class _Run:
-    def __init__(self, transport: PointToPoint, combine: _Combine | None, deadline: float) -> None:
+    def __init__(self, transport: PointToPoint, combine: _Combine | None, deadline: float, spare: Spare) -> None:
         self._transport, self._combine, self._deadline = transport, combine, deadline
         self._flight: deque[_Batch] = deque()
-        self._spare: dict[int, list[torch.Tensor]] = {}
+        self._spare = spare
         self.step = 0
 
     def start(self, out: list[_Routed], into: list[_Routed], reduce: bool) -> None:
@@ -98,7 +128,7 @@ class _Run:
         hazards = [] if reduce else [region for _, region in into]
         while self._flight and (len(self._flight) >= IN_FLIGHT or self._conflicts(reads, hazards)):
             self._settle()
-        landed = [(peer, region, self._scratch(region.tensor)) for peer, region in into] if reduce else []
+        landed = [(peer, region, self._spare.take(region.tensor)) for peer, region in into] if reduce else []
         messages: list[Message] = []
         if reduce:
             messages += [Recv(scratch, peer, COLLECTIVE_TAG) for peer, _, scratch in landed]
@@ -130,7 +160,7 @@ class _Run:
         for region, contributions in _by_region(batch.landed):
             self._reduce(region, contributions)
         for _, _, scratch in batch.landed:
-            self._spare.setdefault(scratch.numel(), []).append(scratch)
+            self._spare.give(scratch)
 
     def _reduce(self, region: Region, contributions: list[tuple[int, torch.Tensor]]) -> None:
         """Put contributions together in the order of ranks, this rank's own among them."""
@@ -143,10 +173,6 @@ class _Run:
             out = own if contribution is own else total
             self._combine(total, contribution, out)
             total = out
-
-    def _scratch(self, like: torch.Tensor) -> torch.Tensor:
-        spare = self._spare.get(like.numel())
-        return spare.pop() if spare else torch.empty_like(like)
 
 
 def _by_region(

@@ -288,3 +288,31 @@ def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("name", CASES)
 def test_equals_gloo(compared: list[dict[str, str]], name: str) -> None:
     assert [found[name] for found in compared] == [""] * len(compared)
+
+
+def beyond() -> list[list[float]]:
+    rank = dist.get_rank()
+    uneven = [torch.empty(r + 1) for r in range(2)]
+    dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
+    taken = [torch.empty(2 * rank + r) for r in range(2)]
+    dist.all_to_all(taken, [torch.full((2 * r + rank,), 10.0 * rank + r) for r in range(2)])
+    stacked = torch.empty(2, 3)
+    dist.all_gather_into_tensor(stacked, torch.full((3,), float(rank)))
+    wide = torch.arange(6.0).view(3, 2)
+    dist.all_reduce(wide[:, rank])
+    lost = torch.tensor([float("nan") if rank else 1.0])
+    dist.all_reduce(lost, dist.ReduceOp.MAX)
+    flags = torch.tensor([rank == 0, False])
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    tensors = [torch.cat(uneven), torch.cat(taken), stacked, wide, lost.isnan(), flags]
+    return [t.flatten().tolist() for t in tensors]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_what_gloo_refuses_or_gets_wrong(tmp_path: Path, transport: str) -> None:
+    first, second = on_ranks(beyond, 2, tmp_path, transport=transport)
+    assert first[0] == second[0] == [0.0, 1.0, 1.0]
+    assert (first[1], second[1]) == ([10.0], [1.0, 1.0, 11.0, 11.0, 11.0])
+    assert first[2] == second[2] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    assert (first[3], second[3]) == ([1.0, 1.0, 5.0, 3.0, 9.0, 5.0], [0.0, 1.0, 2.0, 5.0, 4.0, 9.0])
+    assert first[4:] == second[4:] == [[True], [True, False]]

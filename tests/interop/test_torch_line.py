@@ -71,5 +71,14 @@ def test_a_callback_goes_before_what_waits() -> None:
     first.when_done(call_again)
     line.start(lambda: done.append("waiting"))
     gate.set()
-    line.finish()
+    assert line.finish(10)
     assert done == ["called and waited for", "called", "waiting"]
+
+
+def test_finishing_has_a_limit() -> None:
+    line, gate = Line("test"), threading.Event()
+    assert line.finish(0.0)
+    line.start(lambda: gate.wait(10))
+    assert not line.finish(0.01)
+    gate.set()
+    assert line.finish(10)

@@ -18,6 +18,9 @@ from unisono.interop.works import Together, TorchWork
 
 __all__ = ["UnisonoGroup"]
 
+_FINISH_WITHIN_S = 30.0
+"""Long enough for a collective that others still need, short enough for one that they will never join."""
+
 
 class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     """A torch process group over a communicator of ours. Torch makes it; see `register`.
@@ -124,7 +127,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Finish what was started, and leave, as `dist.destroy_process_group` does. Again is harmless."""
-        self._line.finish()
+        self._line.finish(min(self._timeout_s, _FINISH_WITHIN_S))
         self._progress.close()
         self._meeting.comm.close()
         self.others.shutdown()

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from unisono.crew import Crew
+from unisono.errors import CommTimeoutError
 from unisono.work import Completion
 
 __all__ = ["Job", "Line"]
@@ -80,9 +81,15 @@ class Line:
             self._hire()
         return task
 
-    def finish(self) -> None:
-        """Return when all that waits now is done."""
-        self.run(lambda: None)
+    def finish(self, patience_s: float) -> bool:
+        """Return when all that waits now is done; False if it is not in time."""
+        if not self._waiting and not self._turn.locked():
+            return True
+        try:
+            self.start(lambda: None).wait(patience_s)
+        except CommTimeoutError:
+            return False
+        return True
 
     def hurry(self, task: Completion) -> None:
         """Do what waits, up to this task, unless somebody else is doing so."""

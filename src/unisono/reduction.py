@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 
 from unisono.types import ReduceOp
 
-__all__ = ["HALVES", "check_reducible", "combine", "parse_op"]
+__all__ = ["HALVES", "check_reducible", "combine", "combine_all", "parse_op"]
 
 HALVES = (torch.float16, torch.bfloat16)
 """Averages of these divide before they sum, so that the sum does not overflow."""
@@ -29,6 +29,15 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
     """Write `low` op `high` to `out` (which may be either). `low` is the lower rank's, so that bits agree."""
     _COMBINE[op](low, high, out=out)
+
+
+def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    """The shares one after another, into `total`, which may be one of the first two."""
+    if len(shares) == 1:
+        total.copy_(shares[0])
+        return
+    for i, share in enumerate(shares[1:], 1):
+        combine(op, shares[0] if i == 1 else total, share, total)
 
 
 def parse_op(op: str | ReduceOp | object) -> ReduceOp:

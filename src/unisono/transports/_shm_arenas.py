@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import math
-import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from unisono.control import Control
 from unisono.group import Group
+from unisono.reduction import combine_all
 from unisono.transports._shm_memory import PAGE_BYTES, meet
+from unisono.types import ReduceOp
 
 __all__ = ["Arenas"]
 
 _PLACE_BITS = 44
+_MOST_PLANS = 64
+_PIECE_BYTES = 256 << 10
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some columns that one rank reduces: a row a rank, the rank's own row, and the others."""
+
+    block: torch.Tensor
+    own: torch.Tensor
+    others: list[torch.Tensor]
+
+
+@dataclass(slots=True, eq=False)
 class _Arena:
-    """One piece of shared memory; known here only as long as a tensor of this rank lives in it."""
+    """One piece of shared memory. Its views are kept here, and dropped with the last tensor of this rank in it."""
 
-    def __init__(self, number: int, memory: mmap.mmap, stride: int, start: int) -> None:
-        self.number, self.stride, self.start = number, stride, start
-        self.memory = weakref.ref(memory)
+    number: int
+    start: int
+    stride: int
+    rows: torch.Tensor
+    plans: dict[tuple[int, int, torch.dtype], list[_Piece]] = field(default_factory=dict)
 
 
 class Arenas:
@@ -35,33 +52,66 @@ class Arenas:
 
     def __init__(self, group: Group, control: Control, timeout_s: float) -> None:
         self._group, self._control, self._timeout_s = group, control, timeout_s
-        self._arenas: list[_Arena] = []
-        self._made = 0
+        self._arenas: dict[int, _Arena] = {}
+        self.made = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory of this rank. Collective: the same shape and dtype on every rank."""
-        self._made += 1
-        count = math.prod(shape)
+        self.made += 1
+        count, rank, size = math.prod(shape), self._group.rank, self._group.size
         stride = max(1, -(-count * dtype.itemsize // PAGE_BYTES)) * PAGE_BYTES
-        memory = meet(self._group, self._control, f"arena {self._made}", stride * self._group.size, self._timeout_s)
-        tensor = torch.frombuffer(memory, dtype=torch.uint8, count=stride, offset=stride * self._group.rank)
-        self._arenas = [arena for arena in self._arenas if arena.memory() is not None]
-        self._arenas.append(_Arena(self._made, memory, stride, tensor.data_ptr()))
+        memory = meet(self._group, self._control, f"arena {self.made}", stride * size, self._timeout_s)
+        handed_out = memoryview(memory)
+        with torch.inference_mode(mode=False):
+            rows = torch.frombuffer(memory, dtype=torch.uint8).view(size, stride)
+            tensor = torch.frombuffer(handed_out, dtype=torch.uint8, count=stride, offset=stride * rank)
+        self._arenas[self.made] = _Arena(self.made, tensor.data_ptr(), stride, rows)
+        # A tensor and its views keep alive what they were made from, and nothing else does.
+        weakref.finalize(handed_out, partial(self._arenas.pop, self.made, None)).atexit = False
         return tensor[: count * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def place(self, tensor: torch.Tensor) -> int:
         """Where a contiguous tensor lies, the same number on each rank for the same offset; 0 if elsewhere."""
         start = tensor.data_ptr()
-        for arena in self._arenas:
-            if arena.start <= start and start + tensor.nbytes <= arena.start + arena.stride and arena.memory():
+        for arena in list(self._arenas.values()):
+            if arena.start <= start and start + tensor.nbytes <= arena.start + arena.stride:
                 return arena.number << _PLACE_BITS | (start - arena.start + 1)
         return 0
 
-    def table(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Each rank's elements at the place where this rank's tensor lies: a row a rank."""
-        number, offset = place >> _PLACE_BITS, (place & ((1 << _PLACE_BITS) - 1)) - 1
-        arena = next(a for a in self._arenas if a.number == number)
-        memory = arena.memory()
-        assert memory is not None
-        rows = torch.frombuffer(memory, dtype=torch.uint8).view(self._group.size, arena.stride)
-        return rows[:, offset : offset + tensor.nbytes].view(tensor.dtype)
+    def reduce(self, place: int, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Reduce this rank's share of the elements at a place where all ranks' tensors lie, into all of them."""
+        pieces = self._pieces(place, tensor)
+        together = bool(pieces) and op is ReduceOp.SUM and self._group.size > 2 and pieces[0].own.is_floating_point()
+        scratch = torch.empty_like(pieces[0].own) if together else None
+        for piece in pieces:
+            if scratch is not None:
+                # Torch clears the place of a sum before it reads, so that may be none of the rows.
+                total = scratch[: piece.own.numel()]
+                torch.sum(piece.block, 0, out=total)
+                piece.block.copy_(total)
+            else:
+                # One rank alone reduces this share, so any order gives everybody the same bits.
+                combine_all(op, [piece.own, *piece.others], piece.own)
+                for row in piece.others:
+                    row.copy_(piece.own)
+
+    def _pieces(self, place: int, tensor: torch.Tensor) -> list[_Piece]:
+        """This rank's share of the columns, cut up so that what is summed is still in the cache when it is copied."""
+        arena, offset = self._arenas[place >> _PLACE_BITS], (place & ((1 << _PLACE_BITS) - 1)) - 1
+        key = (offset, tensor.nbytes, tensor.dtype)
+        plan = arena.plans.get(key)
+        if plan is None:
+            if len(arena.plans) >= _MOST_PLANS:
+                arena.plans.clear()
+            with torch.inference_mode(mode=False):
+                table = arena.rows[:, offset : offset + tensor.nbytes].view(tensor.dtype)
+                plan = arena.plans[key] = list(self._cut(table))
+        return plan
+
+    def _cut(self, table: torch.Tensor) -> Iterator[_Piece]:
+        rank, size, count = self._group.rank, self._group.size, table.shape[1]
+        first, last = rank * count // size, (rank + 1) * count // size
+        step = max(1, _PIECE_BYTES // table.element_size())
+        for low in range(first, last, step):
+            block = table[:, low : min(low + step, last)]
+            yield _Piece(block, block[rank], [row for r, row in enumerate(block.unbind(0)) if r != rank])

@@ -42,7 +42,7 @@ class QuickRounds:
         by, divisor, mark, stages = recipe
         self._now = ("all_reduce", op, tensor)
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)
-        if stages is None:
+        if stages is None or self._rounds.may_lie_in_place(tensor.nbytes):
             self._rounds.all_reduce(flat, by, mark, monotonic() + timeout)
         else:
             board = self._board

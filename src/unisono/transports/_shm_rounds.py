@@ -8,10 +8,11 @@ tile, which the others then copy (two shots). Contributions are taken in the ord
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
-from unisono.reduction import combine
+from unisono.reduction import combine_all
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_marks import Mark
@@ -19,8 +20,9 @@ from unisono.types import Call, ReduceOp
 
 __all__ = ["Rounds"]
 
-_PIECE_BYTES = 256 << 10
-_SUM_AT_ONCE = 8
+_MOST_VIEWS = 256
+_IN_PLACE_BYTES = 64 << 10
+"""Where any memory was handed out, it costs a round more to reduce other tensors from this length on."""
 
 
 class Rounds:
@@ -43,8 +45,9 @@ class Rounds:
         self._board, self._stages, self._arenas, self._differ = board, stages, arenas, differ
         self.rank, self.size = board.rank, board.size
         self._stage_bytes = stages[0][0].numel()
-        self.one_shot_bytes = min(self._stage_bytes, (512 << 10) if self.size <= 2 else (128 << 10))
+        self.one_shot_bytes = min(self._stage_bytes, (1 << 20) if self.size <= 2 else (128 << 10))
         self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
+        self._cut: dict[tuple[int, torch.dtype, int], list[list[torch.Tensor]]] = {}
 
     # -- building blocks -----------------------------------------------------------------------
     def first(self, mark: Mark, deadline: float) -> None:
@@ -60,7 +63,7 @@ class Rounds:
         key = (half, dtype, count)
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= 256:
+            if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             # A call in inference mode must not leave views behind that only inference mode may write to.
             with torch.inference_mode(mode=False):
@@ -75,17 +78,22 @@ class Rounds:
         """
         if self.size == 1:
             return
-        if tensor.nbytes <= self.one_shot_bytes:
+        short = tensor.nbytes <= self.one_shot_bytes
+        if short and not self.may_lie_in_place(tensor.nbytes):
             self._one_shot(tensor, op, mark, deadline)
             return
         tile = self._stage_bytes // tensor.element_size()
         place = self._arenas.place(tensor)
-        if not place:
+        if not place and not short:
             self._lay(tensor[:tile])
         self.first((*mark[:3], place), deadline)
         places = self._board.extras()
         if place and all(other == place for other in places):
-            self._in_place(self._arenas.table(place, tensor), op, deadline)
+            self._arenas.reduce(place, tensor, op)
+            self._board.reduced(deadline)
+            return
+        if short:
+            self._one_shot(tensor, op, None, deadline)
             return
         start = 0
         if not any(places):
@@ -94,11 +102,18 @@ class Rounds:
         # Where only some ranks use shared memory, all go by way of the stages, from the beginning.
         self._tiles(tensor[start:], op, deadline, everywhere=True)
 
-    def _one_shot(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark, deadline: float) -> None:
+    def may_lie_in_place(self, nbytes: int) -> bool:
+        """Whether a call of this length asks where ranks' tensors lie: the same answer on all ranks."""
+        return nbytes > self.one_shot_bytes or (nbytes >= _IN_PLACE_BYTES and self._arenas.made > 0)
+
+    def _one_shot(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark | None, deadline: float) -> None:
         views = self.heads(self._next_half(), tensor.dtype, tensor.numel())
         views[self.rank].copy_(tensor)
-        self.first(mark, deadline)
-        _reduce(op, views, tensor)
+        if mark is None:
+            self._board.arrive(deadline)
+        else:
+            self.first(mark, deadline)
+        combine_all(op, views, tensor)
 
     def _tiles(self, tensor: torch.Tensor, op: ReduceOp, deadline: float, *, everywhere: bool) -> None:
         tile = self._stage_bytes // tensor.element_size()
@@ -108,53 +123,36 @@ class Rounds:
             self._board.arrive(deadline)
             self._share(part, op, deadline, everywhere=everywhere)
 
-    def _bounds(self, count: int) -> list[int]:
-        """Where each rank's share of a tile begins, and the end."""
-        return [r * count // self.size for r in range(self.size + 1)]
+    def _shares(self, half: int, dtype: torch.dtype, count: int) -> list[list[torch.Tensor]]:
+        """For each rank's stage, each rank's share of a tile of `count` elements there."""
+        key = (half, dtype, count)
+        found = self._cut.get(key)
+        if found is None:
+            if len(self._cut) >= _MOST_VIEWS:
+                self._cut.clear()
+            edges = [r * count // self.size for r in range(self.size + 1)]
+            sizes = [high - low for low, high in pairwise(edges)]
+            with torch.inference_mode(mode=False):
+                found = self._cut[key] = [list(view.split(sizes)) for view in self.heads(half, dtype, count)]
+        return found
 
     def _lay(self, tile: torch.Tensor) -> None:
         """Lay a tile ready for the next round: all but the own share, which is read where it is."""
-        count, edges = tile.numel(), self._bounds(tile.numel())
-        stage = self.heads(self._next_half(), tile.dtype, count)[self.rank]
-        low, high = edges[self.rank], edges[self.rank + 1]
-        if low:
-            stage[:low].copy_(tile[:low])
-        if high < count:
-            stage[high:].copy_(tile[high:])
+        shares = self._shares(self._next_half(), tile.dtype, tile.numel())
+        for r, part in enumerate(tile.split([view.numel() for view in shares[self.rank]])):
+            if r != self.rank:
+                shares[self.rank][r].copy_(part)
 
     def _share(self, tile: torch.Tensor, op: ReduceOp, deadline: float, *, everywhere: bool) -> None:
         """Reduce the own share of the tile that all have laid ready, and copy the others' shares."""
-        count, edges = tile.numel(), self._bounds(tile.numel())
-        views = self.heads(self._board.round & 1, tile.dtype, count)
-        low, high = edges[self.rank], edges[self.rank + 1]
-        shares = [tile[low:high] if r == self.rank else views[r][low:high] for r in range(self.size)]
-        _reduce(op, shares, views[self.rank][low:high])
+        shares = self._shares(self._board.round & 1, tile.dtype, tile.numel())
+        parts = tile.split([view.numel() for view in shares[self.rank]])
+        given = [parts[r] if r == self.rank else shares[r][self.rank] for r in range(self.size)]
+        combine_all(op, given, shares[self.rank][self.rank])
         self._board.reduced(deadline)
         if everywhere:
-            for r in range(self.size):
-                tile[edges[r] : edges[r + 1]].copy_(views[r][edges[r] : edges[r + 1]])
-
-    def _in_place(self, table: torch.Tensor, op: ReduceOp, deadline: float) -> None:
-        """Each rank reduces its share of the columns of a row a rank, piece by piece, into all rows."""
-        edges = self._bounds(table.shape[1])
-        step = max(1, _PIECE_BYTES // table.element_size())
-        together = op is ReduceOp.SUM and self.size >= _SUM_AT_ONCE
-        scratch = torch.empty(step if together else 0, dtype=table.dtype)
-        for low in range(edges[self.rank], edges[self.rank + 1], step):
-            high = min(low + step, edges[self.rank + 1])
-            rows = table[:, low:high].unbind(0)
-            others = [row for r, row in enumerate(rows) if r != self.rank]
-            if together:
-                # Torch clears the place of a sum before it reads, so that may be none of the rows.
-                total, others = scratch[: high - low], list(rows)
-                torch.sum(table[:, low:high], 0, out=total)
-            else:
-                # One rank alone reduces this share, so any order gives everybody the same bits.
-                total = rows[self.rank]
-                _reduce(op, [total, *others], total)
-            for row in others:
-                row.copy_(total)
-        self._board.reduced(deadline)
+            for r, part in enumerate(parts):
+                part.copy_(shares[r][r])
 
     def reduce(self, call: Call, mark: Mark, deadline: float) -> None:
         """As the long `all_reduce`; only the root copies the shares."""
@@ -183,7 +181,7 @@ class Rounds:
                 place = self.rank * piece
                 own = inputs[self.rank][start : start + piece]
                 shares = [own if r == self.rank else views[r][place : place + total.numel()] for r in range(self.size)]
-                _reduce(op, shares, total)
+                combine_all(op, shares, total)
 
     def _arrive(self, mark: Mark, start: int, deadline: float) -> None:
         if start == 0:
@@ -272,15 +270,6 @@ class Rounds:
         views[self.rank].copy_(torch.tensor(list(own), dtype=torch.int64))
         self.first(mark, deadline)
         return [view.tolist() for view in views]
-
-
-def _reduce(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """The shares one after another, into `total`, which may be one of the first two."""
-    if len(shares) == 1:
-        total.copy_(shares[0])
-        return
-    for i, share in enumerate(shares[1:], 1):
-        combine(op, shares[0] if i == 1 else total, share, total)
 
 
 def _root(call: Call) -> int:

@@ -1,0 +1,86 @@
+"""Memory from `comm.empty` is reduced where it lies: the same numbers as by way of the stages, for any length."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import unisono as un
+from unisono.testing import pool, reference
+
+COUNTS = st.one_of(
+    st.integers(0, 300),
+    st.sampled_from([1 << 14, (1 << 14) + 1, 1 << 17, (1 << 17) + 3, 1 << 18, (1 << 18) + 1, 700_001]),
+)
+
+
+def rounds(
+    comm: un.Communicator, dtype: torch.dtype, counts: list[tuple[int, int]], op: str, ordinary: list[int]
+) -> list[str]:
+    """Reduce several stretches of one registered buffer; complaints about each that differs from the reference."""
+    registered = comm.empty(800_000, dtype=dtype)
+    complaints = []
+    for number, (offset, count) in enumerate(counts):
+        given_by = [
+            torch.arange(count, dtype=torch.int64).add_(r + number).remainder_(3).add_(1).to(dtype)
+            for r in range(comm.size)
+        ]
+        mine = torch.empty(count, dtype=dtype) if comm.rank in ordinary else registered[offset : offset + count]
+        mine.copy_(given_by[comm.rank])
+        comm.all_reduce(mine, op)
+        complaint = reference.reduced(given_by, op).complaint(mine)
+        if complaint:
+            complaints.append(f"{count} elements at {offset}: {complaint}")
+        registered.zero_()
+        comm.barrier()
+    return complaints
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@given(
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.uint8]),
+    op=st.sampled_from(["sum", "max", "product"]),
+    counts=st.lists(st.tuples(st.integers(0, 90_000), COUNTS), min_size=1, max_size=3),
+    ordinary=st.sampled_from([[], [], [0], [1], [0, 1, 2, 3]]),
+)
+@settings(max_examples=12)
+def test_registered_memory_holds_the_same_numbers(
+    size: int, dtype: torch.dtype, op: str, counts: list[tuple[int, int]], ordinary: list[int]
+) -> None:
+    results = pool("shm", 4).run(rounds, dtype, counts, op, ordinary, size=size)
+    assert results == [[]] * size
+
+
+def lifetimes(comm: un.Communicator) -> list[int]:
+    """How many arenas are mapped: before, with two, with a view of the second only, and with none."""
+
+    def mapped() -> int:
+        comm.barrier()
+        gc.collect()
+        arenas = {line.partition("unisono")[2] for line in Path("/proc/self/maps").read_text().splitlines() if "arena" in line}
+        comm.barrier()
+        return len(arenas)
+
+    counts = [mapped()]
+    first, second = comm.empty(100_000), comm.empty((3, 50_000))
+    comm.all_reduce(first)
+    comm.all_reduce(second)
+    counts.append(mapped())
+    row = second[1]
+    del first, second
+    counts.append(mapped())
+    row.fill_(comm.rank)
+    comm.all_reduce(row)
+    assert row.unique().tolist() == [1.0]
+    del row
+    counts.append(mapped())
+    return counts
+
+
+def test_registered_memory_goes_with_its_last_view() -> None:
+    assert un.launch(lifetimes, 2, "shm", timeout=20) == [[0, 2, 1, 0]] * 2

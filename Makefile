@@ -26,10 +26,8 @@ test: $(STAMP) ## all tests but the long ones: a few minutes
 soak: $(STAMP) ## all tests, the long ones too
 	$(PY) -m pytest -m '' --hypothesis-profile soak --timeout 1800 $(ARGS)
 
-bench: $(STAMP) ## answer every question in benchmarks/
-	@for script in benchmarks/[!_]*.py; do \
-		echo "== $$script"; $(PY) "$$script" $(ARGS) || exit 1; \
-	done
+bench: $(STAMP) ## answer every question in benchmarks/, and write docs/benchmarks.md (half an hour)
+	$(PY) benchmarks/_report.py $(ARGS)
 
 lint: $(STAMP) ## style, types and floors
 	$(PY) -m ruff check .

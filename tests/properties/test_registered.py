@@ -62,7 +62,9 @@ def lifetimes(comm: un.Communicator) -> list[int]:
     def mapped() -> int:
         comm.barrier()
         gc.collect()
-        arenas = {line.partition("unisono")[2] for line in Path("/proc/self/maps").read_text().splitlines() if "arena" in line}
+        arenas = {
+            line.partition("unisono")[2] for line in Path("/proc/self/maps").read_text().splitlines() if "arena" in line
+        }
         comm.barrier()
         return len(arenas)
 

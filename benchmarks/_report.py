@@ -1,0 +1,84 @@
+"""Ask every question in this folder, and write the answers to docs/benchmarks.md.
+
+    python benchmarks/_report.py [--only shm_traffic ...]
+
+The machine that it runs on should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+HEAD = """\
+# Benchmarks
+
+What `make bench` measured, on {cores} cores ({processor}), {system}, Python {python}, torch {torch},
+{date}. Ratios are medians of neighbouring samples in one run, with quartiles; every result was verified.
+A line that says MISSED did not keep its bound in that run.
+
+On a virtual machine the same program can take several times as long for minutes at a time, when the host has
+put the two processors far from each other: what one has just written is then dear to read for the other.
+"""
+
+
+def questions(only: list[str]) -> list[Path]:
+    """The scripts, in order; those named only, if any are."""
+    scripts = sorted(path for path in HERE.glob("*.py") if not path.name.startswith("_"))
+    return [path for path in scripts if not only or path.stem in only]
+
+
+def section(script: Path) -> str:
+    """A question, and what its script printed."""
+    text = ast.get_docstring(ast.parse(script.read_text())) or script.stem
+    print(f"== {script.name}", flush=True)
+    lines = []
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    if running.returncode:
+        raise SystemExit(f"{script.name} failed")
+    return f"## {text.splitlines()[0]}\n\n`python benchmarks/{script.name}`\n\n```text\n{''.join(lines)}```\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="scripts, without .py; then nothing is written")
+    options = parser.parse_args()
+    sections = [section(script) for script in questions(options.only)]
+    if options.only:
+        return
+    head = HEAD.format(
+        cores=os.cpu_count(),
+        processor=_processor(),
+        system=f"{platform.system()} {platform.release().split('-')[0]}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        date=datetime.now(UTC).date(),
+    )
+    PAGE.write_text("\n".join([head, *sections]))
+    print(f"written: {PAGE.relative_to(HERE.parent)}")
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ __all__ = ["Arenas"]
 _PLACE_BITS = 44
 _MOST_PLANS = 64
 _PIECE_BYTES = 256 << 10
+_SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Arenas:
     def __init__(self, group: Group, control: Control, timeout_s: float) -> None:
         self._group, self._control, self._timeout_s = group, control, timeout_s
         self._arenas: dict[int, _Arena] = {}
+        self._kept: dict[torch.dtype, torch.Tensor] = {}
         self.made = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -81,19 +83,29 @@ class Arenas:
     def reduce(self, place: int, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Reduce this rank's share of the elements at a place where all ranks' tensors lie, into all of them."""
         pieces = self._pieces(place, tensor)
-        together = bool(pieces) and op is ReduceOp.SUM and self._group.size > 2 and pieces[0].own.is_floating_point()
-        scratch = torch.empty_like(pieces[0].own) if together else None
+        together = op in _SUMS and self._group.size > 2 and tensor.is_floating_point()
         for piece in pieces:
-            if scratch is not None:
+            if together:
                 # Torch clears the place of a sum before it reads, so that may be none of the rows.
-                total = scratch[: piece.own.numel()]
+                total = self._scratch(tensor.dtype)[: piece.own.numel()]
                 torch.sum(piece.block, 0, out=total)
+                if op is ReduceOp.AVG:
+                    total.div_(self._group.size)
                 piece.block.copy_(total)
             else:
                 # One rank alone reduces this share, so any order gives everybody the same bits.
                 combine_all(op, [piece.own, *piece.others], piece.own)
+                if op is ReduceOp.AVG:
+                    piece.own.div_(self._group.size)
                 for row in piece.others:
                     row.copy_(piece.own)
+
+    def _scratch(self, dtype: torch.dtype) -> torch.Tensor:
+        kept = self._kept.get(dtype)
+        if kept is None:
+            with torch.inference_mode(mode=False):
+                kept = self._kept[dtype] = torch.empty(_PIECE_BYTES // dtype.itemsize, dtype=dtype)
+        return kept
 
     def _pieces(self, place: int, tensor: torch.Tensor) -> list[_Piece]:
         """This rank's share of the columns, cut up so that what is summed is still in the cache when it is copied."""

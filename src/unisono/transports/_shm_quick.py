@@ -43,7 +43,9 @@ class QuickRounds:
         self._now = ("all_reduce", op, tensor)
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)
         if stages is None or self._rounds.may_lie_in_place(tensor.nbytes):
-            self._rounds.all_reduce(flat, by, mark, monotonic() + timeout)
+            # Where it lies in shared memory, an average is divided on the way.
+            self._rounds.all_reduce(flat, ReduceOp.AVG if divisor else by, mark, monotonic() + timeout)
+            divisor = 0
         else:
             board = self._board
             views = stages[(board.round + 1) & 1]

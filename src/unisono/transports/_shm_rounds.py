@@ -75,13 +75,17 @@ class Rounds:
         """In place. Traffic, in operands: 3p-1 for short messages, at most 7-5/p for long ones.
 
         Where every rank's tensor lies at one place of memory that all share, nothing is staged.
+        Averages are divided by the one rank that sums a share there, and else by each rank.
         """
-        if self.size == 1:
-            return
+        if self.size > 1 and not self._all_reduced(tensor, op, mark, deadline) and op is ReduceOp.AVG:
+            tensor.div_(self.size)
+
+    def _all_reduced(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark, deadline: float) -> bool:
+        """Combine in the way that suits; whether in place, and so divided already."""
         short = tensor.nbytes <= self.one_shot_bytes
         if short and not self.may_lie_in_place(tensor.nbytes):
             self._one_shot(tensor, op, mark, deadline)
-            return
+            return False
         tile = self._stage_bytes // tensor.element_size()
         place = self._arenas.place(tensor)
         if not place and not short:
@@ -91,16 +95,17 @@ class Rounds:
         if place and all(other == place for other in places):
             self._arenas.reduce(place, tensor, op)
             self._board.reduced(deadline)
-            return
+            return True
         if short:
             self._one_shot(tensor, op, None, deadline)
-            return
+            return False
         start = 0
         if not any(places):
             self._share(tensor[:tile], op, deadline, everywhere=True)
             start = tile
         # Where only some ranks use shared memory, all go by way of the stages, from the beginning.
         self._tiles(tensor[start:], op, deadline, everywhere=True)
+        return False
 
     def may_lie_in_place(self, nbytes: int) -> bool:
         """Whether a call of this length asks where ranks' tensors lie: the same answer on all ranks."""

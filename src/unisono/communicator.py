@@ -155,6 +155,9 @@ class Communicator(Objects):
             >>> un.launch(program, nprocs=4, backend="thread")
             [2, 4, 2, 4]
         """
+        return self._split(color, key, self._check)
+
+    def _split(self, color: int | None, key: int, check: Check) -> Communicator | None:
         self._enter("split")
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and (value is not None or name == "key"):
@@ -166,7 +169,7 @@ class Communicator(Objects):
             return None
         ranks = sorted((r for r, (c, _) in enumerate(wishes) if c == color), key=lambda r: (wishes[r][1], r))
         child = group.child(f"{self._splits}.{color}", ranks)
-        part = Communicator(self._plain().split(child), self._control, self._options, check=self._check)
+        part = Communicator(self._plain().split(child), self._control, self._options, check=check)
         self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
         return part
 
@@ -189,9 +192,21 @@ class Communicator(Objects):
         inside = self.rank in ranks
         return self.split(0 if inside else None, key=list(ranks).index(self.rank) if inside else 0)
 
-    def dup(self) -> Communicator:
-        """A second communicator of the same ranks, for another thread or library. Collective."""
-        return self.split(0, self.rank)
+    def dup(self, *, check: Check | None = None) -> Communicator:
+        """A second communicator of the same ranks, for another thread or library. Collective.
+
+        Args:
+            check: As for `init`; None is as this one was made. "off" is for a library that has
+                agreed with all ranks on what it is going to call.
+        """
+        twin = self._split(0, self.rank, check or self._check)
+        assert twin is not None
+        return twin
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether an asynchronous collective goes on while the caller computes, with no thread of ours for it."""
+        return self._engine.transport.overlaps
 
     def _plain(self) -> Transport:
         """The transport without the check that `Communicator` puts on: parts put on their own."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from unisono.control import Cause, Control, error_of
+from unisono.deferred import Deferred
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
 from unisono.execute import Spare, execute
 from unisono.fingerprint import Fingerprint
@@ -114,6 +116,8 @@ class Engine:
     def run(self, plan: Plan, name: str, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
         """Carry out a plan now, or soon; None when it is done, or the work under way."""
         job = self._prepare(plan, name, algorithm, timeout)
+        if async_op and job.algorithm == NATIVE and job.transport.overlaps and not self._pending:
+            return self._start(job)
         with self._lock:
             queued = async_op or self._pending > 0
             if queued:
@@ -152,21 +156,39 @@ class Engine:
 
     def _perform(self, job: _Job) -> None:
         deadline = time.monotonic() + job.timeout
-        mark = job.fingerprint
+        self._see_through(job, self._begin(job), deadline)
+
+    def _start(self, job: _Job) -> Work:
+        """Let the transport go on by itself; the rest is done by whoever waits."""
+        work = self._begin(job)
+        assert work is not None
+        return Deferred(lambda deadline: self._see_through(job, work, deadline), job.timeout, work.is_completed)
+
+    def _begin(self, job: _Job) -> Work | None:
+        """All that comes before the first wait for data; the transport's work if it carries the call."""
+        with self._told_of(job), torch.no_grad():
+            job.transport.begin(job.fingerprint, job.timeout)
+            for action in job.plan.staging.before:
+                action()
+            return job.transport.collective(job.plan.call) if job.algorithm == NATIVE else None
+
+    def _see_through(self, job: _Job, work: Work | None, deadline: float) -> None:
+        with self._told_of(job), torch.no_grad():
+            left = max(0.0, deadline - time.monotonic())
+            if work is not None:
+                work.wait(left)
+            else:
+                self._follow(job, left)
+            for action in job.plan.staging.after:
+                action()
+
+    @contextmanager
+    def _told_of(self, job: _Job) -> Iterator[None]:
+        """Every rank learns of what fails in here."""
         try:
-            with torch.no_grad():
-                job.transport.begin(mark, job.timeout)
-                for action in job.plan.staging.before:
-                    action()
-                left = max(0.0, deadline - time.monotonic())
-                if job.algorithm == NATIVE:
-                    job.transport.collective(job.plan.call).wait(left)
-                else:
-                    self._follow(job, left)
-                for action in job.plan.staging.after:
-                    action()
+            yield
         except BaseException as error:
-            told = self.failed(error, mark.operation, mark.call)
+            told = self.failed(error, job.fingerprint.operation, job.fingerprint.call)
             if told is error:
                 raise
             raise told from error

@@ -89,6 +89,7 @@ class Transport(ABC):
         checks: Whether `begin` itself compares fingerprints between ranks.
         devices: The device types whose tensors it carries.
         staged: Those of them that take the way over the CPU's memory; `post` sees CPU tensors then.
+        overlaps: Whether a native collective, once started, goes on while the caller does other things.
         quick: A shorter way for the simplest calls, or None.
         latency_s, second_per_byte: Rough cost of a message, from which an algorithm is chosen.
     """
@@ -100,6 +101,7 @@ class Transport(ABC):
     checks: bool = False
     devices: frozenset[str] = frozenset({"cpu"})
     staged: frozenset[str] = frozenset()
+    overlaps: bool = False
     quick: Quick | None = None
     latency_s: float = 50e-6
     second_per_byte: float = 1e-9
@@ -154,4 +156,5 @@ class Transport(ABC):
         """Memory that this transport reduces best. Collective: the same shape and dtype everywhere."""
         import torch
 
-        return torch.empty(tuple(shape), dtype=dtype, device=next(iter(self.devices)))
+        device = "cpu" if "cpu" in self.devices else min(self.devices)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)

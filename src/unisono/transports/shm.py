@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from unisono.crew import Crew
+from unisono.deferred import Deferred
 from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, UnavailableError
 from unisono.fingerprint import Fingerprint, explain
 from unisono.group import Group
@@ -26,7 +26,7 @@ from unisono.transports._shm_quick import QuickRounds
 from unisono.transports._shm_rings import Rings
 from unisono.transports._shm_rounds import Rounds
 from unisono.types import Call, Message, ReduceOp, Work
-from unisono.work import Completion, Countdown, late
+from unisono.work import Countdown, late
 
 if TYPE_CHECKING:
     from unisono.control import Control
@@ -128,7 +128,7 @@ class ShmTransport(Transport):
         self._longest = max(max(row) for row in rows)
 
     def collective(self, call: Call) -> Work:
-        return _Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
+        return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
 
     def _run(self, call: Call, deadline: float) -> None:
         tensors, rounds = (*call.inputs, *call.outputs), self._rounds
@@ -215,47 +215,6 @@ class _Moved(Countdown):
     def _see_through(self) -> None:
         with contextlib.suppress(CommError):
             self.wait(_FOREVER_S)
-
-
-class _Deferred(Work):
-    """A collective that is done by whoever waits for it."""
-
-    def __init__(self, run: Callable[[float], None], timeout_s: float) -> None:
-        self._run, self._timeout_s = run, timeout_s
-        self._lock = threading.Lock()
-        self._over = False
-        self._error: BaseException | None = None
-
-    def wait(self, timeout: float | None = None) -> None:
-        with self._lock:
-            if not self._over:
-                self._over = True
-                try:
-                    self._run(time.monotonic() + (self._timeout_s if timeout is None else timeout))
-                except BaseException as error:
-                    self._error = error
-        if self._error is not None:
-            raise self._error
-
-    def is_completed(self) -> bool:
-        return self._over and not self._lock.locked()
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def get_future(self) -> torch.futures.Future[None]:
-        done = Completion(self._timeout_s)
-
-        def run() -> None:
-            try:
-                self.wait()
-            except BaseException as error:
-                done.complete(error)
-            else:
-                done.complete()
-
-        _crew.run(run)
-        return done.get_future()
 
 
 TRANSPORT = ShmTransport

@@ -35,6 +35,7 @@ class TorchTransport(Transport):
     """
 
     native = NATIVE
+    overlaps = True
     latency_s = 150e-6
     second_per_byte = 1e-9
 

@@ -1,0 +1,70 @@
+"""Work that is done, or brought to its end, by whoever waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from unisono.crew import Crew
+from unisono.types import Work
+from unisono.work import Completion
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Deferred"]
+
+_crew = Crew("unisono deferred work")
+
+
+class Deferred(Work):
+    """What is left to do is done by the first `wait`, in its thread.
+
+    Args:
+        run: Does it, until a deadline on the clock of `time.monotonic`.
+        timeout_s: How long `wait` waits unless it is told otherwise.
+        ready: Whether `run` would return at once; never, if None.
+    """
+
+    def __init__(self, run: Callable[[float], None], timeout_s: float, ready: Callable[[], bool] | None = None) -> None:
+        self._run, self._timeout_s, self._ready = run, timeout_s, ready
+        self._lock = threading.Lock()
+        self._over = False
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        with self._lock:
+            if not self._over:
+                self._over = True
+                try:
+                    self._run(time.monotonic() + (self._timeout_s if timeout is None else timeout))
+                except BaseException as error:
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        if not self._over and self._ready is not None and self._ready():
+            self._settle()
+        return self._over and not self._lock.locked()
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def _settle(self) -> BaseException | None:
+        try:
+            self.wait()
+        except BaseException as error:
+            return error
+        return None
+
+    def get_future(self) -> torch.futures.Future[None]:
+        done = Completion(self._timeout_s)
+
+        def settle() -> None:
+            done.complete(self._settle())
+
+        _crew.run(settle)
+        return done.get_future()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from unisono import data, errors, interop, schedules, testing, transports
     from unisono.communicator import Communicator
     from unisono.errors import CommError
-    from unisono.gradients import average_gradients, broadcast_parameters
+    from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
     from unisono.startup import init, launch
     from unisono.types import ReduceOp, Work
     from unisono.wrappers.trace import trace
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CommError",
     "Communicator",
+    "GradientAverager",
     "ReduceOp",
     "Work",
     "average_gradients",
@@ -44,6 +45,7 @@ __all__ = [
 _HOME = {
     "CommError": "unisono.errors",
     "Communicator": "unisono.communicator",
+    "GradientAverager": "unisono.gradients",
     "ReduceOp": "unisono.types",
     "Work": "unisono.types",
     "average_gradients": "unisono.gradients",
@@ -52,7 +54,7 @@ _HOME = {
     "launch": "unisono.startup",
     "trace": "unisono.wrappers.trace",
 }
-_PACKAGES = ("data", "errors", "interop", "schedules", "testing", "transports")
+_PACKAGES = ("compression", "data", "errors", "interop", "schedules", "testing", "transports")
 
 
 def __getattr__(name: str) -> Any:

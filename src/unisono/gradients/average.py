@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.buckets import buckets, flat_apply
+from unisono.gradients.plan import named_parameters
+from unisono.gradients.sparse import average_sparse, sparse_parameters
+from unisono.gradients.weights import Weights
 
 __all__ = ["average_gradients", "broadcast_parameters"]
 
@@ -29,7 +32,6 @@ def average_gradients(
 
     Raises:
         MismatchError: Ranks have different models.
-        ValueError: A sparse gradient.
 
     Cost: one all_reduce of the gradients' bytes in few messages, and two copies.
 
@@ -42,16 +44,11 @@ def average_gradients(
         >>> un.launch(program, nprocs=2, backend="thread")
         [[1.5, 1.5], [1.5, 1.5]]
     """
-    gradients = []
-    for parameter in _parameters(model):
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.layout != torch.strided:
-            raise ValueError("a gradient is sparse, which average_gradients cannot do; use sparse=False")
-        gradients.append(parameter.grad)
+    trained = [p for _, p in named_parameters(model) if p.requires_grad]
+    spread = sparse_parameters(model) if isinstance(model, torch.nn.Module) else set()
+    gradients = [_dense_gradient(p) for p in trained if id(p) not in spread]
     with torch.no_grad():
+        average_sparse([p for p in trained if id(p) in spread], comm, Weights(comm))
         for bucket in buckets(gradients, int(bucket_cap_mb * _MIB)):
             flat_apply(bucket, lambda flat: comm.all_reduce(flat, op="avg"))
 
@@ -63,7 +60,7 @@ def broadcast_parameters(
 
     Collective. In place; for a module its buffers too. Otherwise as `average_gradients`.
     """
-    tensors = list(_parameters(model))
+    tensors = [p for _, p in named_parameters(model)]
     if isinstance(model, torch.nn.Module):
         tensors += list(model.buffers())
     with torch.no_grad():
@@ -71,7 +68,9 @@ def broadcast_parameters(
             flat_apply(bucket, lambda flat: comm.broadcast(flat, src))
 
 
-def _parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    if isinstance(model, torch.Tensor):
-        raise TypeError("model must be a module or a list of parameters, not a single tensor")
-    return iter(model.parameters() if isinstance(model, torch.nn.Module) else model)
+def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.layout != torch.strided:
+        parameter.grad = parameter.grad.to_dense()
+    return parameter.grad

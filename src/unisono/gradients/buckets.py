@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from unisono.gradients.plan import plan_buckets
+
 __all__ = ["buckets", "flat_apply"]
 
 
@@ -18,17 +20,9 @@ def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[to
         >>> [[t.numel() for t in b] for b in buckets([torch.zeros(3), torch.zeros(2), torch.zeros(9)], 20)]
         [[3, 2], [9]]
     """
-    if cap_bytes < 1:
-        raise ValueError(f"a bucket must have room for at least a byte, not {cap_bytes}")
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kind = (tensor.dtype, tensor.device)
-        bucket = open_buckets.setdefault(kind, [])
-        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > cap_bytes:
-            yield bucket
-            bucket = open_buckets[kind] = []
-        bucket.append(tensor)
-    yield from (bucket for bucket in open_buckets.values() if bucket)
+    members = list(tensors)
+    for indices in plan_buckets(members, range(len(members)), cap_bytes):
+        yield [members[i] for i in indices]
 
 
 def flat_apply(bucket: Sequence[torch.Tensor], action: Callable[[torch.Tensor], object]) -> None:

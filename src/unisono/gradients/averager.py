@@ -1,0 +1,298 @@
+"""Hooks on a plain model that average its gradients during `backward()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.errors import MismatchError
+from unisono.gradients.average import broadcast_parameters
+from unisono.gradients.backward import Backward, current_pass, watch_outputs
+from unisono.gradients.bucket import Bucket
+from unisono.gradients.join import joined
+from unisono.gradients.plan import MIB, agree_on_parameters, named_parameters, plan_buckets
+from unisono.gradients.reducer import Reducer, codec_for
+from unisono.gradients.schedule import BucketSchedule
+from unisono.gradients.sparse import average_sparse, sparse_parameters
+from unisono.gradients.weights import Weights
+
+if TYPE_CHECKING:
+    from unisono.compression.codec import Codec
+
+__all__ = ["GradientAverager"]
+
+
+class GradientAverager:
+    """Averages the gradients of a plain model over all ranks while `backward()` computes them.
+
+    One line before the training loop; the loop, the model and the optimizer stay as they are. When
+    `backward()` returns, each `p.grad` is the mean over all ranks, the same bits on each. The hooks keep
+    the averager alive, so it need not be kept.
+
+    Collective: every rank makes one, of the same model, and calls `backward()` equally often. Gradients
+    are views of the averager's memory: whoever wants one past the next `backward()` clones it.
+
+    Args:
+        model: A module, or its parameters.
+        comm: Whose ranks average. The averager talks over two communicators of its own, made of it.
+        bucket_cap_mb: Size of a message in MiB: a compromise of latency and overlap.
+        first_bucket_mb: Of the first bucket, which is small so that it starts early.
+        compression: A codec of `unisono.compression`, its name, or None.
+        average: "mean", or "sum" for losses that are divided by the global batch already.
+        find_unused: Whether ranks may lack a gradient that others have: they take part with zeros. Give the
+            module, and not its parameters, if a rank may lack all of them.
+        sync_parameters: Whether rank 0's parameters and buffers are given to all ranks now.
+        sync_buffers: Whether rank 0's buffers are given to all ranks after each backward pass.
+
+    Raises:
+        MismatchError: Ranks have different models or settings; or, from `backward()` and on every rank, some
+            rank has no gradient for a parameter that others have, and `find_unused` was not said.
+        CommTimeoutError, PeerLostError: From `backward()`: a rank did not come; names the parameters.
+
+    Cost: for each step one all_reduce a bucket, with a word for each parameter beside the gradients,
+    and one copy of each gradient. Memory: one bucket's worth for each gradient, which is the gradient
+    itself once backward is through. The idea of buckets: Li et al., "PyTorch Distributed", VLDB 2020.
+
+    Example:
+        >>> def program(comm):
+        ...     model = torch.nn.Linear(2, 1, bias=False)
+        ...     un.GradientAverager(model, comm)
+        ...     model(torch.full((1, 2), float(comm.rank))).sum().backward()
+        ...     return model.weight.grad.tolist()
+        >>> un.launch(program, nprocs=3, backend="thread")
+        [[[1.0, 1.0]], [[1.0, 1.0]], [[1.0, 1.0]]]
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Iterable[torch.Tensor],
+        comm: Communicator,
+        *,
+        bucket_cap_mb: float = 25,
+        first_bucket_mb: float = 1,
+        compression: str | Codec | Callable[[], Codec] | None = None,
+        average: Literal["mean", "sum"] = "mean",
+        find_unused: bool = False,
+        sync_parameters: bool = True,
+        sync_buffers: bool = False,
+    ) -> None:
+        if average not in ("mean", "sum"):
+            raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
+        self._named = named_parameters(model)
+        self._names, self._parameters = [n for n, _ in self._named], [p for _, p in self._named]
+        self._model = model if isinstance(model, torch.nn.Module) else None
+        self._cap, self._first = int(bucket_cap_mb * MIB), int(first_bucket_mb * MIB)
+        plan_buckets([], [], self._cap, self._first)
+        self._average, self._find_unused, self._sync_buffers = average, find_unused, sync_buffers
+        codec = codec_for(compression)
+        settings = (self._cap, self._first, average, find_unused, sync_buffers, type(codec).__name__)
+        agree_on_parameters(self._named, comm, settings)
+        self._talk, self._comm = comm.dup(), comm.dup(check="off")
+        # Where there is a GPU, hooks run in threads of autograd.
+        self._talk.share()
+        self._comm.share()
+        self.rank, self.size = comm.rank, comm.size
+        if sync_parameters:
+            broadcast_parameters(model if self._model is not None else self._parameters, self._talk)
+        self._weights = Weights(self._talk, average == "sum")
+        self._schedule = BucketSchedule(
+            Reducer(self._comm, codec), self._names, self._weights.agree, self._talk.barrier
+        )
+        self._backward = Backward(self._finish, self._abandon)
+        self._hooks: dict[int, Any] = {}
+        self._where: dict[int, tuple[Bucket, int]] = {}
+        self._sparse: list[torch.Tensor] = []
+        self._owed: set[int] = set()
+        self._syncing = True
+        self._steps = [0]
+        self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
+        if find_unused and self._model is not None and self.size > 1:
+            # A rank whose backward pass comes to no parameter at all takes part too.
+            self._hooks[-1] = watch_outputs(self._model, self._passing)
+        # Gradients come about in the reverse order of parameters.
+        self._adopt([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
+
+    # -- what users call ------------------------------------------------------------------------
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside it only add to `p.grad`; the next one outside averages all of it."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def weight(self, n_samples: float) -> None:
+        """What this rank's next gradient weighs, such as its number of samples. Every rank says one.
+
+        The mean becomes sum(weight * gradient) / sum(weight). Call it before `backward()`. Zero is allowed.
+
+        Cost: one more short all_reduce in that step.
+        """
+        self._weights.say(n_samples)
+
+    def join(self) -> AbstractContextManager[None]:
+        """`with averager.join():` around a loop that has fewer steps on some ranks than on others.
+
+        A rank that is through takes part in the others' steps with nothing, until all are through; means
+        are over the ranks that still have data. At the end all ranks have the parameters of
+        one that was last. Collective. Cost: one more short all_reduce a step.
+        """
+        tensors = self._parameters if self._model is None else [*self._parameters, *self._model.buffers()]
+        return joined(tensors, self._talk, self._weights, self._shadow, self._steps)
+
+    def remove(self) -> None:
+        """Take the hooks off, and let go of the communicators. Gradients stay as they are. Again is harmless."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self._where.clear()
+        self._schedule.buckets.clear()
+        self._talk.close()
+        self._comm.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a codec remembers from step to step, and how many steps there were. Differs from rank to rank."""
+        codecs = [self._schedule.reducer.codec_of(bucket) for bucket in self._schedule.buckets]
+        return {"steps": self._steps[-1], "codecs": [None if codec is None else codec.state_dict() for codec in codecs]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of the same rank, of an averager made alike."""
+        buckets = self._schedule.buckets
+        if len(state["codecs"]) != len(buckets):
+            raise ValueError(
+                f"the state is of {len(state['codecs'])} buckets, and this averager has {len(buckets)}: "
+                "it was made of another model, or with other sizes"
+            )
+        self._steps[-1] = state["steps"]
+        for bucket, saved in zip(buckets, state["codecs"], strict=True):
+            codec = self._schedule.reducer.codec_of(bucket)
+            if codec is not None and saved is not None:
+                codec.load_state_dict(saved)
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names of the parameters in each message, in the order of messages."""
+        return [[self._names[i] for i in bucket.indices] for bucket in self._schedule.buckets]
+
+    # -- hooks ----------------------------------------------------------------------------------
+    def _adopt(self, indices: Sequence[int]) -> None:
+        """Average these parameters too, from now on."""
+        if self.size == 1:
+            return
+        spread = sparse_parameters(self._model) if self._model is not None else set()
+        dense = [i for i in indices if id(self._parameters[i]) not in spread]
+        schedule = self._schedule
+        for bucket in plan_buckets(self._parameters, dense, self._cap, None if schedule.buckets else self._first):
+            made = Bucket(bucket, [self._parameters[i] for i in bucket], self._memory, schedule.reducer.scale)
+            schedule.buckets.append(made)
+            self._where.update((index, (made, slot)) for slot, index in enumerate(bucket))
+        self._sparse += [self._parameters[i] for i in indices if i not in self._where]
+        for index in indices:
+            parameter: Any = self._parameters[index]
+            self._hooks[index] = parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
+
+    def _memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu":
+            return self._comm.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def _arrived(self, index: int, parameter: torch.Tensor) -> None:
+        """A parameter's gradient has been added to `p.grad`."""
+        if not self._syncing:
+            self._owed.add(index)
+            return
+        self._passing()
+        where = self._where.get(index)
+        if where is None:
+            return
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._schedule.arrived(*where)
+        else:
+            self._schedule.arrived(*where)
+
+    def _passing(self) -> None:
+        """A backward pass is running."""
+        number = current_pass()
+        if number != self._backward.running and self._syncing:
+            self._backward.enter(number)
+
+    # -- the end of a step ----------------------------------------------------------------------
+    def _finish(self) -> None:
+        """The end of the outermost backward pass: all that is left, and a look at what came."""
+        try:
+            with torch.no_grad():
+                self._finish_step()
+        finally:
+            self._abandon()
+        self._steps[-1] += 1
+
+    def _finish_step(self) -> None:
+        for index in self._owed & self._where.keys():
+            bucket, slot = self._where[index]
+            if not bucket.started and not bucket.came[slot]:
+                bucket.arrived(slot)
+        self._look_at(self._schedule.finish(self.size))
+        average_sparse(self._sparse, self._talk, self._weights)
+        thawed = [i for i in self._frozen if self._parameters[i].requires_grad]
+        if thawed:
+            self._take_in(thawed)
+        if self._sync_buffers and self._model is not None:
+            broadcast_parameters(list(self._model.buffers()), self._talk)
+
+    def _shadow(self) -> None:
+        """Take part in a step of the ranks that still have data, with nothing."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            with torch.no_grad():
+                self._finish_step()
+        finally:
+            self._abandon()
+
+    def _look_at(self, found: Sequence[tuple[Bucket, list[int]]]) -> None:
+        """`MismatchError` on all ranks if some lack a gradient that others have."""
+        everyone = self._weights.active
+        if self._find_unused or all(count in (0, everyone) for _, counts in found for count in counts):
+            return
+        lacking = [
+            self._names[i]
+            for bucket, _ in found
+            for i, came in zip(bucket.indices, bucket.came, strict=True)
+            if not came
+        ]
+        by_rank = self._talk.all_gather_object(lacking if self._weights.here else [])
+        partly = [name for name in self._names if 0 < sum(name in names for names in by_rank) < self.size]
+        ranks = [r for r, names in enumerate(by_rank) if partly[0] in names]
+        more = f" (and {len(partly) - 1} more)" if len(partly) > 1 else ""
+        raise MismatchError(
+            f"rank {', '.join(map(str, ranks))} has no gradient for {partly[0]!r}{more}, which other ranks have: it "
+            "skipped a part of the model. Say find_unused=True if that is meant",
+            rank=self.rank,
+            size=self.size,
+            peer=ranks[0],
+        )
+
+    def _take_in(self, thawed: list[int]) -> None:
+        """Parameters that were frozen are no more: average what they have now, and from now on."""
+        agree_on_parameters(self._named, self._talk)
+        self._frozen = [i for i in self._frozen if i not in thawed]
+        known = len(self._schedule.buckets)
+        self._adopt(thawed)
+        for index in thawed:
+            if index in self._where and self._parameters[index].grad is not None:
+                bucket, slot = self._where[index]
+                bucket.arrived(slot)
+        self._look_at(self._schedule.finish(self.size, first=known))
+
+    def _abandon(self) -> None:
+        """Make ready for the next step, also after one that was broken off."""
+        self._schedule.begin()
+        self._weights.forget()
+        self._owed.clear()

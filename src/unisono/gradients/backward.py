@@ -1,0 +1,94 @@
+"""When a backward pass ends: the outermost one, also where checkpointing runs others inside it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+__all__ = ["Backward", "current_pass", "watch_outputs"]
+
+_APPLY = BackwardCFunction.apply.__code__
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""A number of the backward pass that is running in this thread; -1 if none is."""
+
+
+class Backward:
+    """Calls back once when the outermost backward pass ends that a gradient was seen in.
+
+    A backward pass that runs inside a node of another one (re-entrant checkpointing) ends before the
+    outer one does, and torch offers a callback only to the innermost. So the first gradient of an inner
+    pass sets a hook on what the outer one does next.
+
+    Args:
+        finish: Called at the end; its error is raised by `backward()`.
+        abandon: Called when a pass begins and the last one has not ended: it was broken off by an error.
+
+    Attributes:
+        running: The pass that was seen last; compare it with `current_pass()` before calling `enter`.
+    """
+
+    def __init__(self, finish: Callable[[], None], abandon: Callable[[], None]) -> None:
+        self._finish, self._abandon = finish, abandon
+        self.running: int | None = None
+        self._outermost: int | None = None
+        self._handles: list[Any] = []
+
+    def enter(self, number: int) -> None:
+        """The running pass has this number; called when it is not the one that was seen last."""
+        node = _outer_node()
+        if node is not None:
+            self.running = number
+            if self._outermost is None:
+                following = (after for after, _ in node.next_functions if after is not None)
+                self._handles += [after.register_prehook(self._outside) for after in following]
+            return
+        if self._outermost is not None and self._outermost != number:
+            self._abandon()
+            self._outermost = None
+        self.running = number
+        if self._outermost is None:
+            self._outermost = number
+            _queue_callback(lambda: self._end(number))
+
+    def _outside(self, gradients: Any) -> None:
+        self.enter(current_pass())
+
+    def _end(self, number: int) -> None:
+        if self._outermost != number:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.running = self._outermost = None
+        self._finish()
+
+
+def watch_outputs(model: torch.nn.Module, passing: Callable[[], None]) -> Any:
+    """Call `passing` when a backward pass comes to what the model returned; a handle to end that."""
+
+    def watch(returned: Any) -> None:
+        if isinstance(returned, torch.Tensor) and returned.requires_grad:
+            returned.register_hook(lambda gradient: passing())
+        elif isinstance(returned, (list, tuple)):
+            for part in returned:
+                watch(part)
+        elif isinstance(returned, dict):
+            watch(list(returned.values()))
+
+    return model.register_forward_hook(lambda module, given, returned: watch(returned))
+
+
+def _outer_node() -> Any:
+    """The node that the outermost backward pass of this thread is in the middle of, if it is in Python."""
+    node, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            node = frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return node

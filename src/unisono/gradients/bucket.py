@@ -1,0 +1,167 @@
+"""Gradients of some parameters in one run of memory, and a word on each: whether this rank has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from unisono.types import Work
+
+__all__ = ["Bucket"]
+
+_HOT_BYTES = 128 << 10
+"""A gradient of at least this length is copied at once, while it is in the cache; shorter ones together."""
+
+
+class Bucket:
+    """One message. A gradient that has come is copied in; after the reduction `p.grad` is a view of the bucket.
+
+    Args:
+        indices: Which of the model's parameters these are.
+        parameters: Those, of one dtype and device.
+        allocate: Makes one-dimensional memory of so many elements of a dtype.
+        scale: What each contribution is multiplied by on its way in.
+
+    Attributes:
+        memory: All that travels: the gradients and the words.
+        flat: The gradients.
+        missing: How many have not come yet.
+        started: Whether it is being reduced, or has been.
+        late: Whether a gradient came again after that.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[torch.Tensor],
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+        scale: float = 1.0,
+    ) -> None:
+        self.indices, self.parameters = tuple(indices), list(parameters)
+        self.scale = scale
+        numels = [p.numel() for p in parameters]
+        like = parameters[0]
+        self.memory = allocate(sum(numels) + len(numels), like.dtype, like.device)
+        self.flat = self.memory[: sum(numels)]
+        self._words = self.memory[sum(numels) :]
+        self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
+        self._hot = [p.nbytes >= _HOT_BYTES for p in parameters]
+        self.shapes = [p.shape for p in parameters]
+        self.work: Work | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        count = len(self.parameters)
+        self.came, self._inside = [False] * count, [False] * count
+        self._graphs: dict[int, torch.Tensor] = {}
+        self.missing = count
+        self.started = self.late = False
+
+    def arrived(self, slot: int) -> None:
+        """A gradient has come to `p.grad`: the first time, or again with more of it."""
+        if self.started:
+            self.late = True
+            return
+        if self._hot[slot] or self._inside[slot]:
+            self._take(slot)
+        if not self.came[slot]:
+            self.came[slot] = True
+            self.missing -= 1
+
+    def _take(self, slot: int) -> None:
+        parameter, view = self.parameters[slot], self.views[slot]
+        grad = self._plain(slot)
+        if self._inside[slot]:
+            view.add_(grad, alpha=self.scale)
+        elif self.scale != 1.0:
+            torch.mul(grad, self.scale, out=view)
+        elif grad.data_ptr() != view.data_ptr():
+            view.copy_(grad)
+        self._inside[slot] = True
+        # What comes now comes alone, and is added.
+        parameter.grad = None
+
+    def _plain(self, slot: int) -> torch.Tensor:
+        """A gradient as numbers only."""
+        grad = self.parameters[slot].grad
+        assert grad is not None
+        if grad.requires_grad:
+            self._graphs[slot], grad = grad, grad.detach()
+        if grad.layout == torch.strided:
+            return grad
+        dense: torch.Tensor = grad.to_dense()
+        return dense
+
+    def fill(self, factor: float) -> None:
+        """Take what has not been taken, or zeros; multiply by this rank's weight; and say what has come."""
+        self.started = True
+        self._take_rest()
+        if factor != 1.0:
+            self.flat.mul_(factor)
+        if self.missing:
+            self._words.copy_(torch.tensor(self.came, dtype=self._words.dtype).mul_(self.scale))
+        else:
+            self._words.fill_(self.scale)
+
+    def _take_rest(self) -> None:
+        """All that has not been taken, in one go: a call of torch's for each would take longer than the copying."""
+        views, grads = [], []
+        for slot, (parameter, inside) in enumerate(zip(self.parameters, self._inside, strict=True)):
+            if parameter.grad is None:
+                if not inside:
+                    self.views[slot].zero_()
+            elif inside:
+                self._take(slot)
+            else:
+                views.append(self.views[slot])
+                grads.append(self._plain(slot))
+                self._inside[slot] = True
+                parameter.grad = None
+        if not views:
+            return
+        if self.scale == 1.0:
+            torch._foreach_copy_(views, grads)
+        else:
+            torch._foreach_copy_(views, torch._foreach_mul(grads, self.scale))
+
+    def present(self, size: int) -> list[int]:
+        """After the reduction to means over `size` ranks: of how many ranks each gradient came."""
+        words = self._words.real if self._words.is_complex() else self._words
+        counts: list[float] = words.tolist()
+        return [round(count * size) for count in counts]
+
+    def words(self) -> torch.Tensor:
+        """What travels beside the gradients where those travel in another form."""
+        return self._words
+
+    def hand_out(self, counts: Sequence[int]) -> None:
+        """Put the means where optimizers look; a gradient that no rank had stays what it was."""
+        for slot, count in enumerate(counts):
+            if not count and not self._inside[slot]:
+                continue
+            graph = self._graphs.get(slot)
+            if graph is not None:
+                # The values become the mean; what the gradient was made of stays this rank's.
+                graph.detach().copy_(self.views[slot])
+                self.parameters[slot].grad = graph
+            else:
+                self.parameters[slot].grad = self.views[slot]
+
+    def add_late(self) -> None:
+        """Add to the means what came after them, so that another reduction takes it in."""
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            grad = parameter.grad
+            if grad is not None and grad.data_ptr() != view.data_ptr():
+                view.add_(grad.detach())
+                parameter.grad = None
+        self.memory.mul_(self.scale)
+
+
+def _shaped(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view with the parameter's shape, and its order of memory where that has no gaps."""
+    dense = like.is_contiguous() or sorted(like.stride()) == sorted(torch.empty_like(like).stride())
+    if like.is_contiguous() or not dense:
+        return part.view(like.shape)
+    return part.as_strided(like.shape, torch.empty_like(like).stride())

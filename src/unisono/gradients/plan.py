@@ -1,0 +1,93 @@
+"""Which parameters share a message: the bucketer, which can be used alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.errors import MismatchError
+
+__all__ = ["MIB", "Named", "agree_on_parameters", "named_parameters", "plan_buckets"]
+
+MIB = 1 << 20
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def named_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Named:
+    """Each parameter once, with its name, or with its place in a list."""
+    if isinstance(model, torch.Tensor):
+        raise TypeError("model must be a module or a list of parameters, not a single tensor")
+    if isinstance(model, torch.nn.Module):
+        return list(model.named_parameters())
+    found = {id(p): (f"parameter {i}", p) for i, p in reversed(list(enumerate(model)))}
+    named = list(reversed(found.values()))
+    for name, parameter in named:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"{name} is a {type(parameter).__name__}, not a tensor")
+    return named
+
+
+def plan_buckets(
+    parameters: Sequence[torch.Tensor], order: Iterable[int], cap_bytes: int, first_bytes: int | None = None
+) -> list[list[int]]:
+    """Indices of parameters, by bucket: each of one dtype and device, in the order in which buckets become full.
+
+    Args:
+        parameters: All of them.
+        order: Indices of those that take part, in the order in which their gradients are expected.
+        cap_bytes: Most of a bucket, unless it is one parameter alone.
+        first_bytes: Most of the first bucket, which is small so that it starts early.
+
+    Example:
+        >>> plan_buckets([torch.zeros(4), torch.zeros(2), torch.zeros(8)], [2, 1, 0], cap_bytes=24)
+        [[2], [1, 0]]
+    """
+    if cap_bytes < 1 or (first_bytes is not None and first_bytes < 1):
+        raise ValueError("a bucket must have room for at least a byte")
+    full: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index in order:
+        parameter = parameters[index]
+        kind = (parameter.dtype, parameter.device)
+        bucket = filling.get(kind, [])
+        limit = cap_bytes if full or first_bytes is None else min(cap_bytes, first_bytes)
+        if bucket and sum(parameters[i].nbytes for i in bucket) + parameter.nbytes > limit:
+            full.append(filling.pop(kind))
+        filling.setdefault(kind, []).append(index)
+    return [*full, *filling.values()]
+
+
+def agree_on_parameters(named: Named, comm: Communicator, settings: Sequence[object] = ()) -> None:
+    """`MismatchError` on every rank if ranks have different parameters, or settings. Collective."""
+    card = [[name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad] for name, p in named]
+    cards = comm.all_gather_object([card, [str(s) for s in settings]])
+    for rank, (theirs, choices) in enumerate(cards):
+        problem = _difference(cards[0][0], theirs, rank)
+        if problem is None and choices != cards[0][1]:
+            problem = f"settings are {cards[0][1]} on rank 0 and {choices} on rank {rank}"
+        if problem is not None:
+            raise MismatchError(
+                f"rank {rank} has another model than rank 0: {problem}. All ranks must make the same one",
+                rank=comm.rank,
+                size=comm.size,
+                peer=rank,
+            )
+
+
+def _difference(first: Sequence[Sequence[object]], other: Sequence[Sequence[object]], rank: int) -> str | None:
+    for one, two in zip(first, other, strict=False):
+        if list(one) != list(two):
+            return f"{_quoted(one)} on rank 0, {_quoted(two)} on rank {rank}"
+    if len(first) != len(other):
+        extra = max(first, other, key=len)[min(len(first), len(other))]
+        return f"{len(first)} parameters on rank 0, {len(other)} on rank {rank}; {_quoted(extra)} is on one only"
+    return None
+
+
+def _quoted(card: Sequence[object]) -> str:
+    name, shape, dtype, device, trained = card
+    kind = f"{str(dtype).removeprefix('torch.')} {shape} on {device}"
+    return f"{name!r} is {kind}" + ("" if trained else ", frozen")

@@ -1,0 +1,88 @@
+"""In which order buckets are reduced, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from unisono.errors import CommError
+from unisono.gradients.bucket import Bucket
+from unisono.gradients.reducer import Reducer
+
+__all__ = ["BucketSchedule"]
+
+
+class BucketSchedule:
+    """Each bucket is reduced as soon as it and all before it are full, so the order is the same on all ranks.
+
+    Args:
+        reducer: What reduces one bucket.
+        names: Of all parameters, for errors.
+        prepare: Called before the first bucket of a step; what to multiply this rank's gradients by.
+        meet: Called before a bucket is reduced once more; returns when all ranks have called it.
+    """
+
+    def __init__(
+        self, reducer: Reducer, names: Sequence[str], prepare: Callable[[], float], meet: Callable[[], object]
+    ) -> None:
+        self.reducer, self._names, self._prepare, self._meet = reducer, names, prepare, meet
+        self.buckets: list[Bucket] = []
+        self._factor: float | None = None
+        self._next = 0
+
+    def arrived(self, bucket: Bucket, slot: int) -> None:
+        """A gradient has come."""
+        bucket.arrived(slot)
+        if bucket.missing == 0 and not bucket.started:
+            self.advance()
+
+    def advance(self, *, to_the_end: bool = False) -> None:
+        """Start the buckets whose turn it is: those that are full, or all."""
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if bucket.missing and not to_the_end:
+                return
+            with self._about(bucket):
+                if self._factor is None:
+                    self._factor = self._prepare()
+                bucket.fill(self._factor)
+                self.reducer.start(bucket)
+            self._next += 1
+
+    def finish(self, size: int, first: int = 0) -> list[tuple[Bucket, list[int]]]:
+        """Start what is left and wait for all; the means are given out. Of how many ranks each gradient came."""
+        self.advance(to_the_end=True)
+        if self._factor is None:
+            self._factor = self._prepare()
+        found = []
+        for bucket in self.buckets[first:]:
+            with self._about(bucket):
+                self.reducer.finish(bucket)
+                counts = bucket.present(size)
+                if bucket.late:
+                    # A shared parameter under re-entrant checkpointing: a part came when the rest was on its way.
+                    self._meet()
+                    bucket.add_late()
+                    self.reducer.start(bucket)
+                    self.reducer.finish(bucket)
+            bucket.hand_out(counts)
+            found.append((bucket, counts))
+        return found
+
+    def begin(self) -> None:
+        """Make ready for the next step, also after one that was broken off."""
+        for bucket in self.buckets:
+            self.reducer.give_up(bucket)
+            bucket.begin()
+        self._next, self._factor = 0, None
+
+    @contextmanager
+    def _about(self, bucket: Bucket) -> Iterator[None]:
+        """An error tells which parameters it is about."""
+        try:
+            yield
+        except CommError as error:
+            first, last = self._names[bucket.indices[0]], self._names[bucket.indices[-1]]
+            what = repr(first) if first == last else f"{first!r} to {last!r}"
+            error.message += f" (while averaging the gradients of {what})"
+            raise

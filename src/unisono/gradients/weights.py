@@ -1,0 +1,59 @@
+"""What each rank's gradient counts for in one step."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.communicator import Communicator
+
+__all__ = ["AllThroughError", "Weights"]
+
+
+class AllThroughError(Exception):
+    """No rank has any data left."""
+
+
+class Weights:
+    """Turns what ranks say of a step into the factors of a mean, or of a sum.
+
+    Attributes:
+        joining: Whether ranks may have run out of data, so that they have to ask each other.
+        here: Whether this rank still has data.
+        active: How many ranks take part in this step.
+        factor: What this rank's gradient is multiplied by before the mean over all ranks is taken.
+    """
+
+    def __init__(self, comm: Communicator, total: bool = False) -> None:
+        self._comm, self._total = comm, total
+        self._mine: float | None = None
+        self.joining, self.here = False, True
+        self.active, self.factor = comm.size, 1.0
+
+    def say(self, n_samples: float) -> None:
+        """This rank's weight in the next step."""
+        if self._total:
+            raise ValueError("gradients are summed, and a sum has no weights; use average='mean'")
+        if not 0 <= n_samples < float("inf"):
+            raise ValueError(f"a weight must be a number of at least 0, not {n_samples}")
+        self._mine = float(n_samples)
+
+    def agree(self) -> float:
+        """This step's factor. Collective where ranks may differ; `AllThroughError` where none has data."""
+        size, mine, self._mine = self._comm.size, self._mine, None
+        self.active, self.factor = size, float(size) if self._total else 1.0
+        if not self.joining and mine is None:
+            return self.factor
+        weight = float(self.here) if mine is None or not self.here else mine
+        figures = torch.tensor([float(self.here), weight], dtype=torch.float64, device=self._comm.device)
+        self._comm.all_reduce(figures)
+        self.active, total = int(figures[0]), float(figures[1])
+        if not self.active:
+            raise AllThroughError
+        if not total:
+            raise ValueError("the weights of all ranks are 0, so there is no mean")
+        self.factor = weight * size if self._total else weight * size / total
+        return self.factor
+
+    def forget(self) -> None:
+        """The step is over, or was broken off."""
+        self._mine = None

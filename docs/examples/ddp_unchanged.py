@@ -22,6 +22,15 @@ import unisono.interop  # noqa: F401    <- this line
 def main(backend: str = "unisono", epochs: int = 5) -> float:  # <- and this name
     """Learn on which side of a curve points lie; a number in which all weights take part."""
     dist.init_process_group(backend)
+    # The model goes with the function, before the group. After it, gloo would hang now and then: the last to
+    # go is then DDP, which waits for gloo's thread, which waits for Python, which DDP holds up.
+    weights = learn(epochs)
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {dist.get_backend()}: weights sum to {weights:.12f}")
+    dist.destroy_process_group()
+    return weights
+
+
+def learn(epochs: int) -> float:
     points = torch.randn(1024, 2, generator=torch.Generator().manual_seed(1234))
     samples = TensorDataset(points, (points[:, 0] * points[:, 1] > 0).long())
     sampler = DistributedSampler(samples, seed=1)
@@ -38,10 +47,7 @@ def main(backend: str = "unisono", epochs: int = 5) -> float:  # <- and this nam
         dist.all_reduce(loss, dist.ReduceOp.AVG)
         if dist.get_rank() == 0:
             print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
-    weights = sum(p.detach().double().sum().item() for p in model.parameters())
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {dist.get_backend()}: weights sum to {weights:.12f}")
-    dist.destroy_process_group()
-    return weights
+    return sum(p.detach().double().sum().item() for p in model.parameters())
 
 
 if __name__ == "__main__":

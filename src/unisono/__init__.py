@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono import data, errors, interop, schedules, testing, transports
+    from unisono import compression, data, errors, gradients, interop, schedules, testing, transports
     from unisono.communicator import Communicator
     from unisono.errors import CommError
     from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
@@ -31,8 +31,10 @@ __all__ = [
     "Work",
     "average_gradients",
     "broadcast_parameters",
+    "compression",
     "data",
     "errors",
+    "gradients",
     "init",
     "interop",
     "launch",
@@ -54,7 +56,7 @@ _HOME = {
     "launch": "unisono.startup",
     "trace": "unisono.wrappers.trace",
 }
-_PACKAGES = ("compression", "data", "errors", "interop", "schedules", "testing", "transports")
+_PACKAGES = ("compression", "data", "errors", "gradients", "interop", "schedules", "testing", "transports")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,28 @@
-"""Average gradients and share parameters, in flat buckets: by hooks, or by a call."""
+"""Average gradients and share parameters, in flat buckets: by hooks, by a call, or not at every step."""
 
 from __future__ import annotations
 
 from unisono.gradients.average import average_gradients, broadcast_parameters
 from unisono.gradients.averager import GradientAverager
+from unisono.gradients.diloco import DiLoCo
+from unisono.gradients.gossip import Gossip
+from unisono.gradients.guard import DivergenceGuard, assert_in_sync
+from unisono.gradients.local_sgd import LocalSGD
+from unisono.gradients.periodic import every
+from unisono.gradients.plan import plan_buckets
+from unisono.gradients.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
-__all__ = ["GradientAverager", "average_gradients", "broadcast_parameters"]
+__all__ = [
+    "DiLoCo",
+    "DivergenceGuard",
+    "Gossip",
+    "GradientAverager",
+    "LocalSGD",
+    "SyncBatchNorm",
+    "assert_in_sync",
+    "average_gradients",
+    "broadcast_parameters",
+    "convert_sync_batchnorm",
+    "every",
+    "plan_buckets",
+]

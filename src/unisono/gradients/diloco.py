@@ -1,0 +1,130 @@
+"""DiLoCo: many steps on each rank alone, then one step of an outer optimizer on what all have learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.gradients.guard import assert_in_sync
+from unisono.gradients.periodic import Model, Periodic, Schedule, named_tensors, over_buckets
+
+__all__ = ["DiLoCo"]
+
+_Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+class DiLoCo(Periodic):
+    """Each n-th step, an outer optimizer takes the mean way that ranks have gone as its gradient.
+
+    Ranks start from a common anchor, train on their own for n steps, and average anchor - parameters.
+    The outer optimizer (SGD with Nesterov's momentum) steps on the anchor with that, and all go on from
+    the anchor. The method is of Douillard et al.: DiLoCo, distributed low-communication training of
+    language models (2023). After each outer step all ranks hold the same bits. The inner optimizer and
+    its state stay with each rank. Making one is collective, and so is each `step` that steps the outer.
+
+    Args:
+        model: A module, or its parameters, equal on all ranks. Integer parameters stay as they are.
+        comm: Whose ranks train.
+        every: 50, or an `every(...)`, or a function of the step's number (from 1).
+        outer_lr, outer_momentum, nesterov: Of the outer SGD.
+        outer: Makes another outer optimizer, from the anchor's tensors; then the three before it have no effect.
+        bucket_cap_mb: Size of a message in MiB.
+
+    Raises:
+        MismatchError: Ranks have different parameters (values too: see `un.broadcast_parameters`) or arguments.
+        ValueError: `every` is less than 1, or what the outer optimizer refuses.
+
+    Attributes:
+        anchor: For each parameter, where all ranks were last together; of the parameter's dtype.
+        outer: The outer optimizer; its learning rate may be scheduled as any other's.
+
+    Cost: each n-th step one all_reduce of the parameters' bytes. Memory: the parameters twice more (the
+    anchor, the momentum), and once again while the outer optimizer steps.
+
+    Example:
+        >>> from unisono.gradients.diloco import DiLoCo
+        >>> def program(comm):
+        ...     w = torch.zeros(2, requires_grad=True)
+        ...     optimizer = torch.optim.SGD([w], lr=1.0)
+        ...     diloco = DiLoCo([w], comm, every=2, outer_lr=0.5, outer_momentum=0.0, nesterov=False)
+        ...     diloco.attach(optimizer)
+        ...     for _ in range(2):
+        ...         w.grad = torch.full((2,), -1.0 - comm.rank)
+        ...         optimizer.step()
+        ...     return w.tolist()
+        >>> un.launch(program, 2, "thread")
+        [[1.5, 1.5], [1.5, 1.5]]
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        comm: Communicator,
+        every: int | Schedule = 50,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        *,
+        outer: _Outer | None = None,
+        bucket_cap_mb: float = 25,
+    ) -> None:
+        self._cap = bucket_cap_mb
+        named = [(name, t) for name, t in named_tensors(model) if t.is_floating_point() or t.is_complex()]
+        self.anchor = [t.detach().clone() for _, t in named]
+        if outer is None:
+            made = f"SGD(lr={outer_lr}, momentum={outer_momentum}, nesterov={nesterov})"
+            self.outer: torch.optim.Optimizer = torch.optim.SGD(
+                self.anchor, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov
+            )
+        else:
+            self.outer = outer(self.anchor)
+            made = type(self.outer).__name__
+        facts = [("outer", made), ("bucket_cap_mb", str(bucket_cap_mb))]
+        super().__init__(named, comm, every, facts=facts)
+        try:
+            assert_in_sync(named, self._comm)
+        except Exception:
+            self._comm.close()
+            raise
+
+    def outer_step(self) -> None:
+        """Step the outer optimizer now, whatever the schedule says. Collective."""
+        self._now()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of steps, the anchor and the outer optimizer's state: the same on all ranks."""
+        anchor = {name: there for (name, _), there in zip(self.named, self.anchor, strict=True)}
+        return {**super().state_dict(), "anchor": anchor, "outer": self.outer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; the model's own parameters are loaded as ever.
+
+        Raises:
+            ValueError: It is of a model with other parameters.
+        """
+        anchor = state["anchor"]
+        found = {name: tuple(t.shape) for name, t in anchor.items()}
+        wanted = {name: tuple(t.shape) for name, t in self.named}
+        if found != wanted:
+            name = next(n for n in {**wanted, **found} if found.get(n) != wanted.get(n))
+            raise ValueError(
+                f"the state is of another model: {name!r} has shape {found.get(name)} in it, {wanted.get(name)} here"
+            )
+        super().load_state_dict(state)
+        with torch.no_grad():
+            for (name, _), there in zip(self.named, self.anchor, strict=True):
+                there.copy_(anchor[name])
+        self.outer.load_state_dict(state["outer"])
+
+    def _act(self) -> None:
+        ways = [there - here.detach() for there, here in zip(self.anchor, self.tensors, strict=True)]
+        over_buckets(ways, self._cap, lambda flat: self._comm.all_reduce(flat, "avg"))
+        for there, way in zip(self.anchor, ways, strict=True):
+            there.grad = way
+        self.outer.step()
+        for there, here in zip(self.anchor, self.tensors, strict=True):
+            there.grad = None
+            here.copy_(there)

@@ -1,0 +1,270 @@
+"""What is done every so many steps with a model's parameters: when, on which tensors, and with a channel of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from unisono.communicator import Communicator
+from unisono.errors import MismatchError
+from unisono.gradients.buckets import buckets, flat_apply
+
+__all__ = [
+    "Every",
+    "Facts",
+    "Model",
+    "Periodic",
+    "Schedule",
+    "agree",
+    "described",
+    "every",
+    "named_tensors",
+    "over_buckets",
+    "own_line",
+]
+
+Model = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""A module, its `parameters()`, or its `named_parameters()`."""
+
+Schedule = Callable[[int], bool]
+"""Whether to act after this step; steps count from 1. The same on all ranks."""
+
+Facts = Sequence[tuple[str, str]]
+"""Names with what ranks must have alike under them."""
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """As `every` makes it."""
+
+    n: int
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("every", self.n, 1), ("warmup", self.warmup, 0)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a number of steps, not {type(value).__name__}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least} step{'s' * (least != 1)}, not {value}")
+
+    def __call__(self, step: int) -> bool:
+        return step <= self.warmup or (step - self.warmup) % self.n == 0
+
+
+def every(n: int, *, warmup: int = 0) -> Every:
+    """Each n-th step; and before that, each of the first `warmup` ones.
+
+    To be in step at first and to communicate less often later is known as post-local SGD (Lin, Stich,
+    Patel, Jaggi: Don't use large mini-batches, use local SGD, 2020).
+
+    Raises:
+        ValueError: `n` is less than 1, or `warmup` less than 0.
+
+    Example:
+        >>> from unisono.gradients.periodic import every
+        >>> [step for step in range(1, 13) if every(4)(step)]
+        [4, 8, 12]
+        >>> [step for step in range(1, 13) if every(4, warmup=3)(step)]
+        [1, 2, 3, 7, 11]
+    """
+    return Every(n, warmup)
+
+
+class Periodic(ABC):
+    """Counts steps, and acts on the parameters when a schedule says so. Making one is collective.
+
+    Its messages go through a communicator of its own (`dup`), so that they never meet the caller's.
+
+    Args:
+        model: A module, or its parameters, with or without names.
+        comm: Whose ranks take part; all have the same parameters, but for their values.
+        every: Each so many steps, an `every(...)`, or a function of the step's number.
+        buffers: Whether a module's buffers belong to it.
+        facts: What else must be the same on all ranks.
+
+    Raises:
+        MismatchError: Names, shapes, dtypes or arguments differ between ranks; on every rank.
+
+    Attributes:
+        steps: How many steps have been counted.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        comm: Communicator,
+        every: int | Schedule,
+        *,
+        buffers: bool = False,
+        facts: Facts = (),
+    ) -> None:
+        self._schedule = _schedule(every)
+        named = named_tensors(model, buffers=buffers)
+        self._model: Model = model if isinstance(model, torch.nn.Module) else named
+        self._buffers = buffers
+        self.steps = 0
+        self._hook: RemovableHandle | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        when = repr(self._schedule) if isinstance(self._schedule, Every) else "a function"
+        self._comm = own_line(comm, type(self).__name__, [("every", when), *facts, *described(named)])
+
+    @property
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors with their names, as they are now: a module may have put others into their places."""
+        return named_tensors(self._model, buffers=self._buffers)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors alone."""
+        return [tensor for _, tensor in self.named]
+
+    @abstractmethod
+    def _act(self) -> None:
+        """What is done when it is time. Collective, under `no_grad`."""
+
+    def step(self) -> bool:
+        """Call it after each `optimizer.step()`. Whether it was time, and something was done."""
+        self.steps += 1
+        due = self._schedule(self.steps)
+        if due:
+            self._now()
+        return due
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Have `step` called after each step of this optimizer, until `remove()` of what is returned, or `close`.
+
+        Not where a rank may leave out a step of its own accord, as `GradScaler` does: there, call `step` yourself.
+        """
+        if self._hook is not None and self._hook.id in (self._hook.hooks_dict_ref() or ()):
+            raise ValueError("an optimizer is attached already; remove() the handle that attach returned first")
+
+        def hook(*_: object) -> None:
+            self.step()
+
+        self._hook, self._optimizer = optimizer.register_step_post_hook(hook), optimizer
+        return self._hook
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it needs to go on later. As in a module's, tensors are not copied."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned. Every rank loads the same."""
+        self.steps = int(state["steps"])
+
+    def close(self) -> None:
+        """Let go of the communicator and the optimizer. Every rank calls it; again is harmless."""
+        self._detach()
+        self._comm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._detach()
+        self._comm.__exit__(kind, error, trace)
+
+    def _now(self) -> None:
+        with torch.no_grad():
+            self._act()
+
+    def _detach(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._optimizer = None
+
+
+def named_tensors(model: Model, *, buffers: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """A model's parameters with their names, each once; tensors without names are called by their place.
+
+    Example:
+        >>> [name for name, _ in named_tensors(torch.nn.BatchNorm1d(2), buffers=True)]
+        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+        >>> [name for name, _ in named_tensors([torch.zeros(2), torch.ones(1)])]
+        ['parameter 0', 'parameter 1']
+    """
+    if isinstance(model, torch.nn.Module):
+        return [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
+    if buffers:
+        raise ValueError("buffers=True needs the module itself, not its parameters")
+    if isinstance(model, torch.Tensor) or not isinstance(model, Iterable):
+        raise TypeError(f"model must be a module or a list of parameters, not a single {type(model).__name__}")
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for index, entry in enumerate(model):
+        name, tensor = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        found.setdefault(id(tensor), (name, tensor))
+    if not found:
+        raise ValueError("model has no parameters; is it an iterator that was used before? Pass the module, or a list")
+    return list(found.values())
+
+
+def described(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
+    """What must be alike of tensors that are to be averaged or compared."""
+    return [(name, f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device.type}") for name, t in named]
+
+
+def own_line(comm: Communicator, who: str, facts: Facts) -> Communicator:
+    """A second communicator of the same ranks, if they give the same facts; see `agree`. Collective."""
+    line = comm.dup()
+    try:
+        agree(line, who, facts)
+    except MismatchError:
+        line.close()
+        raise
+    return line
+
+
+def agree(comm: Communicator, who: str, facts: Facts) -> None:
+    """Raise `MismatchError` on every rank unless all give the same facts, in the same order. Collective.
+
+    Cost: one exchange of 16 bytes, however many facts there are.
+
+    Example:
+        >>> un.launch(lambda comm: agree(comm, "A loop", [("epochs", "3")]), 2, "thread")
+        [None, None]
+    """
+    mine = [list(fact) for fact in facts]
+    digests = comm.all_gather_object(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest())
+    if len(set(digests)) == 1:
+        return
+    lists = comm.all_gather_object(mine)
+    tables = [dict(entries) for entries in lists]
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = [table.get(name, "not there") for table in tables]
+        if len(set(values)) > 1:
+            raise _differ(comm, who, repr(name), values)
+    index = next(i for i, column in enumerate(zip(*lists, strict=True)) if len({name for name, _ in column}) > 1)
+    raise _differ(comm, who, "the order of their parameters", [entry[index][0] for entry in lists])
+
+
+def over_buckets(
+    tensors: Iterable[torch.Tensor], bucket_cap_mb: float, action: Callable[[torch.Tensor], object]
+) -> None:
+    """Let `action` change tensors in place, one flat bucket after another. Call it under `no_grad`."""
+    for bucket in buckets(tensors, int(bucket_cap_mb * _MIB)):
+        flat_apply(bucket, lambda flat: action(flat.detach()))
+
+
+def _differ(comm: Communicator, who: str, what: str, values: Sequence[str]) -> MismatchError:
+    sides: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        sides.setdefault(value if len(value) <= 200 else f"{value[:200]}...", []).append(str(rank))
+    quoted = "; ".join(f"rank{'s'[: len(r) > 1]} {', '.join(r)}: {value}" for value, r in sides.items())
+    return MismatchError(f"{who}: ranks differ in {what}: {quoted}", rank=comm.rank, size=comm.size)
+
+
+def _schedule(given: int | Schedule) -> Schedule:
+    return given if callable(given) else every(given)

@@ -1,0 +1,251 @@
+"""BatchNorm whose statistics are those of all ranks' batches together; on the CPU too."""
+
+from __future__ import annotations
+
+from typing import Any, Self, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unisono.communicator import Communicator
+from unisono.gradients.periodic import own_line
+
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """As `torch.nn.BatchNorm1d`, `2d` and `3d`, as if one rank had the batches of all. Making one is collective.
+
+    Batches may differ in length, and some may be empty. While it trains, forward and backward are
+    collective: each rank that goes forward goes backward too. Gradients of weight and bias are each
+    rank's own, for gradient averaging to average, as all others. In evaluation it is as torch's.
+
+    Args:
+        num_features: Channels: input is (N, C) or (N, C, ...), of any floating-point dtype.
+        comm: Whose ranks share statistics. It makes a communicator of its own from it.
+        eps, momentum, affine, track_running_stats, device, dtype: As of `torch.nn.BatchNorm1d`.
+        dup: False uses `comm` itself, for several layers on one communicator that is used for nothing else.
+        more: What else this version of torch's BatchNorm takes.
+
+    Raises:
+        ValueError: An input without channels, or with another number of them; one value a channel on all
+            ranks together, which has no variance.
+        MismatchError: Ranks made layers of different kinds.
+
+    Cost: forward one all_gather of 2C + 1 numbers of 8 bytes, backward one all_reduce of 2C.
+
+    Example:
+        >>> from unisono.gradients.sync_batch_norm import SyncBatchNorm
+        >>> def program(comm):
+        ...     norm = SyncBatchNorm(1, comm, eps=0.0)
+        ...     return norm(torch.tensor([[0.0], [2.0]]) + 2 * comm.rank).view(-1).tolist(), norm.running_mean.item()
+        >>> un.launch(program, 2, "thread")[0]
+        ([-1.4142135381698608, 0.0], 0.20000000298023224)
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        comm: Communicator,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        dup: bool = True,
+        **more: Any,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **more)
+        line = own_line(comm, "SyncBatchNorm", [("arguments", _told(self))]) if dup else comm
+        # Autograd may go backward in a thread of its own.
+        line.share()
+        self._line = _Line(line)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise; (N, C, ...) gives the same shape and dtype."""
+        comm = self._line.comm
+        if not self.training or comm.size == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        with torch.no_grad():
+            total, mean, variance = _statistics(input, comm)
+            if total == 1:
+                raise ValueError(
+                    f"one value a channel on all {comm.size} ranks together has no variance; give larger batches"
+                )
+            if self.track_running_stats and total:
+                self._track(total, mean, variance)
+            scale = (variance + self.eps).rsqrt()
+        output = _Normalise.apply(input, self.weight, self.bias, mean, scale, total, comm)  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, output)
+
+    def close(self) -> None:
+        """Let go of the communicator; converted layers share one. The original's `close` does it too."""
+        self._line.comm.close()
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"input must have at least the dimensions (N, C), not {input.dim()}")
+        if input.shape[1] != self.num_features:
+            raise ValueError(f"input must have {self.num_features} channels, not {input.shape[1]}")
+
+    def _track(self, total: int, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        factor = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for running, now in ((self.running_mean, mean), (self.running_var, variance * (total / (total - 1)))):
+            running.mul_(1 - factor).add_((factor * now).to(running.dtype))
+
+
+def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch.nn.Module:
+    """Replace every BatchNorm layer of a module by a `SyncBatchNorm`, in place. Collective.
+
+    The layers keep their parameters and buffers (the same tensors, so optimizers hold on to them), mode
+    and names; the state dict stays the same. They share one communicator, made from `comm`.
+
+    Returns:
+        The module; a new one only where it is a BatchNorm layer itself.
+
+    Raises:
+        ValueError: A lazy layer, which does not know its channels yet.
+        MismatchError: Ranks have different layers.
+
+    Example:
+        >>> from unisono.gradients.sync_batch_norm import convert_sync_batchnorm
+        >>> def program(comm):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        ...     return type(convert_sync_batchnorm(model, comm)[1]).__name__
+        >>> un.launch(program, 2, "thread")
+        ['SyncBatchNorm', 'SyncBatchNorm']
+    """
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+    }
+    for name, layer in layers.items():
+        if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
+            raise ValueError(f"{name!r} is lazy: run a batch through the model before it is converted")
+    line = own_line(comm, "convert_sync_batchnorm", [(name, _told(layer)) for name, layer in layers.items()])
+    if not layers:
+        line.close()
+    made = {layer: _converted(layer, line) for layer in layers.values()}
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in made:
+                setattr(parent, name, made[child])
+    return made[module] if isinstance(module, _BatchNorm) and module in made else module
+
+
+def _converted(layer: _BatchNorm, line: Communicator) -> SyncBatchNorm:
+    made = SyncBatchNorm(
+        layer.num_features, line, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, dup=False
+    )
+    made.weight, made.bias = layer.weight, layer.bias
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        setattr(made, name, getattr(layer, name))
+    return made.train(layer.training)
+
+
+class _Line:
+    """A communicator that copies of a layer share: `copy.deepcopy` of a model, as for averages of weights, works."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def _told(layer: _BatchNorm) -> str:
+    return str(layer.extra_repr())
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _dims(input: torch.Tensor) -> list[int]:
+    return [dim for dim in range(input.dim()) if dim != 1]
+
+
+def _statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Values a channel on all ranks, and for each channel their mean and (biased) variance in float64.
+
+    Means and sums of squared deviations are put together, not sums and sums of squares, whose
+    difference loses digits (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute the
+    same from the same numbers, so they agree bit for bit.
+    """
+    channels = input.shape[1]
+    count = input.numel() // channels if channels else 0
+    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
+    if count:
+        variance, mean = torch.var_mean(input.to(_wide(input.dtype)), _dims(input), correction=0)
+        own[0], own[1 : channels + 1], own[channels + 1 :] = count, mean, variance.double() * count
+    table = own.new_empty((comm.size, own.numel()))
+    comm.all_gather_single(table, own)
+    counts, means, squares = table[:, :1], table[:, 1 : channels + 1], table[:, channels + 1 :]
+    total = int(counts.sum())
+    mean = (counts * means).sum(0) / max(total, 1)
+    variance = (squares + counts * (means - mean).square()).sum(0) / max(total, 1)
+    return total, mean, variance
+
+
+class _Normalise(torch.autograd.Function):
+    """(input - mean) * scale * weight + bias, where mean and scale depend on all ranks' inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        total: int,
+        comm: Communicator,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight, mean, scale)
+        ctx.total, ctx.comm, ctx.bias_dtype = total, comm, None if bias is None else bias.dtype
+        output = _standard(input, mean, scale)
+        if weight is not None:
+            output *= _shaped(weight, output)
+        if bias is not None:
+            output += _shaped(bias, output)
+        return output.to(input.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given, weight, mean, scale = ctx.saved_tensors
+        standard = _standard(given, mean, scale)
+        gradient = gradient.to(standard.dtype)
+        along, sums = (gradient * standard).sum(_dims(given)), gradient.sum(_dims(given))
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        for_input = None
+        if needs_input:
+            both = torch.cat([sums, along]).double()
+            ctx.comm.all_reduce(both)
+            # What the mean, and the variance, of all ranks' inputs pass on to each of them.
+            of_mean, of_variance = (both / max(ctx.total, 1)).chunk(2)
+            for_input = gradient - _shaped(of_mean, standard) - standard * _shaped(of_variance, standard)
+            for_input *= _shaped(scale if weight is None else scale * weight, standard)
+            for_input = for_input.to(given.dtype)
+        for_weight = along.to(weight.dtype) if needs_weight else None
+        for_bias = sums.to(ctx.bias_dtype) if needs_bias else None
+        return for_input, for_weight, for_bias, None, None, None, None
+
+
+def _standard(input: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    wide = input.to(_wide(input.dtype))
+    return (wide - _shaped(mean, wide)) * _shaped(scale, wide)
+
+
+def _shaped(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """One number a channel, to be used with (N, C, ...)."""
+    return channels.to(like.dtype).view(-1, *[1] * (like.dim() - 2))

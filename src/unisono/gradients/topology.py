@@ -1,0 +1,149 @@
+"""Who exchanges with whom in gossip, and with which weights, so that mixing keeps the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isqrt
+
+__all__ = ["TOPOLOGIES", "Neighbours", "Topology", "complete", "exponential", "grid", "mixing", "ring", "topology"]
+
+Neighbours = Sequence[Sequence[int]]
+"""For each rank, the other ranks that it takes from."""
+
+Topology = Callable[[int, int], Neighbours]
+"""Neighbours from the number of ranks and the number of the round, which counts from 0."""
+
+_TOLERANCE = 1e-12
+
+
+def ring(size: int, round: int = 0) -> list[list[int]]:
+    """Each rank and the two next to it.
+
+    Example:
+        >>> ring(4), ring(2), ring(1)
+        ([[1, 3], [0, 2], [1, 3], [0, 2]], [[1], [0]], [[]])
+    """
+    return [sorted({(rank - 1) % size, (rank + 1) % size} - {rank}) for rank in range(size)]
+
+
+def exponential(size: int, round: int = 0) -> list[list[int]]:
+    """One peer a round: from 1, then 2, then 4 ranks before, and so on, then from 1 again.
+
+    With a power of two of ranks, one run through the distances gives every rank the exact mean (Assran,
+    Loizou, Ballas, Rabbat: Stochastic gradient push, 2019).
+
+    Example:
+        >>> exponential(4, 0), exponential(4, 1), exponential(4, 2)
+        ([[3], [0], [1], [2]], [[2], [3], [0], [1]], [[3], [0], [1], [2]])
+    """
+    if size == 1:
+        return [[]]
+    distance = 1 << round % (size - 1).bit_length()
+    return [[(rank - distance) % size] for rank in range(size)]
+
+
+def complete(size: int, round: int = 0) -> list[list[int]]:
+    """Everybody with everybody.
+
+    Example:
+        >>> complete(3)
+        [[1, 2], [0, 2], [0, 1]]
+    """
+    return [[other for other in range(size) if other != rank] for rank in range(size)]
+
+
+def grid(size: int, round: int = 0) -> list[list[int]]:
+    """Rows and columns, as square as the number of ranks allows; a line where it is a prime.
+
+    Example:
+        >>> grid(6)
+        [[1, 3], [0, 2, 4], [1, 5], [0, 4], [1, 3, 5], [2, 4]]
+    """
+    rows = next(r for r in range(isqrt(size), 0, -1) if size % r == 0)
+    columns = size // rows
+    places = [divmod(rank, columns) for rank in range(size)]
+    return [
+        [other for other, (y, x) in enumerate(places) if abs(y - row) + abs(x - column) == 1] for row, column in places
+    ]
+
+
+TOPOLOGIES: dict[str, Topology] = {"complete": complete, "exponential": exponential, "grid": grid, "ring": ring}
+"""The topologies that have a name."""
+
+
+def topology(given: str | Neighbours | Topology, size: int) -> Topology:
+    """A topology from its name, from a function, or from one list of neighbours for each rank.
+
+    Raises:
+        ValueError: An unknown name; lists that do not connect all ranks, or fit no weights (see `mixing`).
+    """
+    if isinstance(given, str):
+        if given not in TOPOLOGIES:
+            raise ValueError(f"unknown topology {given!r}; known: {', '.join(sorted(TOPOLOGIES))}")
+        return TOPOLOGIES[given]
+    if callable(given):
+        return given
+    lists = [list(neighbours) for neighbours in given]
+    mixing(lists, size)
+    unreached = set(range(size)) - _reached(lists)
+    if unreached:
+        raise ValueError(f"rank {min(unreached)} hears nothing from rank 0, so ranks would never agree; connect them")
+    return lambda *_: lists
+
+
+def mixing(neighbours: Neighbours, size: int) -> list[dict[int, float]]:
+    """For each rank, the weight of each rank that it mixes, itself included: a doubly stochastic matrix.
+
+    Where neighbours take from each other, the weights are Metropolis' and Hastings': 1 / (1 + the larger
+    number of neighbours of the two). Where they do not, each rank must give to as many as it takes from,
+    and all links weigh 1 / (1 + the largest number of neighbours). What is left is a rank's own weight.
+
+    Raises:
+        ValueError: Not one list a rank, a neighbour that is no other rank, or weights that would not keep the mean.
+
+    Example:
+        >>> mixing([[1], [0, 2], [1]], 3)[0]
+        {0: 0.6666666666666667, 1: 0.3333333333333333}
+        >>> mixing([[1], [2], [0]], 3)
+        [{0: 0.5, 1: 0.5}, {1: 0.5, 2: 0.5}, {0: 0.5, 2: 0.5}]
+    """
+    _check(neighbours, size)
+    degrees = [len(taken) for taken in neighbours]
+    mutual = all(rank in neighbours[other] for rank, taken in enumerate(neighbours) for other in taken)
+    rows = []
+    for rank, taken in enumerate(neighbours):
+        row = {other: 1 / (1 + (max(degrees[rank], degrees[other]) if mutual else max(degrees))) for other in taken}
+        row[rank] = 1 - sum(row.values())
+        rows.append(dict(sorted(row.items())))
+    columns = [0.0] * size
+    for row in rows:
+        for rank, weight in row.items():
+            columns[rank] += weight
+    for rank, column in enumerate(columns):
+        if abs(column - 1) > _TOLERANCE * size:
+            gives = sum(rank in taken for taken in neighbours)
+            raise ValueError(
+                f"rank {rank} takes from {degrees[rank]} ranks and gives to {gives}: mixing would not keep the mean. "
+                "Let neighbours take from each other, or each rank give to as many as it takes from"
+            )
+    return rows
+
+
+def _check(neighbours: Neighbours, size: int) -> None:
+    if len(neighbours) != size:
+        raise ValueError(f"there must be a list of neighbours for each of the {size} ranks, not {len(neighbours)}")
+    for rank, taken in enumerate(neighbours):
+        if len(set(taken)) != len(taken) or not all(0 <= other < size and other != rank for other in taken):
+            raise ValueError(
+                f"neighbours of rank {rank} must be different other ranks of 0 to {size - 1}, not {list(taken)}"
+            )
+
+
+def _reached(neighbours: Neighbours) -> set[int]:
+    """Whom rank 0's parameters get to, sooner or later. As each gives as it takes, the way back exists too."""
+    reached: set[int] = {0}
+    while True:
+        more = {rank for rank, taken in enumerate(neighbours) if reached & set(taken)} - reached
+        if not more:
+            return reached
+        reached |= more

@@ -1,0 +1,285 @@
+"""Wrong ways to communicate less often, to notice divergence and to share statistics; a unit test kills each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from loading import load
+
+from unisono.errors import CommError
+from unisono.gradients import diloco, gossip, guard, local_sgd, periodic, sync_batch_norm, topology
+
+UNIT = Path(__file__).parents[1] / "unit"
+Patch = pytest.MonkeyPatch
+
+
+@cache
+def unit(name: str) -> ModuleType:
+    """The unit tests, by the end of their file's name."""
+    return load(UNIT / f"test_{name}.py")
+
+
+def averages(buffers: bool = False) -> None:
+    unit("local_sgd").test_everything_that_has_a_mean_gets_it(2, buffers)
+
+
+def sums(patch: Patch) -> None:
+    def act(self: Any) -> None:
+        floating = [t for t in self.tensors if t.is_floating_point() or t.is_complex()]
+        periodic.over_buckets(floating, 25, self._comm.all_reduce)
+
+    patch.setattr(local_sgd.LocalSGD, "_act", act)
+    averages()
+
+
+def weighs_by_dtype(patch: Patch) -> None:
+    """Leaves out what is not float32."""
+    patch.setattr(local_sgd, "_averages", lambda tensor: tensor.dtype == torch.float32)
+    averages()
+
+
+def forgets_buffers(patch: Patch) -> None:
+    right = periodic.named_tensors
+    patch.setattr(periodic, "named_tensors", lambda model, **_: right(model))
+    averages(buffers=True)
+
+
+def a_step_too_soon(patch: Patch) -> None:
+    patch.setattr(periodic.Every, "__call__", lambda self, step: (step + 1) % self.n == 0)
+    unit("local_sgd").test_it_trains_as_by_hand(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 3)
+
+
+def uses_the_callers_line(patch: Patch) -> None:
+    patch.setattr(periodic, "own_line", lambda comm, who, facts: comm)
+    unit("local_sgd").test_its_messages_do_not_meet_the_callers()
+
+
+def formula(nesterov: bool = True) -> None:
+    unit("diloco").test_it_is_the_papers_algorithm(2, 0.7, 0.9, nesterov)
+
+
+def goes_the_wrong_way(patch: Patch) -> None:
+    right = diloco.over_buckets
+
+    def wrong(ways: list[torch.Tensor], cap: float, action: Callable[[torch.Tensor], object]) -> None:
+        right(ways, cap, action)
+        for way in ways:
+            way.neg_()
+
+    patch.setattr(diloco, "over_buckets", wrong)
+    formula()
+
+
+def steps_apart(patch: Patch) -> None:
+    """Each rank takes its own way for the mean one."""
+    patch.setattr(diloco, "over_buckets", lambda ways, cap, action: None)
+    formula()
+
+
+def forgets_its_momentum(patch: Patch) -> None:
+    right = diloco.DiLoCo._act
+
+    def act(self: Any) -> None:
+        self.outer.state.clear()
+        right(self)
+
+    patch.setattr(diloco.DiLoCo, "_act", act)
+    formula()
+
+
+def keeps_its_first_anchor(patch: Patch) -> None:
+    right = diloco.DiLoCo._act
+
+    def act(self: Any) -> None:
+        before = [there.clone() for there in self.anchor]
+        right(self)
+        for there, old in zip(self.anchor, before, strict=True):
+            there.copy_(old)
+
+    patch.setattr(diloco.DiLoCo, "_act", act)
+    formula()
+
+
+def loads_no_anchor(patch: Patch) -> None:
+    def load_state_dict(self: Any, state: dict[str, Any]) -> None:
+        periodic.Periodic.load_state_dict(self, state)
+        self.outer.load_state_dict(state["outer"])
+
+    patch.setattr(diloco.DiLoCo, "load_state_dict", load_state_dict)
+    unit("diloco").test_it_goes_on_from_its_state()
+
+
+def counts_its_own_neighbours_only(patch: Patch) -> None:
+    """Rows add up to one, columns do not: the mean drifts."""
+
+    def wrong(neighbours: topology.Neighbours, size: int) -> list[dict[int, float]]:
+        return [dict.fromkeys(sorted([rank, *taken]), 1 / (1 + len(taken))) for rank, taken in enumerate(neighbours)]
+
+    patch.setattr(gossip, "mixing", wrong)
+    unit("gossip").test_the_mean_stays_and_all_come_to_it("grid", 5)
+
+
+def sends_something_else(patch: Patch) -> None:
+    right = gossip.Gossip._mix
+
+    def mix(self: Any, flat: torch.Tensor, givers: dict[int, float], takers: list[int]) -> None:
+        if self._comm.rank == 0:
+            flat.mul_(1.01)
+        right(self, flat, givers, takers)
+
+    patch.setattr(gossip.Gossip, "_mix", mix)
+    unit("gossip").test_a_round_is_the_matrix("grid", 3)
+
+
+def stays_at_one_distance(patch: Patch) -> None:
+    right = topology.exponential
+    patch.setitem(topology.TOPOLOGIES, "exponential", lambda size, turn: right(size, 0))
+    unit("gossip").test_the_mean_stays_and_all_come_to_it("exponential", 8)
+
+
+def forgets_the_round(patch: Patch) -> None:
+    patch.setattr(gossip.Gossip, "load_state_dict", periodic.Periodic.load_state_dict)
+    unit("gossip").test_it_ends_in_the_mean_and_goes_on_from_its_state()
+
+
+def waits_for_all(patch: Patch) -> None:
+    right = gossip.Gossip._act
+
+    def act(self: Any) -> None:
+        self._comm.barrier(timeout=0.5)
+        right(self)
+
+    patch.setattr(gossip.Gossip, "_act", act)
+    unit("gossip").test_ranks_need_not_wait_for_all()
+
+
+def hashes_without_places(patch: Patch) -> None:
+    patch.setattr(guard, "_keys", lambda: torch.tensor([3]).expand(1 << 16))
+    unit("divergence_guard").test_the_hash_sees_places_and_pairs()
+
+
+def hashes_by_even_keys(patch: Patch) -> None:
+    """Words of 64 bits times keys of 64: two signs that change cancel out."""
+    right = guard._keys()
+    patch.setattr(guard, "_keys", lambda: right << 33)
+    unit("divergence_guard").test_the_hash_sees_places_and_pairs()
+
+
+def hashes_chunks_alike(patch: Patch) -> None:
+    patch.setattr(guard, "_odd", lambda source: 1)
+    unit("divergence_guard").test_the_hash_of_long_tensors(65537)
+
+
+def hashes_values(patch: Patch) -> None:
+    """Numbers, not bits."""
+    patch.setattr(
+        unit("divergence_guard"),
+        "hash_of",
+        lambda t: (t.double() * torch.arange(1, t.numel() + 1)).sum().to(torch.int64),
+    )
+    unit("divergence_guard").test_equal_bits_are_equal_and_zeros_are_not()
+
+
+def blames_the_others(patch: Patch) -> None:
+    """Takes rank 0 for right."""
+
+    def sides(hashes: list[int]) -> str:
+        odd = [str(rank) for rank, value in enumerate(hashes) if value != hashes[0]]
+        return f"ranks {', '.join(odd)} differ from rank 0"
+
+    patch.setattr(guard, "_sides", sides)
+    unit("divergence_guard").test_who_differs([2.0, 1.0, 1.0, 1.0], "rank 0 differs from ranks 1, 2, 3 (by up to 1)")
+
+
+def statistics(counts: tuple[int, ...] = (4, 2)) -> None:
+    unit("sync_batch_norm").test_it_equals_one_batch_norm_on_all(counts, (3, 2), {})
+
+
+def weighs_ranks_alike(patch: Patch) -> None:
+    """The mean of means, however many values each is of."""
+    right = sync_batch_norm._statistics
+
+    def wrong(given: torch.Tensor, comm: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
+        total, _, variance = right(given, comm)
+        mean = given.mean([0, 2, 3])
+        comm.all_reduce(mean, "avg")
+        return total, mean, variance
+
+    patch.setattr(sync_batch_norm, "_statistics", wrong)
+    statistics()
+
+
+def tracks_the_biased_variance(patch: Patch) -> None:
+    right = sync_batch_norm.SyncBatchNorm._track
+    patch.setattr(
+        sync_batch_norm.SyncBatchNorm,
+        "_track",
+        lambda self, total, mean, variance: right(self, total, mean, variance * ((total - 1) / total)),
+    )
+    statistics()
+
+
+class Quiet:
+    """A communicator whose all_reduce does not."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        pass
+
+
+def goes_backward_alone(patch: Patch) -> None:
+    right = sync_batch_norm._Normalise.apply
+    patch.setattr(sync_batch_norm._Normalise, "apply", lambda *given: right(*given[:-1], Quiet(given[-1])))
+    statistics()
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        sums,
+        weighs_by_dtype,
+        forgets_buffers,
+        a_step_too_soon,
+        goes_the_wrong_way,
+        steps_apart,
+        forgets_its_momentum,
+        keeps_its_first_anchor,
+        loads_no_anchor,
+        counts_its_own_neighbours_only,
+        sends_something_else,
+        stays_at_one_distance,
+        forgets_the_round,
+        hashes_without_places,
+        hashes_by_even_keys,
+        hashes_chunks_alike,
+        hashes_values,
+        blames_the_others,
+        weighs_ranks_alike,
+        tracks_the_biased_variance,
+        goes_backward_alone,
+    ],
+)
+def test_wrong_ones_are_killed(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    with pytest.raises(AssertionError):
+        mutant(monkeypatch)
+
+
+@pytest.mark.parametrize("mutant", [uses_the_callers_line, waits_for_all])
+def test_those_that_get_in_the_way_are_killed(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    with pytest.raises(CommError):
+        mutant(monkeypatch)
+
+
+def test_the_right_ones_live() -> None:
+    averages()
+    averages(buffers=True)
+    formula()
+    statistics()

@@ -1,0 +1,223 @@
+"""The divergence guard sees every bit, names the parameter and the rank, and says nothing without need."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unisono as un
+from unisono.errors import MismatchError
+from unisono.gradients.guard import DivergenceGuard, assert_in_sync, hash_of
+from unisono.gradients.periodic import every
+from unisono.testing import run_ranks
+from unisono.testing.placed import LAYOUTS, place
+from unisono.testing.reference import DTYPES
+
+ANY = [*DTYPES, torch.complex128, torch.float8_e4m3fn]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def some(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Any bits at all, NaNs among them."""
+    source = torch.Generator().manual_seed(seed)
+    given = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=source)
+    return (given & 1 if dtype == torch.bool else given).view(dtype)
+
+
+@given(st.sampled_from(ANY), st.integers(1, 40), st.data())
+def test_the_hash_sees_each_bit(dtype: torch.dtype, count: int, data: st.DataObject) -> None:
+    tensor = some(count, dtype)
+    byte = data.draw(st.integers(0, tensor.nbytes - 1))
+    bit = 0 if dtype == torch.bool else data.draw(st.integers(0, 7))
+    other = tensor.clone()
+    bits(other)[byte] ^= 1 << bit
+    assert hash_of(tensor) == hash_of(tensor.clone())
+    assert hash_of(tensor) != hash_of(other)
+
+
+@given(st.integers(3, 50), st.data())
+def test_the_hash_sees_places_and_pairs(count: int, data: st.DataObject) -> None:
+    tensor = torch.arange(1.0, count + 1, dtype=torch.float64)
+    i, j = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=2)))
+    swapped, negative = tensor.clone(), tensor.clone()
+    swapped[i], swapped[j] = tensor[j], tensor[i]
+    negative[i] *= -1
+    negative[j] *= -1
+    assert len({int(hash_of(t)) for t in (tensor, swapped, negative, -negative, -tensor)}) == 5
+
+
+@pytest.mark.parametrize("count", [65535, 65536, 65537, 200_000])
+def test_the_hash_of_long_tensors(count: int) -> None:
+    tensor = some(count, torch.int32)
+    found = {int(hash_of(tensor))}
+    for place_of in (0, count // 2, count - 1):
+        other = tensor.clone()
+        other[place_of] ^= 1
+        found.add(int(hash_of(other)))
+    # Chunks have places too: one word moved on by a chunk is another tensor.
+    places = {0, 65536} & set(range(count))
+    for place_of in places:
+        lonely = torch.zeros(count, dtype=torch.int32)
+        lonely[place_of] = 5
+        found.add(int(hash_of(lonely)))
+    assert len(found) == 4 + len(places)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("count", [0, 1, 6, 24])
+def test_the_hash_does_not_depend_on_memory(layout: str, count: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        values = torch.arange(1, count + 1).to(dtype)
+        assert hash_of(place(values, layout).view) == hash_of(values)
+
+
+def test_equal_bits_are_equal_and_zeros_are_not() -> None:
+    nan = torch.tensor([0x7FC00001, 0x7FC00002], dtype=torch.int32).view(torch.float32)
+    assert hash_of(nan) == hash_of(nan.clone())
+    assert hash_of(nan[:1]) != hash_of(nan[1:])
+    assert hash_of(torch.tensor([0.0])) != hash_of(torch.tensor([-0.0]))
+
+
+def model(seed: int = 0) -> torch.nn.Module:
+    found = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=source))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["thread", "gloo"])
+def test_one_flipped_bit_is_named_on_every_rank(backend: str) -> None:
+    def program(comm: un.Communicator) -> list[str]:
+        found = model()
+        guard, told = DivergenceGuard(found, comm, every=2), []
+        for step in range(1, 7):
+            if step == 3 and comm.rank == 1:
+                found[0].bias.detach().view(torch.int32)[2] ^= 1
+            try:
+                guard.step()
+            except MismatchError as error:
+                told.append(str(error))
+                un.broadcast_parameters(found, comm)
+        return told
+
+    ranks = un.testing.pool(backend).run(program, size=3)
+    for rank, told in enumerate(ranks):
+        assert len(told) == 1, "once, and not again after it was mended"
+        assert re.match(
+            rf"rank {rank} of 3: parameters differ between ranks after step 4: '0.bias': rank 1 differs from "
+            r"ranks 0, 2 \(by up to \d(\.\d+)?e-0\d\)\. un\.broadcast_parameters",
+            told[0],
+        ), told[0]
+
+
+def complaint(comm: un.Communicator, given: torch.nn.Module | list[torch.Tensor]) -> str:
+    with pytest.raises(MismatchError) as caught:
+        assert_in_sync(given, comm)
+    assert (caught.value.rank, caught.value.size) == (comm.rank, comm.size)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ([1.0, 1.0, 3.0, 1.0], "rank 2 differs from ranks 0, 1, 3 (by up to 2)"),
+        ([2.0, 1.0, 1.0, 1.0], "rank 0 differs from ranks 1, 2, 3 (by up to 1)"),
+        ([1.0, 2.0, 1.0, 4.0], "ranks 1, 3 differ from ranks 0, 2 (by up to 3)"),
+        ([1.0, 2.0, 1.0, 2.0], "no two of these are equal: ranks 0, 2; ranks 1, 3 (by up to 1)"),
+        ([1.0, 1.5], "no two of these are equal: rank 0; rank 1 (by up to 0.5)"),
+        ([0.0, -0.0, 0.0], "rank 1 differs from ranks 0, 2 (equal as numbers, in other bits)"),
+        ([0.0, 0.0, float("nan")], "rank 2 differs from ranks 0, 1 (by up to nan)"),
+    ],
+)
+def test_who_differs(held: list[float], said: str) -> None:
+    def program(comm: un.Communicator) -> str:
+        return complaint(comm, [torch.ones(2), torch.tensor([5.0, held[comm.rank]])])
+
+    for found in run_ranks(program, len(held)):
+        assert f"parameters differ between ranks: 'parameter 1': {said}. " in found
+
+
+@pytest.mark.parametrize("dtype", ANY)
+def test_any_dtype(dtype: torch.dtype) -> None:
+    def program(comm: un.Communicator) -> str:
+        same = [some(3, dtype)]
+        assert_in_sync(same, comm)
+        other = [torch.tensor([0, comm.rank]).to(dtype)]
+        return complaint(comm, other)
+
+    for found in run_ranks(program, 2):
+        assert "'parameter 0': no two of these are equal: rank 0; rank 1 (by up to 1)" in found
+
+
+def test_many_are_counted() -> None:
+    def program(comm: un.Communicator) -> str:
+        return complaint(comm, [torch.full((2,), float(comm.rank)) for _ in range(10)])
+
+    found = run_ranks(program, 2)[0]
+    assert found.count("no two of these") == 4
+    assert "; and 6 more, the last of them 'parameter 9'" in found
+
+
+def test_buffers_count_if_asked() -> None:
+    def program(comm: un.Communicator) -> None:
+        found = model()
+        found[1].running_mean += comm.rank
+        assert_in_sync(found, comm)
+        DivergenceGuard(found, comm).check()
+        with pytest.raises(MismatchError, match=r"'1\.running_mean'"):
+            assert_in_sync(found, comm, buffers=True)
+        with pytest.raises(MismatchError, match=r"'1\.running_mean'"):
+            DivergenceGuard(found, comm, buffers=True).check()
+
+    run_ranks(program, 2)
+
+
+def test_it_checks_by_schedule_and_by_hook() -> None:
+    def program(comm: un.Communicator) -> tuple[list[bool], int]:
+        weight = torch.zeros(2, requires_grad=True)
+        weight.grad = torch.full((2,), float(comm.rank))
+        guard = DivergenceGuard([weight], comm, every=every(3, warmup=1))
+        due = [guard.step() for _ in range(4)]
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        guard.attach(optimizer)
+        optimizer.step()
+        optimizer.step()
+        with pytest.raises(MismatchError, match="after step 7"):
+            optimizer.step()
+        return due, guard.steps
+
+    assert run_ranks(program, 2) == [([True, False, False, True], 7)] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_equal_models_pass(size: int) -> None:
+    def program(comm: un.Communicator) -> None:
+        found = model()
+        with DivergenceGuard(found, comm, every=1, buffers=True) as guard:
+            for _ in range(3):
+                assert guard.step()
+        assert_in_sync(found, comm)
+        assert_in_sync(torch.nn.ReLU(), comm)
+
+    run_ranks(program, size)
+
+
+def test_models_of_other_shapes_are_named_at_once() -> None:
+    def program(comm: un.Communicator) -> None:
+        with pytest.raises(MismatchError, match=r"'weight': rank 0: float32 \(2, 3\) on cpu; rank 1: float32 \(3, 3\)"):
+            assert_in_sync(torch.nn.Linear(3, 2 + comm.rank), comm)
+        with pytest.raises(MismatchError, match="DivergenceGuard: ranks differ in 'weight'"):
+            DivergenceGuard(torch.nn.Linear(3, 2 + comm.rank), comm)
+        with pytest.raises(ValueError, match="at least 1 step"):
+            DivergenceGuard(torch.nn.Linear(3, 2), comm, every=0)
+
+    run_ranks(program, 2)

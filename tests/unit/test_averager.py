@@ -589,3 +589,25 @@ def test_deep_copies_of_a_model_are_not_averaged() -> None:
         return other.grad.item()
 
     assert un.launch(program, 2, "thread") == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_buckets_follow_the_order_in_which_gradients_come(backend: str) -> None:
+    def program(comm: un.Communicator) -> tuple[list[list[str]], list[list[str]]]:
+        names = ["early", "middle", "late"]
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(64)) for name in names})
+        averager = un.GradientAverager(model, comm, bucket_cap_mb=0.00025, first_bucket_mb=0.00025)
+        before = averager.buckets
+        loss = torch.zeros(64)
+        # Used in the order of names reversed, so gradients come in the order of names.
+        for name in ("late", "middle", "early"):
+            loss = torch.tanh(loss + model[name])
+        loss.sum().backward()
+        after = averager.buckets
+        averager.remove()
+        return before, after
+
+    # A ParameterDict sorts what a dict gives it.
+    by_registration = [["middle"], ["late"], ["early"]]
+    expected = [["early"], ["middle"], ["late"]] if backend == "gloo" else by_registration
+    assert pool(backend, 3).run(program, size=2) == [(by_registration, expected)] * 2

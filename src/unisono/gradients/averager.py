@@ -86,11 +86,11 @@ class GradientAverager:
         self._named = named_parameters(model)
         self._names, self._parameters = [n for n, _ in self._named], [p for _, p in self._named]
         self._model = model if isinstance(model, torch.nn.Module) else None
-        self._cap, self._first = int(bucket_cap_mb * MIB), int(first_bucket_mb * MIB)
-        plan_buckets([], [], self._cap, self._first)
+        cap, first = int(bucket_cap_mb * MIB), int(first_bucket_mb * MIB)
+        plan_buckets([], [], cap, first)
         self._average, self._find_unused, self._sync_buffers = average, find_unused, sync_buffers
         codec = codec_for(compression)
-        settings = (self._cap, self._first, average, find_unused, sync_buffers, type(codec).__name__)
+        settings = (cap, first, average, find_unused, sync_buffers, type(codec).__name__)
         agree_on_parameters(self._named, comm, settings)
         self._talk, self._comm = comm.dup(), comm.dup(check="off")
         # Where there is a GPU, hooks run in threads of autograd.
@@ -101,15 +101,17 @@ class GradientAverager:
             broadcast_parameters(model if self._model is not None else self._parameters, self._talk)
         self._weights = Weights(self._talk, average == "sum")
         self._schedule = BucketSchedule(
-            Reducer(self._comm, codec), self._names, self._weights.agree, self._talk.barrier
+            self._named, Reducer(self._comm, codec), (cap, first), self._weights.agree, self._talk.barrier
         )
+        self._where = self._schedule.where
         self._backward = Backward(self._finish, self._abandon)
         self._hooks: dict[int, Any] = {}
-        self._where: dict[int, tuple[Bucket, int]] = {}
         self._sparse: list[torch.Tensor] = []
         self._owed: set[int] = set()
         self._syncing = True
         self._steps = [0]
+        # Where buckets travel while others fill, the first step tells in which order gradients come.
+        self._seen: list[int] | None = [] if self._comm.overlaps and codec is None else None
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
         if find_unused and self._model is not None and self.size > 1:
             # A rank whose backward pass comes to no parameter at all takes part too.
@@ -151,8 +153,7 @@ class GradientAverager:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._where.clear()
-        self._schedule.buckets.clear()
+        self._schedule.clear()
         self._talk.close()
         self._comm.close()
 
@@ -186,21 +187,11 @@ class GradientAverager:
         if self.size == 1:
             return
         spread = sparse_parameters(self._model) if self._model is not None else set()
-        dense = [i for i in indices if id(self._parameters[i]) not in spread]
-        schedule = self._schedule
-        for bucket in plan_buckets(self._parameters, dense, self._cap, None if schedule.buckets else self._first):
-            made = Bucket(bucket, [self._parameters[i] for i in bucket], self._memory, schedule.reducer.scale)
-            schedule.buckets.append(made)
-            self._where.update((index, (made, slot)) for slot, index in enumerate(bucket))
+        self._schedule.add([i for i in indices if id(self._parameters[i]) not in spread])
         self._sparse += [self._parameters[i] for i in indices if i not in self._where]
         for index in indices:
             parameter: Any = self._parameters[index]
             self._hooks[index] = parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
-
-    def _memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type == "cpu":
-            return self._comm.empty(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=device)
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient has been added to `p.grad`."""
@@ -211,6 +202,8 @@ class GradientAverager:
         where = self._where.get(index)
         if where is None:
             return
+        if self._seen is not None:
+            self._seen.append(index)
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._schedule.arrived(*where)
@@ -232,6 +225,13 @@ class GradientAverager:
         finally:
             self._abandon()
         self._steps[-1] += 1
+        if self._seen is not None:
+            self._rearrange(self._seen)
+
+    def _rearrange(self, seen: list[int]) -> None:
+        """Make the buckets anew, in the order in which rank 0's gradients have come."""
+        self._seen = None
+        self._schedule.rearrange(self._talk.broadcast_object(seen))
 
     def _finish_step(self) -> None:
         for index in self._owed & self._where.keys():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from unisono.communicator import Communicator
 from unisono.errors import CommError
 from unisono.gradients.bucket import Bucket
@@ -41,6 +43,12 @@ class Reducer:
         self._codecs: dict[tuple[int, ...], Codec] = {}
         self._background = comm.overlaps and codec is None
         self.scale = 1 / comm.size if self._background else 1.0
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """What the backend reduces best. Collective."""
+        if device.type == "cpu":
+            return self._comm.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def codec_of(self, bucket: Bucket) -> Codec | None:
         """The bucket's own codec, if it has one."""

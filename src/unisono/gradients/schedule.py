@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from unisono.errors import CommError
 from unisono.gradients.bucket import Bucket
+from unisono.gradients.plan import Named, plan_buckets
 from unisono.gradients.reducer import Reducer
 
 __all__ = ["BucketSchedule"]
@@ -16,19 +17,53 @@ class BucketSchedule:
     """Each bucket is reduced as soon as it and all before it are full, so the order is the same on all ranks.
 
     Args:
+        named: All parameters, with their names.
         reducer: What reduces one bucket.
-        names: Of all parameters, for errors.
+        sizes: Most bytes of a bucket, and of the first one.
         prepare: Called before the first bucket of a step; what to multiply this rank's gradients by.
         meet: Called before a bucket is reduced once more; returns when all ranks have called it.
+
+    Attributes:
+        buckets: In their order.
+        where: For each parameter that has a bucket, which one, and its place there.
     """
 
     def __init__(
-        self, reducer: Reducer, names: Sequence[str], prepare: Callable[[], float], meet: Callable[[], object]
+        self,
+        named: Named,
+        reducer: Reducer,
+        sizes: tuple[int, int],
+        prepare: Callable[[], float],
+        meet: Callable[[], object],
     ) -> None:
-        self.reducer, self._names, self._prepare, self._meet = reducer, names, prepare, meet
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        self.reducer, self._prepare, self._meet = reducer, prepare, meet
+        self._cap, self._first = sizes
         self.buckets: list[Bucket] = []
+        self.where: dict[int, tuple[Bucket, int]] = {}
         self._factor: float | None = None
         self._next = 0
+
+    def add(self, order: Sequence[int]) -> None:
+        """Make buckets for these parameters, after those that there are. Collective."""
+        for indices in plan_buckets(self._parameters, order, self._cap, None if self.buckets else self._first):
+            bucket = Bucket(indices, [self._parameters[i] for i in indices], self.reducer.memory, self.reducer.scale)
+            self.buckets.append(bucket)
+            self.where.update((index, (bucket, slot)) for slot, index in enumerate(indices))
+
+    def rearrange(self, seen: Sequence[int]) -> None:
+        """Make the buckets anew, in the order in which gradients have been seen to come. Collective."""
+        known = list(self.where)
+        first = [i for i in dict.fromkeys(seen) if i in self.where]
+        order = [*first, *(i for i in known if i not in set(first))]
+        if order != known:
+            self.clear()
+            self.add(order)
+
+    def clear(self) -> None:
+        """Forget all buckets."""
+        self.buckets.clear()
+        self.where.clear()
 
     def arrived(self, bucket: Bucket, slot: int) -> None:
         """A gradient has come."""

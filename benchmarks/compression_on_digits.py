@@ -141,9 +141,10 @@ def main() -> None:
         plain = accuracy if plain is None else plain
         bytes_sent = sent(name)
         fewer = ring / bytes_sent
+        spread = f"{min(found) * 100:.1f} to {max(found) * 100:.1f}"
         print(
-            f"{name:11} accuracy {accuracy:6.2f} % ({accuracy - plain:+.2f} points, each {min(found) * 100:.1f} to "
-            f"{max(found) * 100:.1f}), {bytes_sent:9.0f} B a step, {fewer:6.2f} times fewer ({WAYS[name].fewer} wanted)",
+            f"{name:11} accuracy {accuracy:6.2f} % ({accuracy - plain:+.2f} points, each {spread}), "
+            f"{bytes_sent:9.0f} B a step, {fewer:6.2f} times fewer ({WAYS[name].fewer} wanted)",
             flush=True,
         )
 

@@ -1,7 +1,8 @@
 """Is an unchanged DDP training step faster on backend "unisono" than on gloo, and does it learn the same?
 
 Both train the same model side by side in one run, DDP in its best form for both (gradients as views of
-buckets), one thread a rank, SGD. Each pair of steps ends with a look at the weights: the same bits for 2 ranks.
+buckets), one thread a rank, SGD. Each pair of steps ends with a look at gradients and weights: for 2 ranks they
+must be the same bits, and each line says how often they were.
 
 Answer (2 ranks, 2 cores, float32): see docs/benchmarks.md; run it to see yours:
 
@@ -66,8 +67,13 @@ class Trainer:
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
 
-    def weights(self) -> list[torch.Tensor]:
-        return [p.detach() for p in self.model.parameters()]
+    def state(self) -> dict[str, torch.Tensor]:
+        """The last step's gradients, averaged over the ranks, and the weights."""
+        seen = {}
+        for name, p in self.model.named_parameters():
+            assert p.grad is not None
+            seen |= {f"gradient of {name}": p.grad, name: p.detach()}
+        return seen
 
 
 DDP = DistributedDataParallel
@@ -80,21 +86,26 @@ def compare(comm: un.Communicator, path: str, name: str, seconds: float) -> str:
     assert unisono.interop.register
     dist.init_process_group("unisono", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
     ours, theirs = Trainer(name, dist.group.WORLD), Trainer(name, dist.new_group(backend="gloo"))
-    steps = [0, 0]
+    steps, checks = [0, 0], 0
 
     def step(which: int, trainer: Trainer) -> None:
         trainer.step()
         steps[which] += 1
 
     def verify() -> None:
+        nonlocal checks
         # With more ranks, the two may add in another order.
-        comparable = comm.size == 2 and steps[0] == steps[1]
-        if comparable and not all(map(torch.equal, ours.weights(), theirs.weights())):
-            raise SystemExit(f"{name}: other weights than on gloo after {steps[0]} steps")
+        if comm.size == 2 and steps[0] == steps[1]:
+            expected = theirs.state()
+            other = [part for part, tensor in ours.state().items() if not torch.equal(tensor, expected[part])]
+            if other:
+                raise SystemExit(f"{name}: other bits than on gloo after {steps[0]} steps: {', '.join(other)}")
+            checks += 1
 
     ratio = side_by_side(comm, lambda: step(0, ours), lambda: step(1, theirs), verify, seconds=seconds)
     dist.destroy_process_group()
-    return f"{name:12} {ours.size / 1e6:5.1f} M, {comm.size} ranks, unisono / gloo: {ratio}"
+    same = f"gradients and weights the same bits in {checks} checks" if checks else "gradients not compared"
+    return f"{name:12} {ours.size / 1e6:5.1f} M, {comm.size} ranks, unisono / gloo: {ratio}; {same}"
 
 
 def main() -> None:

@@ -1,0 +1,135 @@
+"""Averagers with a fault, each of which one short program must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import unisono as un
+from unisono.gradients.averager import GradientAverager
+from unisono.gradients.backward import Backward
+from unisono.gradients.bucket import Bucket
+from unisono.gradients.schedule import BucketSchedule
+from unisono.gradients.weights import Weights
+from unisono.testing import run_ranks
+
+
+class Three(nn.Module):
+    """Gradients are the factor, ten times the factor (if used), and three times the factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.ones(3)) for _ in range(3))
+
+    def forward(self, factor: torch.Tensor, both: bool = True) -> torch.Tensor:
+        loss = (self.first * factor).sum() + (self.third * factor * 3).sum()
+        return loss + (self.second * factor * 10).sum() if both else loss
+
+    def gradients(self) -> list[float]:
+        found = [-1.0 if p.grad is None else p.grad.mean().item() for p in self.parameters()]
+        self.zero_grad()
+        return found
+
+
+def check(comm: un.Communicator) -> None:
+    """Known gradients of two ranks: plain, accumulated, skipped, weighted, re-entrant, and uneven."""
+    model, mine = Three(), torch.tensor(comm.rank + 1.0)
+    averager = un.GradientAverager(model, comm, find_unused=True, bucket_cap_mb=2e-5, first_bucket_mb=1e-5)
+    for step in range(2):
+        model(mine).backward()
+        assert model.gradients() == [1.5, 15.0, 4.5], f"plain step {step}"
+    with averager.no_sync():
+        model(mine, comm.rank == 0).backward()
+    model(mine, False).backward()
+    assert model.gradients() == [3.0, 5.0, 9.0], "what was accumulated"
+    model(mine, False).backward()
+    assert model.gradients() == [1.5, -1.0, 4.5], "what nobody uses"
+    model(mine, comm.rank == 0).backward()
+    assert model.gradients() == [1.5, 5.0, 4.5], "what a rank has skipped"
+    averager.weight([3, 1][comm.rank])
+    model(mine).backward()
+    assert model.gradients() == [1.25, 12.5, 3.75], "weights"
+    averager.weight([3, 1][comm.rank])
+    # The first parameter's gradient comes from inside, 1 times the factor, and then from outside, 14 times.
+    checkpoint(model, mine * model.first.mean(), use_reentrant=True).backward()
+    assert model.gradients() == [18.75, 12.5, 3.75], "a backward pass inside another"
+    last = torch.zeros(3)
+    with averager.join():
+        for _ in range(comm.rank + 1):
+            model(mine).backward()
+            last = torch.tensor(model.gradients())
+    wanted = torch.tensor([2.0, 20.0, 6.0]) if comm.rank else torch.tensor([1.5, 15.0, 4.5])
+    assert torch.equal(last, wanted), "a rank that was through"
+    averager.remove()
+    model(mine).backward()
+    assert model.gradients() == [mine, 10 * mine, 3 * mine], "after remove"
+
+
+def forgets_what_is_owed(self: GradientAverager) -> None:
+    self._owed.clear()
+    original_finish(self)
+
+
+def keeps_the_hooks(self: GradientAverager) -> None:
+    """Says that it lets go."""
+
+
+def ends_with_the_inner_pass(self: Backward, number: int) -> None:
+    self.running = self._outermost = number
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(number))
+
+
+def hands_out_copies_before_the_mean(self: Bucket, factor: float) -> None:
+    kept = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+    original_fill(self, factor)
+    self.views = [view if grad is None else grad for view, grad in zip(self.views, kept, strict=True)]
+
+
+def forgets_the_last_bucket(self: BucketSchedule, *, to_the_end: bool = False) -> None:
+    original_advance(self, to_the_end=False)
+
+
+def weighs_all_alike(self: Weights, n_samples: float) -> None:
+    """Says nothing to the others."""
+
+
+def counts_who_is_through(self: Weights) -> float:
+    factor = original_agree(self)
+    return factor * self.active / self._comm.size
+
+
+def takes_all_for_present(self: Bucket, size: int) -> list[int]:
+    return [size] * len(self.parameters)
+
+
+original_finish = GradientAverager._finish_step
+original_fill, original_advance, original_agree = Bucket.fill, BucketSchedule.advance, Weights.agree
+
+MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
+    (GradientAverager, "_finish_step", forgets_what_is_owed),
+    (GradientAverager, "remove", keeps_the_hooks),
+    (Backward, "enter", ends_with_the_inner_pass),
+    (Bucket, "fill", hands_out_copies_before_the_mean),
+    (Bucket, "present", takes_all_for_present),
+    (BucketSchedule, "advance", forgets_the_last_bucket),
+    (Weights, "say", weighs_all_alike),
+    (Weights, "agree", counts_who_is_through),
+]
+
+
+def test_the_averager_itself_passes() -> None:
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_faulty_averager_is_noticed(
+    owner: type, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises((AssertionError, un.CommError, AttributeError)):
+        run_ranks(check, 2, timeout=2)

@@ -49,6 +49,7 @@ class Bucket:
         self._hot = [p.nbytes >= _HOT_BYTES for p in parameters]
         self.shapes = [p.shape for p in parameters]
         self.work: Work | None = None
+        self._factor = 1.0
         self.begin()
 
     def begin(self) -> None:
@@ -96,7 +97,7 @@ class Bucket:
 
     def fill(self, factor: float) -> None:
         """Take what has not been taken, or zeros; multiply by this rank's weight; and say what has come."""
-        self.started = True
+        self.started, self._factor = True, factor
         self._take_rest()
         if factor != 1.0:
             self.flat.mul_(factor)
@@ -151,10 +152,11 @@ class Bucket:
 
     def add_late(self) -> None:
         """Add to the means what came after them, so that another reduction takes it in."""
+        factor = self._factor
         for view, parameter in zip(self.views, self.parameters, strict=True):
             grad = parameter.grad
             if grad is not None and grad.data_ptr() != view.data_ptr():
-                view.add_(grad.detach())
+                view.add_(grad.detach(), alpha=factor)
                 parameter.grad = None
         self.memory.mul_(self.scale)
 

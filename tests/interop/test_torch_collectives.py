@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -41,7 +43,16 @@ for _name in ("SUM", "PRODUCT", "MIN", "MAX", "AVG"):
         dist.all_reduce(t, getattr(dist.ReduceOp, name), group=group)
         return [t]
 
+    def _reducing_elsewhere(group: Group, name: str = _name) -> list[torch.Tensor]:
+        op, ranks = getattr(dist.ReduceOp, name), size()
+        rooted, part, row = drawn(5), torch.empty(3), torch.empty(3)
+        dist.reduce(rooted, 1, op, group=group)
+        dist.reduce_scatter(part, list(drawn(3 * ranks).chunk(ranks)), op, group=group)
+        dist.reduce_scatter_tensor(row, drawn(3 * ranks), op, group=group)
+        return [part, row, *([rooted] if dist.get_rank() == 1 else [])]
+
     CASES[f"all_reduce_{_name}"] = _reducing
+    CASES[f"reduce_and_reduce_scatter_{_name}"] = _reducing_elsewhere
 
 for _name in ("BAND", "BOR", "BXOR"):
 
@@ -193,6 +204,47 @@ def all_to_all_single(group: Group) -> list[torch.Tensor]:
     return [even, uneven]
 
 
+@case
+def everything_later(group: Group) -> list[torch.Tensor]:
+    """Each collective at once, and then all the waits."""
+    ranks, first = size(), dist.get_rank() == 0
+    summed, told, rooted, parted, scattered = (
+        drawn(4),
+        drawn(4, seed=1),
+        drawn(4, seed=2),
+        torch.empty(4),
+        torch.empty(4),
+    )
+    row, parts, exchanged = torch.empty(4 * ranks), [torch.empty(4) for _ in range(ranks)], torch.empty(2 * ranks)
+    collected = [torch.empty(4) for _ in range(ranks)] if first else None
+    works = [
+        dist.all_reduce(summed, dist.ReduceOp.MAX, group=group, async_op=True),
+        dist.broadcast(told, 1, group=group, async_op=True),
+        dist.reduce(rooted, 0, group=group, async_op=True),
+        dist.all_gather(parts, drawn(4), group=group, async_op=True),
+        dist.all_gather_into_tensor(row, drawn(4), group=group, async_op=True),
+        dist.reduce_scatter_tensor(parted, drawn(4 * ranks), group=group, async_op=True),
+        dist.scatter(scattered, list(drawn(4 * ranks).chunk(ranks)) if first else None, 0, group=group, async_op=True),
+        dist.gather(drawn(4), collected, 0, group=group, async_op=True),
+        dist.all_to_all_single(exchanged, drawn(2 * ranks), group=group, async_op=True),
+        dist.barrier(group=group, async_op=True),
+    ]
+    for work in works:
+        work.wait(timedelta(seconds=20))
+    return [summed, told, *([rooted] if first else []), *parts, row, parted, scattered, exchanged, *(collected or [])]
+
+
+@case
+def ranks_of_the_group(group: Group) -> list[torch.Tensor]:
+    told, got = drawn(3), torch.zeros(3)
+    dist.broadcast(told, group=group, group_src=size() - 1)
+    if dist.get_rank() == 0:
+        dist.send(drawn(3), group=group, group_dst=1)
+    elif dist.get_rank() == 1:
+        dist.recv(got, group=group, group_src=0)
+    return [told, got]
+
+
 # -- messages --------------------------------------------------------------------------------------
 def neighbours() -> tuple[int, int]:
     return (dist.get_rank() + 1) % size(), (dist.get_rank() - 1) % size()
@@ -317,3 +369,29 @@ def test_what_gloo_refuses_or_gets_wrong(tmp_path: Path, transport: str) -> None
     assert first[2] == second[2] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     assert (first[3], second[3]) == ([1.0, 1.0, 5.0, 3.0, 9.0, 5.0], [0.0, 1.0, 2.0, 5.0, 4.0, 9.0])
     assert first[4:] == second[4:] == [[True], [True, False]]
+
+
+class Gathered(torch.autograd.Function):
+    """As torch's own functions with a derivative: its output gets a history after the call, and before it is done."""
+
+    works: ClassVar[list[dist.Work]] = []
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:
+        row = mine.new_empty(size() * mine.numel())
+        Gathered.works.append(dist.all_gather_into_tensor(row, mine, async_op=True))
+        return row
+
+
+def gets_a_history_meanwhile() -> list[float]:
+    gate = threading.Event()
+    dist.group.WORLD._line.start(lambda: gate.wait(10))
+    row = Gathered.apply(torch.full((2,), float(dist.get_rank()), requires_grad=True))
+    assert row.grad_fn is not None
+    gate.set()
+    Gathered.works.pop().wait()
+    return row.tolist()
+
+
+def test_a_tensor_may_get_a_history_while_its_call_waits(tmp_path: Path) -> None:
+    assert on_ranks(gets_a_history_meanwhile, 2, tmp_path) == [[0.0, 0.0, 1.0, 1.0]] * 2

@@ -77,6 +77,20 @@ def test_many_groups_at_once(tmp_path: Path) -> None:
     ]
 
 
+def groups_made_in_other_ways() -> list[Any]:
+    rank = dist.get_rank()
+    listed, _ = dist.new_subgroups_by_enumeration([[0, 2], [1]])
+    local = dist.new_group([0, 2], use_local_synchronization=True) if rank != 1 else dist.group.WORLD
+    sums = [summed(listed), summed(local) if rank != 1 else 0.0]
+    described = dist.new_group(timeout=timedelta(seconds=9), group_desc="for tests")
+    return [*sums, described.group_desc, dist.get_process_group_ranks(listed), summed(described)]
+
+
+def test_groups_made_in_other_ways(tmp_path: Path) -> None:
+    pair, alone = [101.0, 101.0, "for tests", [0, 2], 111.0], [10.0, 0.0, "for tests", [1], 111.0]
+    assert on_ranks(groups_made_in_other_ways, 3, tmp_path) == [pair, alone, pair]
+
+
 def two_threads() -> list[float]:
     """Each thread has a group of its own, and the two share a third for messages."""
     found: dict[str, float] = {}
@@ -124,15 +138,43 @@ def objects() -> list[object]:
     dist.broadcast_object_list(told, 1)
     own: list[Any] = [None]
     dist.scatter_object_list(own, [f"to {r}" for r in range(size)] if rank == 0 else None, 0)
-    return [everybody, gathered, told, own]
+    sent: list[Any] = [{"a": 1}, None] if rank == 0 else [None, 0]
+    if rank == 0:
+        dist.send_object_list(sent, 1)
+    else:
+        dist.recv_object_list(sent, 0)
+    return [everybody, gathered, told, own, sent]
 
 
 def test_object_collectives(tmp_path: Path) -> None:
     everybody = [{0: ""}, {1: "x"}]
     assert on_ranks(objects, 2, tmp_path) == [
-        [everybody, [0, 1], [1, "of"], ["to 0"]],
-        [everybody, None, [1, "of"], ["to 1"]],
+        [everybody, [0, 1], [1, "of"], ["to 0"], [{"a": 1}, None]],
+        [everybody, None, [1, "of"], ["to 1"], [{"a": 1}, None]],
     ]
+
+
+def mismatches() -> list[str]:
+    """Each in a group of its own, which it breaks."""
+    rank = dist.get_rank()
+    calls: list[Callable[[Any], object]] = [
+        lambda group: dist.all_reduce(torch.ones(2, dtype=(torch.float32, torch.float64)[rank]), group=group),
+        lambda group: dist.all_reduce(torch.ones(2), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[rank], group=group),
+        lambda group: dist.broadcast(torch.ones(2), rank, group=group),
+        lambda group: (dist.barrier, dist.all_reduce)[rank](*([torch.ones(2)] if rank else []), group=group),
+        lambda group: dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True).wait(),
+    ]
+    return [message(lambda call=call: call(dist.new_group(timeout=timedelta(seconds=5)))) for call in calls]
+
+
+def test_calls_that_differ_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    for said in on_ranks(mismatches, 2, tmp_path):
+        assert [text.split(":")[0] for text in said] == ["MismatchError"] * 5
+        assert [
+            text
+            for text, what in zip(said, ("dtype", "op", "root", "operation", "counts"), strict=True)
+            if what not in text
+        ] == []
 
 
 def again_and_again(comm: un.Communicator, folder: str) -> list[float]:
@@ -220,6 +262,10 @@ def wrong() -> list[str]:
         message(lambda: dist.recv(torch.ones(2))),
         message(lambda: dist.all_gather([torch.ones(2)], torch.ones(2))),
         message(lambda: dist.all_reduce(torch.ones(1).expand(4))),
+        message(lambda: dist.all_gather_into_tensor(torch.ones(5), torch.ones(3))),
+        message(lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(7))),
+        message(lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 2], [2, 2])),
+        message(lambda: dist.isend(torch.ones(4), 1 - dist.get_rank(), tag=-1)),
         message(lambda: dist.all_reduce(torch.ones(2 + dist.get_rank()))),
         message(dist.barrier),
     ]
@@ -235,6 +281,10 @@ def test_wrong_arguments_end_in_a_sentence(tmp_path: Path) -> None:
             "say from which",
             "one tensor for each of the 2 ranks",
             "share memory",
+            "2 times the 3 elements",
+            "2 times the 3 elements",
+            "split sizes of output",
+            "tags are 0 to",
             "MismatchError",
             "MismatchError",
         ]

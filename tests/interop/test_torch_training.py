@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,8 +147,29 @@ WAYS: dict[str, Way] = {
 }
 
 
-def compare_and_die() -> tuple[list[dict[str, str]], str, str]:
-    """For each way and rank, what is wrong with it. Then rank 1 dies in the middle of a step."""
+@dataclass
+class Told:
+    """By rank 0: for each way and rank, what is wrong with it, and how it learnt that rank 1 is dead.
+
+    Attributes:
+        errors: Of the step in which it died, and of the call after.
+        within_s: From its death to the first of them.
+        processes: Of both ranks.
+    """
+
+    differences: list[dict[str, str]]
+    errors: list[str]
+    within_s: float
+    processes: list[int]
+
+
+def dies(gradient: torch.Tensor) -> None:
+    Path(os.environ["DIED_AT"]).write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def compare_and_die(folder: Path) -> Told:
+    """Rank 1 dies in the middle of a step: some of its gradients have been sent, and some have not."""
     warnings.simplefilter("ignore")
     gloo = dist.new_group(backend="gloo")
     found = {}
@@ -153,32 +177,43 @@ def compare_and_die() -> tuple[list[dict[str, str]], str, str]:
         expected, got = way(gloo), way(dist.group.WORLD)
         same = len(expected) == len(got) > 0 and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
         found[name] = "" if same else f"rank {dist.get_rank()}: gloo gives {expected}, unisono {got}"
-    everybodys: list[Any] = [None, None]
+    everybodys, processes = [None, None], [None, None]
     dist.all_gather_object(everybodys, found)
-    model = DistributedDataParallel(mlp())
-    loss = model(batch(0)).sum()
+    dist.all_gather_object(processes, os.getpid())
+    os.environ["DIED_AT"] = str(folder / "died at")
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.001)
+    train(model)
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    errors = []
-    for call in (loss.backward, dist.barrier):
-        with pytest.raises(RuntimeError) as caught:
-            call()
-        errors.append(str(caught.value))
-    return everybodys, *errors
+        next(model.parameters()).register_hook(dies)
+    with pytest.raises(RuntimeError) as first:
+        train(model)
+    within_s = time.time() - float((folder / "died at").read_text())
+    with pytest.raises(RuntimeError) as second:
+        dist.barrier()
+    return Told(everybodys, [str(first.value), str(second.value)], within_s, processes)
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str]], str, str]:
-    survivor, dead = on_ranks(compare_and_die, 2, tmp_path_factory.mktemp("meet"), on_failure="continue")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    folder = tmp_path_factory.mktemp("meet")
+    survivor, dead = on_ranks(compare_and_die, 2, folder, folder, on_failure="continue")
     assert isinstance(dead, un.errors.PeerLostError)
     assert not isinstance(survivor, BaseException), survivor
     return survivor
 
 
 @pytest.mark.parametrize("name", [*WAYS, *LARGER])
-def test_the_same_bits_as_on_gloo(told: tuple[list[dict[str, str]], str, str], name: str) -> None:
-    assert [found[name] for found in told[0]] == ["", ""]
+def test_the_same_bits_as_on_gloo(told: Told, name: str) -> None:
+    assert [found[name] for found in told.differences] == ["", ""]
 
 
-def test_a_rank_that_dies_is_named_by_backward(told: tuple[list[dict[str, str]], str, str]) -> None:
-    assert ["rank 1 was lost" in text for text in told[1:]] == [True, True]
+def test_a_rank_that_dies_is_named_by_backward_within_a_second(told: Told) -> None:
+    assert ["rank 1 was lost" in text for text in told.errors] == [True, True]
+    assert 0 < told.within_s < 1
+
+
+def test_nothing_is_left_of_who_dies(told: Told) -> None:
+    for process in told.processes:
+        assert not Path(f"/proc/{process}").exists()
+        assert [file.name for file in Path("/dev/shm").glob(f"*{process}*")] == []
+    assert [file.name for file in Path("/dev/shm").glob("*unisono*")] == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 import unisono as un
 from unisono.interop import GroupOptions
 
-__all__ = ["on_ranks"]
+__all__ = ["on_ranks", "reserved_ports"]
 
 Program = Callable[..., Any]
 
@@ -36,3 +38,15 @@ def _inside(comm: un.Communicator, program: Program, path: str, transport: str, 
         return program(*args)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Ports that the system hands out to nobody else meanwhile; a server that asks for one by its number gets it."""
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in held:
+            # Bound, but not listening: then a server with the same option may bind it too, as torch's stores do.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", 0))
+        yield [one.getsockname()[1] for one in held]

@@ -138,7 +138,9 @@ class _UnreachableError(Exception):
 def _try(path: Path, note: _Note, seat: Seat) -> Place:
     patience_s, reach_within_s = max(seat.left_s, 1.0), min(max(seat.left_s, 0.1), _REACH_WITHIN_S)
     try:
-        control = SocketControl((note.host, note.port), note.secret.encode(), patience_s, reach_within_s=reach_within_s)
+        control = SocketControl(
+            (note.host, note.port), note.secret.encode(), patience_s, reach_within_s=reach_within_s, host_rank=0
+        )
     except CommError as error:
         raise _UnreachableError(error.message) from error
     return settle(seat, control, moved=lambda: _read(path) != note)

@@ -65,7 +65,7 @@ def meet(seat: Seat, address: tuple[str, int], secret: bytes, lease: Lease | Non
     try:
         while True:
             try:
-                return settle(seat, SocketControl(address, secret, max(seat.left_s, 0.1)), lease)
+                return settle(seat, SocketControl(address, secret, max(seat.left_s, 0.1), host_rank=0), lease)
             except ClosedError:
                 if not seat.left_s:
                     raise

@@ -42,6 +42,7 @@ class SocketControl(Requester):
         timeout: Seconds to reach it, and later for an answer that nothing holds up.
         on_orphan: Called if the server vanishes without a goodbye.
         reach_within_s: Seconds to reach it, if not `timeout`.
+        host_rank: Which rank of the job hosts it, if one does; named if it is lost.
 
     Raises:
         CommTimeoutError: Nobody answers there.
@@ -55,8 +56,10 @@ class SocketControl(Requester):
         timeout: float = 30.0,
         on_orphan: Callable[[], None] | None = None,
         reach_within_s: float | None = None,
+        host_rank: int | None = None,
     ) -> None:
         super().__init__(timeout)
+        self._host_rank = host_rank
         self._address, self._on_orphan = address, on_orphan
         self._process = os.getpid()
         self._reading = threading.Lock()
@@ -189,7 +192,8 @@ class SocketControl(Requester):
             cause = Cause("ClosedError", None, f"{self._where} has ended: rank 0 or the launcher closed it")
             self._end(cause, fails_groups=False)
         elif self._ended is None:
-            cause = Cause("PeerLostError", None, f"{self._where} was lost: its process ended, or the way to it")
+            host = "" if self._host_rank is None else f"rank {self._host_rank} of the job was lost, which hosts it: "
+            cause = Cause("PeerLostError", None, f"{host}{self._where} was lost: its process ended, or the way to it")
             for callback in self._end(cause, fails_groups=True):
                 self._call(callback)
             self._call(self._on_orphan)

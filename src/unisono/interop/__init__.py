@@ -5,6 +5,10 @@
 
 From then on an existing program runs as it is: collectives, DDP, FSDP, sub-groups, checkpoints. For a
 program that also uses GPUs say "cpu:unisono,cuda:nccl".
+
+What gloo has and this backend has not: a receive from any rank; `dist.monitored_barrier`, which torch allows for
+gloo by its name (call the group's own method `monitored_barrier`); and DDP's communication hooks that are built
+into torch's C++ code (those of `torch.distributed.algorithms.ddp_comm_hooks` work).
 """
 
 from __future__ import annotations

@@ -63,6 +63,10 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802
         return "unisono"
 
+    def _get_backend_name(self) -> str:
+        # Who asks is torch's ShardedTensor, to learn where its tensors are: on the CPU for this name alone.
+        return "unisono" if self.others.names() else "gloo"
+
     @property
     def group_name(self) -> str:  # type: ignore[override]
         return self._name

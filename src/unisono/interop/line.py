@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
+from unisono.control.exits import CLOSE_HANDLES, when_process_ends
 from unisono.crew import Crew
 from unisono.errors import CommTimeoutError
 from unisono.work import Completion
@@ -13,6 +16,9 @@ from unisono.work import Completion
 __all__ = ["Job", "Line"]
 
 Job = Callable[[], object]
+
+_AT_EXIT_S = 5.0
+_lines: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
 class _Task(Completion):
@@ -53,6 +59,8 @@ class Line:
         self._driver: int | None = None
         self._hiring = threading.Lock()
         self._hired = False
+        _lines.add(self)
+        when_process_ends(_finish_all, CLOSE_HANDLES + 10)
 
     def run(self, job: Job) -> None:
         """Do a job, after those before it; raise its error."""
@@ -122,3 +130,13 @@ class Line:
                 self._waiting.popleft().perform()
         finally:
             self._leave()
+
+
+def _finish_all() -> None:
+    """Finish what a program has started and not waited for, while the control plane is still there.
+
+    Python ends daemon threads when they come back from C++ code after its own end, and takes the process with them.
+    """
+    if sys.exception() is None and getattr(sys, "last_value", None) is None:
+        for line in list(_lines):
+            line.finish(_AT_EXIT_S)

@@ -85,7 +85,9 @@ def _come(
         raise error_of(Cause(place[1], None, place[2]), Group.world(rank, size))
     _, host, port, secret, name, transport = place
     # It listens already.
-    control = SocketControl((host, port), secret, timeout_s, reach_within_s=min(timeout_s, _REACH_WITHIN_S))
+    control = SocketControl(
+        (host, port), secret, timeout_s, reach_within_s=min(timeout_s, _REACH_WITHIN_S), host_rank=0
+    )
 
     def release() -> None:
         control.close()

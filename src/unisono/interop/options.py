@@ -72,5 +72,9 @@ def only(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without a gradient history, which torch's own backends ignore."""
-    return tensor.detach() if tensor.requires_grad else tensor
+    """The same memory without a gradient history, which torch's own backends ignore.
+
+    Not only for what has one now: torch may give the tensor one before a later call is done, as its functions with
+    a derivative do with their outputs. A sparse tensor is itself, for the other one would not be changed with it.
+    """
+    return tensor.detach() if tensor.layout == torch.strided else tensor

@@ -16,7 +16,7 @@ def sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: float
     """
     if tensor.layout != torch.sparse_coo or op != "sum":
         raise ValueError(f"only sums of sparse_coo tensors are reduced, not {op} of {tensor.layout}; use to_dense()")
-    mine = tensor.coalesce()
+    mine = tensor.detach().coalesce()
     counts = torch.zeros(comm.size, dtype=torch.int64)
     comm.all_gather_single(counts, torch.tensor([mine.values().shape[0]]), timeout=timeout)
     places, values = mine.indices().contiguous(), mine.values().contiguous()
@@ -27,4 +27,5 @@ def sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: float
     total = torch.sparse_coo_tensor(
         torch.cat(all_places, 1), torch.cat(all_values), mine.shape, check_invariants=False
     ).coalesce()
-    tensor.copy_(total)
+    with torch.no_grad():
+        tensor.copy_(total)

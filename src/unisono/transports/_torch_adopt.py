@@ -49,7 +49,7 @@ def adopt(
         server = Server(secret := secrets.token_bytes(32), "127.0.0.1" if len(set(hosts)) == 1 else _address())
         card = wire.encode((*server.address, secret, f"adopted/{secrets.token_hex(4)}"))
     host, port, secret, name = wire.decode(_all_gather(backend, card, size, device)[0])
-    control = SocketControl((host, port), secret, timeout_s)
+    control = SocketControl((host, port), secret, timeout_s, host_rank=0)
 
     def release() -> None:
         control.close()

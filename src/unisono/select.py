@@ -8,9 +8,10 @@ from unisono.schedules import SCHEDULES
 from unisono.transport import Transport
 from unisono.types import Call
 
-__all__ = ["NATIVE", "choose", "known"]
+__all__ = ["FEWEST_BYTES", "NATIVE", "choose", "known"]
 
 NATIVE = "native"
+FEWEST_BYTES = "fewest_bytes"
 
 
 def choose(transport: Transport, call: Call, nbytes: int, requested: str | None = None) -> str:
@@ -20,8 +21,11 @@ def choose(transport: Transport, call: Call, nbytes: int, requested: str | None 
         transport: Whose native collectives and costs are asked.
         call: As it will pass the door.
         nbytes: Of the whole message.
-        requested: What the caller wants; `ValueError` lists the known if there is no such.
+        requested: What the caller wants; `ValueError` lists the known if there is no such. "fewest_bytes" is
+            native, or the schedule that sends least, whatever its rounds.
     """
+    if requested == FEWEST_BYTES:
+        return NATIVE if transport.carries(call) else _thriftiest(call.name, transport.size)
     if requested is None:
         if transport.carries(call):
             return NATIVE
@@ -46,3 +50,12 @@ def _cheapest(collective: str, size: int, nbytes: int, latency_s: float, second_
         return cost.rounds * latency_s + float(cost.sent) * nbytes * second_per_byte
 
     return min(SCHEDULES[collective].names(), key=seconds)
+
+
+@lru_cache(maxsize=4096)
+def _thriftiest(collective: str, size: int) -> str:
+    def least(name: str) -> tuple[float, int]:
+        cost = SCHEDULES[collective][name].cost(size)
+        return float(cost.sent), cost.rounds
+
+    return min(SCHEDULES[collective].names(), key=least)

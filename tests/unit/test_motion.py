@@ -141,6 +141,18 @@ def test_cheapest_algorithm_depends_on_size() -> None:
     assert long != "direct"
 
 
+def test_fewest_bytes_are_asked_for_by_name() -> None:
+    def program(comm: un.Communicator) -> str:
+        with un.trace("/dev/null") as events:
+            comm.all_reduce(torch.ones(1), algorithm="fewest_bytes")
+        (name,) = (e.detail["algorithm"] for e in events if e.kind == "begin")
+        return str(name)
+
+    costs = {name: SCHEDULES["all_reduce"][name].cost(4).sent for name in SCHEDULES["all_reduce"].names()}
+    for name in un.launch(program, 4, "thread"):
+        assert costs[name] == min(costs.values())
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize("name", SCHEDULES["all_reduce"].names())
 def test_segments_of_any_size_give_the_same_bits(name: str, chunk_bytes: int) -> None:

@@ -24,7 +24,9 @@ def rows(title: str) -> dict[str, str]:
     return dict(found)
 
 
-@pytest.mark.parametrize("package", ["compression", "data", "errors", "gradients", "schedules", "transports", "interop", "testing"])
+@pytest.mark.parametrize(
+    "package", ["compression", "data", "errors", "gradients", "schedules", "transports", "interop", "testing"]
+)
 def test_packages(package: str) -> None:
     assert set(rows(f"`unisono.{package}`")) == set(getattr(un, package).__all__)
 

@@ -41,7 +41,8 @@ class Reducing(Caller):
             tensor: Of a dtype that torch can reduce by `op`; bool sums are "or".
             op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
             algorithm: A file of `unisono.schedules.all_reduce` ("ring", "halving_doubling", ...), "native"
-                where the backend has it, or None: native, else the cheapest by its cost.
+                where the backend has it, or None: native, else the fastest by its cost. "fewest_bytes":
+                native, else the one that sends least.
             async_op: Return a `Work` at once; the tensor belongs to it until `wait` returns.
             timeout: Seconds; the communicator's if None.
 

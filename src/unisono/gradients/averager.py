@@ -90,7 +90,7 @@ class GradientAverager:
         plan_buckets([], [], cap, first)
         self._average, self._find_unused, self._sync_buffers = average, find_unused, sync_buffers
         codec = codec_for(compression)
-        settings = (cap, first, average, find_unused, sync_buffers, type(codec).__name__)
+        settings = (cap, first, average, find_unused, sync_buffers, repr(codec))
         agree_on_parameters(self._named, comm, settings)
         self._talk, self._comm = comm.dup(), comm.dup(check="off")
         # Where there is a GPU, hooks run in threads of autograd.

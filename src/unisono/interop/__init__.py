@@ -13,9 +13,10 @@ into torch's C++ code (those of `torch.distributed.algorithms.ddp_comm_hooks` wo
 
 from __future__ import annotations
 
+from unisono.interop import comm_hooks
 from unisono.interop.options import GroupOptions
 from unisono.interop.torch_backend import register
 
-__all__ = ["GroupOptions", "register"]
+__all__ = ["GroupOptions", "comm_hooks", "register"]
 
 register()

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.testing import cases, gradients, laws, partitions, placed, reference, strategies
+    from unisono.testing import buckets, cases, codecs, gradients, laws, partitions, placed, reference, strategies
     from unisono.testing.conformance import TransportLaws
     from unisono.testing.laws import World
     from unisono.testing.pools import RankPool, pool
@@ -24,7 +24,9 @@ __all__ = [
     "RankPool",
     "TransportLaws",
     "World",
+    "buckets",
     "cases",
+    "codecs",
     "gradients",
     "laws",
     "partitions",

@@ -1,0 +1,57 @@
+"""Send less: codecs that average gradients over all ranks, lossy, and with what was lost sent later.
+
+    averager = un.GradientAverager(model, comm, compression="bf16")
+    averager = un.GradientAverager(model, comm, compression=un.compression.error_feedback(un.compression.onebit()))
+
+Each codec is a file of `codecs`, found by its name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from unisono.compression.codec import Codec
+from unisono.compression.known import CODECS, resolve
+
+if TYPE_CHECKING:
+    from unisono.compression.codecs.bf16 import Bf16
+    from unisono.compression.codecs.error_feedback import ErrorFeedback
+    from unisono.compression.codecs.fp16 import Fp16
+    from unisono.compression.codecs.int8 import Int8
+    from unisono.compression.codecs.onebit import Onebit
+    from unisono.compression.codecs.powersgd import Powersgd
+    from unisono.compression.codecs.randomk import Randomk
+    from unisono.compression.codecs.topk import Topk
+
+    bf16 = Bf16
+    error_feedback = ErrorFeedback
+    fp16 = Fp16
+    int8 = Int8
+    onebit = Onebit
+    powersgd = Powersgd
+    randomk = Randomk
+    topk = Topk
+
+__all__ = [
+    "CODECS",
+    "Codec",
+    "bf16",
+    "error_feedback",
+    "fp16",
+    "int8",
+    "onebit",
+    "powersgd",
+    "randomk",
+    "resolve",
+    "topk",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or name not in CODECS:
+        raise AttributeError(f"module 'unisono.compression' has no attribute {name!r}")
+    return CODECS[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *CODECS.names()})

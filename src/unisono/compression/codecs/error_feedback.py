@@ -1,0 +1,98 @@
+"""error_feedback: what a codec loses is added to the next contribution, so nothing is lost for good.
+
+Sources: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy, Rebjock, Stich and Jaggi,
+"Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.compression.codec import Codec, check_bucket, wide
+from unisono.compression.known import Spec, resolve
+
+__all__ = ["CODEC", "ErrorFeedback"]
+
+
+class ErrorFeedback(Codec):
+    """Another codec, given what it lost before on top of each contribution.
+
+    The sum of all averages then stays near the sum of all means, however lossy the codec is. Each rank holds one
+    more bucket, its residual: float32, for float64 buckets float64. Where the result is not finite the residual
+    starts anew, so that one bad step does not spoil all later ones. `kept` may hold earlier losses too.
+
+    Args:
+        codec: A codec, a class or function that makes one, or a name.
+
+    Example:
+        >>> def program(comm):
+        ...     codec, total = un.compression.error_feedback(un.compression.onebit()), torch.zeros(3)
+        ...     for step in range(100):
+        ...         flat = torch.tensor([1.0, 2.0, 6.0])
+        ...         codec.average(flat, comm, [flat.shape])
+        ...         total += flat
+        ...     return bool((total / 100 - flat.new_tensor([1.0, 2.0, 6.0])).abs().max() < 0.2)
+        >>> un.launch(program, 2, "thread")
+        [True, True]
+    """
+
+    name = "error_feedback"
+
+    def __init__(self, codec: Spec = "onebit") -> None:
+        self.codec = resolve(codec)
+        if isinstance(self.codec, ErrorFeedback):
+            raise ValueError(f"{self.codec!r} feeds errors back already; twice would add them twice")
+        self._residual: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"error_feedback({self.codec!r})"
+
+    def average(
+        self,
+        flat: torch.Tensor,
+        comm: Communicator,
+        shapes: Sequence[torch.Size],
+        kept: torch.Tensor | None = None,
+    ) -> None:
+        check_bucket(flat, shapes, kept)
+        residual = self._residual
+        if residual is None:
+            given = flat.clone().to(wide(flat.dtype))
+        elif residual.numel() == flat.numel():
+            given = flat + residual
+            flat.copy_(given)
+        else:
+            raise ValueError(
+                f"this codec holds what was lost of {residual.numel()} elements, but flat has {flat.numel()}; "
+                "use one codec a bucket, made by spawn()"
+            )
+        kept = torch.empty_like(flat) if kept is None else kept
+        self.codec.average(flat, comm, shapes, kept)
+        self._residual = given.sub_(kept).nan_to_num_(0.0, 0.0, 0.0)
+
+    def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
+        return self.codec.error_bound(flat, others, shapes)
+
+    def wire_bytes(self, numel: int, shapes: Sequence[torch.Size], size: int, itemsize: int) -> float:
+        return self.codec.wire_bytes(numel, shapes, size, itemsize)
+
+    def reset(self) -> None:
+        super().reset()
+        self.codec.reset()
+        self._residual = None
+
+    def state_dict(self) -> dict[str, Any]:
+        residual = None if self._residual is None else self._residual.clone()
+        return {"residual": residual, "codec": self.codec.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.codec.load_state_dict(state["codec"])
+        self._residual = None if state["residual"] is None else state["residual"].clone()
+
+
+CODEC = ErrorFeedback

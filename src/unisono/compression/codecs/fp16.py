@@ -1,0 +1,34 @@
+"""fp16: half of float32's bytes, with an error of 1/2048 of each number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from unisono.compression.halves import Halves
+
+__all__ = ["CODEC", "Fp16"]
+
+
+@dataclass(repr=False, eq=False)
+class Fp16(Halves):
+    """Sends float16. Half of float32's bytes; 11 bits of precision for magnitudes from 6e-5 to 65504.
+
+    A contribution is divided by p before it is rounded. Beyond 65504 p it becomes infinite, as NaN and
+    infinities stay what they are, in that place on every rank; bf16 has float32's range.
+
+    Example:
+        >>> def program(comm):
+        ...     flat = torch.tensor([1.0, 0.1]) * (comm.rank + 1)
+        ...     un.compression.fp16().average(flat, comm, [flat.shape])
+        ...     return flat.round(decimals=3)
+        >>> un.launch(program, 2, "thread")[0]
+        tensor([1.5000, 0.1500])
+    """
+
+    name = "fp16"
+    half = torch.float16
+
+
+CODEC = Fp16

@@ -1,0 +1,71 @@
+"""int8: a quarter of float32's bytes, in steps of 1/127 of each block's largest magnitude."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from unisono.compression.two_stage import TwoStage
+
+__all__ = ["CODEC", "Int8"]
+
+_STEPS = 127
+_TINY = 2.0**-149
+
+
+@dataclass(repr=False, eq=False)
+class Int8(TwoStage):
+    """Sends a byte for each number and a float32 for each block, which is its largest magnitude over 127.
+
+    A block that has a NaN or an infinity (in float64: anything beyond float32's range) becomes non-finite as
+    a whole, on every rank.
+
+    Args:
+        block: Elements that share a scale.
+
+    Example:
+        >>> def program(comm):
+        ...     flat = torch.tensor([127.0, 1.0, 0.4]) * (comm.rank + 1)
+        ...     un.compression.int8().average(flat, comm, [flat.shape])
+        ...     return flat
+        >>> un.launch(program, 1, "thread")[0]
+        tensor([127.,   1.,   0.])
+    """
+
+    name = "int8"
+    block: int = 1024
+    # So that scales lie where float32 numbers may lie.
+    multiple: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"a block must have at least one element, not {self.block}")
+
+    def encode(self, pieces: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        count, blocks, length = pieces.shape
+        high, low = pieces.amax(-1, keepdim=True), pieces.amin(-1, keepdim=True)
+        scales = torch.maximum(high, low.neg_()).div_(_STEPS).float()
+        # A scale that has underflowed stands for zeros. To multiply by 1 / scale could overflow.
+        steps = pieces.div_(scales.masked_fill(scales == 0, torch.inf)).round_().clamp_(-_STEPS, _STEPS)
+        coded = torch.empty(count, self.piece_bytes(blocks, length), dtype=torch.uint8, device=pieces.device)
+        coded[:, : 4 * blocks] = scales.view(count, blocks).view(torch.uint8)
+        coded[:, 4 * blocks :].view(torch.int8).copy_(steps.view(count, -1))
+        return coded
+
+    def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        pieces, blocks, _ = out.shape
+        scales = coded[:, : 4 * blocks].view(torch.float32)
+        out.view(pieces, -1).copy_(coded[:, 4 * blocks :].view(torch.int8))
+        return out.mul_(scales.unsqueeze(-1))
+
+    def piece_bytes(self, blocks: int, length: int) -> int:
+        return blocks * (4 + length)
+
+    def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        # Half a step; the scale itself is rounded, which counts where few of its bits are left.
+        return count.sqrt() * (largest * (0.5 / _STEPS * (1 + 1e-4)) + 128 * _TINY)
+
+
+CODEC = Int8

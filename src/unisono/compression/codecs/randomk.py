@@ -1,0 +1,116 @@
+"""randomk: a few numbers at places that all ranks draw alike, so that only values travel.
+
+Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.compression.codec import Codec
+
+__all__ = ["CODEC", "Randomk"]
+
+
+@dataclass(repr=False, eq=False)
+class Randomk(Codec):
+    """Sends one element of each stretch of a bucket, drawn anew each time, in the bucket's own dtype.
+
+    The rest counts as zero, and nothing is scaled up for it, so use `error_feedback(randomk())`. A NaN or an
+    infinity anywhere makes the whole result NaN on every rank: it would be overlooked where it is not drawn.
+
+    Cost: one all_reduce of as many elements as are kept; p passes none of them twice.
+
+    Args:
+        ratio: How many of the elements are kept, rounded up; above 0 and up to 1.
+        seed: Of the draws; the same on all ranks.
+
+    Example:
+        >>> def program(comm):
+        ...     flat = torch.full((8,), comm.rank + 1.0)
+        ...     un.compression.randomk(ratio=0.25).average(flat, comm, [flat.shape])
+        ...     return flat.sort().values
+        >>> un.launch(program, 2, "thread")[0]
+        tensor([0.0000, 0.0000, 0.0000, 0.0000, 0.0000, 0.0000, 1.5000, 1.5000])
+    """
+
+    name = "randomk"
+    ratio: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio must be above 0 and at most 1, not {self.ratio}")
+        self._step = 0
+
+    def average(
+        self,
+        flat: torch.Tensor,
+        comm: Communicator,
+        shapes: Sequence[torch.Size],
+        kept: torch.Tensor | None = None,
+    ) -> None:
+        self.prepare(flat, comm, shapes, kept)
+        if not flat.numel():
+            return
+        places = self._places(flat.numel()).to(flat.device)
+        # The last one is 0, or NaN if anything is not finite; everything that was not drawn becomes it.
+        sent = torch.empty(places.numel() + 1, dtype=flat.dtype, device=flat.device)
+        torch.index_select(flat, 0, places, out=sent[:-1])
+        low, high = flat.aminmax()
+        sent[-1] = (low * 0 + high * 0).abs()
+        if kept is not None:
+            kept.copy_(sent[-1].expand_as(kept)).index_copy_(0, places, sent[:-1])
+        comm.all_reduce(sent.div_(comm.size), algorithm="fewest_bytes")
+        flat.copy_(sent[-1].expand_as(flat)).index_copy_(0, places, sent[:-1])
+        self._step += 1
+
+    def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
+        if not flat.numel():
+            return 0.0
+        # What the least lucky draw leaves of each stretch: all but its smallest.
+        starts = self._starts(flat.numel())
+        squares = flat.double().square()
+        smallest = sum(float(part.min()) for part in squares.tensor_split(starts[1:-1]))
+        return math.sqrt(max(0.0, float(squares.sum()) - smallest))
+
+    def wire_bytes(self, numel: int, shapes: Sequence[torch.Size], size: int, itemsize: int) -> float:
+        if not numel:
+            return 0.0
+        return 2 * (size - 1) / size * itemsize * (math.ceil(self.ratio * numel) + 1)
+
+    def reset(self) -> None:
+        super().reset()
+        self._step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._step = int(state["step"])
+
+    def shared_state(self) -> object:
+        return self._step
+
+    def _starts(self, numel: int) -> torch.Tensor:
+        """Where each stretch begins, and the end of the last."""
+        count = math.ceil(self.ratio * numel)
+        return torch.arange(count + 1) * numel // count
+
+    def _places(self, numel: int) -> torch.Tensor:
+        """One place of each stretch. To shuffle all of the bucket would cost more than to send it."""
+        starts = self._starts(numel)
+        # Its own generator, of the processor: the same on all ranks, whatever else draws, wherever buckets lie.
+        generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self._step) % 2**32)
+        drawn = torch.rand(len(starts) - 1, generator=generator, dtype=torch.float64)
+        return starts[:-1] + (drawn * starts.diff()).long()
+
+
+CODEC = Randomk

@@ -1,0 +1,146 @@
+"""Two stages: each rank sums one piece of what all ranks encoded, encodes the sum again, and gives it to all.
+
+That is a reduce-scatter and an all-gather, each in one message to each peer. What is added was decoded before,
+so that a codec needs no sums of its own, and nothing is lost that its rank does not know of.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.compression.codec import Codec, wide
+
+__all__ = ["TwoStage"]
+
+
+class TwoStage(Codec):
+    """A codec of blocks: gives two functions, `encode` and `decode`, and what they lose.
+
+    A bucket is cut into p pieces of equally many blocks of equal length, up to `block`; the last ones may
+    end in zeros. Cost: 2(p-1)/p of the encoded bucket sent by each rank, in two rounds, and up to two
+    buckets of memory for the time of a call.
+
+    Attributes:
+        block: The most elements that are encoded together.
+        multiple: Blocks' lengths are multiples of this.
+    """
+
+    block: int
+    multiple: ClassVar[int] = 1
+
+    @abstractmethod
+    def encode(self, pieces: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Bytes of some pieces.
+
+        Args:
+            pieces: Of shape (pieces, blocks, length), float32 or float64, contiguous; may be overwritten.
+            counts: How many elements of each block are not padding, of shape (pieces, blocks, 1), at least 1.
+
+        Returns:
+            uint8, of shape (pieces, bytes), contiguous.
+        """
+
+    @abstractmethod
+    def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write what `encode` made bytes of, but for its losses, to `out`, and return that."""
+
+    @abstractmethod
+    def piece_bytes(self, blocks: int, length: int) -> int:
+        """How many bytes `encode` makes of a piece."""
+
+    @abstractmethod
+    def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """For each block, the most that coding can change it, as a Euclidean norm.
+
+        Args:
+            norm: The most that its Euclidean norm can be.
+            largest: The most that its largest magnitude can be.
+            mean: The least that the mean of its magnitudes can be.
+            count: Its elements.
+        """
+
+    def average(
+        self,
+        flat: torch.Tensor,
+        comm: Communicator,
+        shapes: Sequence[torch.Size],
+        kept: torch.Tensor | None = None,
+    ) -> None:
+        self.prepare(flat, comm, shapes, kept)
+        if not flat.numel():
+            return
+        pieces, counts = self._cut(flat, comm.size)
+        coded = self.encode(pieces, counts)
+        # From here on `pieces` is but memory for what is decoded.
+        if kept is not None:
+            kept.copy_(self.decode(coded, pieces).mul_(comm.size).view(-1)[: flat.numel()])
+        arrived = torch.empty_like(coded)
+        comm.all_to_all_single(arrived, coded)
+        total = self.decode(arrived, pieces)[0]
+        for piece in pieces[1:]:
+            total += piece
+        # What was decoded from padding must not weigh in again.
+        total.view(-1)[max(0, flat.numel() - comm.rank * total.numel()) :] = 0
+        lost = None if kept is None else total.clone()
+        own = slice(comm.rank, comm.rank + 1)
+        comm.all_gather_single(coded, self.encode(total.unsqueeze(0), counts[own]))
+        result = self.decode(coded, pieces)
+        if result.data_ptr() != flat.data_ptr():
+            flat.copy_(result.view(-1)[: flat.numel()])
+        if kept is not None and lost is not None:
+            _book(kept, lost.neg_().add_(result[comm.rank]), comm.rank, comm.size)
+
+    def wire_bytes(self, numel: int, shapes: Sequence[torch.Size], size: int, itemsize: int) -> float:
+        if not numel:
+            return 0.0
+        return 2.0 * (size - 1) * self.piece_bytes(*self._grid(numel, size))
+
+    def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
+        if not flat.numel():
+            return 0.0
+        size = 1 + len(others)
+        norm_of_all = largest_of_all = first = torch.zeros(())
+        for tensor in (*others, flat):
+            pieces, count = self._cut(tensor.to(torch.float64, copy=True), size)
+            magnitudes = pieces.abs()
+            norm, largest = magnitudes.norm(dim=-1, keepdim=True), magnitudes.amax(-1, keepdim=True)
+            first = self.loss(norm, largest, magnitudes.sum(-1, keepdim=True) / count, count)
+            norm_of_all, largest_of_all = norm_of_all + norm + first, largest_of_all + largest + first
+        second = self.loss(norm_of_all, largest_of_all, torch.zeros_like(first), count)
+        # A rank books the losses of the piece that it owns.
+        return size * float(first.norm() + second.flatten(1).norm(dim=1).max())
+
+    def _grid(self, numel: int, size: int) -> tuple[int, int]:
+        """Blocks of a piece, and their length."""
+        piece = math.ceil(numel / size)
+        blocks = math.ceil(piece / self.block)
+        return blocks, math.ceil(piece / blocks / self.multiple) * self.multiple
+
+    def _cut(self, flat: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's share of the mean in pieces, in flat's own memory where it fits; and how much of them is real.
+
+        Divided before anything is summed: no sum of shares can overflow.
+        """
+        blocks, length = self._grid(flat.numel(), size)
+        total, dtype = size * blocks * length, wide(flat.dtype)
+        if total == flat.numel() and dtype == flat.dtype:
+            shares = flat.div_(size)
+        else:
+            shares = torch.empty(total, dtype=dtype, device=flat.device)
+            torch.div(flat.to(dtype), size, out=shares[: flat.numel()])
+            shares[flat.numel() :].zero_()
+        starts = torch.arange(0, total, length, device=flat.device)
+        counts = (flat.numel() - starts).clamp_(1, length)
+        return shares.view(size, blocks, length), counts.view(size, blocks, 1)
+
+
+def _book(kept: torch.Tensor, error: torch.Tensor, rank: int, size: int) -> None:
+    """What the second stage changed in the mean is this rank's doing, p times in its own contribution."""
+    mine = kept[rank * error.numel() : (rank + 1) * error.numel()]
+    mine += error.view(-1)[: mine.numel()].mul_(size).to(mine.dtype)

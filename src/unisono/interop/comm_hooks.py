@@ -1,0 +1,95 @@
+"""Codecs in torch's DistributedDataParallel, as communication hooks.
+
+from unisono.interop import comm_hooks
+ddp.register_comm_hook(None, comm_hooks.averaging(un.compression.bf16, comm))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from unisono.communicator import Communicator
+from unisono.compression import Codec, resolve
+from unisono.compression.known import Spec
+from unisono.errors import ClosedError
+
+__all__ = ["Hook", "averaging"]
+
+Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+"""What `DistributedDataParallel.register_comm_hook` takes."""
+
+_Kind = tuple[torch.dtype, tuple[torch.Size, ...]]
+
+
+def averaging(codec: Spec, comm: Communicator) -> Hook:
+    """A hook that averages DDP's buckets by a codec, while backward goes on. One hook a model.
+
+    Collective: makes a communicator of the same ranks for the hook, whose one thread averages bucket after
+    bucket. Both end with `comm`, so close that after training. Each bucket gets a codec of its own. DDP lays its
+    buckets out anew after the first step; what error feedback held until then is dropped.
+
+    Args:
+        codec: A codec, a class or function that makes one, or a name.
+        comm: Of the ranks of DDP's process group.
+
+    Returns:
+        A function for `register_comm_hook`, whose `state` it does not look at.
+
+    Raises:
+        ValueError: There is no such codec.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> with un.init() as comm:
+        ...     hook = averaging("bf16", comm)
+        >>> hook.__qualname__
+        'unisono.bf16'
+    """
+    pattern, own = resolve(codec), comm.dup()
+    own.share()
+    # One thread, so that buckets are averaged in the order in which DDP fills them: the same on all ranks.
+    thread = ThreadPoolExecutor(1, "unisono comm hook")
+    codecs: dict[int, tuple[_Kind, Codec]] = {}
+
+    def codec_for(index: int, kind: _Kind) -> Codec:
+        if index not in codecs or codecs[index][0] != kind:
+            codecs[index] = kind, pattern.spawn()
+        return codecs[index][1]
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        flat, sizes = bucket.buffer(), [gradient.shape for gradient in bucket.gradients()]
+        chosen = codec_for(bucket.index(), (flat.dtype, tuple(sizes)))
+        if flat.is_cuda:
+            # On the stream that filled it, so at once.
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device])
+            done.set_result(_average(chosen, flat, own, sizes))
+            return done
+        return _in_thread(thread, lambda: _average(chosen, flat, own, sizes))
+
+    comm.on_close(lambda: thread.shutdown(wait=True))
+    # Torch compares them with types, where this module has text.
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    hook.__name__ = hook.__qualname__ = f"unisono.{pattern.name}"
+    return hook
+
+
+def _average(codec: Codec, flat: torch.Tensor, comm: Communicator, sizes: Sequence[torch.Size]) -> torch.Tensor:
+    with torch.no_grad():
+        codec.average(flat, comm, sizes)
+    return flat
+
+
+def _in_thread(thread: ThreadPoolExecutor, action: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
+    """A future of what the action returns. Its error is torch's, with ours as text, so that C++ sees it as one."""
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    try:
+        work = thread.submit(action)
+    except RuntimeError as error:
+        raise ClosedError("the communicator of this hook is closed; keep it open as long as DDP trains") from error
+    result = ended.then(lambda _: work.result())
+    work.add_done_callback(lambda _: ended.set_result(None))
+    return result

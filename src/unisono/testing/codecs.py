@@ -1,0 +1,268 @@
+"""What must hold of every codec: plain functions that raise `AssertionError` if it does not.
+
+`check_codec` starts ranks and does all of them. The others that take a communicator run on each of its ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.compression import Codec, error_feedback
+from unisono.errors import MismatchError
+from unisono.testing.buckets import NUMBERS, Bucket
+from unisono.testing.ranks import run_ranks
+from unisono.transport import Transport
+from unisono.types import Message, Send, Work
+from unisono.wrappers.wrapper import Wrapper
+
+__all__ = [
+    "NUMBERS",
+    "Bucket",
+    "Make",
+    "bytes_sent",
+    "check_average",
+    "check_bytes",
+    "check_codec",
+    "check_feedback",
+    "check_input",
+    "check_mismatch",
+    "check_nonfinite",
+    "check_state",
+]
+
+Make = Callable[[], Codec]
+"""Makes a codec; every rank calls it."""
+
+
+def check_codec(make: Make, size: int, bucket: Bucket) -> None:
+    """All of the checks below but that of feedback, on `size` ranks that are threads.
+
+    Example:
+        >>> check_codec(un.compression.int8, size=2, bucket=Bucket(shapes=[(3, 4), (5,)]))
+    """
+
+    def program(comm: Communicator) -> None:
+        check_average(make, comm, bucket)
+        check_state(make, comm, bucket)
+        check_nonfinite(make, comm, bucket)
+        check_input(make, comm, bucket)
+        check_mismatch(make, comm, bucket)
+
+    run_ranks(program, size)
+    check_bytes(make, size, bucket)
+
+
+def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
+    """The result is the mean of what was kept, the same bits on all ranks, and no more is lost than declared."""
+    given = bucket.contributions(comm.size)
+    mine = given[comm.rank].clone()
+    kept = torch.full_like(mine, torch.nan)
+    codec = make()
+    codec.average(mine, comm, bucket.sizes, kept)
+    others = [tensor for rank, tensor in enumerate(given) if rank != comm.rank]
+    bound = codec.error_bound(given[comm.rank], others, bucket.sizes)
+    _check_alike(mine, comm, "the result")
+    silent = given[comm.rank].clone()
+    make().average(silent, comm, bucket.sizes)
+    assert _same(silent, mine), "the result is another one where nobody asks what was kept"
+    if not math.isfinite(bound):
+        return
+    everyones = [torch.empty_like(kept) for _ in range(comm.size)]
+    comm.all_gather(everyones, kept)
+    if not bucket.numel:
+        return
+    info = torch.finfo(bucket.dtype)
+    smallest = info.smallest_normal * info.eps
+    kept_mean = torch.stack(everyones).double().mean(0)
+    largest = max(float(tensor.abs().max()) for tensor in everyones)
+    away = float((kept_mean - mine.double()).abs().max())
+    allowed = 16 * info.eps * largest + 4 * comm.size * smallest
+    assert away <= allowed, f"the result is {away:.3g} away from the mean of what was kept; {allowed:.3g} is rounding"
+    x, k = given[comm.rank].double(), kept.double()
+    lost = float((x - k).norm())
+    rounding = 2 * info.eps * float(x.norm() + k.norm()) + math.sqrt(bucket.numel) * comm.size * smallest
+    assert lost <= bound * (1 + 1e-6) + rounding, f"{lost:.6g} was lost, more than the declared {bound:.6g}"
+    if bucket.numbers == "zero":
+        assert not mine.any(), "of nothing but zeros something was made"
+
+
+def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
+    """A codec that loads a state goes on as the one whose state it is; a spawned one begins anew."""
+    fresh, codec = make(), make()
+    steps = [replace(bucket, seed=bucket.seed + step).contribution(comm.rank) for step in range(4)]
+    before = [_averaged(codec, step, comm, bucket) for step in steps[:2]]
+    state = codec.state_dict()
+    after = [_averaged(codec, step, comm, bucket) for step in steps[2:]]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    # Loads tensors, numbers, strings and containers, and nothing else.
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    for expected, step in zip(after, steps[2:], strict=True):
+        assert _same(_averaged(fresh, step, comm, bucket), expected), "it does not go on from the state that it loaded"
+    spawned = codec.spawn()
+    for expected, step in zip(before, steps[:2], strict=True):
+        assert _same(_averaged(spawned, step, comm, bucket), expected), "a spawned codec does not begin anew"
+    try:
+        make().load_state_dict({"no such": 1})
+    except ValueError:
+        return
+    raise AssertionError("a state of another kind was loaded without a word")
+
+
+def check_nonfinite(make: Make, comm: Communicator, bucket: Bucket) -> None:
+    """A NaN or an infinity of one rank is seen at its place on all ranks, and does not spoil the next step."""
+    if not bucket.numel:
+        return
+    place = bucket.seed % bucket.numel
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        codec = make()
+        mine = bucket.contribution(comm.rank)
+        if comm.rank == comm.size - 1:
+            mine[place] = bad
+        codec.average(mine, comm, bucket.sizes)
+        assert not mine[place].isfinite(), f"a {bad} of one rank has become {mine[place]}"
+        _check_alike(mine, comm, "the result with a NaN")
+        after = replace(bucket, numbers="constant").contribution(comm.rank)
+        codec.average(after, comm, bucket.sizes)
+        assert after.isfinite().all(), f"a {bad} in one step spoils the next"
+
+
+def check_input(make: Make, comm: Communicator, bucket: Bucket) -> None:
+    """What is no bucket is refused by an error before anything moves, and the codec can be used after it."""
+    codec, sizes = make(), bucket.sizes
+    good = bucket.contribution(comm.rank)
+    wrong: list[tuple[torch.Tensor, list[torch.Size], torch.Tensor | None]] = [
+        (good.to(torch.int32), sizes, None),
+        (good.unsqueeze(0), sizes, None),
+        (good, [*sizes, torch.Size([1])], None),
+        (good, sizes, torch.cat((good, good.new_zeros(1)))),
+        (good, sizes, good.to(torch.float64 if good.dtype != torch.float64 else torch.float32)),
+        (good.clone().requires_grad_(), sizes, None),
+    ]
+    if bucket.numel:
+        wrong.append((good, sizes, good))
+    if bucket.numel > 1:
+        wrong.append((torch.stack((good, good), dim=1)[:, 0], sizes, None))
+    for flat, shapes, kept in wrong:
+        try:
+            codec.average(flat, comm, shapes, kept)
+        except (TypeError, ValueError):
+            continue
+        raise AssertionError(f"took {flat}, kept={kept}, for a bucket of {shapes} without a word")
+    _averaged(codec, good, comm, bucket)
+
+
+def check_mismatch(make: Make, comm: Communicator, bucket: Bucket) -> None:
+    """Ranks whose buckets differ are told so, all of them."""
+    if comm.size == 1:
+        return
+    for shapes in ([*bucket.shapes, (1,)], [*bucket.shapes, (0,)]):
+        other = replace(bucket, shapes=shapes) if comm.rank == comm.size - 1 else bucket
+        try:
+            _averaged(make(), other.contribution(comm.rank), comm, other)
+        except MismatchError:
+            continue
+        raise AssertionError(f"nobody saw that a rank has a parameter of shape {shapes[-1]} more")
+
+
+def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 256) -> None:
+    """With error feedback, the sum of results stays near the sum of means, however long it goes on. Collective.
+
+    Args:
+        make: Of the codec; may have feedback already.
+        comm: Whose ranks average.
+        bucket: The same contributions in each step. Best of float64, so that roundings count for little.
+        steps: Several times as many as the codec takes to send everything once.
+
+    Example:
+        >>> bucket = Bucket(shapes=[(40,)], dtype=torch.float64)
+        >>> _ = un.launch(lambda comm: check_feedback(un.compression.int8, comm, bucket, steps=20), 2, "thread")
+    """
+    codec = make()
+    if codec.name != error_feedback.name:
+        codec = error_feedback(codec)
+    mine = bucket.contribution(comm.rank)
+    mean = torch.stack(bucket.contributions(comm.size)).double().mean(0)
+    total, errors = torch.zeros_like(mean), []
+    for step in range(1, steps + 1):
+        total += _averaged(codec, mine, comm, bucket)
+        errors.append(float((total - step * mean).norm()))
+    early, late = max(errors[: steps // 2]), max(errors[steps // 2 :])
+    allowed = 1.5 * early + 1e-9 * float(mean.norm())
+    assert late <= allowed, f"the error grows: up to {early:.3g} in the first {steps // 2} steps, then to {late:.3g}"
+    assert errors[-1] <= steps * float(mean.norm()) / 4, f"after {steps} steps {errors[-1]:.3g} is missing"
+
+
+def check_bytes(make: Make, size: int, bucket: Bucket) -> None:
+    """`wire_bytes` tells what ranks send, within 2 %. Starts ranks of its own, as `bytes_sent` does."""
+    sent = bytes_sent(make, size, bucket)
+    said = make().wire_bytes(bucket.numel, bucket.sizes, size, bucket.dtype.itemsize)
+    assert abs(sent - said) <= 0.02 * said, f"a rank sends {sent} bytes, but wire_bytes says {said}"
+
+
+def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
+    """What one rank sends for one average, the mean over ranks, counted where it leaves.
+
+    Starts ranks that are threads. Algorithms are chosen there as if only bytes cost anything, as `wire_bytes`
+    takes for granted; the first average, in which ranks agree, is not counted.
+
+    Example:
+        >>> bytes_sent(un.compression.fp16, size=2, bucket=Bucket(shapes=[(100,)]))
+        200.0
+    """
+    counters: list[_Counted] = []
+
+    def counted(inner: Transport) -> Transport:
+        counters.append(_Counted(inner))
+        return counters[-1]
+
+    def program(comm: Communicator) -> int:
+        codec = make()
+        _averaged(codec, bucket.contribution(comm.rank), comm, bucket)
+        counter = next(counter for counter in counters if counter.rank == comm.rank)
+        before = counter.sent
+        _averaged(codec, bucket.contribution(comm.rank), comm, bucket)
+        return counter.sent - before
+
+    counts: list[int] = run_ranks(program, size, wrap=counted)
+    return sum(counts) / size
+
+
+class _Counted(Wrapper):
+    """Counts the bytes that this rank sends."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.sent, self.latency_s, self.second_per_byte = 0, 0.0, 1.0
+
+    def rewrap(self, inner: Transport) -> _Counted:
+        return _Counted(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        self.sent += sum(message.tensor.nbytes for message in batch if isinstance(message, Send))
+        return super().post(batch)
+
+
+def _averaged(codec: Codec, contribution: torch.Tensor, comm: Communicator, bucket: Bucket) -> torch.Tensor:
+    flat = contribution.clone()
+    codec.average(flat, comm, bucket.sizes)
+    return flat
+
+
+def _check_alike(tensor: torch.Tensor, comm: Communicator, what: str) -> None:
+    everyones = [torch.empty_like(tensor) for _ in range(comm.size)]
+    comm.all_gather(everyones, tensor)
+    for rank, other in enumerate(everyones):
+        assert _same(other, tensor), f"{what} is not bit for bit the same on ranks {rank} and {comm.rank}"
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, NaN too."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

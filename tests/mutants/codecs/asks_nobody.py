@@ -1,0 +1,19 @@
+"""Looks at its own arguments only."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.compression import topk
+from unisono.compression.codec import check_bucket
+
+LAW = "check_mismatch"
+COMPLAINT = "nobody saw"
+
+
+class CODEC(topk):
+    def prepare(
+        self, flat: torch.Tensor, comm: Communicator, shapes: list[torch.Size], kept: torch.Tensor | None = None
+    ) -> None:
+        check_bucket(flat, shapes, kept)

@@ -1,0 +1,19 @@
+"""Takes off what it should add."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.compression import error_feedback
+
+LAW = "check_feedback"
+COMPLAINT = "the error grows|is missing"
+
+
+class CODEC(error_feedback):
+    def average(
+        self, flat: torch.Tensor, comm: Communicator, shapes: list[torch.Size], kept: torch.Tensor | None = None
+    ) -> None:
+        super().average(flat, comm, shapes, kept)
+        self._residual.neg_()

@@ -1,0 +1,16 @@
+"""Draws after loading what it drew at first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.compression import randomk
+
+LAW = "check_state"
+COMPLAINT = "does not go on from the state"
+
+
+class CODEC(randomk):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({"step": 0})

@@ -1,0 +1,16 @@
+"""Claims to send values only."""
+
+from __future__ import annotations
+
+from unisono.compression import int8
+
+LAW = "check_bytes"
+COMPLAINT = "but wire_bytes says"
+
+
+class CODEC(int8):
+    def __init__(self) -> None:
+        super().__init__(block=32)
+
+    def wire_bytes(self, numel: int, shapes: object, size: int, itemsize: int) -> float:
+        return 2.0 * (size - 1) / size * numel

@@ -1,0 +1,15 @@
+"""Uses one object for all buckets."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from unisono.compression import error_feedback
+
+LAW = "check_state"
+COMPLAINT = "does not begin anew"
+
+
+class CODEC(error_feedback):
+    def spawn(self) -> Self:
+        return self

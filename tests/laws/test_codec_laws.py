@@ -26,7 +26,7 @@ BUCKETS = st.builds(
 @example(size=4, bucket=Bucket([(70, 40), (129,)], torch.float32, "mixed"))
 @example(size=3, bucket=Bucket([()], torch.float16, "huge"))
 @example(size=2, bucket=Bucket([], torch.float32))
-@settings(max_examples=15)
+@settings(max_examples=max(5, settings.default.max_examples // 10))
 def test_laws(name: str, size: int, bucket: Bucket) -> None:
     check_codec(CODECS[name], size, bucket)
 

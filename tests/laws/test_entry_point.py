@@ -74,7 +74,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     registry._entry_points.cache_clear()
 
 
+@pytest.mark.soak
 class TestCourier(TransportLaws):
+    """All laws; in `make test` the same class meets them when it is registered: see test_third_party.py."""
+
     backend = "courier"
 
 

@@ -50,7 +50,7 @@ def rounds(
     counts=st.lists(st.tuples(st.integers(0, 90_000), COUNTS), min_size=1, max_size=3),
     ordinary=st.sampled_from([[], [], [0], [1], [0, 1, 2, 3]]),
 )
-@settings(max_examples=12)
+@settings(max_examples=max(5, settings.default.max_examples // 4))
 def test_registered_memory_holds_the_same_numbers(
     size: int, dtype: torch.dtype, op: str, counts: list[tuple[int, int]], ordinary: list[int]
 ) -> None:

@@ -41,6 +41,7 @@ class Deferred(Work):
                 try:
                     self._run(time.monotonic() + (self._timeout_s if timeout is None else timeout))
                 except BaseException as error:
+                    # Also an interrupt: every later wait has to say how this one ended.
                     self._error = error
         if self._error is not None:
             raise self._error
@@ -57,6 +58,7 @@ class Deferred(Work):
         try:
             self.wait()
         except BaseException as error:
+            # Nobody is there to raise it to; the future, or the next wait, tells it.
             return error
         return None
 

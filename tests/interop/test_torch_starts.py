@@ -116,4 +116,7 @@ def ends_without_waiting(rank: int, size: int, file: str) -> None:
 
 def test_a_process_may_end_before_its_collectives(tmp_path: Path) -> None:
     """A thread that came back from gloo after the interpreter's end would end the process by SIGABRT."""
-    multiprocessing.spawn(ends_without_waiting, (3, f"file://{tmp_path}/store"), nprocs=3)
+    started = multiprocessing.spawn(ends_without_waiting, (3, f"file://{tmp_path}/store"), nprocs=3, join=False)
+    while not started.join():
+        pass
+    assert [process.exitcode for process in started.processes] == [0, 0, 0]

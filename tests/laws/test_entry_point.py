@@ -89,7 +89,7 @@ def summed(comm: un.Communicator) -> tuple[str, list[float]]:
 
 def test_it_carries_what_is_sent() -> None:
     courier = TRANSPORTS["courier"]
-    courier.carried.clear()  # type: ignore[attr-defined]
+    courier.carried.clear()  # type: ignore[attr-defined]  # of the temporary module
     assert run_ranks(summed, 2, "courier") == [("courier", [3.0] * 3)] * 2
     assert {rank for rank, _ in courier.carried} == {0, 1}  # type: ignore[attr-defined]
 

@@ -554,13 +554,13 @@ def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
     comm = un.init("thread")
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="'mean' or 'sum'"):
-        un.GradientAverager(model, comm, average="median")  # type: ignore[arg-type]
+        un.GradientAverager(model, comm, average="median")  # type: ignore[arg-type]  # on purpose
     with pytest.raises(ValueError, match="at least a byte"):
         un.GradientAverager(model, comm, bucket_cap_mb=0)
     with pytest.raises(TypeError, match="single tensor"):
         un.GradientAverager(model.weight, comm)
     with pytest.raises(TypeError, match="parameter 1 is a str"):
-        un.GradientAverager([model.weight, "bias"], comm)  # type: ignore[list-item]
+        un.GradientAverager([model.weight, "bias"], comm)  # type: ignore[list-item]  # on purpose
 
 
 def test_a_compiled_model_is_averaged_too() -> None:

@@ -328,7 +328,7 @@ def test_bad_models() -> None:
     with pytest.raises(TypeError, match="not a single Tensor"):
         named_tensors(torch.zeros(2))
     with pytest.raises(TypeError, match="parameter 1 must be a tensor, not int"):
-        named_tensors([torch.zeros(2), 3])  # type: ignore[list-item]
+        named_tensors([torch.zeros(2), 3])  # type: ignore[list-item]  # on purpose
     with pytest.raises(ValueError, match="needs the module"):
         named_tensors([torch.zeros(2)], buffers=True)
     shared = torch.zeros(2)

@@ -90,5 +90,5 @@ def _outer_node() -> Any:
     while frame is not None:
         if frame.f_code is _APPLY:
             node = frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back  # type: ignore[assignment]  # typed by its first value, which is never None
     return node

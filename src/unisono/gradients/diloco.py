@@ -87,6 +87,7 @@ class DiLoCo(Periodic):
         try:
             assert_in_sync(named, self._comm)
         except Exception:
+            # Whatever it was is raised again; the line that was opened must not stay open.
             self._comm.close()
             raise
 

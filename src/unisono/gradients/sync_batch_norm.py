@@ -79,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
             if self.track_running_stats and total:
                 self._track(total, mean, variance)
             scale = (variance + self.eps).rsqrt()
-        output = _Normalise.apply(input, self.weight, self.bias, mean, scale, total, comm)  # type: ignore[no-untyped-call]
+        output = _Normalise.apply(input, self.weight, self.bias, mean, scale, total, comm)  # type: ignore[no-untyped-call]  # torch's
         return cast(torch.Tensor, output)
 
     def close(self) -> None:

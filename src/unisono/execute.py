@@ -144,19 +144,26 @@ class _Run:
 
     def _conflicts(self, reads: list[Region], overwrites: list[Region]) -> bool:
         return any(
-            any(new.overlaps(old) for new in reads for old in batch.writes)
-            or any(new.overlaps(old) for new in overwrites for old in (*batch.writes, *batch.reads))
+            _overlap(reads, batch.writes) or _overlap(overwrites, batch.writes) or _overlap(overwrites, batch.reads)
             for batch in self._flight
         )
 
     def _settle(self) -> None:
-        """Wait for the oldest batch and reduce what it brought."""
+        """Wait for the oldest batch and reduce what it brought; if possible, while the rest of it is still sent."""
         batch = self._flight.popleft()
         try:
-            batch.work.wait(max(0.0, self._deadline - time.monotonic()))
+            if batch.landed and not _overlap(batch.writes, batch.reads):
+                batch.work.wait_received(max(0.0, self._deadline - time.monotonic()))
+                self._take_in(batch)
+                batch.work.wait(max(0.0, self._deadline - time.monotonic()))
+            else:
+                batch.work.wait(max(0.0, self._deadline - time.monotonic()))
+                self._take_in(batch)
         except CommError as error:
             error.message += f" (step {batch.step} of the schedule)"
             raise
+
+    def _take_in(self, batch: _Batch) -> None:
         for region, contributions in _by_region(batch.landed):
             self._reduce(region, contributions)
         for _, _, scratch in batch.landed:
@@ -173,6 +180,15 @@ class _Run:
             out = own if contribution is own else total
             self._combine(total, contribution, out)
             total = out
+
+
+def _overlap(some: list[Region], others: list[Region]) -> bool:
+    # Loops, as this is asked for each message: a generator would cost more than the answer.
+    for one in some:
+        for other in others:
+            if one.overlaps(other):
+                return True
+    return False
 
 
 def _by_region(

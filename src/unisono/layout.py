@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 __all__ = ["Flat", "Layout", "Pieces", "Region", "even_edges"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class Region(NamedTuple):
     """A part of memory that one message fills: elements `start` to `stop` of the buffer `key`."""
 
     key: int
@@ -90,6 +89,8 @@ class Pieces(Layout):
 
 def _cut(key: int, tensor: torch.Tensor, start: int, stop: int, segment_bytes: int) -> list[Region]:
     step = max(1, segment_bytes // tensor.element_size())
+    if start < stop <= start + step:
+        return [Region(key, start, stop, tensor[start:stop])]
     return [
         Region(key, low, min(low + step, stop), tensor[low : min(low + step, stop)]) for low in range(start, stop, step)
     ]

@@ -109,6 +109,10 @@ class Work(ABC):
         A wait that timed out may be repeated. Without `timeout`, the group's default holds.
         """
 
+    def wait_received(self, timeout: float | None = None) -> None:
+        """Return when all that it receives has arrived; what it sends may be under way still. As `wait` by default."""
+        self.wait(timeout)
+
     @abstractmethod
     def is_completed(self) -> bool:
         """Whether it has ended, well or badly. Never blocks."""

@@ -187,6 +187,8 @@ def test_at_most_eight_batches_are_under_way() -> None:
             nonlocal flying
             flying -= 1
 
+        def wait_received(self, timeout: float | None = None) -> None: ...
+
     def steps() -> Iterator[object]:
         yield from SCHEDULES["all_reduce"]["ring"].steps(0, 2)
 

@@ -148,17 +148,22 @@ class _Waits(Work):
 
     def __init__(self, works: Sequence[tuple[Message | None, Any]], timeout_s: float) -> None:
         self._works, self._timeout_s = works, timeout_s
-        self._done = False
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> None:
+        self._wait(timeout, self._works)
+        self._works = []
+
+    def wait_received(self, timeout: float | None = None) -> None:
+        self._wait(timeout, [item for item in self._works if isinstance(item[0], Recv)])
+        self._works = [item for item in self._works if not isinstance(item[0], Recv)]
+
+    def _wait(self, timeout: float | None, works: Sequence[tuple[Message | None, Any]]) -> None:
         if self._error is not None:
             raise self._error
-        if self._done:
-            return
         started = time.monotonic()
         deadline = started + (self._timeout_s if timeout is None else timeout)
-        for message, work in self._works:
+        for message, work in works:
             try:
                 # A wait of zero would mean one without end.
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
@@ -166,10 +171,9 @@ class _Waits(Work):
                 waited = time.monotonic() - started
                 self._error = translated(error, [message] if message is not None else [], waited)
                 raise self._error from error
-        self._done = True
 
     def is_completed(self) -> bool:
-        return self._done or self._error is not None or all(work.is_completed() for _, work in self._works)
+        return self._error is not None or all(work.is_completed() for _, work in self._works)
 
     def exception(self) -> BaseException | None:
         return self._error

@@ -18,7 +18,7 @@ from unisono.group import Group
 from unisono.transport import Options, Transport
 from unisono.transports._torch_messages import Envelopes
 from unisono.transports._torch_native import NATIVE, carries, start
-from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Work
+from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
 from unisono.work import Completion, late
 
 __all__ = ["TRANSPORT", "TorchTransport", "translated"]
@@ -42,7 +42,8 @@ class TorchTransport(Transport):
     def __init__(self, group: Group, backend: Any, control: Control, options: Options, *, owned: bool = True) -> None:
         self.group, self._backend, self._control, self._options = group, backend, control, options
         self._owned = owned
-        self._store: ControlStore | None = None
+        self._upward: Any = None
+        self._stores: list[ControlStore] = []
         self._cuda = options.backend not in ("gloo", "mpi")
         self.devices = frozenset({"cuda"} if self._cuda else {"cpu", "cuda"})
         self.staged = frozenset() if self._cuda else frozenset({"cuda"})
@@ -52,18 +53,29 @@ class TorchTransport(Transport):
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> TorchTransport:
-        return cls._made(group, control, options, lazy=False)
+        made = cls._made(group, control, options, lazy=False)
+        if options.backend == "gloo":
+            # Gloo writes a message in the caller's thread, under a lock of the connection, if its receive is known
+            # already. Meanwhile its own thread cannot take in what comes over that connection, and spins, with
+            # few cores for a whole tick of the scheduler. So what comes and what goes take different ones.
+            store = ControlStore(control, f"torch/{group.name}/upward")
+            made._upward = _backend(group, store, options, lazy=False)
+            made._stores.append(store)
+        return made
 
     @classmethod
     def _made(cls, group: Group, control: Control, options: Options, *, lazy: bool) -> TorchTransport:
         store = ControlStore(control, f"torch/{group.name}")
         made = cls(group, _backend(group, store, options, lazy=lazy), control, options)
-        # C++ holds only its part of the store, which fails without the Python part.
-        made._store = store
+        # C++ holds only its part of a store, which fails without the Python part.
+        made._stores.append(store)
         return made
 
     def split(self, group: Group) -> TorchTransport:
         return self._made(group, self._control, self._options, lazy=True)
+
+    def renew(self, group: Group) -> TorchTransport:
+        return self._made(group, self._control, self._options, lazy=False)
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
@@ -75,15 +87,22 @@ class TorchTransport(Transport):
             return self._post_grouped(batch)
         if batch and batch[0].tag != COLLECTIVE_TAG:
             return self._envelopes.post(batch)
-        moving = [(m, self.start(m, _FIRST_TAG)) for m in sorted(batch, key=_sends_first) if m.tensor.numel()]
+        ordered = batch if self._upward is not None else sorted(batch, key=_sends_first)
+        moving = [(m, self.start(m, _FIRST_TAG, self._way(m))) for m in ordered if m.tensor.numel()]
         return _Waits(moving, self._options.timeout_s)
 
-    def start(self, message: Message, wire_tag: int) -> Any:
+    def _way(self, message: Message) -> Any:
+        """Of two sets of connections, the one for what a schedule sends in this direction, if there are two."""
+        upward = (message.peer > self.group.rank) == isinstance(message, Send)
+        return self._backend if self._upward is None or not upward else self._upward
+
+    def start(self, message: Message, wire_tag: int, backend: Any = None) -> Any:
         """Torch's own work of one message."""
+        backend = backend or self._backend
         try:
             if isinstance(message, Recv):
-                return self._backend.recv([message.tensor], message.peer, wire_tag)
-            return self._backend.send([message.tensor], message.peer, wire_tag)
+                return backend.recv([message.tensor], message.peer, wire_tag)
+            return backend.send([message.tensor], message.peer, wire_tag)
         except RuntimeError as error:
             raise translated(error, [message]) from error
 
@@ -112,24 +131,23 @@ class TorchTransport(Transport):
     # -- end -----------------------------------------------------------------------------------
     def close(self) -> None:
         self._envelopes.close(None)
-        if self._owned:
-            self._backend = _Gone(ClosedError("the communicator is closed"))
+        self._let_go(ClosedError("the communicator is closed"))
 
     def abort(self, cause: BaseException) -> None:
         self._broken = cause
         self._envelopes.close(cause)
-        # Gloo's waits cannot be ended from here, but closing our ends of the connections ends the peers'.
+        self._let_go(cause)
+
+    def _let_go(self, cause: BaseException) -> None:
+        """Gloo's waits cannot be ended from here, but closing our ends of the connections ends the peers'."""
+        if self._upward is not None:
+            self._upward = _Gone(cause)
         if self._owned:
             self._backend = _Gone(cause)
 
 
 def _sends_first(message: Message) -> bool:
-    """Gloo writes a message in the caller's thread if its receive is known already, and in its own thread if not.
-
-    It writes under a lock of the pair, and as long as another thread has that lock, its own one spins, for
-    as long as a tick of the scheduler where cores are few. If both ranks send before they receive, data
-    hardly ever meets a writing caller.
-    """
+    """Where all goes over one connection, data should meet no writing caller: both ends send before they receive."""
     return isinstance(message, Recv)
 
 

@@ -1,0 +1,68 @@
+"""Ranks that do not fit together are named on every rank; wrong arguments are refused."""
+
+from __future__ import annotations
+
+import pytest
+from averaged_models import TINY, Branches, Net, batches, made
+from torch import nn
+
+import unisono as un
+from unisono.testing import pool
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_a_rank_that_skips_a_parameter_is_named_on_every_rank(backend: str) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = made(Branches)
+        averager = un.GradientAverager(model, comm, **TINY)
+        with pytest.raises(un.errors.MismatchError) as caught:
+            model(batches(1, 1)[0][0], comm.rank != 1).sum().backward()
+        # Nothing is broken: the next step is right again.
+        model.zero_grad()
+        model(batches(1, 1)[0][0], True).sum().backward()
+        averager.remove()
+        return str(caught.value)
+
+    for message in pool(backend, 3).run(program):
+        assert "rank 1 has no gradient for 'left.weight' (and 3 more)" in message
+
+
+def test_another_model_is_named_on_every_rank() -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4 + comm.rank))
+        with pytest.raises(un.errors.MismatchError) as caught:
+            un.GradientAverager(model, comm)
+        return str(caught.value)
+
+    for message in un.launch(program, 2, "thread"):
+        assert "rank 1 has another model than rank 0: '1.weight' is float32 [4, 3] on cpu on rank 0, " in message
+
+
+def test_a_rank_that_makes_fewer_steps_is_named_with_the_parameters() -> None:
+    def program(comm: un.Communicator) -> str:
+        model = made(Net)
+        un.GradientAverager(model, comm, **TINY)
+        batch = batches(1, 1)[0][0]
+        model(batch).sum().backward()
+        action = model(batch).sum().backward if comm.rank == 0 else comm.barrier
+        with pytest.raises(un.errors.CommError) as caught:
+            action()
+        return f"{type(caught.value).__name__} {caught.value}"
+
+    one, other = un.launch(program, 2, "thread", timeout=1)
+    assert "while averaging the gradients of 'unused.bias' to 'c.bias'" in one
+    assert one.startswith(("CommTimeoutError", "PeerLostError"))
+    assert other.startswith(("CommTimeoutError", "PeerLostError"))
+
+
+def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
+    comm = un.init("thread")
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="'mean' or 'sum'"):
+        un.GradientAverager(model, comm, average="median")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(ValueError, match="at least a byte"):
+        un.GradientAverager(model, comm, bucket_cap_mb=0)
+    with pytest.raises(TypeError, match="single tensor"):
+        un.GradientAverager(model.weight, comm)
+    with pytest.raises(TypeError, match="parameter 1 is a str"):
+        un.GradientAverager([model.weight, "bias"], comm)  # type: ignore[list-item]  # on purpose

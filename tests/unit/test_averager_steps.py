@@ -1,0 +1,154 @@
+"""Hooks that average, in loops whose steps differ from rank to rank, fail, or come to an end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from averaged_models import TINY, Branches, Net, batches, gradients, made, same, wanted_of
+from torch import nn
+
+import unisono as un
+from unisono.testing import pool
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_ranks_may_skip_parameters_if_that_was_said(backend: str) -> None:
+    given = batches(3, 1)
+
+    def program(comm: un.Communicator) -> list[torch.Tensor | None]:
+        model = made(Branches)
+        averager = un.GradientAverager(model, comm, find_unused=True, **TINY)
+        model(given[comm.rank][0], comm.rank == 0).square().sum().backward()
+        averager.remove()
+        return gradients(model)
+
+    model = made(Branches)
+    (sum(model(given[r][0], r == 0).square().sum() for r in range(3)) / 3).backward()
+    for found in pool(backend, 3).run(program):
+        assert same(found, gradients(model))
+
+
+def test_what_no_rank_uses_stays_without_a_gradient() -> None:
+    def program(comm: un.Communicator) -> list[bool]:
+        model = made(Branches)
+        un.GradientAverager(model, comm, find_unused=True)
+        model(batches(1, 1)[0][0], True).sum().backward()
+        return [p.grad is None for p in model.parameters()]
+
+    assert un.launch(program, 2, "thread") == [[False] * 4 + [True] * 2] * 2
+
+
+@pytest.mark.parametrize("backend", ["thread", "gloo"])
+def test_weights_make_the_mean_over_samples(backend: str) -> None:
+    lengths = [1, 5, 2]
+    given = [batches(1, 1, samples=n, seed=n)[0][0] for n in lengths]
+
+    def program(comm: un.Communicator) -> list[torch.Tensor | None]:
+        model = made(Net)
+        averager = un.GradientAverager(model, comm, **TINY)
+        for _ in range(2):
+            model.zero_grad()
+            averager.weight(lengths[comm.rank])
+            model(given[comm.rank]).square().mean().backward()
+        averager.remove()
+        return gradients(model)
+
+    wanted = wanted_of(Net, given)
+    for found in pool(backend, 3).run(program):
+        assert same(found, wanted)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_is_a_number_of_samples(weight: float) -> None:
+    averager = un.GradientAverager([torch.zeros(1, requires_grad=True)], un.init("thread"))
+    with pytest.raises(ValueError, match="at least 0"):
+        averager.weight(weight)
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_ranks_may_have_fewer_batches_inside_join(backend: str) -> None:
+    steps = [4, 2, 3]
+    given = batches(3, 4)
+
+    def train(model: nn.Module, mine: list[torch.Tensor]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in mine:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    def program(comm: un.Communicator) -> list[torch.Tensor]:
+        model = made(Net)
+        averager = un.GradientAverager(model, comm, **TINY)
+        with averager.join():
+            train(model, given[comm.rank][: steps[comm.rank]])
+        averager.remove()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model = made(Net)
+    train(model, [torch.cat([given[r][i] for r in range(3) if i < steps[r]]) for i in range(max(steps))])
+    for found in pool(backend, 3).run(program):
+        for parameter, wanted in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(parameter, wanted.detach(), rtol=0, atol=1e-10)
+
+
+def test_an_error_in_backward_does_not_spoil_the_next_step() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("on purpose")
+
+    def program(comm: un.Communicator) -> list[torch.Tensor | None]:
+        model = made(Net)
+        un.GradientAverager(model, comm, **TINY)
+        batch = batches(2, 1)[comm.rank][0]
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model.get_submodule("c")(Fails.apply(model.get_submodule("a")(batch))).sum().backward()
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        return gradients(model)
+
+    wanted = wanted_of(Net, [rank[0] for rank in batches(2, 1)])
+    for found in un.launch(program, 2, "thread"):
+        assert same(found, wanted)
+
+
+def test_the_hooks_keep_the_averager_and_remove_lets_it_go() -> None:
+    def program(comm: un.Communicator) -> tuple[bool, bool, float]:
+        weight = torch.zeros(1, requires_grad=True)
+        kept = weakref.ref(un.GradientAverager([weight], comm))
+        gc.collect()
+        averager = kept()
+        alive = averager is not None
+        assert averager is not None
+        averager.remove()
+        averager.remove()
+        del averager
+        gc.collect()
+        (weight * comm.rank).sum().backward()
+        assert weight.grad is not None
+        return alive, kept() is None, weight.grad.item()
+
+    # Ranks in processes of their own: the collector of a process works for one thread at a time.
+    assert pool("shm", 3).run(program, size=2) == [(True, True, 0.0), (True, True, 1.0)]
+
+
+def test_deep_copies_of_a_model_are_not_averaged() -> None:
+    def program(comm: un.Communicator) -> float:
+        weight = nn.Parameter(torch.zeros(1))
+        un.GradientAverager([weight], comm)
+        other = copy.deepcopy(weight)
+        (other * comm.rank).sum().backward()
+        assert other.grad is not None
+        return other.grad.item()
+
+    assert un.launch(program, 2, "thread") == [0.0, 1.0]

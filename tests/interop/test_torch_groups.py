@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -154,29 +151,6 @@ def test_object_collectives(tmp_path: Path) -> None:
     ]
 
 
-def mismatches() -> list[str]:
-    """Each in a group of its own, which it breaks."""
-    rank = dist.get_rank()
-    calls: list[Callable[[Any], object]] = [
-        lambda group: dist.all_reduce(torch.ones(2, dtype=(torch.float32, torch.float64)[rank]), group=group),
-        lambda group: dist.all_reduce(torch.ones(2), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[rank], group=group),
-        lambda group: dist.broadcast(torch.ones(2), rank, group=group),
-        lambda group: (dist.barrier, dist.all_reduce)[rank](*([torch.ones(2)] if rank else []), group=group),
-        lambda group: dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True).wait(),
-    ]
-    return [message(lambda call=call: call(dist.new_group(timeout=timedelta(seconds=5)))) for call in calls]
-
-
-def test_calls_that_differ_are_an_error_on_every_rank(tmp_path: Path) -> None:
-    for said in on_ranks(mismatches, 2, tmp_path):
-        assert [text.split(":")[0] for text in said] == ["MismatchError"] * 5
-        assert [
-            text
-            for text, what in zip(said, ("dtype", "op", "root", "operation", "counts"), strict=True)
-            if what not in text
-        ] == []
-
-
 def again_and_again(comm: un.Communicator, folder: str) -> list[float]:
     sums = []
     for number in range(3):
@@ -307,69 +281,3 @@ def wishes(comm: un.Communicator, path: str, transports: list[str]) -> str:
 def test_wishes_must_be_equal_and_known(tmp_path: Path, transports: list[str], said: str) -> None:
     for text in un.launch(wishes, 2, "shm", (str(tmp_path / "store"), transports), timeout=20):
         assert re.search(said, text), text
-
-
-# -- time and death --------------------------------------------------------------------------------
-def late() -> list[str]:
-    group = dist.new_group(timeout=SHORT)
-    dist.barrier(group)
-    t = torch.ones(2)
-    if dist.get_rank() == 1:
-        dist.recv(t, 0)
-        return []
-    said = [
-        message(lambda: dist.all_reduce(t, group=group)),
-        message(lambda: dist.all_reduce(t, group=group, async_op=True).wait()),
-        message(lambda: dist.all_reduce(t, group=group, async_op=True).get_future().wait()),
-    ]
-    dist.send(t, 1)
-    return said
-
-
-def test_who_does_not_come_is_named_in_time(tmp_path: Path) -> None:
-    said = on_ranks(late, 2, tmp_path)[0]
-    assert [bool(re.search(r"waited \d\.\d s for rank 1", text)) for text in said] == [True] * 3
-    assert [text.split(":")[0] for text in said] == ["CommTimeoutError", "CommTimeoutError", "RuntimeError"]
-
-
-def monitored() -> str:
-    group, t = dist.new_group(), torch.ones(1)
-    group.monitored_barrier(timedelta(seconds=10))
-    if dist.get_rank():
-        dist.broadcast(t, 0)
-        return ""
-    said = message(lambda: group.monitored_barrier(SHORT))
-    dist.broadcast(t, 0)
-    return said
-
-
-def test_a_monitored_barrier_names_all_who_have_not_come(tmp_path: Path) -> None:
-    assert "rank 1 (and 2)" in on_ranks(monitored, 3, tmp_path)[0]
-
-
-def dies() -> list[object]:
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    said = [message(dist.all_reduce(torch.ones(10), async_op=True).get_future().wait), message(dist.barrier)]
-    return [*said, time.monotonic() - started]
-
-
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_rank_that_dies_is_named_to_the_others(tmp_path: Path, transport: str) -> None:
-    found, dead = on_ranks(dies, 2, tmp_path, transport=transport, on_failure="continue")
-    assert isinstance(dead, un.errors.PeerLostError)
-    first, barrier, waited_s = found
-    assert "rank 1 was lost" in first
-    assert barrier.startswith("PeerLostError")
-    assert waited_s < 5
-
-
-def leaves_without_a_word(comm: un.Communicator, path: str) -> float:
-    dist.init_process_group("unisono", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
-    return summed()
-
-
-def test_a_program_may_end_without_destroying_its_group(tmp_path: Path) -> None:
-    assert un.launch(leaves_without_a_word, 2, "shm", (str(tmp_path / "store"),), timeout=20) == [11.0, 11.0]

@@ -1,0 +1,121 @@
+"""`unisono bench` for real: runs, peers, traffic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono as un
+from unisono import bench
+from unisono.bench import Settings
+from unisono.bench.traffic import Traffic
+from unisono.cli import main
+from unisono.errors import CommError
+
+SHORT = ["--seconds", "0.01"]
+
+
+# -- a real run --------------------------------------------------------------------------------------------------------
+def test_table_json_and_columns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    options = ["--sizes", "8,64K", "--backend", "shm", "--against", "gloo", "--roofline", "--json", str(path)]
+    assert main(["bench", *SHORT, *options]) == 0
+    title, names, _, first, second, last = capfd.readouterr().out.splitlines()
+    assert title.startswith("# all_reduce, 2 ranks, shm, ordinary memory, warm caches")
+    assert names.split() == [
+        *("#", "size", "count", "type", "op", "algorithm", "time", "algbw", "busbw", "#wrong"),
+        *("gloo", "gloo/own", "quartiles", "roofline", "roofline/own", "quartiles"),
+    ]
+    assert first.split()[:5] == ["8", "2", "float32", "sum", "native"]
+    assert second.split()[:2] == ["65536", "16384"]
+    assert last == "# wrong elements: none"
+    held = json.loads(path.read_text())
+    assert held["machine"]["torch"] == torch.__version__
+    assert held["settings"]["backend"] == "shm"
+    assert [found["nbytes"] for found in held["rows"]] == [8, 65536]
+    for found, shown in zip(held["rows"], (first, second), strict=True):
+        assert found["samples"] >= 9
+        assert found["wrong"] == found["against"]["gloo"]["wrong"] == 0
+        ratio = found["against"]["gloo"]["ratio"]
+        assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+        assert f"{ratio['low']:.2f}..{ratio['high']:.2f}" in shown
+
+
+@pytest.mark.parametrize("collective", bench.COLLECTIVES)
+def test_every_collective_beside_gloo(collective: str) -> None:
+    settings = Settings(collective, "thread", 3, (1000,), against=("gloo",), seconds=0.001, least=1)
+    (found,) = bench.run(settings)
+    assert found.wrong == found.against["gloo"].wrong == 0
+    assert found.algorithm in un.schedules.SCHEDULES[collective].names()
+
+
+def test_registered_and_cold() -> None:
+    settings = Settings(sizes=(1 << 20,), backend="shm", registered=True, cold=True, seconds=0.01, least=2)
+    (found,) = bench.run(settings)
+    assert (found.algorithm, found.wrong) == ("native", 0)
+    assert found.samples >= 2
+
+
+@pytest.mark.parametrize("op", ["avg", "product", "max"])
+def test_other_reductions_are_verified_too(op: str) -> None:
+    settings = Settings(backend="thread", sizes=(4096,), dtype="bfloat16", op=op, ranks=3, seconds=0.001)
+    assert bench.run(settings)[0].wrong == 0
+
+
+def test_mpi_beside_unisono() -> None:
+    settings = Settings(backend="shm", sizes=(4096,), against=("mpi",), seconds=0.01)
+    (found,) = bench.run(settings)
+    assert found.wrong == found.against["mpi"].wrong == 0
+
+
+def test_an_error_in_a_rank_under_mpi_ends_all_of_them() -> None:
+    with pytest.raises(CommError, match="mpirun ended with status 1"):
+        bench.on_ranks(_fail_on_rank_1, 2, "shm", (), mpi=True)
+
+
+def _fail_on_rank_1(comm: un.Communicator, folder: Path) -> None:
+    if comm.rank == 1:
+        raise ValueError("a mistake")
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
+
+
+def test_traffic_of_torch_operations() -> None:
+    one, two, out = (torch.ones(100) for _ in range(3))
+
+    def of(operation: Callable[[], object]) -> Traffic:
+        with bench.counted() as traffic:
+            operation()
+        return traffic
+
+    assert of(lambda: torch.add(one, two, out=out)) == Traffic(800, 400, 0)
+    assert of(lambda: one[:50].copy_(two[50:])) == Traffic(200, 200, 0)
+    assert of(lambda: one.add_(two)) == Traffic(800, 400, 0)
+    assert of(lambda: torch.stack([one, two])) == Traffic(800, 800, 800)
+    assert of(lambda: torch.empty(100)) == Traffic(0, 0, 400)
+    assert of(lambda: one.view(10, 10).split(2)) == Traffic(0, 0, 0)
+
+
+def _traffic(comm: un.Communicator, folder: Path) -> list[Traffic]:
+    found = []
+    for tensor in (torch.ones(1 << 20), comm.empty(1 << 20)):
+        # What the first call of its kind makes, later ones use again.
+        comm.all_reduce(tensor)
+        # One rank is enough: to look at operations takes a second of imports.
+        with bench.counted() if comm.rank == 0 else nullcontext(Traffic()) as traffic:
+            comm.all_reduce(tensor)
+        found.append(traffic)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "registered"), [(2, 2.5), (4, 3.75)])
+def test_all_reduce_moves_no_more_than_it_must(ranks: int, registered: float) -> None:
+    for traffic, most in zip(bench.on_ranks(_traffic, ranks, "shm", ()), (7 - 5 / ranks, registered), strict=True):
+        assert 2 <= traffic.moved / (4 << 20) <= most
+        assert traffic.largest_new == 0

@@ -46,8 +46,8 @@ def test_a_call_equals_its_reference(backend: str, call: str, data: st.DataObjec
 
 def in_parts(comm: un.Communicator, parts: list[list[int]], plans: list[list[Case]]) -> list[Report]:
     color = next(index for index, part in enumerate(parts) if comm.rank in part)
-    part = comm.split(color, key=parts[color].index(comm.rank))
-    return [check_case(part, case) for case in plans[color]]
+    with comm.split(color, key=parts[color].index(comm.rank)) as part:
+        return [check_case(part, case) for case in plans[color]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

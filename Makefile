@@ -21,7 +21,7 @@ demo: $(STAMP) ## train on two ranks, and prove the result
 	$(PY) -m unisono demo $(ARGS)
 
 test: $(STAMP) ## all tests but the long ones: a few minutes
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 soak: $(STAMP) ## all tests, the long ones too
 	$(PY) -m pytest -m '' --hypothesis-profile soak --timeout 1800 $(ARGS)

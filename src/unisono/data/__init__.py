@@ -1,7 +1,82 @@
-"""Which samples each rank trains on. Knows nothing of communication."""
+"""Which samples each rank trains on. Knows nothing of communication.
+
+    sampler = un.data.PartitionSampler(dataset, comm)
+    loader = DataLoader(dataset, batch_size=64, sampler=sampler)
+
+Each partitioner is a file of `partitions`, found by its name.
+"""
 
 from __future__ import annotations
 
-from unisono.data.partition import DataPartitioner, Partition
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["DataPartitioner", "Partition"]
+from unisono.data.batches import GlobalBatchSampler
+from unisono.data.feistel import IndexShuffle
+from unisono.data.indices import Indices
+from unisono.data.metrics import gather_metrics, gather_samples
+from unisono.data.partition import DataPartitioner, Partition
+from unisono.data.partitioner import PARTITIONERS, Partitioner
+from unisono.data.partitions.shuffled import Shuffled
+from unisono.data.sampler import EpochWarning, PartitionSampler
+from unisono.data.shards import ShardPartition, read_lines
+from unisono.data.shares import apportion
+from unisono.data.stream import StreamPartition
+
+# The one that is used if nobody says otherwise is there at once; others load when first used.
+shuffled = Shuffled
+
+if TYPE_CHECKING:
+    from unisono.data.partitions.balanced import Balanced
+    from unisono.data.partitions.contiguous import Contiguous
+    from unisono.data.partitions.dirichlet import Dirichlet
+    from unisono.data.partitions.grouped import Grouped
+    from unisono.data.partitions.sampled import Sampled
+    from unisono.data.partitions.stratified import Stratified
+    from unisono.data.partitions.strided import Strided
+    from unisono.data.partitions.weighted import Weighted
+
+    balanced = Balanced
+    contiguous = Contiguous
+    dirichlet = Dirichlet
+    grouped = Grouped
+    sampled = Sampled
+    stratified = Stratified
+    strided = Strided
+    weighted = Weighted
+
+__all__ = [
+    "PARTITIONERS",
+    "DataPartitioner",
+    "EpochWarning",
+    "GlobalBatchSampler",
+    "IndexShuffle",
+    "Indices",
+    "Partition",
+    "PartitionSampler",
+    "Partitioner",
+    "ShardPartition",
+    "StreamPartition",
+    "apportion",
+    "balanced",
+    "contiguous",
+    "dirichlet",
+    "gather_metrics",
+    "gather_samples",
+    "grouped",
+    "read_lines",
+    "sampled",
+    "shuffled",
+    "stratified",
+    "strided",
+    "weighted",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or name not in PARTITIONERS:
+        raise AttributeError(f"module 'unisono.data' has no attribute {name!r}")
+    return PARTITIONERS[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *PARTITIONERS.names()})

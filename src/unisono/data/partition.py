@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import operator
-import random
 from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar, overload
 
 import torch
 from torch.utils.data import Dataset
+
+from unisono.data.indices import select
+from unisono.data.keyed import sorted_by_chance
+from unisono.data.partitioner import Partitioner, resolve
+from unisono.data.shares import apportion
 
 __all__ = ["DataPartitioner", "Partition"]
 
@@ -78,6 +81,9 @@ class DataPartitioner(Generic[T_co]):
         sizes: The fraction of each part; they sum to 1. Every part is less than one sample away from
             its fraction: what rounding down leaves goes where it cut off most, among equals to the first.
         seed: A whole number, 0 or more.
+        partition: A partitioner or its name (see `un.data.PARTITIONERS`), with its own statement of balance. None
+            is a shuffle of whatever fits into memory.
+        shuffle: Whether the order is shuffled; None is as the partitioner does by itself.
 
     Attributes:
         data: As given.
@@ -94,49 +100,44 @@ class DataPartitioner(Generic[T_co]):
         [4, 3, 3]
         >>> sorted(sample for part in parts for sample in part)
         [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+        >>> list(DataPartitioner(range(10, 20), [0.5, 0.5], partition="strided").use(1))
+        [11, 13, 15, 17, 19]
     """
 
-    def __init__(self, data: _Indexable[T_co], sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234) -> None:
+    def __init__(
+        self,
+        data: _Indexable[T_co],
+        sizes: Sequence[float] = (0.7, 0.2, 0.1),
+        seed: int = 1234,
+        *,
+        partition: str | Partitioner | type[Partitioner] | None = None,
+        shuffle: bool | None = None,
+    ) -> None:
         try:
             count = len(data)
         except TypeError as error:
             raise TypeError(f"a {type(data).__name__} cannot be partitioned: give a dataset with a length") from error
+        if operator.index(seed) < 0:
+            raise ValueError(f"seed must be 0 or more, but is {seed}")
         self.data = data
-        self.partitions: tuple[torch.Tensor, ...] = _shuffled(count, seed).split(_lengths(count, sizes))
+        lengths = apportion(count, sizes)
+        self.partitions: tuple[torch.Tensor, ...]
+        if partition is None and shuffle is not False:
+            self.partitions = sorted_by_chance(count, operator.index(seed)).split(lengths)
+            return
+        rule = resolve("contiguous" if partition is None else partition, data)
+        order = rule.order(count, rule.shuffles if shuffle is None else shuffle, seed, 0, sizes)
+        parts = (select(order, [places]) for places in rule.divide(order, sizes, seed))
+        self.partitions = tuple(part.all() for part in parts)
+
+    def __len__(self) -> int:
+        return len(self.partitions)
+
+    def __iter__(self) -> Iterator[Partition[T_co]]:
+        return (self.use(rank) for rank in range(len(self)))
 
     def use(self, rank: int) -> Partition[T_co]:
         """The part of this rank. Raises `ValueError` if there is none."""
         if not 0 <= rank < len(self.partitions):
             raise ValueError(f"rank {rank} has no part: sizes name {len(self.partitions)}, for ranks from 0 on")
         return Partition(self.data, self.partitions[rank])
-
-
-def _lengths(count: int, sizes: Sequence[float]) -> list[int]:
-    """Whole numbers that sum to `count`, as near to the fractions as they can be (largest remainder)."""
-    fractions = [float(size) for size in sizes]
-    if not all(math.isfinite(fraction) and fraction >= 0 for fraction in fractions):
-        raise ValueError(f"sizes must be fractions from 0 to 1, but are {fractions}")
-    total = math.fsum(fractions)
-    if not fractions or abs(total - 1) > 1e-9 * len(fractions):
-        raise ValueError(f"sizes must sum to 1, but {fractions} sum to {total}; divide each of them by the sum")
-    # Integers from here on, so that equal fractions are cut off equally. 0.7 means seven tenths.
-    weights = [round(fraction * 10**15) for fraction in fractions]
-    whole_weight = sum(weights)
-    quotas = [divmod(count * weight, whole_weight) for weight in weights]
-    lengths = [length for length, _ in quotas]
-    by_remainder = sorted(range(len(quotas)), key=lambda part: quotas[part][1], reverse=True)
-    for part in by_remainder[: count - sum(lengths)]:
-        lengths[part] += 1
-    return lengths
-
-
-def _shuffled(count: int, seed: int) -> torch.Tensor:
-    """The numbers below `count` in an order that depends on the seed alone.
-
-    Of all generators' outputs only `Random.random` is promised to stay the same on every platform
-    and in every version; hence a stable sort by such keys, not a library's shuffle.
-    """
-    if operator.index(seed) < 0:
-        raise ValueError(f"seed must be 0 or more, but is {seed}")
-    draw = random.Random(operator.index(seed)).random
-    return torch.tensor([draw() for _ in range(count)], dtype=torch.float64, device="cpu").argsort(stable=True)

@@ -1,0 +1,154 @@
+"""What do a thousand million shuffled samples cost a rank, beside torch.randperm?
+
+Answer: see docs/benchmarks.md; run it to see yours:
+
+    python benchmarks/index_shuffle.py [--samples 1000000000] [--exhaustive]
+
+Memory is the growth of the process's peak resident size, in a process of its own for each way. `torch.randperm` is run
+at a hundredth of the samples, and counted as so many times more. Times are wall clock on one thread, both ways by
+turns. `--exhaustive` marks every sample of every rank for 1 to 8 ranks (1 GB, some ten minutes); without it that
+is done at a hundredth of the samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+import unisono as un
+from unisono.bench import Finding, Spread
+
+CHUNK = 16_384
+BULK = 1 << 20
+RANKS = 8
+KIB = 1024
+
+
+def resident(name: str) -> int:
+    """`VmRSS` or `VmHWM` (the peak) of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * KIB for line in lines if line.startswith(name))
+
+
+def growth(action: Callable[[], object]) -> int:
+    """By how many bytes the peak exceeds what was resident before."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    action()
+    return resident("VmHWM") - before
+
+
+def in_process(way: str, samples: int) -> tuple[int, int]:
+    """Bytes that a way takes, of all memory and of Python's objects, in a process that does nothing else."""
+    command = [sys.executable, __file__, "--way", way, "--samples", str(samples)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    whole, python = done.stdout.split()
+    return int(whole), int(python)
+
+
+def rank_of(samples: int, seed: int = 0) -> un.data.PartitionSampler:
+    return un.data.PartitionSampler(range(samples), num_replicas=RANKS, rank=3, seed=seed)
+
+
+def measure(way: str, samples: int) -> None:
+    # What the first call of anything loads is no part of it.
+    list(islice(rank_of(5000), 600))
+    torch.randperm(600)
+    ways: dict[str, Callable[[], object]] = {
+        "sampler": lambda: walk(iter(rank_of(samples)), 300_000),
+        "randperm": lambda: torch.randperm(samples),
+    }
+    whole = growth(ways[way])
+    tracemalloc.start()
+    ways[way]()
+    print(whole, tracemalloc.get_traced_memory()[1])
+
+
+def walk(given: Iterator[int], count: int) -> None:
+    for _ in islice(given, count):
+        pass
+
+
+def seconds(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def bulk(shuffle: un.data.IndexShuffle) -> None:
+    for start in range(0, RANKS * BULK, RANKS * CHUNK):
+        shuffle.take(torch.arange(start, start + RANKS * CHUNK, RANKS))
+
+
+def exact(samples: int, ranks: int) -> bool:
+    """Whether every sample is some rank's, and no more than one's."""
+    seen = torch.zeros(samples, dtype=torch.bool)
+    shuffle = un.data.IndexShuffle(samples)
+    given = 0
+    for rank in range(ranks):
+        sampler = un.data.PartitionSampler(range(samples), num_replicas=ranks, rank=rank)
+        if next(iter(sampler)) != shuffle[rank]:
+            return False
+        for start in range(rank, samples, ranks * CHUNK):
+            places = torch.arange(start, min(samples, start + ranks * CHUNK), ranks)
+            seen[shuffle.take(places)] = True
+            given += len(places)
+    return given == samples and bool(seen.all())
+
+
+def times(samples: int, turns: int) -> Iterator[Finding | str]:
+    firsts = [1e3 * seconds(lambda seed=seed: next(iter(rank_of(samples, seed)))) for seed in range(turns)]
+    yield Finding(f"first of {samples} samples, ms", Spread.of(firsts), 1.0, most=True)
+    shuffle = un.data.IndexShuffle(samples)
+    found: dict[str, list[float]] = {"bulk": [], "list": [], "randperm": []}
+    for turn in range(turns):
+        found["bulk"].append(1e9 * seconds(lambda: bulk(shuffle)) / BULK)
+        found["list"].append(1e9 * seconds(lambda turn=turn: walk(iter(rank_of(samples, turn)), BULK)) / BULK)
+        found["randperm"].append(1e9 * seconds(lambda: torch.randperm(10 * BULK)) / (10 * BULK))
+    yield Finding("an index in bulk, as a tensor, ns", Spread.of(found["bulk"]), 40.0, most=True)
+    yield f"        an index from the sampler, as a number, ns: {statistics.median(found['list']):.2f}"
+    yield f"        an index of torch.randperm of 10 million, ns: {statistics.median(found['randperm']):.2f}"
+
+
+def memory(samples: int) -> Iterator[Finding]:
+    whole, python = in_process("sampler", samples)
+    yield Finding("memory of a rank, KiB", one(whole / KIB), 1024, most=True)
+    yield Finding("memory of its Python objects, KiB", one(python / KIB), 1024, most=True)
+    part = max(1, samples // 100)
+    randperm = in_process("randperm", part)[0] * samples / part
+    yield Finding("times as much takes torch.randperm", one(randperm / max(whole, 1)), 1000)
+
+
+def one(figure: float) -> Spread:
+    return Spread(figure, figure, figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=10**9)
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--exhaustive", action="store_true")
+    parser.add_argument("--way", choices=["sampler", "randperm"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.way:
+        measure(options.way, options.samples)
+        return
+    for finding in (*times(options.samples, options.turns), *memory(options.samples)):
+        print(finding)
+    marked = options.samples if options.exhaustive else max(1, options.samples // 100)
+    for ranks in range(1, RANKS + 1):
+        print(Finding(f"{marked} samples are exactly one rank's, of {ranks}", one(float(exact(marked, ranks))), 1.0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Partitioners that look at each sample to say whose it is."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from unisono.data.indices import Indices, Places
+from unisono.data.partitioner import Partitioner
+
+__all__ = ["Assigned", "pieces_of"]
+
+
+class Assigned(Partitioner):
+    """Base of partitioners that give each sample an owner, by what the sample is and not by when it comes.
+
+    So parts stay the same from epoch to epoch, and each is shuffled in itself. Costs some 50 bytes a sample on
+    every rank while it divides, and 8 after.
+
+    Args:
+        known: For each sample what is known of it; one-dimensional. Says how many samples there must be.
+        name: What that is called in messages.
+    """
+
+    def __init__(self, known: torch.Tensor, name: str) -> None:
+        self._known, self._name = known, name
+
+    @abstractmethod
+    def assign(self, samples: torch.Tensor, shares: Sequence[float], seed: int) -> torch.Tensor:
+        """For each of these samples, which ascend, the number of its part; int64."""
+
+    def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
+        ascending, places = self.known_samples(samples).sort()
+        owners = torch.empty_like(places)
+        owners[places] = self.assign(ascending, shares, seed)
+        return list(pieces_of(owners, len(shares)))
+
+    def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
+        if len(self._known) != count:
+            raise ValueError(f"there are {len(self._known)} {self._name} for {count} samples; give one for each")
+        return super().order(count, shuffle, seed, epoch, shares)
+
+    def known_samples(self, samples: Indices) -> torch.Tensor:
+        """The samples as numbers. Raises `ValueError` for one of which nothing is known."""
+        found = samples.all()
+        if len(found) and int(found.max()) >= len(self._known):
+            raise ValueError(f"there are {len(self._known)} {self._name}, but a sample {int(found.max())}")
+        return found
+
+
+def pieces_of(owners: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
+    """For each part the places of its number in `owners`, ascending."""
+    counts = owners.bincount(minlength=parts).tolist() if len(owners) else [0] * parts
+    pieces: tuple[torch.Tensor, ...] = owners.argsort(stable=True).split(counts)
+    return pieces

@@ -1,0 +1,66 @@
+"""What a dataset tells of its samples: labels, groups, costs."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["codes", "digest", "numbers", "of_dataset"]
+
+
+def of_dataset(dataset: Any, names: Sequence[str], partitioner: str) -> Any:
+    """The first of these attributes that a dataset has; of a subset, those of its samples.
+
+    Raises `ValueError` with the ways to tell otherwise.
+    """
+    for name in names:
+        found = getattr(dataset, name, None)
+        if found is not None and not callable(found):
+            return found
+    inner = getattr(dataset, "dataset", getattr(dataset, "data", None))
+    indices = getattr(dataset, "indices", None)
+    if inner is not None and indices is not None:
+        whole = of_dataset(inner, names, partitioner)
+        places = torch.as_tensor(indices).tolist()
+        return whole[torch.tensor(places)] if isinstance(whole, torch.Tensor) else [whole[place] for place in places]
+    raise ValueError(
+        f"a {type(dataset).__name__} has no {' or '.join(names)} that {partitioner!r} could go by; "
+        f"give them: partition=un.data.{partitioner}({names[-1]})"
+    )
+
+
+def codes(values: Iterable[Any], name: str) -> torch.Tensor:
+    """For each value a number from 0 on, equal for equal values: by size for numbers, as they come for others."""
+    if isinstance(values, torch.Tensor):
+        given = values.detach().to("cpu")
+        if given.dim() != 1:
+            raise ValueError(f"{name} must be one for each sample, but have the shape {tuple(given.shape)}")
+        return given.unique(return_inverse=True)[1] if len(given) else given.long()
+    known: dict[Any, int] = {}
+    items = (value.item() if isinstance(value, torch.Tensor) else value for value in values)
+    return torch.tensor([known.setdefault(value, len(known)) for value in items], dtype=torch.int64, device="cpu")
+
+
+def numbers(values: Iterable[float] | torch.Tensor, name: str) -> torch.Tensor:
+    """One float64 for each sample, finite and not negative."""
+    listed = values if isinstance(values, torch.Tensor) else list(values)
+    given = torch.as_tensor(listed, dtype=torch.float64, device="cpu").detach()
+    if given.dim() != 1:
+        raise ValueError(f"{name} must be one for each sample, but have the shape {tuple(given.shape)}")
+    wrong = (~given.isfinite() | (given < 0)).nonzero().flatten()
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(f"{name} must be finite and 0 or more, but that of sample {first} is {given[first].item()}")
+    return given
+
+
+def digest(values: torch.Tensor) -> str:
+    """Tells values from others, in a state that is saved."""
+    held = values.contiguous()
+    return hashlib.blake2b(
+        ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b"", digest_size=8
+    ).hexdigest()

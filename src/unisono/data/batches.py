@@ -1,0 +1,147 @@
+"""Batches that are the same for any number of ranks: each rank takes its share of every one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence, Sized
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from unisono.data.partitioner import Partitioner
+from unisono.data.ranks import ranks_of
+from unisono.data.sampler import PartitionSampler
+from unisono.data.walk import Walk
+
+__all__ = ["GlobalBatchSampler"]
+
+
+class GlobalBatchSampler(Sampler[list[Any]]):
+    """Cuts an epoch into batches first, and each batch into parts of the ranks: for `DataLoader(batch_sampler=...)`.
+
+    All ranks make equally many steps, and step s is made of the same samples on any number of ranks, also after a
+    job goes on with another number. So training is the same but for rounding, if the mean is one over samples:
+    `averager.weight(len(batch))`, or a loss that is divided by the whole batch.
+
+    Args:
+        dataset: Anything with a length.
+        batch_size: Samples of one step, of all ranks together.
+        comm, num_replicas, rank: As for `PartitionSampler`.
+        partition: One that deals in turns: "shuffled", "strided", or a sampler in `un.data.sampled`.
+        shuffle, seed: As for `PartitionSampler`.
+        drop_last: Leave out a last batch that is shorter.
+        empty: Your loop copes with empty lists, which some ranks get if the last batch is shorter than there are ranks.
+
+    Raises:
+        ValueError: A last batch would leave ranks without a sample, and `empty` was not said.
+
+    Cost: 20 ns for each sample of the whole batch.
+
+    Example:
+        >>> ranks = [un.data.GlobalBatchSampler(range(10), 4, num_replicas=2, rank=r, shuffle=False) for r in range(2)]
+        >>> [list(batches) for batches in ranks]
+        [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        comm: Any = None,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        partition: str | Partitioner | type[Partitioner] = "shuffled",
+        shuffle: bool | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        empty: bool = False,
+    ) -> None:
+        if operator.index(batch_size) < 1:
+            raise ValueError(f"batch_size must be 1 or more, but is {batch_size}")
+        self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
+        # One part that is all of the epoch: its state is the same on every rank.
+        self._whole = PartitionSampler(dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed)
+        if not self._whole.rule.interleaves:
+            raise ValueError("batches of all ranks are cut from one order: partition must be one that deals in turns")
+        self.batch_size, self.drop_last, self._empty = batch_size, drop_last, empty
+        self._check(self.num_replicas)
+
+    @property
+    def epoch(self) -> int:
+        """As set by `set_epoch`."""
+        return self._whole.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch; see `PartitionSampler.set_epoch`."""
+        self._whole.set_epoch(epoch)
+
+    def __iter__(self) -> _Steps:
+        return _Steps(self, iter(self._whole))
+
+    def __len__(self) -> int:
+        """Steps of this epoch; since the state was loaded, if one was."""
+        count = len(self._whole)
+        return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
+
+    def advance(self, steps: int = 1) -> None:
+        """The job has made so many steps. Not needed with torchdata's StatefulDataLoader."""
+        left = self._whole.left
+        if not 0 <= steps <= -(-left // self.batch_size):
+            raise ValueError(f"{steps} steps cannot have been made: {left} samples are left of epoch {self.epoch}")
+        self._whole.advance(min(steps * self.batch_size, left))
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the job has come: the same on every rank."""
+        return self._whole.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on where a job stopped, on any number of ranks; see `PartitionSampler.load_state_dict`."""
+        self._whole.load_state_dict(state)
+
+    def rebuild(self, comm: Any, *, like: int | None = None) -> None:
+        """Follow to a communicator of other ranks. Collective over it; newcomers call it too.
+
+        Ranks agree on the step from which they go on: that of rank `like`, or the furthest.
+        """
+        exchange = getattr(comm, "all_gather_object", None)
+        states = [self.state_dict()] if exchange is None else exchange(self.state_dict())
+        rank, size = ranks_of(comm)
+        self._check(size)
+        chosen = states[like] if like is not None else max(states, key=_progress)
+        self._whole.load_state_dict(chosen)
+        self.rank, self.num_replicas = rank, size
+
+    def _check(self, ranks: int) -> None:
+        count = self._whole.left
+        last = count % self.batch_size or min(count, self.batch_size)
+        if 0 < last < ranks and not self._empty and not (self.drop_last and last < self.batch_size):
+            raise ValueError(
+                f"the last batch of an epoch of {count} samples has {last}, too few for {ranks} ranks: "
+                "say drop_last=True, or empty=True if your loop copes with empty batches"
+            )
+
+
+def _progress(state: dict[str, Any]) -> tuple[int, int]:
+    return state["epoch"], sum(sum(phase["taken"]) for phase in state["phases"]) + state["taken"]
+
+
+class _Steps(Iterator[list[Any]]):
+    """One way through the batches, with the state of the samples that have been given."""
+
+    def __init__(self, batches: GlobalBatchSampler, samples: Walk) -> None:
+        self._batches, self._samples = batches, samples
+
+    def __next__(self) -> list[Any]:
+        of = self._batches
+        batch = list(islice(self._samples, of.batch_size))
+        if not batch or (of.drop_last and len(batch) < of.batch_size):
+            raise StopIteration
+        return batch[of.rank :: of.num_replicas]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._samples.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._samples.load_state_dict(state)

@@ -1,0 +1,176 @@
+"""Sequences of samples that are computed where they are looked at, so that they may have any length."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+__all__ = ["Counted", "Indices", "Joined", "Listed", "Places", "Selected", "select", "taken_from"]
+
+Places = range | torch.Tensor
+"""Some places of a sequence: a range with a positive step, or a one-dimensional int64 tensor on the CPU."""
+
+_CHUNK = 8192
+
+
+class Indices(ABC):
+    """The samples of an epoch, or of a part of it, in their order; a sequence of whole numbers.
+
+    Example:
+        >>> half = un.data.IndexShuffle(10**12, seed=1)
+        >>> len(half), half[7] == half.take(torch.tensor([7])).item()
+        (1000000000000, True)
+    """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def take(self, places: torch.Tensor) -> torch.Tensor:
+        """The samples at these places: both are int64, one-dimensional, on the CPU. Places are not checked."""
+
+    def values(self, places: torch.Tensor) -> list[Any]:
+        """The same as what a dataset is indexed with."""
+        return self.take(places).tolist()
+
+    def all(self) -> torch.Tensor:
+        """Everything, in memory: 8 bytes a sample."""
+        return self.take(torch.arange(len(self), device="cpu"))
+
+    def at(self, place: int) -> Any:
+        """What the dataset is indexed with at one place, which is not checked."""
+        return self.values(torch.tensor([place], device="cpu"))[0]
+
+    def __getitem__(self, place: int) -> Any:
+        number = operator.index(place)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"there are {len(self)} samples, so there is none at {number}")
+        return self.at(number % len(self))
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self), _CHUNK):
+            yield from self.values(torch.arange(start, min(start + _CHUNK, len(self)), device="cpu"))
+
+
+class Counted(Indices):
+    """0, 1, 2 and so on."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, places: torch.Tensor) -> torch.Tensor:
+        return places
+
+    def at(self, place: int) -> int:
+        return place
+
+
+class Listed(Indices):
+    """What a sampler gave: numbers, or anything else that a dataset can be indexed with."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def take(self, places: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self.values(places), dtype=torch.int64, device="cpu")
+
+    def values(self, places: torch.Tensor) -> list[Any]:
+        return [self._values[place] for place in places.tolist()]
+
+
+class Selected(Indices):
+    """Some places of another sequence. Use `select`, which flattens."""
+
+    def __init__(self, base: Indices, places: Places) -> None:
+        self.base, self.places = base, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def take(self, places: torch.Tensor) -> torch.Tensor:
+        return self.base.take(self._below(places))
+
+    def values(self, places: torch.Tensor) -> list[Any]:
+        return self.base.values(self._below(places))
+
+    def at(self, place: int) -> Any:
+        return self.base.at(int(self.places[place]))
+
+    def _below(self, places: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.places, range):
+            return places * self.places.step + self.places.start
+        return self.places[places]
+
+
+class Joined(Indices):
+    """Sequences one after another; to the samples of each, a number of its own is added."""
+
+    def __init__(self, parts: Sequence[Indices], starts: Sequence[int] | None = None) -> None:
+        self._parts = parts
+        self._starts = [0] * len(parts) if starts is None else starts
+        self._ends = [0, *accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def take(self, places: torch.Tensor) -> torch.Tensor:
+        found = torch.empty_like(places)
+        for part, start, first, end in zip(self._parts, self._starts, self._ends, self._ends[1:], strict=False):
+            inside = (places >= first) & (places < end)
+            found[inside] = part.take(places[inside] - first) + start
+        return found
+
+    def at(self, place: int) -> Any:
+        number = bisect_right(self._ends, place) - 1
+        value, start = self._parts[number].at(place - self._ends[number]), self._starts[number]
+        return value + start if start else value
+
+    def values(self, places: torch.Tensor) -> list[Any]:
+        if any(self._starts):
+            return self.take(places).tolist()
+        ends = torch.tensor(self._ends[1:], device="cpu")
+        which = torch.searchsorted(ends, places, right=True).tolist()
+        found: list[Any] = [None] * len(which)
+        for number in set(which):
+            inside = [i for i, part in enumerate(which) if part == number]
+            below = places[torch.tensor(inside, device="cpu")] - self._ends[number]
+            for i, value in zip(inside, self._parts[number].values(below), strict=True):
+                found[i] = value
+        return found
+
+
+def select(base: Indices, pieces: Sequence[Places]) -> Indices:
+    """The places of all pieces, one after another. Ranges of ranges become one, so that resuming often costs nothing.
+
+    Example:
+        >>> list(select(select(Counted(100), [range(10, 50, 2)]), [range(3), range(10, 12)]))
+        [10, 12, 14, 30, 32]
+    """
+    parts = [_selected(base, piece) for piece in pieces if len(piece)]
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _selected(base: Indices, piece: Places) -> Indices:
+    if isinstance(base, Selected) and isinstance(base.places, range) and isinstance(piece, range):
+        return Selected(base.base, base.places[piece.start : piece.stop : piece.step])
+    return Selected(base, piece)
+
+
+def taken_from(places: Places, start: int, stop: int) -> torch.Tensor:
+    """Some of the places as a tensor."""
+    piece = places[start:stop]
+    if isinstance(piece, range):
+        return torch.arange(piece.start, piece.stop, piece.step, device="cpu")
+    return piece

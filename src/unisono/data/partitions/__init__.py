@@ -1,0 +1,1 @@
+"""Partitioners: a file of this folder is one, found by its name."""

@@ -1,0 +1,62 @@
+"""Grouped: what belongs together stays in one part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+
+from unisono.data.assigned import Assigned
+from unisono.data.attributes import codes, digest, of_dataset
+from unisono.data.indices import Indices
+from unisono.data.lpt import largest_first
+from unisono.data.partitioner import Bound
+
+__all__ = ["PARTITIONER", "Grouped"]
+
+
+class Grouped(Assigned):
+    """Samples of one group (a patient, a speaker, a video) are never in two parts. By name: the dataset's `groups`.
+
+    When a job goes on with another number of ranks in the middle of an epoch, the samples that are left are dealt
+    again, by the same rule.
+
+    Args:
+        groups: One for each sample: an integer tensor, or any hashable values.
+
+    Balance: no part has more than share * (samples + (parts - 1) * those of the largest group); for equal
+    shares at most 4/3 - 1/(3 * parts) of what the best division could do (`largest_first`).
+
+    Example:
+        >>> words = ["ant", "bee", "axe", "bat", "bow", "cup"]
+        >>> parts = un.data.DataPartitioner(words, [0.5, 0.5], partition=un.data.grouped([word[0] for word in words]))
+        >>> [sorted(part) for part in parts]
+        [['bat', 'bee', 'bow'], ['ant', 'axe', 'cup']]
+    """
+
+    def __init__(self, groups: Iterable[Any]) -> None:
+        super().__init__(codes(groups, "groups"), "groups")
+
+    @classmethod
+    def of(cls, dataset: Any) -> Self:
+        return cls(of_dataset(dataset, ("groups",), "grouped"))
+
+    def assign(self, samples: torch.Tensor, shares: Sequence[float], seed: int) -> torch.Tensor:
+        present, members = self._known[samples].unique(return_inverse=True)
+        return largest_first(members.bincount(minlength=len(present)), shares)[members]
+
+    def bounds(self, samples: Indices, shares: Sequence[float]) -> list[Bound]:
+        groups = self._known[samples.all()]
+        largest = int(groups.bincount().max()) if len(groups) else 0
+        most = [share * (len(groups) + (len(shares) - 1) * largest) + 1e-6 for share in shares]
+        return [Bound("samples", len, [0.0] * len(shares), most)]
+
+    def together(self, samples: torch.Tensor) -> torch.Tensor | None:
+        return self._known[samples]
+
+    def fingerprint(self) -> str:
+        return f"Grouped {digest(self._known)}"
+
+
+PARTITIONER = Grouped

@@ -1,0 +1,46 @@
+"""Strided: parts take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unisono.data.assigned import pieces_of
+from unisono.data.indices import Indices, Places
+from unisono.data.partitioner import Partitioner
+from unisono.data.shares import apportion
+
+__all__ = ["PARTITIONER", "Strided"]
+
+
+class Strided(Partitioner):
+    """Parts take turns: of p equal parts, part r has samples r, r + p, r + 2p and so on.
+
+    Parts of unequal shares are spread over the whole as evenly as whole numbers can be, by the times at which
+    each would be half-way through its samples (Webster's method of apportionment).
+
+    Balance: less than one sample away from the share. Cost: nothing for equal shares; for others a sort of all
+    places, some 50 bytes a sample.
+
+    Example:
+        >>> [list(part) for part in un.data.DataPartitioner(range(10), [0.5, 0.3, 0.2], partition="strided")]
+        [[0, 3, 4, 6, 9], [1, 5, 8], [2, 7]]
+    """
+
+    shuffles = False
+    interleaves = True
+
+    def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
+        count, parts = len(samples), len(shares)
+        if len(set(shares)) == 1:
+            return [range(part, max(count, part), parts) for part in range(parts)]
+        lengths = apportion(count, shares)
+        times = [
+            (torch.arange(length, dtype=torch.float64, device="cpu") + 0.5) / length for length in lengths if length
+        ]
+        owners = torch.arange(parts, device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))
+        return list(pieces_of(owners[torch.cat(times).argsort(stable=True)] if count else owners, parts))
+
+
+PARTITIONER = Strided

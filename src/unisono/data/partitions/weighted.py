@@ -1,0 +1,74 @@
+"""Weighted: parts as large as wished, or as ranks are fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.data.indices import Indices, Places
+from unisono.data.partitioner import Bound, Partitioner
+from unisono.data.partitions.shuffled import Shuffled
+from unisono.data.shares import fractions_of
+
+__all__ = ["PARTITIONER", "Weighted"]
+
+
+class Weighted(Partitioner):
+    """Parts in proportion to weights, such as the samples a second that each rank manages.
+
+    Ranks that take their share of each batch (`un.data.apportion` of its size) make as many steps as each other.
+
+    Args:
+        weights: One for each part, 0 or more: a wish, or samples per second. None: parts as the caller says.
+        partition: The partitioner that deals; each can.
+
+    Balance: that of the partitioner that deals, around these shares.
+
+    Raises:
+        ValueError: There are not as many weights as parts, or a weight is negative or no number.
+
+    Example:
+        >>> ranks = [un.data.PartitionSampler(range(12), num_replicas=3, rank=r, partition=un.data.weighted([3, 2, 1]))
+        ...          for r in range(3)]
+        >>> [len(sampler) for sampler in ranks]
+        [6, 4, 2]
+    """
+
+    def __init__(self, weights: Sequence[float] | None = None, partition: Partitioner | None = None) -> None:
+        self._weights = None if weights is None else fractions_of(weights)
+        self._inner = Shuffled() if partition is None else partition
+        self.in_step = weights is None
+        self._given = None if weights is None else [float(weight) for weight in weights]
+
+    def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
+        return self._inner.order(count, shuffle, seed, epoch, self._shares(shares))
+
+    def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
+        return self._inner.divide(samples, self._shares(shares), seed)
+
+    def bounds(self, samples: Indices, shares: Sequence[float]) -> list[Bound]:
+        return self._inner.bounds(samples, self._shares(shares))
+
+    def together(self, samples: torch.Tensor) -> torch.Tensor | None:
+        return self._inner.together(samples)
+
+    def settings(self) -> dict[str, Any]:
+        return {"weights": self._given}
+
+    def replaced(self, settings: dict[str, Any]) -> Weighted:
+        return Weighted(settings["weights"], self._inner)
+
+    def fingerprint(self) -> str:
+        return f"Weighted {self._inner.fingerprint()}"
+
+    def _shares(self, shares: Sequence[float]) -> Sequence[float]:
+        if self._weights is None:
+            return shares
+        if len(self._weights) != len(shares):
+            raise ValueError(f"there are {len(self._weights)} weights for {len(shares)} parts; give one for each")
+        return self._weights
+
+
+PARTITIONER = Weighted

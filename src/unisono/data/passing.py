@@ -1,0 +1,65 @@
+"""How far a rank has come in its samples of an epoch, and what can be told from that of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.data.indices import Indices
+
+__all__ = ["Pass", "unchanged_on_error"]
+
+
+@dataclass(eq=False)
+class Pass:
+    """One way of this rank through its samples.
+
+    Attributes:
+        state: What does not change of the state.
+        indices: What it gives.
+        start, taken: How many of them were committed when it began, and are now.
+        batch: The most that were committed at once.
+        begun: Whether there has been a walk.
+        ended: Whether a walk has come to the end.
+        through: Whether the ranks that have a sample more have used it too; None if that is not known. Asked for
+            only when this rank has used all of its own.
+    """
+
+    state: dict[str, Any]
+    indices: Indices
+    start: int = 0
+    taken: int = 0
+    batch: int = 0
+    begun: bool = False
+    ended: bool = False
+    through: bool | None = False
+
+    @property
+    def complete(self) -> bool:
+        return self.taken == len(self.indices)
+
+    def advance(self, count: int) -> None:
+        self.taken += count
+        if count and self.complete:
+            # A batch that was cut short is the last one of all ranks. If a loader has fetched ahead, the end of
+            # its walk will tell nothing.
+            self.through = True if count < self.batch else None if self.ended else False
+        self.batch = max(self.batch, count)
+
+    def end(self) -> None:
+        self.ended = True
+        # The loop is over, and so are those of all ranks before anybody saves a state.
+        self.through = True if self.complete and self.through is False else self.through
+
+
+@contextmanager
+def unchanged_on_error(thing: Any) -> Iterator[None]:
+    """What goes wrong inside leaves the object's attributes as they were."""
+    before = dict(vars(thing))
+    try:
+        yield
+    except BaseException:
+        vars(thing).update(before)
+        raise

@@ -1,0 +1,295 @@
+"""`PartitionSampler`: which samples this rank trains on, and what is left when the ranks change."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence, Sized
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from unisono.data.deal import Deal, Evening, Phase, added, deal
+from unisono.data.partitioner import Partitioner, resolve
+from unisono.data.passing import Pass, unchanged_on_error
+from unisono.data.progress import FORMAT, check_states, counts_of, phases_of
+from unisono.data.ranks import ranks_of
+from unisono.data.shares import equal_shares
+from unisono.data.walk import Source, Walk, walk
+
+__all__ = ["EpochWarning", "PartitionSampler"]
+
+
+class EpochWarning(UserWarning):
+    """An epoch was begun again without `set_epoch`: its samples come in the same order as before."""
+
+
+class PartitionSampler(Sampler[Any]):
+    """The samples of a rank, each epoch in a new order: takes the place of torch's `DistributedSampler`.
+
+    Every sample of the dataset is given to exactly one rank, so ranks may have one more than others; `drop_last` or
+    `padding` makes them equal. What has been trained on is told by `advance`; the sampler's state counts only
+    that, not what a loader has fetched ahead. A state can be loaded on another number of ranks, in the middle of
+    an epoch: what is left is dealt to them, in the order in which it would have come.
+
+    Args:
+        dataset: Anything with a length.
+        comm: Whatever has a `rank` and a `size`. It is asked once, and not kept.
+        num_replicas, rank: Both instead of `comm`. With none of the three: torch's default group, if there is one, else
+            a world of one.
+        partition: A partitioner or its name; see `un.data.PARTITIONERS`.
+        shuffle: Whether each epoch has another order; None is what the partitioner does by itself.
+        seed: The same on all ranks.
+        drop_last: Ranks have equally many: what is over is left out of this epoch.
+        padding: Ranks have equally many: some samples come twice, as with torch's sampler.
+
+    Attributes:
+        epoch: As set by `set_epoch`; 0 at first.
+
+    Raises:
+        TypeError: The dataset has no length (see `StreamPartition`), or `comm` no rank and size.
+        ValueError: Arguments do not fit together.
+
+    Cost: 20 ns an index. Memory, for the partitioners "shuffled", "strided" and "contiguous", less than a MiB whatever
+    the dataset's length; for others what they say.
+
+    Example:
+        >>> ranks = [un.data.PartitionSampler(range(10), num_replicas=3, rank=rank) for rank in range(3)]
+        >>> [len(sampler) for sampler in ranks], sorted(sum(map(list, ranks), []))
+        ([4, 3, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+        >>> for sampler in ranks:
+        ...     sampler.advance(2)
+        >>> state = ranks[0].state_dict()
+        >>> pair = [un.data.PartitionSampler(range(10), num_replicas=2, rank=rank) for rank in range(2)]
+        >>> for sampler in pair:
+        ...     sampler.load_state_dict(state)
+        >>> [len(list(sampler)) for sampler in pair]
+        [2, 2]
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        comm: Any = None,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        partition: str | Partitioner | type[Partitioner] = "shuffled",
+        shuffle: bool | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        padding: bool = False,
+    ) -> None:
+        if isinstance(comm, int):
+            raise TypeError("comm must have a rank and a size; num_replicas and rank are given by name")
+        if not hasattr(dataset, "__len__"):
+            raise TypeError(f"a {type(dataset).__name__} has no length: use un.data.StreamPartition for streams")
+        if drop_last and padding:
+            raise ValueError("drop_last and padding exclude each other")
+        if operator.index(seed) < 0:
+            raise ValueError(f"seed must be 0 or more, but is {seed}")
+        self.dataset = dataset
+        self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
+        self.rule = resolve(partition, dataset)
+        self.shuffle = self.rule.shuffles if shuffle is None else shuffle
+        self.seed, self.epoch, self.drop_last, self.padding = operator.index(seed), 0, drop_last, padding
+        self._phases: list[Phase] = []
+        self._pass: Pass | None = None
+        # The epoch that was asked for since the last pass ended.
+        self._asked: int | None = None
+        self._warned = False
+
+    # -- as torch's ----------------------------------------------------------------------------
+    def __iter__(self) -> Walk:
+        """Of this epoch, what this rank has not committed; or all of it again, once it was through.
+
+        Warns (`EpochWarning`, once) if a loop has come to the end, and nobody has called `set_epoch` since.
+        """
+        current = self._now()
+        again = current.ended and current.taken == current.start
+        through = again or (current.complete and current.taken > current.start)
+        if (through or current.ended) and self.shuffle and self._asked is None and not self._warned:
+            self._warned = True
+            what = "begins again, in the same order" if through else f"goes on with {self.left} samples not committed"
+            text = f"epoch {self.epoch} {what}: call set_epoch(epoch) before each epoch"
+            warnings.warn(text, EpochWarning, stacklevel=2)
+        if through:
+            self._begin(self.epoch)
+            current = self._now()
+        current.begun = True
+        return walk(self._source(current), self, current)
+
+    def __len__(self) -> int:
+        """How many samples this rank has in this epoch; since the state was loaded, if one was. Does not shrink."""
+        current = self._now()
+        return len(current.indices) - current.start
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch. Call it before each; with the current one nothing changes, so resuming is safe."""
+        number = operator.index(epoch)
+        if number < 0:
+            raise ValueError(f"epoch must be 0 or more, but is {epoch}")
+        self._asked = number
+        if number != self.epoch:
+            self._begin(number)
+
+    @property
+    def num_samples(self) -> int:
+        """The same as `len`."""
+        return len(self)
+
+    @property
+    def left(self) -> int:
+        """How many samples of this rank are not committed."""
+        current = self._now()
+        return len(current.indices) - current.taken
+
+    @property
+    def total_size(self) -> int:
+        """How many samples all ranks have together, in what `len` speaks of for one."""
+        return sum(self._dealt(self._phases, self.num_replicas).lengths)
+
+    # -- progress ------------------------------------------------------------------------------
+    def advance(self, count: int) -> None:
+        """This rank has trained on its next `count` samples. Not needed with torchdata's StatefulDataLoader."""
+        current = self._now()
+        if not 0 <= count <= self.left:
+            raise ValueError(
+                f"rank {self.rank} cannot have trained on {count} samples more: "
+                f"{self.left} of its {len(current.indices)} are left in epoch {self.epoch}"
+            )
+        current.advance(count)
+        if count and current.complete:
+            self._asked = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this rank has come: plain numbers, strings, lists and dicts."""
+        current = self._now()
+        return self.walk_state(current, current.taken, current.through)
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on where a job stopped, on any number of ranks. Every rank calls it, of the same state or its own.
+
+        Args:
+            state: Of one rank, which then speaks for all: they have kept step. Or a list of the states of all ranks,
+                which may have come unequally far.
+
+        Raises:
+            ValueError: The state is of another dataset or partitioner, or one rank cannot speak for all: parts are
+                unequal, or it was through its part, with loader workers, while others may have had a sample more.
+        """
+        states = [state] if isinstance(state, dict) else list(state)
+        if not states:
+            raise ValueError("there are no states to load")
+        common = check_states(states, self._identity())
+        with unchanged_on_error(self):
+            self._resume(states, common)
+
+    def _resume(self, states: Sequence[dict[str, Any]], common: dict[str, Any]) -> None:
+        self.epoch, self.seed = common["epoch"], common["seed"]
+        self._phases, self._pass = phases_of(common), None
+        own = next((each for each in states if each["rank"] == self.rank), None)
+        same = common["parts"] == self.num_replicas and common["settings"] == self.rule.settings()
+        if same and own is not None and self.num_replicas > 1:
+            # Nobody needs to know how far the others are.
+            self._go_to(int(own["taken"]))
+            return
+        counts = self._counts(states, common)
+        if same and self.num_replicas > 1:
+            self._go_to(counts[self.rank])
+        else:
+            self._close(common, counts)
+
+    def rebuild(self, comm: Any, *, like: int | None = None, states: Sequence[dict[str, Any]] | None = None) -> None:
+        """Follow to a communicator of other ranks: what nobody has committed of this epoch is dealt to them.
+
+        Collective over `comm`. Newcomers call it too, on a sampler made alike. A rank that was lost is taken to have
+        come as far as the survivor that came furthest. Afterwards iterate anew.
+
+        Args:
+            comm: The new communicator.
+            like: A rank of it, that all are taken to have come as far as, whose model you then give to all.
+            states: Of its ranks, in order; None: they are exchanged by `comm.all_gather_object`.
+        """
+        if states is None:
+            exchange = getattr(comm, "all_gather_object", None)
+            states = [self.state_dict()] if exchange is None else exchange(self.state_dict())
+        rank, size = ranks_of(comm)
+        known = states if like is None else [states[like]]
+        latest = max(state["epoch"] for state in known)
+        here = [state for state in known if state["epoch"] == latest]
+        old = [state for state in here if state["begun"]]
+        common = check_states(old or here[:1], self._identity())
+        with unchanged_on_error(self):
+            self.epoch, self.seed, self.rank, self.num_replicas = latest, common["seed"], rank, size
+            self._phases, self._pass = phases_of(common), None
+            if old:
+                self._close(common, self._counts(old, common, lost=True))
+            self._now()
+
+    # -- inside --------------------------------------------------------------------------------
+    def _identity(self) -> dict[str, Any]:
+        return {"samples": len(self.dataset), "partition": self.rule.fingerprint(), "shuffle": self.shuffle}
+
+    def _begin(self, epoch: int) -> None:
+        self.epoch, self._phases, self._pass = epoch, [], None
+
+    def _end(self, which: Pass) -> None:
+        which.end()
+        if which is self._pass:
+            self._asked = None
+
+    def _source(self, which: Pass) -> Source:
+        return Source(which.indices, which.taken, lambda: self._end(which))
+
+    def _now(self) -> Pass:
+        """The pass under way; made anew if the dataset has grown since, and nothing is committed."""
+        held = self._pass
+        if held is None or (held.state["samples"] != len(self.dataset) and not held.taken and not self._phases):
+            indices = self._dealt(self._phases, self.num_replicas).part(self.rank)
+            fixed = {"format": FORMAT, "epoch": self.epoch, "seed": self.seed, **self._identity()}
+            place = {"parts": self.num_replicas, "rank": self.rank, "settings": self.rule.settings()}
+            held = self._pass = Pass({**fixed, "phases": [p.plain() for p in self._phases], **place}, indices)
+        return held
+
+    def _dealt(self, phases: Sequence[Phase], parts: int, rule: Partitioner | None = None) -> Deal:
+        rule = self.rule if rule is None else rule
+        first = (phases[0].parts, rule.replaced(phases[0].settings)) if phases else (parts, rule)
+        order = first[1].order(len(self.dataset), self.shuffle, self.seed, self.epoch, equal_shares(first[0]))
+        evening: Evening = "drop" if self.drop_last else "pad" if self.padding else "none"
+        return deal(rule, order, phases, parts, self.seed, evening)
+
+    def _counts(self, states: Sequence[dict[str, Any]], common: dict[str, Any], lost: bool = False) -> list[int]:
+        rule = self.rule.replaced(common["settings"])
+        return counts_of(states, self._dealt(self._phases, common["parts"], rule).lengths, rule.in_step, lost)
+
+    def _close(self, common: dict[str, Any], counts: Sequence[int]) -> None:
+        """What so many parts have taken is over; the rest is dealt to the ranks that are here now."""
+        rule = self.rule.replaced(common["settings"])
+        lengths = [len(part) for part in self._dealt(self._phases, common["parts"], rule).parts]
+        taken = tuple(min(count, length) for count, length in zip(counts, lengths, strict=True))
+        self._phases = added(self._phases, Phase(common["parts"], taken, common["settings"]), rule, lengths)
+
+    def _go_to(self, taken: int) -> None:
+        current = self._now()
+        if not 0 <= taken <= len(current.indices):
+            raise ValueError(f"the state says {taken} samples of this rank's {len(current.indices)}")
+        current.start = current.taken = taken
+
+    def walk_state(self, token: Pass, given: int, through: bool | None) -> dict[str, Any]:
+        """For walks: the state when `given` samples of that pass are committed."""
+        through = through and given == len(token.indices)
+        begun = token.begun or given > 0 or bool(token.state["phases"])
+        return {**token.state, "taken": given, "through": through, "begun": begun}
+
+    def load_walk(self, state: dict[str, Any]) -> tuple[Source, Pass]:
+        """For walks: `load_state_dict`, and where to go on. A loader that was through begins anew next."""
+        asked = self._asked
+        self.load_state_dict(state)
+        current = self._now()
+        source = self._source(current)
+        if current.complete:
+            self._end(current)
+            if asked is not None:
+                self.set_epoch(asked)
+        return source, current

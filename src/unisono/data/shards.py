@@ -1,0 +1,212 @@
+"""Shards: a dataset in many files, here or far away, each read by one worker of one rank."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from unisono.data.feistel import IndexShuffle
+from unisono.data.ranks import ranks_of
+from unisono.errors import UnavailableError
+
+__all__ = ["ShardPartition", "read_lines"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+_FORMAT = "shards 1"
+_Job = tuple[int, int]  # A shard's number, and how many of its samples to pass over.
+
+
+def read_lines(url: str) -> Iterator[str]:
+    """The lines of a text file, without their ends. What has a scheme (`s3://`, `https://`) is opened by fsspec."""
+    if "://" not in url:
+        with open(url, encoding="utf-8") as file:  # noqa: PTH123 - it may be any path-like text
+            yield from (line.rstrip("\n") for line in file)
+        return
+    try:
+        import fsspec
+    except ImportError as error:
+        raise UnavailableError(f"{url} needs fsspec: pip install 'unisono[remote]'") from error
+    with fsspec.open(url, "rt", encoding="utf-8") as file:
+        yield from (line.rstrip("\n") for line in file)
+
+
+class ShardPartition(IterableDataset[T_co]):
+    """The samples of the shards that are this rank's, and this loader worker's.
+
+    Each shard is read by one worker of one rank, from its beginning; nobody else opens it. Every sample is given once,
+    by any number of ranks and workers.
+
+    Args:
+        shards: Names or URLs, the same list on every rank. At least as many as there are ranks and workers together,
+            or some will have nothing.
+        read: Called with one of them: gives its samples, the same each time.
+        comm, num_replicas, rank: As for `PartitionSampler`.
+        shuffle: Whether shards come in another order each epoch. Samples stay in the order of their shard.
+        seed: The same on all ranks.
+
+    Balance: numbers of shards differ by one at most; of samples, by what that is in samples.
+
+    Example:
+        >>> files = {"a": [1, 2], "b": [3], "c": [4, 5, 6]}
+        >>> ranks = [un.data.ShardPartition(list(files), files.get, num_replicas=2, rank=r) for r in range(2)]
+        >>> sorted(sample for rank in ranks for sample in rank)
+        [1, 2, 3, 4, 5, 6]
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[str],
+        read: Callable[[str], Iterable[T_co]],
+        comm: Any = None,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.shards, self._read = list(shards), read
+        # How far this rank has come: shards that it is through, and samples of the next.
+        self._done, self._skip = 0, 0
+        # What this process has found out: the samples of shards that it has read, and of the one that it is in.
+        self._lengths: list[int] = []
+        self._reading = 0
+        self._jobs: list[_Job] = []
+        self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
+        self.shuffle, self.seed = shuffle, operator.index(seed)
+        self._begin(0)
+
+    def __iter__(self) -> Iterator[T_co]:
+        return _Reader(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch; nothing changes if it is the current one."""
+        if operator.index(epoch) != self.epoch:
+            self._begin(epoch)
+
+    def advance(self, count: int) -> None:
+        """This rank has trained on its next `count` samples, of a loader without workers. Iterating anew goes on there.
+
+        With workers let torchdata's StatefulDataLoader keep the state: only they know where one shard ended.
+        """
+        left, done, skip = count, self._done, self._skip
+        while left:
+            if done < len(self._lengths):
+                length = self._lengths[done]
+            elif done == len(self._lengths) and skip + left <= self._reading:
+                length = skip + left + 1
+            else:
+                raise ValueError(f"this process has not read {count} samples more; with loader workers it cannot know")
+            step = min(left, length - skip)
+            left, skip = left - step, skip + step
+            if skip == length:
+                done, skip = done + 1, 0
+        self._done, self._skip = done, skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this rank has come; plain values."""
+        own = {"parts": self.num_replicas, "rank": self.rank, "done": self._done, "skip": self._skip}
+        jobs = [list(job) for job in self._jobs] if self._resumed else None
+        whole = {"format": _FORMAT, "epoch": self.epoch, "seed": self.seed, "shards": len(self.shards), "jobs": jobs}
+        return {**whole, **own}
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on where a job stopped.
+
+        Args:
+            state: This rank's, on as many ranks as before; or a list of all ranks' states, on any number.
+        """
+        states = [state] if isinstance(state, dict) else list(state)
+        keys = ("format", "epoch", "seed", "shards", "jobs", "parts")
+        if not states or any(s.get("format") != _FORMAT or any(s[k] != states[0][k] for k in keys) for s in states):
+            raise ValueError("these are not states of a ShardPartition, of one job at one time")
+        first = states[0]
+        if first["shards"] != len(self.shards):
+            raise ValueError(f"the state is of {first['shards']} shards, and here are {len(self.shards)}")
+        told = {s["rank"]: s for s in states}
+        same = first["parts"] == self.num_replicas and self.rank in told
+        if not same and len(told) < first["parts"]:
+            raise ValueError(f"ranks read shards at their own pace: give the states of all {first['parts']}, as a list")
+        self.seed = first["seed"]
+        self._begin(first["epoch"])
+        if first["jobs"] is not None:
+            self._jobs = [(job[0], job[1]) for job in first["jobs"]]
+            self._resumed = True
+        if same:
+            self._done, self._skip = told[self.rank]["done"], told[self.rank]["skip"]
+            self._lengths = [0] * self._done
+        else:
+            self._close([(told[rank]["done"], told[rank]["skip"]) for rank in range(first["parts"])])
+
+    def jobs(self, worker: int, workers: int) -> list[_Job]:
+        """What one worker of this rank reads: shards, and how many samples of each to pass over."""
+        mine = self._jobs[self.rank :: self.num_replicas][self._done :]
+        if mine and self._skip:
+            mine[0] = mine[0][0], mine[0][1] + self._skip
+        return mine[worker::workers]
+
+    def _begin(self, epoch: int) -> None:
+        self.epoch, self._resumed = epoch, False
+        self._done, self._skip, self._lengths, self._reading = 0, 0, [], 0
+        order = IndexShuffle(len(self.shards), self.seed, epoch) if self.shuffle else range(len(self.shards))
+        self._jobs = [(shard, 0) for shard in order]
+
+    def _close(self, progress: Sequence[tuple[int, int]]) -> None:
+        left: list[tuple[int, _Job]] = []
+        for rank, (done, skip) in enumerate(progress):
+            for turn, (shard, before) in enumerate(self._jobs[rank :: len(progress)]):
+                if turn >= done:
+                    left.append((turn * len(progress) + rank, (shard, before + (skip if turn == done else 0))))
+        self._jobs = [job for _, job in sorted(left)]
+        self._resumed = True
+
+
+class _Reader(Iterator[T_co]):
+    """One way of one worker through its shards; torchdata's loader saves it with the worker."""
+
+    def __init__(self, of: ShardPartition[T_co]) -> None:
+        worker = get_worker_info()
+        self._of = of
+        self._alone = worker is None
+        self._jobs = of.jobs(*((0, 1) if worker is None else (worker.id, worker.num_workers)))
+        self._first, self._skipped = of._done, of._skip
+        self._at, self._taken = 0, 0
+        self._items: Iterator[T_co] | None = None
+
+    def __next__(self) -> T_co:
+        while self._at < len(self._jobs):
+            if self._items is None:
+                self._open(self._taken)
+            assert self._items is not None
+            for item in self._items:
+                self._taken += 1
+                self._note(False)
+                return item
+            self._note(True)
+            self._at, self._taken, self._items = self._at + 1, 0, None
+        raise StopIteration
+
+    def _open(self, more: int) -> None:
+        shard, skip = self._jobs[self._at]
+        self._items = iter(self._of._read(self._of.shards[shard]))
+        for _ in zip(range(skip + more), self._items, strict=False):
+            pass
+
+    def _note(self, whole: bool) -> None:
+        """Where the shards of a process without workers end, for `advance`."""
+        of, number = self._of, self._first + self._at
+        if not self._alone or number < len(of._lengths):
+            return
+        so_far = self._taken + (self._skipped if self._at == 0 else 0)
+        if whole:
+            of._lengths.append(so_far)
+        of._reading = 0 if whole else so_far
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self._at, "taken": self._taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at, self._taken, self._items = state["at"], state["taken"], None

@@ -1,0 +1,155 @@
+"""Streams: datasets that can only be read from their beginning, shared by ranks and loader workers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from unisono.data.deal import leftover
+from unisono.data.ranks import ranks_of
+
+__all__ = ["StreamPartition"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+_FORMAT = "stream 1"
+
+
+class StreamPartition(IterableDataset[T_co]):
+    """This rank's share of a stream that every rank reads: each sample goes to exactly one rank, and one worker.
+
+    Ranks take samples in turns, so that they have equally many but for one. Workers of a `DataLoader` take whole
+    batches in turns: what a loop has trained on is then the beginning of what its rank gets, whatever
+    the number of workers, and a state can be loaded on another number of ranks and of workers.
+
+    Args:
+        dataset: An iterable that gives the same samples each time; if it has a `set_epoch`, that is called, too.
+        comm, num_replicas, rank: As for `PartitionSampler`.
+        batch_size: That of the loader, if it has workers.
+
+    Cost: every worker of every rank reads the whole stream. Where that is too much, cut it into shards
+    (`ShardPartition`).
+
+    Example:
+        >>> ranks = [un.data.StreamPartition("abcde", num_replicas=2, rank=rank) for rank in range(2)]
+        >>> [list(share) for share in ranks]
+        [['a', 'c', 'e'], ['b', 'd']]
+        >>> for share in ranks:
+        ...     share.advance(1)
+        >>> alone = un.data.StreamPartition("abcde")
+        >>> alone.load_state_dict([share.state_dict() for share in ranks])
+        >>> list(alone)
+        ['c', 'd', 'e']
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[T_co],
+        comm: Any = None,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        batch_size: int = 1,
+    ) -> None:
+        if operator.index(batch_size) < 1:
+            raise ValueError(f"batch_size must be 1 or more, but is {batch_size}")
+        self.dataset = dataset
+        self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
+        self.batch_size, self.epoch = batch_size, 0
+        # Committed by earlier ranks: all places below the edge but for the holes.
+        self._edge, self._taken = 0, 0
+        self._holes: list[int] = []
+
+    def __iter__(self) -> Iterator[T_co]:
+        return _Share(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch; nothing changes if it is the current one."""
+        if operator.index(epoch) != self.epoch:
+            self.epoch, self._edge, self._holes, self._taken = epoch, 0, [], 0
+        if callable(tell := getattr(self.dataset, "set_epoch", None)):
+            tell(epoch)
+
+    def advance(self, count: int) -> None:
+        """This rank has trained on its next `count` samples. Iterating anew goes on after them."""
+        if count < 0:
+            raise ValueError(f"a rank cannot have trained on {count} samples more")
+        self._taken += count
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this rank has come; plain values."""
+        place = {"parts": self.num_replicas, "rank": self.rank, "taken": self._taken}
+        return {"format": _FORMAT, "epoch": self.epoch, "edge": self._edge, "holes": self._holes, **place}
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on where a job stopped, on any number of ranks.
+
+        Args:
+            state: Of one rank, which then speaks for all: each has taken equally many. Or a list of all ranks' states,
+                which is needed after a stream whose end not all ranks have reached at the same time.
+        """
+        states = [state] if isinstance(state, dict) else list(state)
+        keys = ("format", "epoch", "edge", "holes", "parts")
+        if not states or any(s.get("format") != _FORMAT or any(s[k] != states[0][k] for k in keys) for s in states):
+            raise ValueError("these are not states of a StreamPartition, of one job at one time")
+        first = states[0]
+        self.epoch, self._edge, self._holes, self._taken = first["epoch"], first["edge"], list(first["holes"]), 0
+        told = {s["rank"]: s["taken"] for s in states}
+        if first["parts"] == self.num_replicas and self.rank in told:
+            self._taken = told[self.rank]
+            return
+        counts = [told.get(rank, max(told.values())) for rank in range(first["parts"])]
+        self._close(counts)
+
+    def place(self, number: int) -> int:
+        """Where in the stream the sample of that number is, of those that earlier ranks have left."""
+        return self._holes[number] if number < len(self._holes) else self._edge + number - len(self._holes)
+
+    def _close(self, counts: Sequence[int]) -> None:
+        # Far enough that all beyond is left, and comes without holes.
+        count = max((max(counts) + 1) * len(counts), len(self._holes))
+        pieces = leftover([range(part, count, len(counts)) for part in range(len(counts))], counts, count)
+        left = [self.place(int(number)) for piece in pieces for number in piece]
+        edge = self.place(count)
+        # The run of neighbours at the end needs no list.
+        while left and left[-1] == edge - 1:
+            edge = left.pop()
+        self._edge, self._holes = edge, left
+
+
+class _Share(Iterator[T_co]):
+    """One way of one worker through the stream; torchdata's loader saves it with the worker."""
+
+    def __init__(self, of: StreamPartition[T_co]) -> None:
+        worker = get_worker_info()
+        self._worker, self._workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        self._of, self._start = of, of._taken
+        self._read, self._seen = 0, 0
+        self._items = iter(of.dataset)
+        self._holes = frozenset(of._holes)
+
+    def __next__(self) -> T_co:
+        of = self._of
+        while True:
+            item = next(self._items)
+            place, self._read = self._read, self._read + 1
+            if place < of._edge and place not in self._holes:
+                continue
+            number, self._seen = self._seen, self._seen + 1
+            turn, part = divmod(number, of.num_replicas)
+            if part != of.rank or turn < self._start:
+                continue
+            if (turn - self._start) // of.batch_size % self._workers == self._worker:
+                return item
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self._read, "seen": self._seen, "start": self._start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._items = iter(self._of.dataset)
+        for _ in zip(range(state["read"]), self._items, strict=False):
+            pass
+        self._read, self._seen, self._start = state["read"], state["seen"], state["start"]

@@ -1,0 +1,82 @@
+"""One way through a rank's samples, that knows how many it has given."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import length_hint
+from typing import Any, Protocol
+
+import torch
+
+from unisono.data.indices import Indices
+
+__all__ = ["Source", "Walk", "walk"]
+
+# The first sample should come at once; later ones in runs that are long enough for vector instructions, and
+# short enough for the cache and for less than a MiB.
+_FIRST, _LONGEST = 1, 8192
+
+
+class Source:
+    """Gives a sequence from some place on in runs, as iterators; at its end it is `over`, and calls `ended`."""
+
+    def __init__(self, indices: Indices, start: int, ended: Callable[[], None]) -> None:
+        self._indices, self._at, self._ended = indices, start, ended
+        self._run: Iterator[Any] = iter(())
+        self.over = False
+
+    def runs(self) -> Iterator[Iterator[Any]]:
+        length = _FIRST
+        while self._at < len(self._indices):
+            start, self._at = self._at, min(self._at + length, len(self._indices))
+            places = torch.arange(start, self._at, device="cpu") if length > 1 else None
+            self._run = iter([self._indices.at(start)] if places is None else self._indices.values(places))
+            length = min(64 * length, _LONGEST)
+            yield self._run
+        self.over = True
+        self._ended()
+
+    @property
+    def given(self) -> int:
+        """The place of the next sample."""
+        return self._at - length_hint(self._run)
+
+    def become(self, other: Source) -> None:
+        """Go on as the other one would."""
+        deque(self._run, maxlen=0)
+        self._indices, self._at, self._ended = other._indices, other._at, other._ended
+
+
+class _Keeper(Protocol):
+    """Whose state a walk's state is."""
+
+    def walk_state(self, token: Any, given: int, through: bool | None) -> dict[str, Any]: ...
+    def load_walk(self, state: Any) -> tuple[Source, Any]: ...
+
+
+class Walk(chain[Any]):
+    """An iterator with a state, as torchdata's StatefulDataLoader wants it; `next` costs no Python code.
+
+    The state is that of the sampler when all samples that this walk has given are committed.
+    """
+
+    _source: Source
+    _keeper: _Keeper
+    _token: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._keeper.walk_state(self._token, self._source.given, self._source.over)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        source, self._token = self._keeper.load_walk(state)
+        self._source.become(source)
+
+
+def walk(source: Source, keeper: _Keeper, token: Any) -> Walk:
+    """A walk of what the source gives; `token` tells the keeper which of its passes it is."""
+    made = Walk.from_iterable(source.runs())
+    assert isinstance(made, Walk)
+    made._source, made._keeper, made._token = source, keeper, token
+    return made

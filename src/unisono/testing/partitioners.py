@@ -1,0 +1,247 @@
+"""What must hold of every partitioner that has a name, and of samplers: plain functions that raise `AssertionError`.
+
+    check_partitioner(un.data.PARTITIONERS["strided"].of, Samples(1000), sizes=[0.5, 0.3, 0.2], seed=0)
+
+Every rank makes a partitioner of its own, as in a real job.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from unisono.data import PartitionSampler
+from unisono.data.deal import Deal, Phase, deal
+from unisono.data.indices import Indices, taken_from
+from unisono.data.partitioner import Partitioner
+from unisono.data.shares import equal_shares
+
+__all__ = [
+    "Make",
+    "MakeSampler",
+    "Samples",
+    "check_balance",
+    "check_epochs",
+    "check_global_order",
+    "check_lossless",
+    "check_partitioner",
+    "check_ranks",
+    "check_resume",
+    "check_same_everywhere",
+    "check_states",
+]
+
+Make = Callable[[Any], Partitioner]
+"""Makes a partitioner for a dataset; such as `PARTITIONERS["strided"].of`."""
+
+MakeSampler = Callable[..., PartitionSampler]
+"""Called as `PartitionSampler` is, with a dataset, `num_replicas` and `rank`."""
+
+
+class Samples(torch.utils.data.Dataset[int]):
+    """A dataset that tells all that partitioners may go by; sample i is the number i.
+
+    Args:
+        count: How many samples.
+        seed: Of what is told of them: labels and groups of very different sizes, costs that are whole numbers, some 0.
+        kinds: How many labels and groups there may be.
+
+    Attributes:
+        targets, groups, costs: One-dimensional tensors.
+    """
+
+    def __init__(self, count: int, seed: int = 0, kinds: int = 10) -> None:
+        self._count = count
+        generator = torch.Generator().manual_seed(seed)
+
+        def skewed(most: int) -> torch.Tensor:
+            return (torch.rand(count, generator=generator).square() * most).long()
+
+        self.targets, self.groups, self.costs = skewed(kinds), skewed(5 * kinds), skewed(1000)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
+    """All of the checks of one division: lossless, the same everywhere, balance as stated.
+
+    Args:
+        make: Of the partitioner.
+        dataset: Such as `Samples`.
+        sizes: The fraction of each part; they sum to 1.
+        seed: 0 or more.
+
+    Example:
+        >>> from unisono.data import PARTITIONERS
+        >>> check_partitioner(PARTITIONERS["grouped"].of, Samples(100), sizes=[0.7, 0.2, 0.1], seed=0)
+    """
+    check_lossless(make, dataset, sizes, seed)
+    check_same_everywhere(make, dataset, sizes, seed)
+    check_balance(make, dataset, sizes, seed)
+
+
+def check_lossless(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
+    """Every sample is in exactly one part, and the places of a part ascend."""
+    order, parts = _divided(make, dataset, sizes, seed)
+    assert len(parts) == len(sizes), f"{len(sizes)} parts were asked for, and {len(parts)} came"
+    _check_cover([order.take(part) for part in parts], len(dataset))
+    for number, part in enumerate(parts):
+        assert bool((part[1:] > part[:-1]).all()), f"the places of part {number} do not ascend: {part.tolist()}"
+
+
+def check_same_everywhere(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
+    """Two ranks come to the same parts, and the global random generators are left as they were."""
+    before = random.getstate(), torch.get_rng_state()
+    (first, ours), (second, theirs) = (_divided(make, dataset, sizes, seed) for _ in range(2))
+    assert random.getstate() == before[0], "Python's global random generator was changed"
+    assert torch.equal(torch.get_rng_state(), before[1]), "torch's global random generator was changed"
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        same = torch.equal(first.take(mine), second.take(other))
+        assert same, f"part {number} is one thing on one rank, and another on the next"
+
+
+def check_balance(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
+    """The load of each part is inside the bounds that the partitioner states; groups are whole, if it says so."""
+    order, parts = _divided(make, dataset, sizes, seed)
+    _check_balance(make(dataset), order, [order.take(part) for part in parts], sizes)
+
+
+def check_resume(
+    make: Make, dataset: Any, counts: Sequence[int], taken: Sequence[Sequence[float]], seed: int, epoch: int = 0
+) -> None:
+    """What ranks take in one phase after another is every sample once, however far each has come in its part.
+
+    In each phase what is left is dealt as evenly as a whole epoch is.
+
+    Args:
+        make: Of the partitioner.
+        dataset: Such as `Samples`.
+        counts: How many ranks there are in each phase.
+        taken: For each phase but the last, how much of its part each rank takes: a fraction from 0 to 1 each.
+        seed, epoch: 0 or more.
+    """
+    rule = make(dataset)
+    order = rule.order(len(dataset), rule.shuffles, seed, epoch, equal_shares(counts[0]))
+    phases: list[Phase] = []
+    committed: list[torch.Tensor] = []
+    for number, parts in enumerate(counts):
+        now = deal(make(dataset), order, phases, parts, seed)
+        held = [now.part(part).all() for part in range(parts)]
+        _check_cover([*committed, *held], len(dataset))
+        _check_balance(rule, now.rest, held, equal_shares(parts))
+        if number + 1 < len(counts):
+            ends = [round(share * len(part)) for share, part in zip(taken[number], held, strict=True)]
+            committed += [part[:end] for part, end in zip(held, ends, strict=True)]
+            phases.append(Phase(parts, tuple(ends), rule.settings()))
+
+
+def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], done: Sequence[int]) -> None:
+    """Ranks that take turns go through one order, whoever they are: a job that is resumed on others sees the same.
+
+    Args:
+        make: Of the sampler; of a partitioner that deals in turns.
+        dataset: Such as `Samples`.
+        counts: How many ranks there are in each phase.
+        done: How many samples all take together in each phase but the last.
+    """
+    whole = list(make(dataset, num_replicas=1, rank=0))
+    states: list[dict[str, Any]] = []
+    place = turn = before = 0
+    for parts, count in zip(counts, [*done, len(whole)], strict=True):
+        # As many ranks as before go on where they were: the turn is another's.
+        turn = turn if parts == before else 0
+        ranks = [make(dataset, num_replicas=parts, rank=rank) for rank in range(parts)]
+        for sampler in ranks if states else ():
+            sampler.load_state_dict(states)
+        given = [iter(sampler) for sampler in ranks]
+        turns = [next(given[(turn + step) % parts], None) for step in range(len(whole) - place)]
+        assert turns == whole[place:], f"from place {place} on {parts} ranks went through {turns}, not {whole[place:]}"
+        for step in range(min(count, len(turns))):
+            ranks[(turn + step) % parts].advance(1)
+        states = [sampler.state_dict() for sampler in ranks]
+        place, turn, before = place + min(count, len(turns)), turn + min(count, len(turns)), parts
+
+
+def check_states(make: MakeSampler, dataset: Any, counts: Sequence[int], taken: Sequence[Sequence[float]]) -> None:
+    """What samplers give from one state to the next is every sample once, however far each rank has come.
+
+    Args:
+        make: Of the sampler.
+        dataset: Such as `Samples`.
+        counts: How many ranks there are in each phase.
+        taken: For each phase but the last, how much of its part each rank takes: a fraction from 0 to 1 each.
+    """
+    states: list[dict[str, Any]] = []
+    committed: list[int] = []
+    for number, parts in enumerate(counts):
+        ranks = [make(dataset, num_replicas=parts, rank=rank) for rank in range(parts)]
+        for sampler in ranks if states else ():
+            sampler.load_state_dict(states)
+        held = [list(sampler) for sampler in ranks]
+        _check_cover([torch.tensor(part, dtype=torch.int64) for part in [committed, *held]], len(dataset))
+        for sampler, part, share in zip(ranks, held, [*taken, [0.0] * parts][number], strict=True):
+            end = round(share * len(part))
+            committed += part[:end]
+            sampler.advance(end)
+        states = [sampler.state_dict() for sampler in ranks]
+
+
+def check_ranks(make: MakeSampler, dataset: Any, ranks: int) -> None:
+    """The samplers of all ranks give every sample once, as many as each says, and the same again in the same epoch."""
+    samplers = [make(dataset, num_replicas=ranks, rank=rank) for rank in range(ranks)]
+    lengths = [len(sampler) for sampler in samplers]
+    held = [list(sampler) for sampler in samplers]
+    assert [len(part) for part in held] == lengths, f"ranks say {lengths}, and give {[len(part) for part in held]}"
+    _check_cover([torch.tensor(part, dtype=torch.int64) for part in held], len(dataset))
+    for sampler, part in zip(samplers, held, strict=True):
+        sampler.set_epoch(0)
+        assert list(sampler) == part, "the same epoch comes in another order"
+
+
+def check_epochs(make: MakeSampler, dataset: Any) -> None:
+    """Another epoch or seed has another order, and an epoch has the same one whenever it comes."""
+    sampler, other = make(dataset, num_replicas=1, rank=0), make(dataset, num_replicas=1, rank=0, seed=1)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[2], "epoch 0 has another order when it comes again"
+    assert orders[0] != orders[1], "epochs 0 and 1 have the same order"
+    assert orders[0] != list(other), "seeds 0 and 1 have the same order"
+
+
+def _divided(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> tuple[Indices, list[torch.Tensor]]:
+    rule = make(dataset)
+    order = rule.order(len(dataset), rule.shuffles, seed, 0, sizes)
+    places = Deal(order, rule.divide(order, sizes, seed), rule.interleaves).parts
+    return order, [taken_from(part, 0, len(part)) for part in places]
+
+
+def _check_cover(parts: Sequence[torch.Tensor], count: int) -> None:
+    found = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+    values, times = found.unique(return_counts=True)
+    twice = values[times > 1].tolist()
+    assert not twice, f"in more than one place: samples {twice[:10]} of {count}"
+    strange = values[(values < 0) | (values >= count)].tolist()
+    assert not strange, f"no such samples: {strange[:10]} of {count}"
+    lost = count - len(values)
+    assert not lost, f"in no part: {lost} of {count} samples"
+
+
+def _check_balance(rule: Partitioner, samples: Indices, held: Sequence[torch.Tensor], shares: Sequence[float]) -> None:
+    for bound in rule.bounds(samples, shares):
+        for number, (part, least, most) in enumerate(zip(held, bound.least, bound.most, strict=True)):
+            load = bound.load(part)
+            assert least <= load <= most, f"part {number} has {bound.what} {load}, but {least} to {most} was stated"
+    owners: dict[int, int] = {}
+    for number, part in enumerate(held):
+        together = rule.together(part)
+        for group in () if together is None else together.unique().tolist():
+            assert owners.setdefault(group, number) == number, f"group {group} is in parts {owners[group]} and {number}"

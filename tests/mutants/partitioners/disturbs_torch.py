@@ -1,0 +1,19 @@
+"""Right, but every draw of the program after it is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unisono.data.indices import Indices, Places
+from unisono.data.partitions.strided import Strided
+
+LAW = "check_same_everywhere"
+COMPLAINT = "torch's global random generator was changed"
+
+
+class MUTANT(Strided):
+    def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
+        torch.manual_seed(seed)
+        return super().divide(samples, shares, seed)

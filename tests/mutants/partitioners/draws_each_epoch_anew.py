@@ -1,0 +1,16 @@
+"""An epoch that comes again has another order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.data import PartitionSampler
+
+LAW = "check_epochs"
+COMPLAINT = "another order when it comes again"
+
+
+class MUTANT(PartitionSampler):
+    def set_epoch(self, epoch: int) -> Any:
+        super().set_epoch(epoch)
+        self._pass, self.seed = None, self.seed + 1

@@ -1,0 +1,13 @@
+"""As long as the longest."""
+
+from __future__ import annotations
+
+from unisono.data import PartitionSampler
+
+LAW = "check_ranks"
+COMPLAINT = r"ranks say \[34, 34, 34\]"
+
+
+class MUTANT(PartitionSampler):
+    def __len__(self) -> int:
+        return (len(self.dataset) + self.num_replicas - 1) // self.num_replicas

@@ -1,0 +1,56 @@
+"""Every partitioner and sampler in `mutants/partitioners/` is wrong in one way, and a law says in which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loading import load, mutants
+
+from unisono.data import PARTITIONERS, PartitionSampler
+from unisono.testing import partitioners
+from unisono.testing.partitioners import Samples
+
+MUTANTS = mutants("partitioners")
+DATA = Samples(100)
+RIGHT = {
+    "check_lossless": PARTITIONERS["strided"],
+    "check_same_everywhere": PARTITIONERS["shuffled"],
+    "check_balance": PARTITIONERS["balanced"],
+    "check_resume": PARTITIONERS["stratified"],
+}
+
+
+def obey(law: str, mutant: Any) -> None:
+    """One law, as the tests of the registry apply it."""
+    check = getattr(partitioners, law)
+    if law == "check_resume":
+        check(mutant.of, DATA, [3, 2], [[1.0, 0.5, 0.0]], seed=1)
+    elif law in RIGHT:
+        check(mutant.of, DATA, [1 / 3] * 3, seed=1)
+    elif law == "check_global_order":
+        check(mutant, DATA, [3, 2, 2], [20, 31])
+    elif law == "check_states":
+        check(mutant, DATA, [3, 2, 4], [[0.5, 0.2, 0.9], [0.3, 0.6]])
+    elif law == "check_ranks":
+        check(mutant, DATA, 3)
+    else:
+        check(mutant, DATA)
+
+
+@pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
+def test_a_law_kills(path: Path) -> None:
+    mutant = load(path)
+    with pytest.raises(AssertionError, match=mutant.COMPLAINT):
+        obey(mutant.LAW, mutant.MUTANT)
+
+
+@pytest.mark.parametrize("law", sorted({load(path).LAW for path in MUTANTS}))
+def test_the_right_ones_live(law: str) -> None:
+    obey(law, RIGHT.get(law, PartitionSampler))
+
+
+def test_every_law_kills() -> None:
+    laws = {name for name in partitioners.__all__ if name.startswith("check_")} - {"check_partitioner"}
+    assert {load(path).LAW for path in MUTANTS} == laws

@@ -1,0 +1,52 @@
+"""Checkpoints: every byte safe, written and read by all ranks, and no pickle anywhere.
+
+un.checkpoint.save("runs/7/last", {"model": model, "optimizer": optimizer, "step": 7}, comm)
+state = un.checkpoint.load("runs/7/last", {"model": model, "optimizer": optimizer, "step": 0}, comm)
+"""
+
+from __future__ import annotations
+
+from unisono.checkpoint.archive import Archive
+from unisono.checkpoint.archive import open_checkpoint as open  # noqa: A004 - read as checkpoint.open
+from unisono.checkpoint.background import Saving
+from unisono.checkpoint.calls import async_save, load, save
+from unisono.checkpoint.convert import convert
+from unisono.checkpoint.errors import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+    NoCheckpointError,
+    StateError,
+    StorageError,
+)
+from unisono.checkpoint.live import assert_in_sync, sync
+from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.rotation import Checkpointer
+from unisono.checkpoint.state import RNG, PerRank
+from unisono.checkpoint.storage import Storage
+from unisono.checkpoint.verify import latest, verify
+
+__all__ = [
+    "RNG",
+    "Archive",
+    "CheckpointError",
+    "Checkpointer",
+    "CorruptError",
+    "FormatError",
+    "Manifest",
+    "NoCheckpointError",
+    "PerRank",
+    "Saving",
+    "StateError",
+    "Storage",
+    "StorageError",
+    "assert_in_sync",
+    "async_save",
+    "convert",
+    "latest",
+    "load",
+    "open",
+    "save",
+    "sync",
+    "verify",
+]

@@ -1,0 +1,125 @@
+"""A checkpoint opened for reading: tensors come when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.digest import blocks, digest
+from unisono.checkpoint.dtypes import memory_of
+from unisono.checkpoint.errors import CheckpointError
+from unisono.checkpoint.manifest import TensorEntry
+from unisono.checkpoint.nodes import taken_over
+from unisono.checkpoint.places import MapLocation, device_for
+from unisono.checkpoint.reader import Block, Files, read_manifest, windows_of
+from unisono.checkpoint.restore import Restoration
+from unisono.checkpoint.storage import Storage, storage_at
+from unisono.checkpoint.team import Team
+
+__all__ = ["Archive", "open_checkpoint"]
+
+
+class Archive(Mapping[str, torch.Tensor]):
+    """Tensors by name, each read and checked when it is first asked for.
+
+    On a local file system a tensor that lies in one piece is the file's pages themselves, mapped: nothing is copied,
+    and what is written into it stays in this process. It is valid for as long as it lives, also past `close`.
+
+    Attributes:
+        manifest: All that is known but the bytes: dtypes and shapes (`manifest.tensors`), who wrote it.
+    """
+
+    def __init__(self, storage: Storage, map_location: MapLocation, check: bool) -> None:
+        self.manifest, _ = read_manifest(storage)
+        self.manifest.check_sizes(storage.sizes())
+        self._files = Files(storage, self.manifest)
+        self._where, self._map_location, self._check = storage.where, map_location, check
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry = self.manifest.tensors[name]
+        try:
+            tensor = self._mapped(name, entry) if len(entry.pieces) == 1 else self._joined(name, entry)
+        except CheckpointError as error:
+            error.path = self._where
+            raise
+        return tensor.to(device_for(entry.device, self._map_location))
+
+    def _mapped(self, name: str, entry: TensorEntry) -> torch.Tensor:
+        piece = entry.pieces[0]
+        if piece.start == piece.stop:
+            return torch.empty(0, dtype=torch.uint8).view(entry.dtype).view(entry.shape)
+        view = self._files.open(piece.file).view(piece.start, piece.stop)
+        if self._check:
+            found = [digest(view[low:high]) for low, high in blocks(0, len(view))]
+            cut = blocks(piece.start, piece.stop)
+            checked = zip(cut, piece.digests, found, strict=True)
+            bad = [Block(piece.file, low, high, said, name, 0) for (low, high), said, real in checked if said != real]
+            self._files.accuse(bad)
+        return torch.frombuffer(view, dtype=torch.uint8).view(entry.dtype).view(entry.shape)
+
+    def _joined(self, name: str, entry: TensorEntry) -> torch.Tensor:
+        flat = torch.empty(entry.nbytes, dtype=torch.uint8)
+        memory, bad = memory_of(flat), []
+        for window in windows_of(self.manifest, [name]):
+            for block in window.blocks:
+                if block.name is not None:
+                    into = memory[block.offset : block.offset + block.stop - block.start]
+                    bad += [] if self._files.read(block, into, check=self._check) else [block]
+        self._files.accuse(bad)
+        return flat.view(entry.dtype).view(entry.shape)
+
+    def state(self, rank: int = 0) -> Any:
+        """The whole state as plain values, as rank `rank` saved it: dicts in the place of objects."""
+        source = taken_over(self.manifest.per_rank, rank, self.manifest.ranks)
+        restoration = Restoration(self.manifest.tensors, source)
+        build = restoration.match(None, self.manifest.state)
+        restoration.values.update({name: self[name] for name in restoration.needed})
+        return build()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.tensors)
+
+    def __len__(self) -> int:
+        return len(self.manifest.tensors)
+
+    def close(self) -> None:
+        """No more is wanted. Tensors stay valid."""
+        self._files.__exit__(None, None, None)
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str] | Storage, *, map_location: MapLocation = None, check: bool = True
+) -> Archive:
+    """Open a checkpoint to read single tensors, without reading the others.
+
+    Args:
+        path: Where it is.
+        map_location: Where tensors are to live; the CPU if None.
+        check: Compare each tensor with its digest when it is read.
+
+    Raises:
+        NoCheckpointError, CorruptError, FormatError: As `load`.
+
+    Cost: reads the manifest. A tensor costs one pass over its own bytes for the check.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp()
+        >>> un.checkpoint.save(path, {"w": torch.arange(3), "b": torch.zeros(2)})
+        >>> with un.checkpoint.open(path) as archive:
+        ...     sorted(archive), archive["w"]
+        (['b', 'w'], tensor([0, 1, 2]))
+    """
+    storage = storage_at(path)
+    archive: list[Archive] = []
+    Team(None, "open", storage.where).together(lambda: archive.append(Archive(storage, map_location, check)))
+    return archive[0]

@@ -1,0 +1,88 @@
+"""From other formats and to them, and what two checkpoints differ in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.archive import Archive
+from unisono.checkpoint.dtypes import as_bytes
+from unisono.checkpoint.errors import FormatError
+from unisono.checkpoint.formats import FORMATS
+from unisono.checkpoint.saving import leaves
+
+__all__ = ["convert", "differences", "read_any"]
+
+
+def read_any(path: str | Path, *, trusted: bool = False) -> Any:
+    """The state at a path, in whatever known format it is: plain values, and tensors on the CPU.
+
+    Args:
+        path: A checkpoint of this library, a file of `torch.save` or safetensors, or a directory of DCP.
+        trusted: Let pickles in it run their code. Say so only of files that you would run as a program.
+
+    Raises:
+        FormatError: No known format is recognised.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/old.pt"
+        >>> torch.save({"w": torch.ones(2)}, path)
+        >>> read_any(path)
+        {'w': tensor([1., 1.])}
+    """
+    place = Path(path)
+    for name in FORMATS.names():
+        if FORMATS[name].recognises(place):
+            return FORMATS[name].read(place, trusted)
+    raise FormatError(f"at {place} there is no checkpoint in a known format ({', '.join(FORMATS.names())})")
+
+
+def convert(source: str | Path, target: str | Path, *, to: str | None = None, trusted: bool = False) -> None:
+    """Read a checkpoint in any known format, and write it in another.
+
+    Args:
+        source: As for `read_any`.
+        target: What to write. `.pt`, `.pth`, `.bin`: as `torch.save`; `.safetensors`; `.dcp`: a directory as DCP
+            writes; anything else: as `save`.
+        to: The format, if the target's name does not say it: "unisono", "torch", "safetensors", "dcp".
+        trusted: As for `read_any`.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> torch.save({"w": torch.ones(2)}, folder + "/old.pt")
+        >>> un.checkpoint.convert(folder + "/old.pt", folder + "/new")
+        >>> un.checkpoint.load(folder + "/new")
+        {'w': tensor([1., 1.])}
+    """
+    place = Path(target)
+    chosen = to if to is not None else next(name for name in FORMATS.names() if FORMATS[name].suits(place))
+    form = FORMATS[chosen]
+    form.write(place, read_any(source, trusted=trusted))
+
+
+def differences(first: Archive, second: Archive) -> list[str]:
+    """What two checkpoints differ in, a line each; none if they hold the same."""
+    told = []
+    for name in dict.fromkeys([*first, *second]):
+        if name not in first or name not in second:
+            told.append(f"{name}: only in the {'second' if name not in first else 'first'}")
+            continue
+        one, other = first.manifest.tensors[name], second.manifest.tensors[name]
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            told.append(f"{name}: {one.dtype} {list(one.shape)}, {other.dtype} {list(other.shape)}")
+        elif not torch.equal(as_bytes(first[name]), as_bytes(second[name])):
+            told.append(f"{name}: {_distance(first[name], second[name])}")
+    mine, theirs = leaves(first.manifest.state), leaves(second.manifest.state)
+    pairs = {name: (mine.get(name, "(absent)"), theirs.get(name, "(absent)")) for name in (*mine, *theirs)}
+    return told + [f"{name}: {one}, {other}" for name, (one, other) in pairs.items() if one != other]
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> str:
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    apart = (one.double() - other.double()).abs()
+    return f"{int((apart != 0).sum())} of {apart.numel()} elements differ, by up to {apart.max().item():.3g}"

@@ -1,0 +1,33 @@
+"""Formats that checkpoints can be converted from and to. Another one is one more file, found by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from unisono.registry import Registry
+
+__all__ = ["FORMATS", "Format"]
+
+
+class Format(Protocol):
+    """What such a file offers."""
+
+    def recognises(self, path: Path) -> bool:
+        """Whether there is one of this format at that path."""
+        ...
+
+    def suits(self, path: Path) -> bool:
+        """Whether a name to be written asks for this format."""
+        ...
+
+    def read(self, path: Path, trusted: bool) -> Any:
+        """The state, of plain values and CPU tensors. No code of the file runs unless it is trusted."""
+        ...
+
+    def write(self, path: Path, state: Any) -> None:
+        """Write a state of plain values and tensors."""
+        ...
+
+
+FORMATS: Registry[Format] = Registry("checkpoint format", "unisono.checkpoint.formats")

@@ -1,0 +1,133 @@
+"""Directories of `torch.distributed.checkpoint` (DCP).
+
+Its `.metadata` is a pickle. It is read by an unpickler that knows the few classes that belong there and no other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+
+from unisono.checkpoint.errors import CorruptError, FormatError
+
+__all__ = ["read", "recognises", "suits", "write"]
+
+_DTYPES = {name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
+_CLASSES: dict[str, dict[str, Any]] = {
+    "torch": {"Size": torch.Size, **_DTYPES},
+    "torch.serialization": {"_get_layout": lambda name: torch.strided},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": filesystem._StorageInfo},
+    "torch.distributed.checkpoint.metadata": {
+        name: getattr(metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+        if hasattr(metadata, name)
+    },
+    "pathlib": {"PosixPath": Path, "PurePosixPath": Path},
+    "pathlib._local": {"PosixPath": Path},
+    "collections": {"OrderedDict": dict},
+}
+
+
+def recognises(path: Path) -> bool:
+    """A directory with `.metadata`."""
+    return (path / ".metadata").is_file()
+
+
+def suits(path: Path) -> bool:
+    """`.dcp`."""
+    return path.suffix == ".dcp"
+
+
+def write(path: Path, state: Any) -> None:
+    """As `torch.distributed.checkpoint.save` does from one process. Keys of dicts become strings there."""
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def read(path: Path, trusted: bool) -> Any:
+    """The state, put together from all ranks' files. Pickled values in it need trust if torch's allow-list lacks them.
+
+    Raises:
+        FormatError: The metadata names something that does not belong there.
+        CorruptError: A file is missing, or ends too early.
+    """
+    try:
+        found = _Unpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
+        places = {(index.fqn, _offset(index.offset)): info for index, info in found.storage_data.items()}
+        flat = {name: _value(path, name, entry, places, trusted) for name, entry in found.state_dict_metadata.items()}
+        return _nested(flat, found.planner_data or {})
+    except (FormatError, CorruptError, OSError):
+        raise
+    except Exception as error:
+        raise FormatError(f"{path} is no checkpoint of DCP that can be read ({error})") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _CLASSES[module][name]
+        except KeyError:
+            raise FormatError(f"its .metadata names {module}.{name}, which does not belong there") from None
+
+
+def _offset(offset: Any) -> tuple[int, ...]:
+    return tuple(offset or ())
+
+
+def _value(path: Path, name: str, entry: Any, places: dict[Any, Any], trusted: bool) -> Any:
+    if not isinstance(entry, metadata.TensorStorageMetadata):
+        return _load(path, name, places[name, ()], trusted)
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    for chunk in entry.chunks:
+        part = _load(path, name, places[name, _offset(chunk.offsets)], trusted)
+        view = whole
+        for dimension, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            view = view.narrow(dimension, start, length)
+        view.copy_(part)
+    return whole
+
+
+def _load(path: Path, name: str, info: Any, trusted: bool) -> Any:
+    if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
+        raise FormatError(f"{name!r} lies in {info.relative_path!r}, or is transformed: not supported")
+    with (path / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        data = file.read(info.length)
+    if len(data) != info.length:
+        raise CorruptError(f"{info.relative_path} ends before {name!r} does", tensors=[name])
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+
+
+def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
+    """Dicts and lists again, from values by name and the path of each name."""
+    root: dict[Any, Any] = {}
+    for name, value in flat.items():
+        steps = paths.get(name, (name,))
+        here = root
+        for step in steps[:-1]:
+            here = here.setdefault(step, {})
+        here[steps[-1]] = value
+    return _lists(root)
+
+
+def _lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _lists(item) for key, item in value.items()}
+    if inner and set(inner) == set(range(len(inner))) and all(type(key) is int for key in inner):
+        return [inner[index] for index in range(len(inner))]
+    return inner

@@ -1,0 +1,41 @@
+"""Single files of safetensors: a flat dict of tensors, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+__all__ = ["read", "recognises", "suits", "write"]
+
+
+def recognises(path: Path) -> bool:
+    """A file with that suffix."""
+    return path.is_file() and suits(path)
+
+
+def suits(path: Path) -> bool:
+    """`.safetensors`."""
+    return path.suffix == ".safetensors"
+
+
+def read(path: Path, trusted: bool) -> Any:
+    """The tensors by name; nothing here needs trust."""
+    return load_file(path)
+
+
+def write(path: Path, state: Any) -> None:
+    """Every tensor of the state by its path, `model.weight`. What is no tensor is left out."""
+    tensors: dict[str, torch.Tensor] = {}
+    _collect(state, "", tensors)
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _collect(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        tensors[path or "state"] = value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _collect(item, f"{path}.{key}" if path else str(key), tensors)

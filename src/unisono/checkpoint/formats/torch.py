@@ -1,0 +1,31 @@
+"""Files of `torch.save`."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["read", "recognises", "suits", "write"]
+
+
+def recognises(path: Path) -> bool:
+    """A zip archive, or by its suffix an older pickle."""
+    return path.is_file() and (zipfile.is_zipfile(path) or suits(path))
+
+
+def suits(path: Path) -> bool:
+    """`.pt`, `.pth` and `.bin`."""
+    return path.suffix in (".pt", ".pth", ".bin")
+
+
+def read(path: Path, trusted: bool) -> Any:
+    """What was saved. Unless it is trusted, by `weights_only=True`, whose unpickler has had holes, too."""
+    return torch.load(path, map_location="cpu", weights_only=not trusted)
+
+
+def write(path: Path, state: Any) -> None:
+    """As `torch.save` does."""
+    torch.save(state, path)

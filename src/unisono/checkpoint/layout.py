@@ -1,0 +1,52 @@
+"""Who writes what: every rank an equal share of the bytes, in slices of tensors where need be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Slice", "shares"]
+
+_WHOLE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Bytes `start` to `stop` of a tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Slice]]:
+    """For each rank, the slices that it writes: disjoint, covering, and equal in bytes up to 4 KiB.
+
+    Tensors are laid end to end, and the line is cut into equal parts. Tensors of up to 4 KiB stay whole, and so do
+    elements. Wide elements come first, so that each slice is aligned in a file that is aligned itself.
+
+    Args:
+        tensors: Name, bytes, and bytes of one element, of each.
+        ranks: How many shares.
+
+    Example:
+        >>> shares([("a", 8000, 4), ("b", 16, 8)], 2)
+        [[Slice(name='b', start=0, stop=16), Slice(name='a', start=0, stop=3992)], [Slice(name='a', start=3992, ...)]]
+    """
+    line = sorted(tensors, key=lambda tensor: -tensor[2])
+    total = sum(nbytes for _, nbytes, _ in line)
+    given: list[list[Slice]] = [[] for _ in range(ranks)]
+    rank = position = 0
+    for name, nbytes, item in line:
+        start = 0
+        while rank < ranks - 1 and position + nbytes > (border := (rank + 1) * total // ranks):
+            inside = border - position
+            cut = inside // item * item if nbytes > _WHOLE else (nbytes if 2 * inside > nbytes else 0)
+            if cut > start:
+                given[rank].append(Slice(name, start, cut))
+                start = cut
+            rank += 1
+        if start < nbytes or not nbytes:
+            given[rank].append(Slice(name, start, nbytes))
+        position += nbytes
+    return given

@@ -1,0 +1,277 @@
+"""The manifest: the list of all that is in a checkpoint, with digests. Without it there is no checkpoint.
+
+It is JSON on one line, behind the digest of that line. What is read from a file is believed only after it fits:
+every byte of every file belongs to one tensor or header, and names cannot leave the directory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.digest import ALGORITHM, BLOCK, digest
+from unisono.checkpoint.dtypes import dtype_of
+from unisono.checkpoint.errors import CorruptError, FormatError, listed
+from unisono.checkpoint.tree import MAX_DEPTH, Node
+
+__all__ = ["FILE", "MANIFEST", "VERSION", "FileEntry", "Manifest", "Piece", "TensorEntry"]
+
+MANIFEST = "manifest.json"
+VERSION = 1
+FILE = re.compile(r"[0-9a-f]{16}-\d{5}\.safetensors")
+"""What files of tensors are called: the save's number, and the rank that wrote it."""
+
+_FORMAT = "unisono.checkpoint"
+_HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
+_BEGIN = len(_HEAD) + 32 + len(_MIDDLE)
+_HEX = re.compile(r"[0-9a-f]{32}")
+# What one value of parsed JSON takes at most, and what is granted to any manifest.
+_VALUE, _GRANTED = 100, 64 << 20
+_DIMENSIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file: its name, its bytes, those of its header, and the digests of both."""
+
+    name: str
+    size: int
+    header: int
+    header_digest: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a tensor that lie together: in file number `file` from `start` to `stop`, a digest for each block."""
+
+    file: int
+    start: int
+    stop: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor; its pieces in order are its bytes in order."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str = "cpu"
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint but its bytes.
+
+    Attributes:
+        id: A number in hexadecimal that no other save has.
+        ranks: How many ranks saved it.
+        created_ns: When, in nanoseconds since 1970.
+        files, tensors: What is there, and where.
+        state: The tree of what is the same on all ranks.
+        per_rank: For each rank, the trees of what it had for itself.
+        extra: Of the program; and which versions wrote it.
+    """
+
+    id: str
+    ranks: int
+    created_ns: int
+    files: tuple[FileEntry, ...]
+    tensors: Mapping[str, TensorEntry]
+    state: Node
+    per_rank: tuple[tuple[Node, ...], ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(file.size for file in self.files)
+
+    def names_in_file(self, index: int) -> list[str]:
+        """The tensors that have bytes in a file; if none has, all."""
+        found = [name for name, entry in self.tensors.items() if any(p.file == index for p in entry.pieces)]
+        return found or list(self.tensors)
+
+    def to_bytes(self) -> bytes:
+        """As it is written."""
+        tensors = {
+            name: {
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": entry.shape,
+                "device": entry.device,
+                "pieces": [[p.file, p.start, p.stop, p.digests] for p in entry.pieces],
+            }
+            for name, entry in self.tensors.items()
+        }
+        whole = {
+            "format": _FORMAT,
+            "version": VERSION,
+            "digest": ALGORITHM,
+            "block": BLOCK,
+            "id": self.id,
+            "ranks": self.ranks,
+            "created_ns": self.created_ns,
+            "extra": self.extra,
+            "files": [[f.name, f.size, f.header, f.header_digest, f.digest] for f in self.files],
+            "tensors": tensors,
+            "state": self.state,
+            "per_rank": self.per_rank,
+        }
+        body = json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
+        _check_memory(body, self.nbytes)
+        return b"".join((_HEAD, digest(body).encode(), _MIDDLE, body, _TAIL))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, nbytes: int = 0) -> Manifest:
+        """The manifest that was written, if that is one, and whole.
+
+        Args:
+            data: What the file holds.
+            nbytes: Of all other files together: what it may ask for is bounded by that.
+
+        Raises:
+            FormatError: It is of a newer version, or no manifest.
+            CorruptError: It is damaged.
+        """
+        whole = _opened(data, nbytes)
+        try:
+            manifest = cls(
+                id=_text(whole["id"], r"[0-9a-f]{16}"),
+                ranks=_count(whole["ranks"]),
+                created_ns=_count(whole["created_ns"]),
+                files=tuple(_file(entry) for entry in whole["files"]),
+                tensors={name: _tensor(entry, whole["block"]) for name, entry in whole["tensors"].items()},
+                state=whole["state"],
+                per_rank=tuple(tuple(trees) for trees in whole["per_rank"]),
+                extra=dict(whole["extra"]),
+            )
+            _check_tiling(manifest)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
+            raise FormatError(f"its manifest is not one that unisono writes ({_said(error)})") from None
+        return manifest
+
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """`CorruptError` that names tensors, unless every file is there in full length."""
+        for index, file in enumerate(self.files):
+            found = sizes.get(file.name)
+            if found != file.size:
+                names = self.names_in_file(index)
+                what = "is missing" if found is None else f"has {found} bytes instead of {file.size}"
+                raise CorruptError(f"{file.name} {what}; it is the file of {listed(names)}", tensors=names)
+
+
+def _opened(data: bytes, nbytes: int) -> dict[str, Any]:
+    """The manifest as JSON, if the digest fits and this version can read it."""
+    body = data[_BEGIN : -len(_TAIL)]
+    framed = data.startswith(_HEAD) and data[_BEGIN - len(_MIDDLE) : _BEGIN] == _MIDDLE and data.endswith(_TAIL)
+    intact = framed and data[len(_HEAD) : len(_HEAD) + 32] == digest(body).encode()
+    _check_memory(body, nbytes)
+    try:
+        whole = json.loads(body) if framed else json.loads(data).get("manifest", {})
+        version, kind = whole["version"], whole["format"]
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        raise CorruptError(f"{MANIFEST} is damaged: it cannot be read") from None
+    if kind == _FORMAT and isinstance(version, int) and version > VERSION:
+        doubt = "" if intact else f", or {MANIFEST} is damaged: its digest does not fit"
+        raise FormatError(
+            f"it has format version {version}, but this unisono reads versions up to {VERSION}; update unisono{doubt}"
+        )
+    if not intact:
+        raise CorruptError(f"{MANIFEST} is damaged: its digest does not fit")
+    if kind != _FORMAT or version != VERSION or whole.get("digest") != ALGORITHM:
+        raise FormatError(f"{MANIFEST} is of the unknown format {kind!r}, version {version!r}")
+    _check_depth(whole)
+    return dict(whole)
+
+
+def _check_memory(body: bytes, nbytes: int) -> None:
+    """Parsed JSON takes many times its length: bound it before it is parsed, by what a checkpoint may take."""
+    values = body.count(b",") + body.count(b"[") + body.count(b"{")
+    if values * _VALUE > max(_GRANTED, 2 * (nbytes + len(body))):
+        raise FormatError(
+            f"its manifest has about {values} values, too many beside {nbytes} bytes of tensors; "
+            "keep long lists as tensors"
+        )
+
+
+def _check_depth(whole: Node) -> None:
+    level = [whole]
+    for _ in range(4 * MAX_DEPTH):
+        level = [item for node in level if isinstance(node, (dict, list)) for item in _items(node)]
+        if not level:
+            return
+    raise FormatError(f"its manifest nests deeper than {4 * MAX_DEPTH}")
+
+
+def _items(node: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    return iter(node.values()) if isinstance(node, dict) else iter(node)
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _text(value: object, pattern: str | re.Pattern[str]) -> str:
+    if not isinstance(value, str) or not re.fullmatch(pattern, value):
+        raise ValueError(f"{value!r:.40} is not allowed there")
+    return value
+
+
+def _file(entry: Any) -> FileEntry:
+    name, size, header, header_digest, whole = entry
+    return FileEntry(_text(name, FILE), _count(size), _count(header), _text(header_digest, _HEX), _text(whole, _HEX))
+
+
+def _tensor(entry: Any, block: object) -> TensorEntry:
+    if block != BLOCK:
+        raise ValueError(f"blocks of {block!r:.40} bytes")
+    shape = tuple(_count(length) for length in entry["shape"])
+    if len(shape) > _DIMENSIONS:
+        raise ValueError(f"{len(shape)} dimensions")
+    pieces = []
+    for file, start, stop, digests in entry["pieces"]:
+        piece = Piece(_count(file), _count(start), _count(stop), tuple(_text(d, _HEX) for d in digests))
+        if piece.stop < piece.start or len(piece.digests) != -((piece.start - piece.stop) // BLOCK):
+            raise ValueError("other digests than blocks")
+        pieces.append(piece)
+    return TensorEntry(dtype_of(entry["dtype"]), shape, _text(entry["device"], r"[a-z]+(:\d{1,3})?"), tuple(pieces))
+
+
+def _check_tiling(manifest: Manifest) -> None:
+    """Pieces and headers cover each file, once; and each tensor has its bytes."""
+    if len({file.name for file in manifest.files}) != len(manifest.files):
+        raise ValueError("a file is listed twice")
+    if len(manifest.per_rank) != manifest.ranks:
+        raise ValueError("other ranks than states of ranks")
+    spans: list[list[tuple[int, int]]] = [[(0, file.header)] for file in manifest.files]
+    for name, entry in manifest.tensors.items():
+        if sum(piece.stop - piece.start for piece in entry.pieces) != entry.nbytes:
+            raise ValueError(f"{name!r:.80} has other bytes than its shape")
+        for piece in entry.pieces:
+            spans[piece.file].append((piece.start, piece.stop))
+    for file, found in zip(manifest.files, spans, strict=True):
+        position = 0
+        for start, stop in sorted(found):
+            if start != position:
+                raise ValueError(f"bytes of {file.name} belong to none, or to two")
+            position = stop
+        if position != file.size:
+            raise ValueError(f"{file.name} has another size")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]

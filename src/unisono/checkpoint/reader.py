@@ -1,0 +1,223 @@
+"""Reading: which bytes are wanted, in which order, by whom, and whether they are those that were saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from unisono.checkpoint.digest import BLOCK, CHUNK, blocks, hasher
+from unisono.checkpoint.errors import CorruptError, NoCheckpointError, listed
+from unisono.checkpoint.manifest import FILE, MANIFEST, Manifest
+from unisono.checkpoint.storage import Source, Storage
+from unisono.checkpoint.writer import Tell
+
+__all__ = ["Block", "Files", "Window", "deal", "names_in_headers", "read_manifest", "windows_of"]
+
+_MOST_MANIFEST = 1 << 30
+_MOST_HEADER = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes of a file that share a digest: part of a tensor from its byte `offset`, or a header (no name)."""
+
+    file: int
+    start: int
+    stop: int
+    digest: str
+    name: str | None
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Neighbouring blocks of one file that are read together."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def file(self) -> int:
+        return self.blocks[0].file
+
+    @property
+    def start(self) -> int:
+        return self.blocks[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.blocks[-1].stop
+
+
+def windows_of(manifest: Manifest, names: Iterable[str]) -> list[Window]:
+    """What to read for these tensors, in the order of the files; the headers of those files too."""
+    wanted = []
+    for name in dict.fromkeys(names):
+        offset = 0
+        for piece in manifest.tensors[name].pieces:
+            cut = zip(blocks(piece.start, piece.stop), piece.digests, strict=True)
+            for (start, stop), digest in cut:
+                wanted.append(Block(piece.file, start, stop, digest, name, offset + start - piece.start))
+            offset += piece.stop - piece.start
+    for index in {block.file for block in wanted}:
+        file = manifest.files[index]
+        wanted.append(Block(index, 0, file.header, file.header_digest, None, 0))
+    wanted.sort(key=lambda block: (block.file, block.start))
+    return [Window(tuple(group)) for group in _grouped(wanted)]
+
+
+def _grouped(wanted: Sequence[Block]) -> Iterator[list[Block]]:
+    group: list[Block] = []
+    for block in wanted:
+        apart = group and (block.file, block.start) != (group[-1].file, group[-1].stop)
+        if group and (apart or block.stop - group[0].start > BLOCK):
+            yield group
+            group = []
+        group.append(block)
+    if group:
+        yield group
+
+
+def deal(windows: Sequence[Window], ranks: int) -> list[list[Window]]:
+    """Neighbouring windows for each rank, about equal in bytes."""
+    total = sum(window.stop - window.start for window in windows)
+    given: list[list[Window]] = [[] for _ in range(ranks)]
+    position = 0
+    for window in windows:
+        length = window.stop - window.start
+        middle = position + length / 2
+        given[min(int(middle * ranks / total), ranks - 1) if total else 0].append(window)
+        position += length
+    return given
+
+
+class Files:
+    """The files of a checkpoint, opened when first needed, and closed together."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._storage, self._manifest = storage, manifest
+        self._open: dict[int, Source] = {}
+        self._stack = ExitStack()
+
+    def open(self, index: int) -> Source:
+        """A file, by its number. `CorruptError` if it is not there in full length."""
+        if index not in self._open:
+            entry = self._manifest.files[index]
+            try:
+                source = self._storage.open(entry.name)
+            except FileNotFoundError:
+                self._manifest.check_sizes({**{f.name: f.size for f in self._manifest.files}, entry.name: -1})
+                raise
+            self._stack.callback(source.close)
+            self._open[index] = source
+            self._manifest.check_sizes({**{f.name: f.size for f in self._manifest.files}, entry.name: source.size})
+        return self._open[index]
+
+    def read(self, block: Block, into: memoryview, *, check: bool = True) -> bool:
+        """Fill memory of its size with a block; whether the bytes are those that were saved, if that is asked."""
+        source, state = self.open(block.file), hasher()
+        for low in range(0, len(into), CHUNK):
+            chunk = into[low : low + CHUNK]
+            source.read(block.start + low, chunk)
+            if check:
+                state.update(chunk)
+        return not check or state.hexdigest() == block.digest
+
+    def prefetch(self, windows: Iterable[Window]) -> None:
+        """These are wanted soon."""
+        for window in windows:
+            self.open(window.file).prefetch(window.start, window.stop)
+
+    def check(self, windows: Sequence[Window], tell: Tell) -> None:
+        """Read all of these windows, and raise as `accuse` if some are damaged."""
+        bad, spare = [], memoryview(bytearray(BLOCK))
+        for number, window in enumerate(windows):
+            self.prefetch(windows[number + 1 : number + 5])
+            for block in window.blocks:
+                # Headers may be longer than blocks.
+                length = block.stop - block.start
+                bad += (
+                    []
+                    if self.read(block, spare[:length] if length <= BLOCK else memoryview(bytearray(length)))
+                    else [block]
+                )
+            tell(window.stop - window.start)
+        self.accuse(bad)
+
+    def accuse(self, bad: Sequence[Block]) -> None:
+        """`CorruptError` that names every tensor with bytes in these blocks, if there are any."""
+        if not bad:
+            return
+        names: dict[str, None] = {}
+        for block in bad:
+            names.update(dict.fromkeys([block.name] if block.name else self._manifest.names_in_file(block.file)))
+        first = bad[0]
+        file = self._manifest.files[first.file].name
+        what = listed(list(names)) if first.name else f"the header of {file}, the file of {listed(list(names))},"
+        raise CorruptError(
+            f"damaged: {what} {'has' if len(names) == 1 else 'have'} other bytes than were saved "
+            f"(the first in {file} between bytes {first.start} and {first.stop})",
+            tensors=list(names),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
+    """The manifest of a checkpoint, and its bytes.
+
+    Raises:
+        NoCheckpointError: There is none: nothing, or a save that was not finished.
+        CorruptError, FormatError: It is damaged, or of a newer version.
+        OSError: It cannot be read.
+    """
+    sizes = storage.sizes()
+    if MANIFEST not in sizes:
+        rest = [name for name in sizes if FILE.fullmatch(name)]
+        raise NoCheckpointError("a save there was never finished" if rest else "there is none")
+    if sizes[MANIFEST] > _MOST_MANIFEST:
+        raise CorruptError(f"{MANIFEST} has {sizes[MANIFEST]} bytes, more than any", tensors=names_in_headers(storage))
+    source = storage.open(MANIFEST)
+    try:
+        data = bytearray(source.size)
+        source.read(0, memoryview(data))
+    finally:
+        source.close()
+    try:
+        manifest = Manifest.from_bytes(bytes(data), sum(sizes.values()))
+    except CorruptError as error:
+        error.tensors = tuple(names_in_headers(storage))
+        error.message += f"; its tensors are {listed(error.tensors)}" if error.tensors else ""
+        raise
+    return manifest, bytes(data)
+
+
+def names_in_headers(storage: Storage) -> list[str]:
+    """The tensors that files say they hold, for messages where the manifest is of no help."""
+    names: dict[str, None] = {}
+    for name, size in sorted(storage.sizes().items()):
+        if not FILE.fullmatch(name):
+            continue
+        try:
+            source = storage.open(name)
+            try:
+                data = bytearray(min(size, _MOST_HEADER))
+                source.read(0, memoryview(data))
+                length = int.from_bytes(data[:8], "little")
+                if length <= len(data) - 8:
+                    found = json.loads(data[8 : 8 + length])
+                    names.update(dict.fromkeys(str(n).partition("[")[0] for n in found if n != "__metadata__"))
+            finally:
+                source.close()
+        except (OSError, ValueError, RecursionError, TypeError):
+            continue
+    return list(names)

@@ -1,0 +1,283 @@
+"""Putting a state back: which tensors go where, is it the right model, and then the objects.
+
+Nothing is changed before everything fits: matching returns what there is to do, as functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from unisono.checkpoint.errors import FormatError, StateError, listed
+from unisono.checkpoint.manifest import TensorEntry
+from unisono.checkpoint.nodes import elements_of, entries_of, has_tensors, join, overlaps, tagged
+from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
+from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
+
+__all__ = ["Restoration"]
+
+_Mode = Literal["top", "strict", "shapes", "loose"]
+"""What must fit: all that the target has; that, and nothing else; shapes of tensors that both have; nothing."""
+
+_Build = Callable[[], Any]
+
+# What a hostile tree may lead to, in whatever is made of it.
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
+
+
+class Restoration:
+    """Matches a target with a saved tree.
+
+    Args:
+        entries: All saved tensors.
+        source: Which tree is this rank's for a value that is its own (see `taken_over`); None if it keeps what it has.
+        strict: Whether names that only one side has are an error.
+
+    Attributes:
+        places: Tensors of the target that saved ones of the same dtype and shape are to be read into.
+        needed: Names of all tensors that are wanted.
+        values: The tensors, by name; to be filled in before `build`.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, TensorEntry],
+        source: Callable[[int, str], Node | None],
+        *,
+        strict: bool = True,
+    ) -> None:
+        self.places: dict[str, torch.Tensor] = {}
+        self.needed: dict[str, None] = {}
+        self.values: dict[str, torch.Tensor] = {}
+        self._entries, self._source, self._strict = entries, source, strict
+        self._problems: list[str] = []
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+
+    def wanted(self) -> list[tuple[str, TensorEntry]]:
+        """The needed tensors."""
+        return [(name, self._entries[name]) for name in self.needed]
+
+    def match(self, target: Any, node: Node) -> _Build:
+        """What puts the values of `node` into `target`, and returns it.
+
+        Raises:
+            StateError: They do not fit; names are listed.
+        """
+        try:
+            build = self._match(target, node, "", "top")
+        except StateError:
+            raise
+        except _UNREADABLE as error:
+            raise FormatError(f"its state is not one that unisono writes ({error})") from error
+        told = list(self._problems)
+        if self._missing:
+            told.insert(0, f"it lacks {listed(self._missing)}, which the state has")
+        if self._unexpected:
+            told.insert(0, f"it has {listed(self._unexpected)}, which the state lacks")
+        if told:
+            raise StateError(
+                f"it is of another model: {'; '.join(told[:6])}",
+                tensors=[*self._unexpected, *self._missing],
+            )
+        return build
+
+    # -- matching ------------------------------------------------------------------------------
+    def _match(self, target: Any, node: Node, path: str, mode: _Mode, *, fresh: bool = False) -> _Build:
+        """`fresh`: containers are made anew, since the target's belong to an object."""
+        own = per_rank_of(target)
+        if own is not None:
+            return self._match_own(own, target, node, path)
+        if tag_of(node) == "$rank":
+            mine = self._source(*node["$rank"])
+            return self._match(target, mine, path, mode, fresh=fresh) if mine is not None else lambda: target
+        if is_stateful(target):
+            return self._match_object(target, node, path)
+        if tag_of(node) == "$state":
+            node = node["$state"][1]
+        if isinstance(target, torch.Tensor) and tag_of(node) == "$tensor":
+            return self._match_tensor(target, node["$tensor"], path, mode)
+        return self._match_container(target, node, path, mode, fresh)
+
+    def _match_container(self, target: Any, node: Node, path: str, mode: _Mode, fresh: bool) -> _Build:
+        items, elements = entries_of(node), elements_of(node)
+        firm = mode in ("top", "strict") and not (isinstance(node, dict) and tag_of(node) == "$numbers")
+        if isinstance(target, dict) and items is not None:
+            return self._match_dict(target, items, path, mode, fresh)
+        if isinstance(target, (list, tuple)) and elements is not None and len(elements) == len(target):
+            return self._match_list(target, elements, path, mode, fresh)
+        if firm and isinstance(target, (dict, torch.Tensor)) and has_tensors(target):
+            self._problems.append(f"{path!r} is a {type(target).__name__} here, but not in it")
+        build = self._anew(node)
+        if not isinstance(target, list) or fresh or elements is None:
+            return build
+
+        def put() -> Any:
+            target[:] = build()
+            return target
+
+        return put
+
+    def _match_own(self, own: PerRank, target: Any, node: Node, path: str) -> _Build:
+        if tag_of(node) == "$rank":
+            node = self._source(*node["$rank"])
+        if node is None:
+            return lambda: target
+        if isinstance(own.obj, torch.Generator):
+            return self._match_generator(own.obj, node, target)
+        build = (
+            self._match_object(own.obj, node, path)
+            if is_stateful(own.obj)
+            else self._match(own.obj, node, path, "loose")
+        )
+
+        def put() -> Any:
+            own.obj = build()
+            return target
+
+        return put
+
+    def _match_generator(self, generator: torch.Generator, node: Node, target: Any) -> _Build:
+        name = str(node["$generator"])
+        self.needed[name] = None
+
+        def put() -> Any:
+            generator.set_state(self.values[name].cpu())
+            return target
+
+        return put
+
+    def _match_object(self, target: Any, node: Node, path: str) -> _Build:
+        inner = node["$state"][1] if tag_of(node) == "$state" else node
+        current = target.state_dict()
+        module = isinstance(target, torch.nn.Module)
+        if isinstance(target, torch.optim.Optimizer):
+            self._check_groups(current, inner, path)
+        mode: _Mode = "strict" if module else "shapes" if isinstance(target, torch.optim.Optimizer) else "loose"
+        build = self._match(current, inner, path, mode, fresh=True)
+        # Parameters on the meta device have no memory to fill: the loaded ones take their place.
+        assign = module and any(isinstance(t, torch.Tensor) and t.is_meta for t in current.values())
+
+        def put() -> Any:
+            if module:
+                target.load_state_dict(build(), strict=self._strict, assign=assign)
+            else:
+                target.load_state_dict(build())
+            return target
+
+        return put
+
+    def _check_groups(self, current: dict[str, Any], node: Node, path: str) -> None:
+        items = entries_of(node) or {}
+        groups = elements_of(items.get("param_groups"))
+        if groups is None:
+            return
+        here = [len(group["params"]) for group in current["param_groups"]]
+        saved = [self._length((entries_of(group) or {}).get("params")) for group in groups]
+        if here != saved:
+            self._problems.append(f"{path!r} has groups of {saved} parameters in it, of {here} here")
+
+    def _length(self, node: Node) -> int:
+        if tag_of(node) == "$numbers":
+            return self._entries[node["$numbers"]].shape[0]
+        return len(elements_of(node) or ())
+
+    def _match_tensor(self, target: torch.Tensor, name: str, path: str, mode: _Mode) -> _Build:
+        self.needed[name] = None
+        entry = self._entries[name]
+        if tuple(target.shape) != entry.shape:
+            if mode != "loose":
+                self._problems.append(f"{path!r} has shape {entry.shape} in it, {tuple(target.shape)} here")
+            return lambda: self.values[name]
+        if target.is_meta:
+            return lambda: self.values[name]
+        if target.dtype == entry.dtype and not overlaps(target):
+            self.places.setdefault(name, target)
+
+        def put() -> torch.Tensor:
+            if self.values[name] is not target:
+                target.copy_(self.values[name])
+            return target
+
+        return put
+
+    def _match_dict(
+        self, target: dict[Any, Any], items: dict[Any, Node], path: str, mode: _Mode, fresh: bool
+    ) -> _Build:
+        if mode == "strict" and not fresh and not has_tensors(target):
+            mode = "loose"
+        if mode in ("top", "strict") and self._strict:
+            self._missing += [join(path, key) for key in target if key not in items]
+        if mode == "strict" and self._strict:
+            self._unexpected += [join(path, key) for key in items if key not in target]
+        below: _Mode = "strict" if mode == "top" else mode
+        builds = {
+            key: self._match(target.get(key), item, join(path, key), below, fresh=fresh)
+            for key, item in items.items()
+            if key in target or mode != "top"
+        }
+
+        def put() -> Any:
+            made = {key: build() for key, build in builds.items()}
+            if fresh:
+                return made
+            if mode == "loose":
+                target.clear()
+            target.update(made)
+            return target
+
+        return put
+
+    def _match_list(
+        self, target: list[Any] | tuple[Any, ...], elements: list[Node], path: str, mode: _Mode, fresh: bool
+    ) -> _Build:
+        below: _Mode = "strict" if mode == "top" else mode
+        builds = [
+            self._match(there, node, join(path, i), below, fresh=fresh)
+            for i, (there, node) in enumerate(zip(target, elements, strict=True))
+        ]
+
+        def put() -> Any:
+            made = [build() for build in builds]
+            if isinstance(target, tuple):
+                return tuple(made)
+            if fresh:
+                return made
+            target[:] = made
+            return target
+
+        return put
+
+    # -- values made anew ----------------------------------------------------------------------
+    def _anew(self, node: Node) -> _Build:
+        self.needed.update(dict.fromkeys(self._names(node)))
+
+        def put() -> Any:
+            try:
+                return unpack(node, self.values.__getitem__, self._special)
+            except _UNREADABLE as error:
+                raise FormatError(f"its state is not one that unisono writes ({error})") from error
+
+        return put
+
+    def _names(self, node: Node) -> list[str]:
+        found = list(names_in(node))
+        for tag, body in tagged(node):
+            if tag == "$generator":
+                found.append(str(body))
+            elif tag == "$rank":
+                mine = self._source(*body)
+                found += self._names(mine) if mine is not None else []
+        return found
+
+    def _special(self, tag: str, body: Any) -> Any:
+        if tag == "$state":
+            return unpack(body[1], self.values.__getitem__, self._special)
+        if tag == "$generator":
+            return self.values[str(body)]
+        if tag == "$rank":
+            mine = self._source(*body)
+            return None if mine is None else unpack(mine, self.values.__getitem__, self._special)
+        raise ValueError(f"there is a value of the unknown kind {tag!r}")

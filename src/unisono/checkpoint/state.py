@@ -1,0 +1,159 @@
+"""What a state is made of: objects with `state_dict`, values, and what belongs to one rank."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from unisono.checkpoint.tree import Node, Packer
+
+__all__ = ["RNG", "Captured", "PerRank", "Policy", "capture", "is_stateful", "per_rank_of"]
+
+Policy = Literal["modulo", "keep", "shared", "all", "refuse"]
+_POLICIES = ("modulo", "keep", "shared", "all", "refuse")
+
+
+class PerRank:
+    """Says that a value of a state differs between ranks: each rank saves its own, and gets it back.
+
+    Samplers and data loaders, random generators, `GradientAverager` and codecs need no such word.
+
+    Args:
+        obj: Anything that a state may hold.
+        elsewhere: What ranks do when a checkpoint of p ranks is loaded by another number of them. "modulo": rank r
+            takes what rank r mod p had. "keep": ranks from p on keep what they have. "shared": as "modulo", since
+            what one rank saved serves any other (a data loader's state); `sync` sends it, too. "all": as "shared", but
+            `load_state_dict` gets the list of what all p ranks had (`PartitionSampler` takes one). "refuse": an error.
+
+    Example:
+        >>> def program(comm, path):
+        ...     un.checkpoint.save(path, {"mine": un.checkpoint.PerRank(comm.rank * 10)}, comm)
+        ...     return un.checkpoint.load(path, {"mine": un.checkpoint.PerRank(None)}, comm)["mine"].obj
+        >>> import tempfile
+        >>> un.launch(program, 2, "thread", (tempfile.mkdtemp(),))
+        [0, 10]
+    """
+
+    def __init__(self, obj: Any, elsewhere: Policy = "modulo") -> None:
+        if elsewhere not in _POLICIES:
+            raise ValueError(f"elsewhere must be one of {', '.join(map(repr, _POLICIES))}, not {elsewhere!r}")
+        self.obj, self.elsewhere = obj, elsewhere
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.obj!r}, {self.elsewhere!r})"
+
+
+class RNG:
+    """The global random generators of this process: torch's (CPU, and CUDA where it is used), Python's, numpy's.
+
+    Put one into a state: each rank saves and gets back its own. Ranks that are threads share these generators.
+    Loaded by more ranks than saved it, the further ones keep the random state that they have.
+
+    Example:
+        >>> saved = un.checkpoint.RNG().state_dict()
+        >>> first = torch.rand(1)
+        >>> un.checkpoint.RNG().load_state_dict(saved)
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all generators."""
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            state["numpy"] = numpy.random.get_state(legacy=False)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; generators that it does not have stay as they are."""
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        torch.set_rng_state(state["torch"].cpu())
+        if "cuda" in state and torch.cuda.is_available():
+            for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(one.cpu(), device)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in state:
+            numpy.random.set_state(state["numpy"])
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether it can say its state, and take one."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def per_rank_of(value: Any) -> PerRank | None:
+    """The value as a `PerRank`, if it is one or of a kind that always is."""
+    if isinstance(value, PerRank):
+        return value
+    if isinstance(value, (RNG, torch.Generator)):
+        return PerRank(value, "keep")
+    if is_stateful(value) and not isinstance(value, torch.nn.Module):
+        if _is_a(value, "unisono.data.sampler", "PartitionSampler"):
+            return PerRank(value, "all")
+        if isinstance(value, (torch.utils.data.Sampler, torch.utils.data.DataLoader)):
+            return PerRank(value, "shared")
+        if _is_a(value, "unisono.gradients.averager", "GradientAverager") or _is_a(
+            value, "unisono.compression.codec", "Codec"
+        ):
+            return PerRank(value, "keep")
+    return None
+
+
+def _is_a(value: Any, module: str, name: str) -> bool:
+    """Whether it is an instance of a class; a module that nobody has imported has no instances."""
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
+
+
+@dataclass
+class Captured:
+    """A state taken apart: trees and tensors, those of all ranks and those of this one.
+
+    Attributes:
+        tree, tensors: What is the same on every rank.
+        own_trees, own_tensors: What is this rank's; the names of its tensors begin with "@rank.".
+    """
+
+    tree: Node = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    own_trees: Sequence[Node] = ()
+    own_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def capture(state: Any, rank: int) -> Captured:
+    """Take a state apart, without copying tensors.
+
+    Raises:
+        TypeError: Something in it cannot be saved; the message says what, and where.
+    """
+    mine: list[tuple[str, PerRank]] = []
+
+    def special(packer: Packer, value: Any, path: str, depth: int) -> Node | None:
+        own = per_rank_of(value)
+        if own is not None:
+            mine.append((path, own))
+            return {"$rank": [len(mine) - 1, own.elsewhere]}
+        return _object(packer, value, path, depth)
+
+    packer = Packer(special)
+    tree = packer.pack(state)
+    inner = Packer(_object, prefix=f"@{rank}.")
+    trees = [inner.pack(own.obj, path) for path, own in mine]
+    return Captured(tree, packer.tensors, trees, inner.tensors)
+
+
+def _object(packer: Packer, value: Any, path: str, depth: int) -> Node | None:
+    if isinstance(value, torch.Generator):
+        return {"$generator": packer.keep(value.get_state(), path)}
+    if not callable(getattr(value, "state_dict", None)) or isinstance(value, type):
+        return None
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return {"$state": [kind, packer.pack(value.state_dict(), path, depth + 1)]}

@@ -1,0 +1,115 @@
+"""Storage that fsspec reaches: object stores, archives of other hosts, memory. Needs `pip install fsspec`.
+
+Durable and atomic is what the storage itself makes so: object stores put an object whole, or not at all.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from unisono.errors import UnavailableError
+
+__all__ = ["FsspecSink", "FsspecSource", "FsspecStorage"]
+
+
+class FsspecStorage:
+    """A `Storage` at a URL.
+
+    Args:
+        url: Such as "s3://bucket/runs/7"; its scheme is one that fsspec knows.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+        except ImportError as error:
+            raise UnavailableError(f"{url!r} needs fsspec; pip install 'unisono[remote]', or give a path") from error
+        self.where = url.rstrip("/")
+        self._fs, self._root = fsspec.core.url_to_fs(self.where)
+        self.name = self._root.rpartition("/")[2]
+
+    def make(self) -> None:
+        self._fs.makedirs(self._root, exist_ok=True)
+
+    def create(self, name: str) -> FsspecSink:
+        return FsspecSink(self._fs, self._path(name))
+
+    def publish(self, name: str, data: bytes) -> None:
+        self._fs.pipe_file(self._path(name), data)
+
+    def sizes(self) -> dict[str, int]:
+        return {entry["name"].rpartition("/")[2]: entry["size"] for entry in self._listing() if entry["type"] == "file"}
+
+    def open(self, name: str) -> FsspecSource:
+        return FsspecSource(self._fs, self._path(name))
+
+    def remove(self, *names: str) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
+
+    def discard(self) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rmdir(self._root)
+
+    def child(self, name: str) -> FsspecStorage:
+        return FsspecStorage(f"{self.where}/{name}")
+
+    def parent(self) -> FsspecStorage:
+        above = self.where.rpartition("/")[0]
+        return FsspecStorage(self.where if above.endswith("/") else above)
+
+    def children(self) -> list[str]:
+        return sorted(entry["name"].rpartition("/")[2] for entry in self._listing() if entry["type"] == "directory")
+
+    def _listing(self) -> list[dict[str, Any]]:
+        self._fs.invalidate_cache()
+        try:
+            return [entry for entry in self._fs.ls(self._root, detail=True) if isinstance(entry, dict)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+class FsspecSink:
+    """A `Sink`: uploaded in parts as it is written."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._file = fs.open(path, "wb")
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+
+    def finish(self) -> None:
+        self._file.close()
+
+    def abandon(self) -> None:
+        discard = getattr(self._file, "discard", self._file.close)
+        with suppress(Exception):  # the failure that led here is the one to tell of
+            discard()
+
+
+class FsspecSource:
+    """A `Source`: each view is a download of its own."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path
+        self.size = int(fs.info(path)["size"])
+
+    def view(self, start: int, stop: int) -> memoryview:
+        data = self._fs.cat_file(self._path, start=start, end=stop) if stop > start else b""
+        if len(data) != stop - start:
+            raise OSError(f"{self._path} ends before byte {stop}")
+        return memoryview(bytearray(data))
+
+    def read(self, start: int, into: memoryview) -> None:
+        into[:] = self.view(start, start + len(into))
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Nothing to do: a view is read at once."""
+
+    def close(self) -> None:
+        """Nothing is held."""

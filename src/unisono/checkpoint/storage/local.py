@@ -1,0 +1,191 @@
+"""A directory of a file system: what is acknowledged survives a crash and a loss of power."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import stat
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LocalSink", "LocalSource", "LocalStorage"]
+
+_POPULATE_READ = 22
+"""Linux 5.14: read pages now, and report what cannot be read, where a plain access would end the process."""
+_WRITEBACK = 16 << 20
+_NEW = ".new"
+
+
+class LocalStorage:
+    """A `Storage` that is a directory, of this host or mounted from another one.
+
+    Args:
+        path: The directory; it need not be there.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.where = os.path.normpath(path)
+        # A later change of the working directory must not move it.
+        self._root = Path(path).absolute()
+        self.name = self._root.name
+
+    def make(self) -> None:
+        missing = [path for path in (self._root, *self._root.parents) if not path.is_dir()]
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            _sync_directory(path.parent)
+        # It may be there, and not be durable: whoever made it may have crashed before.
+        _sync_directory(self._root.parent)
+
+    def create(self, name: str) -> LocalSink:
+        return LocalSink(self._root / name)
+
+    def publish(self, name: str, data: bytes) -> None:
+        path, new = self._root / name, self._root / f"{name}{_NEW}"
+        new.unlink(missing_ok=True)
+        sink = LocalSink(new)
+        try:
+            sink.write(memoryview(data))
+            sink.settle()
+            new.replace(path)
+        except BaseException:
+            sink.abandon()
+            raise
+        _sync_directory(self._root)
+
+    def sizes(self) -> dict[str, int]:
+        try:
+            with os.scandir(self._root) as entries:
+                files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+                return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in files}
+        except FileNotFoundError:
+            return {}
+
+    def open(self, name: str) -> LocalSource:
+        return LocalSource(self._root / name)
+
+    def remove(self, *names: str) -> None:
+        for name in names:
+            (self._root / name).unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        with suppress(FileNotFoundError):
+            self._root.rmdir()
+
+    def child(self, name: str) -> LocalStorage:
+        return LocalStorage(str(Path(self.where) / name))
+
+    def parent(self) -> LocalStorage:
+        return LocalStorage(str(Path(self.where).parent if Path(self.where).name else self._root.parent))
+
+    def children(self) -> list[str]:
+        try:
+            with os.scandir(self._root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+class LocalSink:
+    """A `Sink`: a new file. Its bytes begin to go to the disk while more are written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        self._written = self._sent = 0
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            count = os.write(self._fd, data)
+            self._written += count
+            data = data[count:]
+        if self._written - self._sent >= _WRITEBACK:
+            _start_writeback(self._fd, self._sent, self._written - self._sent)
+            self._sent = self._written
+
+    def finish(self) -> None:
+        self.settle()
+        _sync_directory(self._path.parent)
+
+    def settle(self) -> None:
+        """Make the bytes durable, but not yet the name."""
+        os.fsync(self._fd)
+        fd, self._fd = self._fd, -1
+        # Some network file systems report here that they could not write.
+        os.close(fd)
+
+    def abandon(self) -> None:
+        if self._fd >= 0:
+            with suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1
+        with suppress(OSError):
+            self._path.unlink()
+
+
+class LocalSource:
+    """A `Source`: a regular file, mapped into memory where that works."""
+
+    def __init__(self, path: Path) -> None:
+        # A pipe must not make this wait, nor a link lead elsewhere.
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        self._path = path
+        found = os.fstat(self._fd)
+        self.size = found.st_size
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+    def read(self, start: int, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._fd, [into[done:]], start + done)
+            if not count:
+                raise OSError(errno.EIO, f"the file ends at byte {start + done}", str(self._path))
+            done += count
+
+    def view(self, start: int, stop: int) -> memoryview:
+        low = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        if start < stop <= os.fstat(self._fd).st_size:
+            with suppress(OSError, ValueError, AttributeError):
+                mapped = mmap.mmap(self._fd, stop - low, access=mmap.ACCESS_COPY, offset=low)
+                mapped.madvise(_POPULATE_READ)
+                return memoryview(mapped)[start - low :]
+        # It is not to be mapped here, or some of it cannot be read, which a plain read reports.
+        data = memoryview(bytearray(stop - start))
+        self.read(start, data)
+        return data
+
+    def prefetch(self, start: int, stop: int) -> None:
+        if stop > start and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _start_writeback(fd: int, start: int, length: int) -> None:
+    """Have the kernel begin to write these bytes; only a hint, so that `fsync` has less left to do."""
+    hint = _sync_file_range()
+    if hint is not None:
+        hint(fd, ctypes.c_int64(start), ctypes.c_int64(length), 2)
+
+
+@cache
+def _sync_file_range() -> Any:
+    return getattr(ctypes.CDLL(None), "sync_file_range", None) if Path("/proc").exists() else None

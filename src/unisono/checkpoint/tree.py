@@ -1,0 +1,265 @@
+"""Values as JSON and back: the shape of a state, with tensors by name. Nothing in it can run code.
+
+A dict with one key that begins with `$` is a value that JSON has no word for.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.dtypes import as_bytes, check_savable, dtype_of, memory_of, name_of
+
+__all__ = ["MAX_DEPTH", "Node", "Packer", "names_in", "tag_of", "unpack"]
+
+Node = Any
+"""A value as JSON has it: None, bool, int, float, str, list, dict."""
+
+MAX_DEPTH = 100
+_LONG = 64
+_INT64 = 1 << 63
+_NUMPY = re.compile(r"<[ifc]\d+|\|b1|[|<]u\d+|\|i1")
+
+
+class Packer:
+    """Takes values apart into a tree and tensors.
+
+    Args:
+        special: Asked first about each value; returns a node, or None if the value is nothing special.
+        prefix: Of the names of tensors.
+
+    Attributes:
+        tensors: What the tree refers to, by name. The same tensor met twice is here once.
+
+    Example:
+        >>> packer = Packer()
+        >>> packer.pack({"w": torch.zeros(2), "lr": (0.1, 7)})
+        {'w': {'$tensor': 'w'}, 'lr': {'$tuple': [0.1, 7]}}
+    """
+
+    def __init__(self, special: Callable[[Packer, Any, str, int], Node | None] | None = None, prefix: str = "") -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._seen: dict[tuple[Any, ...], str] = {}
+        self._special, self._prefix = special, prefix
+
+    def pack(self, value: Any, path: str = "", depth: int = 0) -> Node:
+        """The tree of a value. `TypeError` says what in it cannot be saved, and where it is."""
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{path!r} nests deeper than {MAX_DEPTH}, or contains itself")
+        node = self._special(self, value, path, depth) if self._special else None
+        if node is not None:
+            return node
+        if value is None or type(value) in (bool, str):
+            return value
+        if type(value) is int:
+            return value if -_INT64 <= value < _INT64 else {"$int": hex(value)}
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self.keep(value, path)}
+        if isinstance(value, (dict, list, tuple, set, frozenset)):
+            return self._container(value, path, depth)
+        return self._other(value, path)
+
+    def keep(self, tensor: torch.Tensor, path: str) -> str:
+        """The name under which a tensor is kept."""
+        check_savable(tensor, path)
+        seen_as = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        memory = (tensor.data_ptr(), tensor.device, *seen_as)
+        if tensor.numel() and memory in self._seen:
+            return self._seen[memory]
+        # "@" begins the names of what belongs to one rank.
+        name = wanted = self._prefix + ("~" + path if path.startswith("@") else path or "state")
+        number = 1
+        while name in self.tensors:
+            number += 1
+            name = f"{wanted}~{number}"
+        self.tensors[name] = tensor.detach()
+        self._seen[memory] = name
+        return name
+
+    def _container(self, value: Any, path: str, depth: int) -> Node:
+        if isinstance(value, dict):
+            return self._dict(value, path, depth)
+        if isinstance(value, (set, frozenset)):
+            items = [self.pack(item, f"{path}.{i}", depth + 1) for i, item in enumerate(sorted(value, key=_rank))]
+            return {"$frozenset" if isinstance(value, frozenset) else "$set": items}
+        if isinstance(value, torch.Size):
+            return {"$size": list(value)}
+        node = self._numbers(value, path)
+        if node is None:
+            node = [self.pack(item, _join(path, i), depth + 1) for i, item in enumerate(value)]
+        return {"$tuple": node} if isinstance(value, tuple) else node
+
+    def _numbers(self, value: Any, path: str) -> Node | None:
+        """A long list of whole numbers, or of floats, as a tensor: shorter in the file and in memory."""
+        if len(value) < _LONG:
+            return None
+        kind = type(value[0])
+        if kind not in (int, float) or any(type(item) is not kind for item in value):
+            return None
+        if kind is int and not all(-_INT64 <= item < _INT64 for item in value):
+            return None
+        dtype = torch.int64 if kind is int else torch.float64
+        return {"$numbers": self.keep(torch.tensor(value, dtype=dtype), path)}
+
+    def _dict(self, value: Any, path: str, depth: int) -> Node:
+        tag = "$ordered" if isinstance(value, OrderedDict) else "$counter" if isinstance(value, Counter) else None
+        plain = all(type(key) is str for key in value) and not any(key.startswith("$") for key in value)
+        if plain and tag is None:
+            return {key: self.pack(item, _join(path, key), depth + 1) for key, item in value.items()}
+        pairs = [
+            [self.pack(key, f"{path} (a key)", depth + 1), self.pack(item, _join(path, key), depth + 1)]
+            for key, item in value.items()
+        ]
+        return {tag or "$dict": pairs}
+
+    def _other(self, value: Any, path: str) -> Node:
+        if isinstance(value, (bytes, bytearray)):
+            tag = "$bytearray" if isinstance(value, bytearray) else "$bytes"
+            if len(value) < 1024:
+                return {tag: base64.b64encode(value).decode()}
+            return {tag: {"$tensor": self.keep(torch.frombuffer(bytearray(value), dtype=torch.uint8), path)}}
+        if isinstance(value, complex):
+            return {"$complex": [repr(value.real), repr(value.imag)]}
+        if isinstance(value, range):
+            return {"$range": [value.start, value.stop, value.step]}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": name_of(value)}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+            return self._array(numpy, value, path)
+        raise TypeError(
+            f"{path!r} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved; give it "
+            "state_dict and load_state_dict, or save numbers, strings, bytes, tensors and containers made of it"
+        )
+
+    def _array(self, numpy: Any, value: Any, path: str) -> Node:
+        array = numpy.asarray(value)
+        array = numpy.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(array.shape)
+        if not _NUMPY.fullmatch(array.dtype.str):
+            raise TypeError(f"{path!r} is a numpy array of {array.dtype}, which cannot be saved; save numbers")
+        flat = (
+            torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.nbytes else torch.empty(0).byte()
+        )
+        tag = "$array" if isinstance(value, numpy.ndarray) else "$scalar"
+        return {tag: [array.dtype.str, list(array.shape), self.keep(flat, path)]}
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _rank(item: object) -> tuple[str, Any]:
+    """An order for members of a set that is the same on every rank, where they have one."""
+    return type(item).__name__, item if isinstance(item, (int, float, str, bytes)) else repr(item)
+
+
+def tag_of(node: Node) -> str | None:
+    """What kind of value a node stands for, if JSON has no word for it."""
+    if isinstance(node, dict) and len(node) == 1:
+        (key,) = node
+        return key if isinstance(key, str) and key.startswith("$") else None
+    return None
+
+
+def names_in(node: Node) -> Iterator[str]:
+    """Every tensor that a tree refers to."""
+    tag = tag_of(node)
+    if tag in ("$tensor", "$numbers"):
+        yield str(node[tag])
+    elif tag in ("$array", "$scalar"):
+        yield str(node[tag][2])
+    elif isinstance(node, dict):
+        for item in node.values():
+            yield from names_in(item)
+    elif isinstance(node, list):
+        for item in node:
+            yield from names_in(item)
+
+
+def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[[str, Any], Any] | None = None) -> Any:
+    """The value of a tree: the inverse of `Packer.pack`.
+
+    Args:
+        node: The tree.
+        tensor: The tensor of a name.
+        special: What a tag means that this module does not know, such as an object's state.
+
+    Raises:
+        ValueError, TypeError, KeyError: The tree is not one that `pack` makes.
+    """
+
+    def inner(item: Node) -> Any:
+        return unpack(item, tensor, special)
+
+    tag = tag_of(node)
+    if tag is None:
+        if isinstance(node, dict):
+            return {key: inner(item) for key, item in node.items()}
+        return [inner(item) for item in node] if isinstance(node, list) else node
+    body = node[tag]
+    if tag in _READ:
+        return _READ[tag](body, inner, tensor)
+    if special is None:
+        raise ValueError(f"there is a value of the unknown kind {tag!r}")
+    return special(tag, body)
+
+
+_Inner = Callable[[Node], Any]
+_Named = Callable[[str], torch.Tensor]
+
+
+def _pairs(body: Any, inner: _Inner) -> list[tuple[Any, Any]]:
+    return [(inner(key), inner(item)) for key, item in body]
+
+
+def _bytes(body: Any, inner: _Inner) -> bytes:
+    if isinstance(body, str):
+        return base64.b64decode(body, validate=True)
+    flat = as_bytes(inner(body).cpu())
+    return bytes(memory_of(flat))
+
+
+def _array(body: Any, tensor: _Named) -> Any:
+    try:
+        import numpy as np
+    except ImportError as error:
+        raise ValueError("it has numpy arrays; install numpy to load it") from error
+    kind, shape, name = body
+    if not isinstance(kind, str) or not _NUMPY.fullmatch(kind):
+        raise ValueError(f"there is an array of the unknown kind {kind!r}")
+    flat = as_bytes(tensor(name).cpu())
+    return np.frombuffer(bytearray(memory_of(flat)), dtype=kind).reshape(shape)
+
+
+_READ: dict[str, Callable[[Any, _Inner, _Named], Any]] = {
+    "$tensor": lambda body, inner, tensor: tensor(body),
+    "$numbers": lambda body, inner, tensor: tensor(body).tolist(),
+    "$tuple": lambda body, inner, tensor: tuple(inner(body)),
+    "$set": lambda body, inner, tensor: set(inner(body)),
+    "$frozenset": lambda body, inner, tensor: frozenset(inner(body)),
+    "$size": lambda body, inner, tensor: torch.Size(body),
+    "$dict": lambda body, inner, tensor: dict(_pairs(body, inner)),
+    "$ordered": lambda body, inner, tensor: OrderedDict(_pairs(body, inner)),
+    "$counter": lambda body, inner, tensor: Counter(dict(_pairs(body, inner))),
+    "$bytes": lambda body, inner, tensor: _bytes(body, inner),
+    "$bytearray": lambda body, inner, tensor: bytearray(_bytes(body, inner)),
+    "$int": lambda body, inner, tensor: int(body, 16),
+    "$float": lambda body, inner, tensor: float(body),
+    "$complex": lambda body, inner, tensor: complex(float(body[0]), float(body[1])),
+    "$range": lambda body, inner, tensor: range(*body),
+    "$dtype": lambda body, inner, tensor: dtype_of(body),
+    "$device": lambda body, inner, tensor: torch.device(body),
+    "$array": lambda body, inner, tensor: _array(body, tensor),
+    "$scalar": lambda body, inner, tensor: _array(body, tensor).reshape(())[()],
+}

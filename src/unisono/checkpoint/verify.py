@@ -1,0 +1,119 @@
+"""Is a checkpoint whole; which is the newest; and which one is still good."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from unisono.checkpoint.digest import BLOCK, CHUNK, blocks, hasher
+from unisono.checkpoint.errors import CheckpointError, CorruptError
+from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.reader import Files, read_manifest, windows_of
+from unisono.checkpoint.saving import Progress
+from unisono.checkpoint.storage import Storage, storage_at
+from unisono.checkpoint.team import Team
+
+__all__ = ["complete", "last_good", "latest", "verify"]
+
+_OFFERED = 3
+_QUICKLY = 8 << 30
+
+
+def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None = None) -> Manifest:
+    """Read every byte of a checkpoint, and compare it with what was saved.
+
+    Args:
+        path: Where it is.
+        progress: Called with the bytes that are done, and with all.
+
+    Returns:
+        What is in it: `tensors`, `files`, `ranks`, `nbytes`.
+
+    Raises:
+        CorruptError: It is damaged; all tensors concerned are in `tensors`, the first ones in the message.
+        NoCheckpointError, FormatError, StorageError: As `load`.
+
+    Cost: one pass over the files, at the speed of the disk.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp()
+        >>> un.checkpoint.save(path, {"w": torch.zeros(3)})
+        >>> un.checkpoint.verify(path).nbytes > 12
+        True
+    """
+    storage = storage_at(path)
+    found: list[Manifest] = []
+    Team(None, "verify", storage.where).together(lambda: found.append(_verify(storage, progress)))
+    return found[0]
+
+
+def _verify(storage: Storage, progress: Progress | None) -> Manifest:
+    manifest, _ = read_manifest(storage)
+    manifest.check_sizes(storage.sizes())
+    done, suspects = 0, []
+    with Files(storage, manifest) as files:
+        for index, file in enumerate(manifest.files):
+            source, whole, spare = files.open(index), hasher(), memoryview(bytearray(CHUNK))
+            for start, stop in blocks(0, file.size, CHUNK):
+                if start % BLOCK == 0:
+                    source.prefetch(start + BLOCK, min(start + 5 * BLOCK, file.size))
+                chunk = spare[: stop - start]
+                source.read(start, chunk)
+                whole.update(chunk)
+                done += stop - start
+                if progress is not None:
+                    progress(done, manifest.nbytes)
+            if whole.hexdigest() != file.digest:
+                suspects.append(index)
+        if suspects:
+            names = [name for index in suspects for name in manifest.names_in_file(index)]
+            files.check([w for w in windows_of(manifest, names) if w.file in suspects], lambda count: None)
+            file = manifest.files[suspects[0]]
+            raise CorruptError(f"damaged: the digest of {file.name} is another one", tensors=names)
+    return manifest
+
+
+def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
+    """The checkpoints in a directory whose manifest is whole and whose files have their sizes; newest first."""
+    found = []
+    for name in directory.children():
+        with suppress(CheckpointError, OSError):
+            manifest, _ = read_manifest(directory.child(name))
+            manifest.check_sizes(directory.child(name).sizes())
+            found.append((directory.child(name), manifest))
+    return sorted(found, key=lambda pair: (-pair[1].created_ns, pair[0].name))
+
+
+def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
+    """The newest complete checkpoint in a directory; None if there is none.
+
+    What a crash left unfinished does not count, nor do those with files that are missing or too short. Bytes are not
+    compared: `load` and `verify` do that.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> runs = pathlib.Path(tempfile.mkdtemp())
+        >>> un.checkpoint.latest(runs)
+        >>> for epoch in range(3):
+        ...     un.checkpoint.save(runs / f"epoch-{epoch}", {"epoch": epoch})
+        >>> pathlib.Path(un.checkpoint.latest(runs)).name
+        'epoch-2'
+    """
+    found = complete(storage_at(directory))
+    return found[0][0].where if found else None
+
+
+def last_good(storage: Storage) -> str | None:
+    """The newest checkpoint beside this one that can be loaded instead, for messages."""
+    try:
+        beside = [pair for pair in complete(storage.parent()) if pair[0].name != storage.name]
+    except OSError:
+        return None
+    for other, manifest in beside[:_OFFERED]:
+        if manifest.nbytes > _QUICKLY:
+            return f"{other.where} (not verified)"
+        with suppress(CheckpointError, OSError):
+            _verify(other, None)
+            return other.where
+    return None

@@ -1,0 +1,114 @@
+"""One file of tensors: a safetensors file, whose digests are taken from the very bytes that are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.digest import CHUNK, blocks, digest, hasher
+from unisono.checkpoint.dtypes import memory_of, safetensors_form
+from unisono.checkpoint.errors import CheckpointError
+from unisono.checkpoint.manifest import FileEntry, Piece
+from unisono.checkpoint.storage import Sink
+
+__all__ = ["Portion", "Tell", "write_file"]
+
+Tell = Callable[[int], None]
+"""Called with how many more bytes are done."""
+
+_ALIGNED = 64
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A tensor, or a slice of one, that goes into a file.
+
+    Attributes:
+        name: The tensor's.
+        dtype, shape: The tensor's.
+        start, stop: Which of its bytes.
+        data: Those bytes, as uint8 values on the CPU.
+        digests: Of its blocks, if they are known; they must come out again.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    data: torch.Tensor
+    digests: tuple[str, ...] | None = None
+
+
+def write_file(
+    sink: Sink, name: str, save_id: str, portions: Sequence[Portion], tell: Tell
+) -> tuple[FileEntry, list[Piece]]:
+    """Write the portions in order, and finish the file.
+
+    Raises:
+        CheckpointError: A tensor was changed meanwhile.
+        OSError: The storage refused.
+    """
+    header = _header(save_id, portions)
+    whole = hasher()
+    whole.update(header)
+    sink.write(memoryview(header))
+    position, pieces = len(header), []
+    for portion in portions:
+        memory, found = memory_of(portion.data), []
+        for low, high in blocks(0, len(memory)):
+            found.append(_write_block(sink, memory[low:high], whole, tell))
+        if portion.digests is not None and tuple(found) != portion.digests:
+            raise CheckpointError(
+                "it was changed while it was being saved; wait for the save, or use async_save, which copies first: "
+                f"{portion.name!r}",
+                tensors=[portion.name],
+            )
+        pieces.append(Piece(0, position, position + len(memory), tuple(found)))
+        position += len(memory)
+    sink.finish()
+    return FileEntry(name, position, len(header), digest(header), str(whole.hexdigest())), pieces
+
+
+def _write_block(sink: Sink, memory: memoryview, whole: Any, tell: Tell) -> str:
+    block = hasher()
+    for low in range(0, len(memory), CHUNK):
+        chunk = memory[low : low + CHUNK]
+        block.update(chunk)
+        whole.update(chunk)
+    sink.write(memory)
+    tell(len(memory))
+    return str(block.hexdigest())
+
+
+def _header(save_id: str, portions: Sequence[Portion]) -> bytes:
+    """What a safetensors file begins with: the length of a JSON object, and the object, padded by spaces."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "unisono.checkpoint": save_id}}
+    offset = 0
+    for portion in portions:
+        length = portion.stop - portion.start
+        label, shape = _label(portion)
+        while label in entries:
+            label += "~"
+        kind, stored = safetensors_form(portion.dtype, shape)
+        entries[label] = {"dtype": kind, "shape": stored, "data_offsets": [offset, offset + length]}
+        offset += length
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padding = -(8 + len(text)) % _ALIGNED
+    return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
+
+
+def _label(portion: Portion) -> tuple[str, tuple[int, ...]]:
+    """A slice is flat, and called by its range of elements."""
+    item = portion.dtype.itemsize
+    first, last = portion.start // item, portion.stop // item
+    count = 1
+    for length in portion.shape:
+        count *= length
+    if (first, last) == (0, count):
+        return portion.name, portion.shape
+    return f"{portion.name}[{first}:{last}]", (last - first,)

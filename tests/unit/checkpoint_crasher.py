@@ -1,0 +1,160 @@
+"""A program that crashes while it saves, again and again, and looks at what is left each time.
+
+    python checkpoint_crasher.py DIRECTORY calls|kills RANKS COUNT
+
+It forks, since a new interpreter would take seconds each time. Prints its findings at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unisono as un
+
+CALLS = ("open", "write", "fsync", "close", "replace", "unlink", "mkdir", "rmdir", "preadv", "scandir")
+SIZE = 3000
+
+
+def state_of(number: int) -> dict[str, Any]:
+    """Tensors that tell by each element of which save they are."""
+    return {"w": torch.full((SIZE,), float(number)), "b": torch.full((7,), number), "step": number}
+
+
+def number_in(path: Path) -> int:
+    """Which save a checkpoint holds; fails if it is not whole."""
+    state = un.checkpoint.load(path)
+    assert torch.equal(state["w"], torch.full((SIZE,), float(state["step"]))), "mixed"
+    assert torch.equal(state["b"], torch.full((7,), state["step"])), "mixed"
+    return int(state["step"])
+
+
+def save(path: Path, number: int, ranks: int) -> None:
+    if ranks == 1:
+        un.checkpoint.save(path, state_of(number))
+    else:
+        un.launch(lambda comm: un.checkpoint.save(path, state_of(number), comm), ranks, "thread")
+
+
+def crash_at(call: int, half: bool) -> None:
+    """End this process at its so-many-th system call; a write may be done by half before."""
+    left = call
+
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*given: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                if half and name == "write":
+                    real(given[0], given[1][: len(given[1]) // 2])
+                elif half:
+                    real(*given, **options)
+                os._exit(9)
+            return real(*given, **options)
+
+        return wrapped
+
+    for name in CALLS:
+        setattr(os, name, wrap(name, getattr(os, name)))
+
+
+def names(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def child(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def calls(folder: Path, ranks: int, count: int) -> dict[str, int]:
+    """Crash at each call of a save over an old one, and of a save to a new name."""
+    del count
+    found = {"crashes": 0, "old": 0, "new": 0}
+    save(folder / "base", 1, ranks)
+    for target in ("same", "fresh"):
+        for half in (False, True):
+            call = 0
+            finished = False
+            while not finished:
+                call += 1
+                shutil.rmtree(folder / "run", ignore_errors=True)
+                shutil.copytree(folder / "base", folder / "run" / "same")
+                before = names(folder / "run")
+                path = folder / "run" / target
+
+                def work(path: Path = path, call: int = call, half: bool = half) -> None:
+                    crash_at(call, half)
+                    save(path, 2, ranks)
+
+                _, status = os.waitpid(child(work), 0)
+                finished = os.waitstatus_to_exitcode(status) == 0
+                newest = un.checkpoint.latest(folder / "run")
+                assert newest is not None
+                number = number_in(Path(newest))
+                assert number == 2 if finished else number in (1, 2), (target, call, number)
+                found["crashes"] += not finished
+                found["new" if number == 2 else "old"] += 1
+                # What a crash leaves is in nobody's way.
+                save(path, 3, ranks)
+                assert number_in(path) == 3
+                assert len(names(path)) == ranks + 1, names(path)
+                assert names(folder / "run") <= before | {target}
+    return found
+
+
+def kills(folder: Path, ranks: int, count: int) -> dict[str, int]:
+    """Kill a process that saves over one name without end, at random instants."""
+    chance = random.Random(7)
+    found = {"crashes": 0, "saves": 0}
+    path = folder / "name"
+    save(path, 1, ranks)
+    acknowledged = 1
+    for _ in range(count):
+        reader, writer = os.pipe()
+
+        def work(first: int = acknowledged + 1, writer: int = writer) -> None:
+            for number in range(first, first + 10_000):
+                save(path, number, ranks)
+                os.write(writer, number.to_bytes(8, "little"))
+
+        pid = child(work)
+        os.close(writer)
+        said = os.read(reader, 8)
+        # A random instant is meant: nothing is waited for.
+        time.sleep(chance.random() * 0.03)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        while more := os.read(reader, 8):
+            said = more
+        os.close(reader)
+        last = int.from_bytes(said, "little")
+        number = number_in(path)
+        assert number in (last, last + 1), f"acknowledged {last}, found {number}"
+        found["crashes"] += 1
+        found["saves"] += last - acknowledged
+        acknowledged = number
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work = {"calls": calls, "kills": kills}[sys.argv[2]]
+    print(json.dumps(work(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]))))

@@ -1,0 +1,412 @@
+"""Damaged and hostile files: each is reported, by the tensor's name; none loads, runs code or takes memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.checkpoint import CheckpointError, CorruptError, FormatError, NoCheckpointError, StateError
+from unisono.checkpoint.digest import digest
+from unisono.checkpoint.manifest import MANIFEST
+from unisono.testing import run_ranks
+
+MODEL = {"embedding": (40, 50), "weight": (30, 20), "bias": (30,), "scale": ()}
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    model = {name: torch.randn(shape, generator=generator) for name, shape in MODEL.items()}
+    return {"model": model, "counts": torch.arange(500) + seed, "flags": torch.ones(99) > 0, "step": seed}
+
+
+def saved(path: Path, seed: int, ranks: int = 2) -> Path:
+    run_ranks(lambda comm: un.checkpoint.save(path, state_of(seed), comm), ranks)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        yield Path(name)
+
+
+class Damage:
+    """Ways to damage a file; each says which bytes it has touched."""
+
+    def __init__(self, path: Path, other: Path, chance: random.Random) -> None:
+        self.path, self.other, self.chance = path, other, chance
+
+    def apply(self, kind: str) -> range:
+        data = bytearray(self.path.read_bytes())
+        at = self.chance.randrange(len(data))
+        touched = getattr(self, kind)(data, at)
+        self.path.write_bytes(data)
+        return touched
+
+    def flipped_bit(self, data: bytearray, at: int) -> range:
+        data[at] ^= 1 << self.chance.randrange(8)
+        return range(at, at + 1)
+
+    def zeroed_block(self, data: bytearray, at: int) -> range:
+        stop = min(at + self.chance.randint(1, 512), len(data))
+        if not any(data[at:stop]):
+            return self.flipped_bit(data, at)
+        data[at:stop] = bytes(stop - at)
+        return range(at, stop)
+
+    def truncation(self, data: bytearray, at: int) -> range:
+        del data[at:]
+        return range(0)
+
+    def appended_bytes(self, data: bytearray, at: int) -> range:
+        data += self.chance.randbytes(at % 100 + 1)
+        return range(0)
+
+    def mixed(self, data: bytearray, at: int) -> range:
+        data[:] = self.other.read_bytes()
+        return range(0)
+
+
+KINDS = ("flipped_bit", "zeroed_block", "truncation", "appended_bytes", "mixed")
+
+
+def damages(folder: Path, count: int) -> None:
+    """Damage, look, repair, so many times."""
+    path, other = saved(folder / "one", 1), saved(folder / "other", 2)
+    manifest = un.checkpoint.open(path).manifest
+    names, others = sorted(p.name for p in path.iterdir()), sorted(p.name for p in other.iterdir())
+    chance = random.Random(3)
+    target = state_of(9)
+    for number in range(count):
+        index = chance.randrange(len(names))
+        file = path / names[index]
+        whole = file.read_bytes()
+        kind = KINDS[number % len(KINDS)]
+        if file.name == MANIFEST and kind == "mixed":
+            continue
+        touched = Damage(file, other / others[index], chance).apply(kind)
+        with pytest.raises(CheckpointError) as caught:
+            un.checkpoint.load(path, target)
+        assert isinstance(caught.value, CorruptError | FormatError)
+        said = str(caught.value)
+        assert caught.value.tensors, said
+        assert repr(caught.value.tensors[0]) in said
+        assert str(folder / "other") in said, "the good one is not offered"
+        position = [f.name for f in manifest.files].index(file.name) if file.name != MANIFEST else None
+        for name, entry in manifest.tensors.items():
+            for piece in entry.pieces:
+                if piece.file == position and range(max(piece.start, touched.start), min(piece.stop, touched.stop)):
+                    assert name in caught.value.tensors, f"{kind} in {name}: {said}"
+        with pytest.raises(CheckpointError):
+            un.checkpoint.verify(path)
+        file.write_bytes(whole)
+    assert same(target, state_of(9)), "a damaged checkpoint was loaded in part"
+    un.checkpoint.load(path, target)
+    assert same(target, state_of(1))
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    equal = all(torch.equal(one["model"][name], other["model"][name]) for name in MODEL)
+    return equal and torch.equal(one["counts"], other["counts"]) and one["step"] == other["step"]
+
+
+def test_damages(folder: Path) -> None:
+    damages(folder / "short", 60)
+
+
+@pytest.mark.soak
+def test_1000_damages(folder: Path) -> None:
+    damages(folder / "long", 1250)
+
+
+def test_damage_is_reported_on_all_ranks_and_by_open(folder: Path) -> None:
+    path = saved(folder / "all", 1)
+    file = max(path.glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with un.checkpoint.open(path) as archive:
+        bad = [name for name in archive if not readable(archive, name)]
+    assert len(bad) == 1
+
+    def program(comm: un.Communicator) -> None:
+        un.checkpoint.load(path, state_of(0), comm)
+
+    errors = run_ranks(program, 3, on_failure="continue")
+    assert [type(error) for error in errors] == [CorruptError] * 3
+    assert all(error.tensors == (bad[0],) and bad[0] in str(error) for error in errors)
+    run_ranks(lambda comm: un.checkpoint.load(path, state_of(0), comm, check=False), 2)
+
+
+def test_the_header_counts_too(folder: Path) -> None:
+    path = saved(folder / "header", 1, 1)
+    file = next(path.glob("*.safetensors"))
+    whole = file.read_bytes()
+    for at in (0, 7, 8, 20, int.from_bytes(whole[:8], "little") + 7):
+        data = bytearray(whole)
+        data[at] ^= 2
+        file.write_bytes(data)
+        with pytest.raises(CorruptError, match=f"damaged: the header of {file.name}, the file of 'model.embedding'"):
+            un.checkpoint.load(path, state_of(3))
+        with pytest.raises(CorruptError, match="the header of"):
+            un.checkpoint.verify(path)
+
+
+def readable(archive: un.checkpoint.Archive, name: str) -> bool:
+    try:
+        archive[name]
+    except CorruptError as error:
+        return error.tensors != (name,)
+    return True
+
+
+def test_a_large_one_says_that_the_state_is_partly_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.checkpoint.loading._SMALL", 0)
+    path = saved(folder / "large" / "bad", 1)
+    saved(folder / "large" / "good", 1)
+    file = next(path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"damaged: '.*partly overwritten.*last good checkpoint"):
+        un.checkpoint.load(path, state_of(9))
+    target = state_of(9)
+    with pytest.raises(CorruptError):
+        un.checkpoint.load(path, target, check="first")
+    assert same(target, state_of(9))
+
+
+# -- other things that are no checkpoint of ours --------------------------------------------------
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Change the manifest as somebody does who can compute digests."""
+    text = (path / MANIFEST).read_bytes()
+    whole = json.loads(text)["manifest"]
+    whole = change(whole) or whole
+    body = json.dumps(whole, separators=(",", ":")).encode()
+    (path / MANIFEST).write_bytes(b'{"digest":"' + digest(body).encode() + b'","manifest":' + body + b"}\n")
+
+
+def test_a_newer_format(folder: Path) -> None:
+    path = saved(folder / "newer", 1)
+    rewrite(path, lambda whole: whole.update(version=7, tensors="who knows"))
+    with pytest.raises(
+        FormatError, match=r"format version 7, but this unisono reads versions up to 1; update unisono;"
+    ):
+        un.checkpoint.load(path)
+    text = (path / MANIFEST).read_text().replace('"version":7', '"version":8')
+    (path / MANIFEST).write_text(text)
+    with pytest.raises(FormatError, match=r"format version 8.*or manifest.json is damaged"):
+        un.checkpoint.load(path)
+
+
+def test_an_unfinished_one(folder: Path) -> None:
+    path = saved(folder / "unfinished" / "new", 1)
+    saved(folder / "unfinished" / "old", 1)
+    (path / MANIFEST).unlink()
+    with pytest.raises(NoCheckpointError, match=r"never finished; the last good checkpoint beside it is .*/old"):
+        un.checkpoint.load(path)
+    assert un.checkpoint.latest(folder / "unfinished") == str(folder / "unfinished" / "old")
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "manifest.json", ""])
+def test_names_cannot_leave_the_directory(folder: Path, name: str) -> None:
+    path = saved(folder / "names", 1)
+    rewrite(path, lambda whole: whole["files"][0].__setitem__(0, name))
+    with pytest.raises(FormatError, match="is not allowed there"):
+        un.checkpoint.load(path)
+
+
+def test_links_and_pipes_are_no_files(folder: Path) -> None:
+    path = saved(folder / "links", 1)
+    file = next(path.glob("*.safetensors"))
+    file.rename(folder / "elsewhere")
+    file.symlink_to(folder / "elsewhere")
+    with pytest.raises(CorruptError, match=f"{file.name} is missing"):
+        un.checkpoint.load(path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CorruptError, match=f"{file.name} is missing"):
+        un.checkpoint.load(path)
+
+
+HOSTILE = (
+    *(
+        -1,
+        0,
+        1 << 40,
+        1 << 62,
+        1 << 80,
+        0.5,
+        True,
+        None,
+        "",
+        "../../x",
+        "\ud800",
+        [],
+        {},
+        [[]] * 50,
+        {"$tensor": "nobody"},
+    ),
+    *(
+        {"$tuple": 3},
+        {"$range": [0, 1 << 60]},
+        {"$bytes": "!"},
+        {"$state": ["os.system", {}]},
+        {"$rank": [9, "modulo"]},
+    ),
+    *(
+        {"$generator": "model.bias"},
+        {"$numbers": "model.weight"},
+        {"$dict": [[[], 1]]},
+        {"$set": [[1]]},
+        {"$size": ["x"]},
+    ),
+    *(
+        {"$int": "0x" + "f" * 50},
+        {"$array": ["<f8", [1 << 50], "counts"]},
+        {"$device": "cuda:99"},
+        {"$dtype": "Tensor"},
+    ),
+    *({"$array": ["O", [1], "counts"]}, {"$complex": ["1", "x"]}, {"$unknown": 1}, {"$counter": [[1, "x"]]}, "float64"),
+)
+
+
+def places(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in a tree, with each of its keys."""
+    for key in list(node) if isinstance(node, dict) else range(len(node)):
+        yield node, key
+        if isinstance(node[key], dict | list):
+            yield from places(node[key])
+
+
+def deep(levels: int) -> Any:
+    node: Any = 0
+    for _ in range(levels):
+        node = [node]
+    return node
+
+
+def corrupted(whole: Any, chance: random.Random) -> Any:
+    for _ in range(chance.randint(1, 3)):
+        container, key = chance.choice(list(places(whole)))
+        what = chance.random()
+        if what < 0.1:
+            del container[key]
+        elif what < 0.2:
+            container[key] = deep(chance.choice([50, 150, 300]))
+        elif what < 0.4:
+            other, place = chance.choice(list(places(whole)))
+            container[key] = json.loads(json.dumps(other[place]))
+        else:
+            container[key] = json.loads(json.dumps(chance.choice(HOSTILE)))
+    return whole
+
+
+RUN_CODE = ("exec", "compile", "pickle.find_class", "os.system", "os.exec", "subprocess.Popen", "os.posix_spawn")
+_watched: list[str] = []
+_guards: list[int] = []
+
+
+def watch(event: str, given: tuple[Any, ...]) -> None:
+    if not _guards or event not in RUN_CODE:
+        return
+    code = getattr(given[0], "co_filename", "") if given else ""
+    # A module of a library that is imported late.
+    if event != "exec" or not Path(code).is_file():
+        _watched.append(f"{event} {given}")
+
+
+@contextmanager
+def guarded(nbytes: int) -> Iterator[None]:
+    """No more memory than that, and no code."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, hard))
+    _guards.append(nbytes)
+    try:
+        yield
+    finally:
+        _guards.clear()
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def fuzz(folder: Path, count: int) -> dict[str, int]:
+    """Load so many hostile checkpoints; how each ended."""
+    sys.addaudithook(watch)
+    path = saved(folder / "victim", 1)
+    intact = {file.name: file.read_bytes() for file in path.iterdir()}
+    chance = random.Random(11)
+    ends: dict[str, int] = {}
+    target = state_of(5)
+    un.checkpoint.load(path, target)
+    # The interpreter's own arenas come in large pieces; the files have 16 KiB.
+    slack = 32 << 20
+    for number in range(count):
+        for name, data in intact.items():
+            (path / name).write_bytes(data)
+        if number % 4:
+            rewrite(path, lambda whole: corrupted(whole, chance))
+        else:
+            file = path / chance.choice(sorted(intact))
+            data = bytearray(file.read_bytes())
+            for _ in range(chance.randint(1, 20)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            data[: chance.choice([0, 0, 8])] = chance.randbytes(8)
+            file.write_bytes(data)
+        for wanted in (None, state_of(5)):
+            with guarded(slack):
+                try:
+                    un.checkpoint.load(path, wanted)
+                    end = "loaded"
+                except CheckpointError as error:
+                    end = type(error).__name__
+            ends[end] = ends.get(end, 0) + 1
+    assert not _watched, _watched
+    return ends
+
+
+def test_hostile_files(folder: Path) -> None:
+    ends = fuzz(folder / "few", 150)
+    assert ends.keys() >= {"CorruptError", "FormatError", "StateError"}, ends
+
+
+@pytest.mark.soak
+def test_10000_hostile_files(folder: Path) -> None:
+    ends = fuzz(folder / "many", 10_000)
+    assert sum(ends.values()) == 20_000
+
+
+def test_a_small_manifest_cannot_ask_for_much_memory(folder: Path) -> None:
+    path = saved(folder / "bomb", 1)
+    rewrite(path, lambda whole: whole.update(state=[[]] * 3_000_000))
+    with guarded(64 << 20), pytest.raises(FormatError, match="too many"):
+        un.checkpoint.load(path)
+
+
+def test_the_wrong_model(folder: Path) -> None:
+    path = saved(folder / "model", 1)
+    target = state_of(0)
+    target["model"]["bias"] = torch.zeros(31)
+    target["model"]["gate"] = target["model"].pop("scale")
+    with pytest.raises(
+        StateError, match=r"has 'model.scale', which the state lacks; it lacks 'model.gate'.*'model.bias' has"
+    ):
+        un.checkpoint.load(path, target)
+    errors = run_ranks(lambda comm: un.checkpoint.load(path, target, comm), 2, on_failure="continue")
+    assert [type(error) for error in errors] == [StateError] * 2
+    shutil.rmtree(path)

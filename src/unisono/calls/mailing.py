@@ -1,0 +1,80 @@
+"""Mailboxes of a communicator's ranks, and how they hear of each other's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from unisono.calls.caller import Caller
+from unisono.control import Cause, error_of
+from unisono.group import Group
+from unisono.mailbox import Mailbox
+from unisono.wrappers.check import Checked
+
+__all__ = ["Mailing"]
+
+
+class Mailing(Caller):
+    """The door to messages without receives."""
+
+    _mailboxes: int = 0
+
+    def mailbox(self, card: Any = None) -> tuple[Mailbox, list[Any]]:
+        """A mailbox for every rank, and what each rank gave as its card. Collective.
+
+        For libraries that serve requests of other ranks. A rank that dies breaks this communicator, but not
+        the mailboxes: they `lose` that rank alone.
+
+        Args:
+            card: A value that `unisono.wire` carries, told to all ranks.
+
+        Raises:
+            CommTimeoutError: Not all ranks came.
+
+        Cost: a few exchanges over the control plane, and one request for each other rank.
+        """
+        self._enter("mailbox")
+        self._mailboxes += 1
+        engine = self._engine
+        control, timeout = engine.control, engine.options.timeout_s
+        group = engine.group.child(f"mail{self._mailboxes}", range(self.size))
+        transport = engine.transport.inner if isinstance(engine.transport, Checked) else engine.transport
+        control.join(group, lambda cause: None)
+        pairs: list[Group] = []
+        box: Mailbox | None = None
+        try:
+            # All are here before anything is made, so that nobody waits for memory of a rank that does not come.
+            cards = control.exchange(group, "cards", card, timeout)
+            box = transport.mailbox(group)
+            for peer in range(self.size):
+                if peer != self.rank:
+                    pairs.append(_pair(group, peer))
+                    control.join(pairs[-1], _loser(box, peer, group))
+            control.exchange(group, "mailboxes", None, timeout)
+        except BaseException:
+            if box is not None:
+                box.close()
+            for pair in pairs:
+                control.leave(pair)
+            raise
+        finally:
+            control.leave(group)
+        for pair in pairs:
+            box.on_close(partial(control.leave, pair))
+        return box, cards
+
+
+def _pair(group: Group, peer: int) -> Group:
+    """A group of two: its failure is the end of one of them, and concerns nobody else."""
+    low, high = sorted((group.rank, peer))
+    return group.child(f"{low}-{high}", (low, high))
+
+
+def _loser(box: Mailbox, peer: int, group: Group) -> Callable[[Cause], None]:
+    def lose(cause: Cause) -> None:
+        # In the pair ranks are 0 and 1, so the cause's own text would name the wrong ones.
+        told = Cause("PeerLostError", peer, f"rank {peer} was lost: its process ended, or failed, or the way to it")
+        box.lose(peer, error_of(told, group))
+
+    return lose

@@ -1,0 +1,44 @@
+"""The names of `torch.distributed.rpc` over unisono's own calls, for programs that were written for torch's.
+
+    import unisono.interop.torch_rpc as rpc     # in place of torch.distributed.rpc
+    from unisono.interop.torch_rpc import (
+        DistributedOptimizer,                   # of torch.distributed.optim
+        RemoteModule,                           # of torch.distributed.nn
+        dist_autograd,                          # torch.distributed.autograd
+    )
+
+As in torch, ranks trust each other: any function that can be imported may be called, and values that have no other
+form travel as pickles. `docs/how-to/torch-rpc.md` lists what differs.
+"""
+
+from __future__ import annotations
+
+from unisono.interop.torch_rpc import constants, dist_autograd, functions
+from unisono.interop.torch_rpc.calls import get_worker_info, remote, rpc_async, rpc_sync
+from unisono.interop.torch_rpc.optimizer import DistributedOptimizer
+from unisono.interop.torch_rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+from unisono.interop.torch_rpc.reference import PyRRef, RRef
+from unisono.interop.torch_rpc.remote_module import RemoteModule
+from unisono.interop.torch_rpc.start import init_rpc, is_available, shutdown
+from unisono.rpc import WorkerInfo
+
+__all__ = [
+    "BackendType",
+    "DistributedOptimizer",
+    "PyRRef",
+    "RRef",
+    "RemoteModule",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "constants",
+    "dist_autograd",
+    "functions",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

@@ -1,0 +1,43 @@
+"""`torch.distributed.autograd`: contexts, backward passes and gradients over several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.rpc import autograd
+from unisono.rpc.autograd import context
+from unisono.rpc.current import current_agent
+
+__all__ = ["backward", "checked", "context", "get_gradients"]
+
+
+def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+    """Back-propagate from tensors of one element; what leaves get is kept in the context.
+
+    Raises:
+        RuntimeError: There is no such context, or a root cannot be one.
+    """
+    checked(context_id)
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    try:
+        autograd.backward(context_id, roots, retain_graph)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """For each leaf of this rank its gradient. Raises RuntimeError for a context that is not known here."""
+    return autograd.get_gradients(checked(context_id))
+
+
+def checked(context_id: Any) -> int:
+    """The number of a context that this rank knows of."""
+    if not isinstance(context_id, int):
+        raise TypeError(f"a context is named by an int, not by a {type(context_id).__name__}")
+    if current_agent().contexts.get(context_id) is None:
+        raise RuntimeError(f"Could not find autograd context with id: {context_id}")
+    return context_id

@@ -1,0 +1,51 @@
+"""References with torch's signatures."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+from unisono import rpc
+from unisono.interop.torch_rpc.constants import UNSET_RPC_TIMEOUT, seconds
+from unisono.rpc.items import register_reference
+
+__all__ = ["PyRRef", "RRef"]
+
+T = TypeVar("T")
+
+
+class RRef(rpc.RRef[T]):
+    """A reference to an object that stays on the rank that owns it.
+
+    Args:
+        value: An object of this rank.
+        type_hint: Accepted, as TorchScript wants it.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        super().__init__(value)
+
+    def to_here(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> T:
+        return super().to_here(seconds(timeout))
+
+    def rpc_sync(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:
+        return super().rpc_sync(seconds(timeout))
+
+    def rpc_async(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:
+        return super().rpc_async(seconds(timeout))
+
+    def remote(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:
+        return super().remote(seconds(timeout))
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Back-propagate from the tensor; within a context of distributed autograd if one is named."""
+        if dist_autograd_ctx_id != -1:
+            return super().backward(dist_autograd_ctx_id, retain_graph)
+        if not self.is_owner():
+            raise RuntimeError("without a context only the owner of a tensor can back-propagate from it")
+        cast(Any, self.local_value()).backward(retain_graph=retain_graph)
+
+
+PyRRef = RRef
+register_reference(RRef)

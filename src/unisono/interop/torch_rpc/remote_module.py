@@ -1,0 +1,140 @@
+"""`torch.distributed.nn.RemoteModule`: a module that lives on another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from unisono import rpc
+from unisono.interop.torch_rpc.calls import remote
+from unisono.interop.torch_rpc.reference import RRef
+from unisono.rpc.current import current_agent
+
+__all__ = ["RemoteModule"]
+
+
+class RemoteModule(nn.Module):
+    """Makes a module on another rank, and calls it there. Gradients flow by distributed autograd.
+
+    Args:
+        remote_device: Where: "worker1", "worker1/cpu", "rank:1/cuda:0"; the device is "cpu" if none is named.
+        module_cls: The module's class.
+        args, kwargs: For it.
+        _module_interface_cls: Torch's argument for TorchScript, which is not supported.
+
+    Attributes:
+        on: Name of the rank.
+        device: Of the module there.
+        module_rref: Reference to the module.
+    """
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: type[nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> None:
+        super().__init__()
+        if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
+            raise ValueError(f"Expect `module_cls` to be a subclass of `nn.Module`, not {module_cls!r}")
+        if _module_interface_cls is not None:
+            raise ValueError("modules with a TorchScript interface are not supported; leave _module_interface_cls out")
+        self._live(remote_device)
+        self.module_rref = remote(self.on, _made, (module_cls, tuple(args or ()), dict(kwargs or {}), self.device))
+        # What its constructor raises is told here.
+        rpc.rpc_sync(self.on, _known, (self.module_rref,))
+        self._ready()
+
+    def _live(self, remote_device: str) -> None:
+        worker, _, device = remote_device.partition("/")
+        name = int(worker[5:]) if worker.startswith("rank:") else worker
+        self.on = current_agent().infos[current_agent().rank_of(name)].name
+        self.device = str(torch.device(device or "cpu"))
+
+    def _ready(self) -> None:
+        self.is_scriptable = False
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: str, module_rref: rpc.RRef[nn.Module], _module_interface_cls: Any = None
+    ) -> RemoteModule:
+        """One for a module that exists on another rank already."""
+        made = RemoteModule.__new__(RemoteModule)
+        nn.Module.__init__(made)
+        made._live(remote_device)
+        made.module_rref = module_rref
+        made._ready()
+        return made
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward where it is, and return the result."""
+        return self.forward_async(*args, **kwargs).wait()
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+        """The same, but return a future at once."""
+        return rpc.rpc_async(self.on, _forward, (self.module_rref, self.device, args, kwargs))
+
+    def remote_parameters(self, recurse: bool = True) -> list[rpc.RRef[nn.Parameter]]:
+        """References to the module's parameters, as `DistributedOptimizer` wants them."""
+        return list(rpc.rpc_sync(self.on, _parameters, (self.module_rref, recurse)))
+
+    def get_module_rref(self) -> rpc.RRef[nn.Module]:
+        """The reference to the module."""
+        return self.module_rref
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module's mode, where it is."""
+        self.module_rref.rpc_sync().train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Likewise."""
+        return self.train(False)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _UNSUPPORTED:
+            return _unsupported(name)
+        return super().__getattribute__(name)
+
+    def __repr__(self) -> str:
+        return f"<RemoteModule on {self.on}/{self.device}>"
+
+    def __reduce__(self) -> Any:
+        return RemoteModule.init_from_module_rref, (f"{self.on}/{self.device}", self.module_rref)
+
+
+# What a module can do, but not from another rank.
+_UNSUPPORTED = (
+    frozenset(name for name, value in vars(nn.Module).items() if callable(value) and name[0] != "_")
+    - vars(RemoteModule).keys()
+)
+
+
+def _unsupported(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(f"Method ``{name}`` not supported for RemoteModule: the module is on another rank")
+
+    return refuse
+
+
+def _made(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> nn.Module:
+    return cls(*args, **kwargs).to(device)
+
+
+def _known(ref: rpc.RRef[nn.Module]) -> None:
+    ref.local_value()
+
+
+def _forward(ref: rpc.RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    moved = [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    named = {name: arg.to(device) if isinstance(arg, torch.Tensor) else arg for name, arg in kwargs.items()}
+    return ref.local_value()(*moved, **named)
+
+
+def _parameters(ref: rpc.RRef[nn.Module], recurse: bool) -> list[rpc.RRef[nn.Parameter]]:
+    return [RRef(parameter) for parameter in ref.local_value().parameters(recurse)]

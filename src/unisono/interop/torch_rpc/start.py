@@ -1,0 +1,90 @@
+"""Start and end of a program's calls, with torch's signatures."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch.distributed as dist
+
+from unisono import rpc
+from unisono.communicator import Communicator
+from unisono.errors import CommError
+from unisono.interop.torch_rpc.constants import DEFAULT_NUM_WORKER_THREADS, seconds
+from unisono.interop.torch_rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+from unisono.interop.torch_rpc.reference import RRef
+from unisono.rpc.current import current_agent, find_agent, set_agent
+from unisono.startup import init
+
+__all__ = ["init_rpc", "is_available", "shutdown"]
+
+_FOREVER_S = 3.0e8
+_made: weakref.WeakKeyDictionary[rpc.Agent, Communicator] = weakref.WeakKeyDictionary()
+
+
+class _Agent(rpc.Agent):
+    """Makes references that speak as torch's do."""
+
+    rref_class = RRef
+
+
+def is_available() -> bool:
+    """Always true."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Let this process call others and be called. Every rank calls it, with a name of its own.
+
+    Ranks meet as `init_method` of the options says, "env://" by default: MASTER_ADDR and MASTER_PORT, and RANK and
+    WORLD_SIZE if these are not given here. A program that has a torch default group already may name the same
+    address: then the ranks meet by that.
+
+    Raises:
+        RuntimeError: It was called before; or ranks do not come.
+        ValueError: The arguments make no sense, or two ranks have the same name.
+    """
+    if find_agent() is not None:
+        raise RuntimeError("RPC is already initialized")
+    options = rpc_backend_options or TensorPipeRpcBackendOptions()
+    timeout = seconds(options.rpc_timeout) or _FOREVER_S
+    workers = getattr(options, "num_worker_threads", DEFAULT_NUM_WORKER_THREADS)
+    comm = _meet(options.init_method, None if rank < 0 else rank, world_size)
+    try:
+        agent = _Agent(comm, name, timeout, True, (), workers)
+    except BaseException:
+        comm.close()
+        raise
+    set_agent(agent)
+    _made[agent] = comm
+
+
+def _meet(init_method: str, rank: int | None, world_size: int | None) -> Communicator:
+    try:
+        return init("auto", init_method=init_method, rank=rank, world_size=world_size)
+    except CommError:
+        # The port may be that of torch's own store: who is in the default group needs no other meeting place.
+        if not dist.is_initialized() or (world_size or dist.get_world_size()) != dist.get_world_size():
+            raise
+    return Communicator.from_group()
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """End this rank's calls.
+
+    Args:
+        graceful: Serve on until all ranks have called this, and no call is under way.
+        timeout: Seconds to wait for that; 0 for no limit.
+    """
+    agent = current_agent()
+    comm = _made.pop(agent, None)
+    try:
+        rpc.shutdown(graceful, timeout or None)
+    finally:
+        if comm is not None:
+            comm.close()

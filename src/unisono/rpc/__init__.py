@@ -1,0 +1,42 @@
+"""Calls between ranks: run a function on another rank, hold its objects, train across them.
+
+    @un.rpc.expose
+    def add(x, y): return x + y
+
+    agent = un.rpc.init(comm, name="worker0")
+    un.rpc.rpc_sync("worker1", add, args=(torch.ones(2), 3))
+    un.rpc.shutdown()
+
+The verbs are those of torch's RPC. Values travel without pickle, functions by name, and only what is exposed can be
+called.
+"""
+
+from __future__ import annotations
+
+from unisono.rpc import autograd
+from unisono.rpc.agent import Agent, WorkerInfo
+from unisono.rpc.calling import get_worker_info, init, remote, rpc_async, rpc_sync, shutdown
+from unisono.rpc.exposing import NotExposedError, async_execution, expose
+from unisono.rpc.optimizer import DistributedOptimizer
+from unisono.rpc.remote_errors import RemoteError
+from unisono.rpc.rref import RRef
+from unisono.rpc.serving import cancelled
+
+__all__ = [
+    "Agent",
+    "DistributedOptimizer",
+    "NotExposedError",
+    "RRef",
+    "RemoteError",
+    "WorkerInfo",
+    "async_execution",
+    "autograd",
+    "cancelled",
+    "expose",
+    "get_worker_info",
+    "init",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

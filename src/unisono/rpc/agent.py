@@ -1,0 +1,178 @@
+"""One rank's agent: makes calls, serves those of others, and ends in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.communicator import Communicator
+from unisono.control.exits import close_at_exit
+from unisono.errors import CommTimeoutError
+from unisono.rpc.autograd.contexts import Contexts
+from unisono.rpc.caller import Caller
+from unisono.rpc.calls import CallFuture, Calls, Window
+from unisono.rpc.closing import Closing
+from unisono.rpc.current import set_agent, was_closed, was_opened
+from unisono.rpc.exposing import Exposed
+from unisono.rpc.office import Office
+from unisono.rpc.receiver import Receiver
+from unisono.rpc.rref import Outcome, RRef, RRefs
+from unisono.rpc.serving import Serving
+from unisono.rpc.workers import Workers
+
+__all__ = ["TIMEOUT_S", "Agent", "WorkerInfo"]
+
+TIMEOUT_S = 60.0
+"""Seconds that a call may take if nobody says otherwise."""
+_MOST_CALLS = 16384
+_MOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A rank as others can call it.
+
+    Attributes:
+        name: As it was given to `init`.
+        id: Its rank.
+    """
+
+    name: str
+    id: int
+
+
+class Agent:
+    """One rank's part in remote calls. Made by `unisono.rpc.init`; its methods may be used by any thread.
+
+    Attributes:
+        rank, size: This rank, of how many.
+        name: By which others can call it.
+        infos: Of every rank.
+    """
+
+    rref_class: type[RRef[Any]] = RRef
+
+    def __init__(
+        self, comm: Communicator, name: str, timeout: float, trusted: bool, expose: Iterable[Any], workers: int
+    ) -> None:
+        self.exposed = Exposed(trusted, expose)
+        self.box, cards = comm.mailbox(name)
+        self.rank, self.size, self.name, self.timeout = comm.rank, comm.size, name, timeout
+        self.infos = [WorkerInfo(card, rank) for rank, card in enumerate(cards)]
+        self._ranks: dict[Any, int] = {info.name: info.id for info in self.infos}
+        if len(self._ranks) < self.size:
+            self.box.close()
+            twice = [name for name, count in Counter(cards).items() if count > 1]
+            raise ValueError(f"several ranks gave the name {twice[0]!r} to rpc.init; each needs a name of its own")
+        self._ranks.update({info.id: info.id for info in self.infos})
+        self._ranks.update({info: info.id for info in self.infos})
+        self.closed = False
+        windows = [Window(_MOST_CALLS, _MOST_BYTES) for _ in range(self.size)]
+        self.calls = Calls(windows, self.box.nudge)
+        self.caller = Caller(self, windows)
+        self.office = Office(self)
+        self.references = RRefs(self)
+        self.contexts = Contexts(self)
+        self.serving = Serving(self)
+        self.closing = Closing(self)
+        self.nudge = self.box.nudge
+        thread = f"unisono rpc {name}"
+        self.workers = Workers(thread, workers, self._adopt_thread)
+        self.receiver = Receiver(
+            self.box, self.office.dispatch, self.workers.run, self.office.clock, self._adopt_thread, thread
+        )
+        was_opened(self)
+        close_at_exit(self)
+        comm.on_close(lambda: self.close("it closed its communicator"))
+        # The last thing: other ranks may be calling already.
+        self.receiver.start()
+
+    def _adopt_thread(self) -> None:
+        set_agent(self)
+
+    # -- calls ---------------------------------------------------------------------------------
+    def rpc_sync(
+        self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float | None = None
+    ) -> Any:
+        """As `unisono.rpc.rpc_sync`."""
+        target, given = self.caller.target(func, args)
+        return self.caller.call(self.rank_of(to), target, None, given, kwargs, timeout)
+
+    def rpc_async(
+        self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float | None = None
+    ) -> CallFuture:
+        """As `unisono.rpc.rpc_async`."""
+        target, given = self.caller.target(func, args)
+        return self.caller.start(self.rank_of(to), target, None, given, kwargs, timeout)
+
+    def remote(
+        self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float | None = None
+    ) -> RRef[Any]:
+        """As `unisono.rpc.remote`."""
+        target, given = self.caller.target(func, args)
+        return self.caller.make(self.rank_of(to), target, None, given, kwargs, timeout)
+
+    def rank_of(self, to: Any) -> int:
+        """The rank of a name, a rank or a `WorkerInfo`. Raises ValueError for what is none of them."""
+        rank = self._ranks.get(to) if not isinstance(to, bool) else None
+        if rank is None:
+            known = ", ".join(f"{info.name!r} ({info.id})" for info in self.infos[:16])
+            raise ValueError(f"there is no rank {to!r} to call; there are {known}")
+        return rank
+
+    # -- life ----------------------------------------------------------------------------------
+    def get_worker_info(self, name: Any = None) -> WorkerInfo:
+        """Of a name or rank; of this rank if None."""
+        return self.infos[self.rank if name is None else self.rank_of(name)]
+
+    def wait_known(self, outcome: Outcome, timeout: float | None) -> None:
+        """Wait for an object of this rank that is being made."""
+        limit, known = self.timeout if timeout is None else timeout, threading.Event()
+        outcome.when_known(known.set)
+        with self.workers.blocked():
+            if not known.wait(min(limit, threading.TIMEOUT_MAX)):
+                raise CommTimeoutError(f"waited {limit:.1f} s for an object that is still being made", waited_s=limit)
+
+    def idle(self) -> bool:
+        """Whether nothing is under way, neither for this rank nor for others."""
+        return not len(self.calls) and not len(self.serving)
+
+    def alive(self) -> list[int]:
+        """The ranks that still serve."""
+        return [rank for rank in range(self.size) if rank not in self.office.gone and rank not in self.box.lost]
+
+    def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
+        """As `unisono.rpc.shutdown`."""
+        if graceful and not self.closed:
+            self.closing.wait(timeout)
+        self.close("it shut its agent down")
+
+    def close(self, reason: str = "it shut its agent down") -> None:
+        """Serve no more, at once; calls under way end with an error on both sides. Again is harmless."""
+        if self.closed:
+            return
+        self.closed = True
+        was_closed(self)
+        if not self.closing.over:
+            self.office.say_goodbye(reason)
+        self.receiver.close()
+        self.workers.close()
+        self.box.close()
+        self.caller.end_all()
+        self.closing.finish()
+
+    def give_up(self, error: BaseException | None) -> None:
+        """The process ends."""
+        self.close("its process ended" if error is None else f"it failed: {type(error).__name__}: {error}")
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.shutdown(graceful=error is None)
+
+    def __repr__(self) -> str:
+        return f"<rpc agent {self.name!r}, rank {self.rank} of {self.size}>"

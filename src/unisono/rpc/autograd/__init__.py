@@ -1,0 +1,93 @@
+"""Distributed autograd: gradients find their way back over the ranks that tensors came from.
+
+    with un.rpc.autograd.context() as ctx:
+        loss = un.rpc.rpc_sync("worker1", forward, args=(x,)).sum()
+        un.rpc.autograd.backward(ctx, [loss])
+        grads = un.rpc.autograd.get_gradients(ctx)
+
+Within a context, tensors with a history that travel in arguments or results of calls are recorded on both sides.
+Gradients are kept in the context, on the rank of each leaf, and never in `.grad`: so passes of several ranks over
+shared parameters do not mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from unisono.errors import CommError
+from unisono.rpc import current
+from unisono.rpc.autograd.passes import start
+
+__all__ = ["backward", "context", "get_gradients"]
+
+
+@contextmanager
+def context() -> Iterator[int]:
+    """Record what crosses ranks, for `backward`. The number of the context, which other ranks may be told.
+
+    Functions that are called from within run in the context as well, wherever that is. At its end all ranks forget
+    what was recorded, and the gradients.
+
+    Example:
+        >>> @un.rpc.expose
+        ... def scale(x, w): return x * w
+        >>> def program(comm):
+        ...     un.rpc.init(comm)
+        ...     gradient = None
+        ...     if comm.rank == 0:
+        ...         w = torch.tensor(3.0, requires_grad=True)
+        ...         with un.rpc.autograd.context() as ctx:
+        ...             loss = un.rpc.rpc_sync(1, scale, args=(torch.tensor(2.0), w))
+        ...             un.rpc.autograd.backward(ctx, [loss])
+        ...             gradient = un.rpc.autograd.get_gradients(ctx)[w].item()
+        ...     un.rpc.shutdown()
+        ...     return gradient
+        >>> un.launch(program, 2, "thread")
+        [2.0, None]
+    """
+    contexts = current.current_agent().contexts
+    number = contexts.begin()
+    before = current.context.set(number)
+    try:
+        yield number
+    finally:
+        current.context.reset(before)
+        contexts.discard(number)
+
+
+def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+    """Back-propagate from some tensors, over all ranks that they came from. Returns when all are done.
+
+    Args:
+        context: The number of the context in which they were computed.
+        roots: Tensors of one element each, of this rank.
+        retain_graph: Keep the graph for another pass.
+
+    Raises:
+        ValueError: A root has more than one element, or no history.
+        CommError: There is no such context.
+        RuntimeError: The graph is gone, for an earlier pass did not retain it.
+        PeerLostError: A rank that the gradients have to pass has died.
+
+    Cost: one call there and back for each message that is passed, and one more to find out which these are.
+    """
+    found = current.current_agent().contexts.get(context) if isinstance(context, int) else None
+    if found is None:
+        raise CommError(f"there is no autograd context {context!r} on this rank; take the number from context()")
+    if isinstance(roots, torch.Tensor) or not roots:
+        raise ValueError("roots must be a list of tensors, at least one")
+    for root in roots:
+        if root.numel() != 1:
+            raise ValueError(f"a root must have one element (a loss), not the shape {list(root.shape)}")
+        if not root.requires_grad:
+            raise ValueError("a root has no history: nothing that requires a gradient was used to compute it")
+    start(found, list(roots), retain_graph)
+
+
+def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
+    """What this rank's leaves got in a context: for each leaf its gradient. Empty if none did."""
+    found = current.current_agent().contexts.get(context)
+    return {} if found is None else dict(found.gradients)

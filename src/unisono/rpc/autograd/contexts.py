@@ -1,0 +1,131 @@
+"""What gradients need to find their way back: which tensors went to which rank, within which context."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.rpc.autograd.recording import Received, Sent, arrival, departure
+from unisono.rpc.frames import DISCARD, NO_CONTEXT
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent
+    from unisono.rpc.autograd.passes import Pass
+
+__all__ = ["Context", "Contexts"]
+
+_RANK_BITS = 48
+_ENDED_KEPT = 4096
+
+
+class Context:
+    """One rank's part of a context.
+
+    Attributes:
+        number: The context's, the same on every rank.
+        lock: Held while gradients flow here, so that one backward pass at a time does.
+        sent: What went out, by the number of the message.
+        received: What came in, by sender and number of the message.
+        gradients: Of the leaves of this rank.
+        peers: Who has heard of the context from here.
+        passes: Backward passes under way.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.lock = threading.RLock()
+        self.numbers = itertools.count(1)
+        self.sent: dict[int, Sent] = {}
+        self.received: dict[tuple[int, int], Received] = {}
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.peers: set[int] = set()
+        self.passes: dict[tuple[int, int], Pass] = {}
+
+    def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """One more contribution to a leaf's gradient."""
+        known = self.gradients.get(leaf)
+        self.gradients[leaf] = gradient if known is None else known + gradient
+
+
+class Contexts:
+    """The contexts that an agent knows."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Context] = {}
+        self._ended: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self) -> int:
+        """Open a new context; its number."""
+        number = self._agent.rank << _RANK_BITS | next(self._numbers)
+        with self._lock:
+            self._open[number] = Context(number)
+        return number
+
+    def get(self, number: int) -> Context | None:
+        """A context that this rank has to do with; None if there is none."""
+        return self._open.get(number)
+
+    def discard(self, number: int) -> None:
+        """The context has ended: forget it, and tell those who know of it from here."""
+        with self._lock:
+            found = self._open.pop(number, None)
+            self._ended[number] = None
+            while len(self._ended) > _ENDED_KEPT:
+                self._ended.popitem(last=False)
+        for peer in found.peers - {self._agent.rank} if found is not None else ():
+            self._agent.office.tell(peer, DISCARD, number)
+
+    def lose(self, peer: int) -> None:
+        """A rank is gone, and the contexts that it began."""
+        for number in list(self._open):
+            if number >> _RANK_BITS == peer:
+                self.discard(number)
+
+    # -- recording -----------------------------------------------------------------------------
+    def met(self, number: int, peer: int) -> None:
+        """A message of the context goes to a rank."""
+        context = self.reach(number)
+        if context is not None:
+            context.peers.add(peer)
+
+    def send(self, number: int, peer: int, tensors: list[torch.Tensor]) -> int:
+        """Tensors with a history go to a rank: the number of the message that carries them."""
+        context = self.reach(number)
+        if context is None:
+            return 0
+        message = next(context.numbers)
+        context.sent[message] = departure(tensors)
+        return message
+
+    def receive(self, number: int, peer: int, message: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor with a history has come: the same, with a way back."""
+        context = self.reach(number)
+        if context is None or not message or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        with self._lock:
+            record = context.received.setdefault((peer, message), Received(peer, message))
+        return arrival(record, tensor)
+
+    def reach(self, number: int) -> Context | None:
+        """The context, made if this is the first that is heard of it; None if it has ended."""
+        if number == NO_CONTEXT:
+            return None
+        found = self._open.get(number)
+        if found is None:
+            with self._lock:
+                if number not in self._ended:
+                    found = self._open.setdefault(number, Context(number))
+        return found
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} contexts: {', '.join(map(hex, self._open))}>"

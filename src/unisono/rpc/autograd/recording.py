@@ -1,0 +1,110 @@
+"""The two ends of a message in the graph of autograd: where tensors left a rank, and where they arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["Received", "Sent", "arrival", "departure", "reachable"]
+
+
+class Sent:
+    """Tensors that went out in one message.
+
+    Attributes:
+        token: A tensor whose history is all of theirs, as it was when they went.
+        gradients: Of each of them, set before `token` is back-propagated.
+    """
+
+    def __init__(self) -> None:
+        self.token: torch.Tensor | None = None
+        self.gradients: list[torch.Tensor | None] = []
+
+
+class Received:
+    """Tensors that came in one message.
+
+    Attributes:
+        peer, message: Where it came from, and its number there.
+        triggers: For each tensor a leaf that stands before it in the graph.
+        found: Gradients that a backward pass left here, by the tensor's place in the message.
+    """
+
+    def __init__(self, peer: int, message: int) -> None:
+        self.peer, self.message = peer, message
+        self.triggers: list[torch.Tensor] = []
+        self.found: dict[int, torch.Tensor] = {}
+
+
+class _Departure(torch.autograd.Function):
+    """Many tensors in, a token out; back go the gradients that have come for them."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Sent, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.record = record
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
+        return None, *ctx.record.gradients
+
+
+class _Arrival(torch.autograd.Function):
+    """A tensor made out of nothing but a trigger; its gradient is kept for who sent it."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: torch.Tensor, record: Received, place: int, content: list[torch.Tensor]) -> Any:
+        ctx.record, ctx.place = record, place
+        return content.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        found = ctx.record.found
+        found[ctx.place] = found[ctx.place] + gradients[0] if ctx.place in found else gradients[0]
+        return None, None, None, None
+
+
+def departure(tensors: list[torch.Tensor]) -> Sent:
+    """Record that these leave, in this order."""
+    record = Sent()
+    with torch.enable_grad():
+        record.token = _Departure.apply(record, *tensors)  # type: ignore[no-untyped-call]
+    return record
+
+
+def arrival(record: Received, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, as the next one of this message, with a history that begins here."""
+    trigger = torch.zeros((), requires_grad=True)
+    place = len(record.triggers)
+    record.triggers.append(trigger)
+    arrived: torch.Tensor = _Arrival.apply(trigger, record, place, [tensor])  # type: ignore[no-untyped-call]
+    return arrived
+
+
+def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Received]]:
+    """What a backward pass from these comes to on this rank: leaves, triggers among them, and messages."""
+    leaves: dict[int, torch.Tensor] = {id(t): t for t in tensors if t.grad_fn is None and t.requires_grad}
+    records: dict[int, Received] = {}
+    for node in _nodes([t.grad_fn for t in tensors if t.grad_fn is not None]):
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            leaves[id(variable)] = variable
+        record = getattr(node, "record", None)
+        if isinstance(record, Received):
+            records[id(record)] = record
+    return list(leaves.values()), list(records.values())
+
+
+def _nodes(starts: list[Any]) -> Iterator[Any]:
+    """All nodes of the graph behind these, each once."""
+    seen = set(starts)
+    waiting = list(seen)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

@@ -1,0 +1,137 @@
+"""How agents end together: when all want to, and no call is under way anywhere.
+
+The lowest living rank decides. Whoever wants to end and has nothing to do tells it how many calls it has sent to each
+rank, and served for each (`IDLE`). When all have, and what was sent equals what was served, it asks all once more
+(`SUMMON`); if nothing has changed since, nothing was under way in between, and it tells all to `CLOSE`. Ranks that
+are gone do not count. After Mattern, *Algorithms for distributed termination detection* (1987).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from unisono import wire
+from unisono.errors import CommError, CommTimeoutError
+from unisono.rpc.frames import CLOSE, HEADER, IDLE, NO_CONTEXT, SUMMON
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent
+
+__all__ = ["Closing"]
+
+_Report = tuple[list[int], list[int]]
+_SLICE_S = 0.5
+
+
+class Closing:
+    """One rank's part in it.
+
+    Attributes:
+        over: Whether all agreed to end.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._wanted = False
+        self._ended = threading.Event()
+        self.over = False
+        self._wave = 0
+        self._told: tuple[int, int, _Report] | None = None
+        self._reports: dict[int, dict[int, _Report]] = {}
+
+    def wait(self, timeout: float | None) -> None:
+        """Return when everybody is done. Raises CommTimeoutError that names who is not."""
+        self._wanted = True
+        self.look()
+        limit = None if timeout is None else time.monotonic() + timeout
+        with self._agent.workers.blocked():
+            while not self._ended.wait(_SLICE_S if limit is None else min(_SLICE_S, max(limit - time.monotonic(), 0))):
+                # What may have been missed is looked at again.
+                self.look()
+                if limit is not None and time.monotonic() >= limit:
+                    raise CommTimeoutError(
+                        f"waited {timeout:.1f} s in rpc.shutdown for all ranks to come to an end of their calls. "
+                        "Did every rank call shutdown?",
+                        waited_s=timeout,
+                    )
+
+    def finish(self) -> None:
+        """The agent is closed: nobody waits any more."""
+        self._ended.set()
+
+    def look(self) -> None:
+        """Something has come to an end: perhaps this rank has nothing left to do."""
+        if not self._wanted or self._ended.is_set() or not self._agent.idle():
+            return
+        size = range(self._agent.size)
+        report = [self._agent.caller.sent[r] for r in size], [self._agent.serving.served[r] for r in size]
+        chief = min(self._agent.alive())
+        with self._lock:
+            told = chief, self._wave, report
+            if told == self._told and chief != self._agent.rank:
+                return
+            self._told = told
+            wave = self._wave
+        if chief == self._agent.rank:
+            self._heard(chief, wave, report)
+        else:
+            self._send(chief, IDLE, wave, *report)
+
+    def arrived(self, peer: int, kind: int, words: tuple[Any, ...]) -> None:
+        """A message about the end has come."""
+        if kind == IDLE:
+            self._heard(peer, words[0], (words[1], words[2]))
+        elif kind == SUMMON:
+            with self._lock:
+                self._wave = max(self._wave, words[0])
+                self._told = None
+            self.look()
+        elif kind == CLOSE:
+            self.over = True
+            self._ended.set()
+
+    def _heard(self, peer: int, wave: int, report: _Report) -> None:
+        """As the one who decides."""
+        rank, alive = self._agent.rank, self._agent.alive()
+        with self._lock:
+            verdict, wave = self._judged(peer, wave, report, alive)
+        if verdict == SUMMON:
+            for other in [peer] if wave < 0 else alive:
+                if other != rank:
+                    self._send(other, SUMMON, abs(wave))
+            self.look()
+        elif verdict == CLOSE:
+            for other in alive:
+                if other != rank:
+                    self._send(other, CLOSE)
+            self.arrived(rank, CLOSE, ())
+
+    def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
+        """What to do now: nothing, close, or summon all; a negative wave summons only this one, which is behind."""
+        if wave < self._wave:
+            return SUMMON, -self._wave
+        self._wave = wave
+        self._reports.setdefault(wave, {})[peer] = report
+        now, before = self._reports[wave], self._reports.get(wave - 1)
+        if any(other not in now for other in alive) or not _even(now, alive):
+            return None, wave
+        if before is not None and all(before.get(other) == now[other] for other in alive):
+            return CLOSE, wave
+        self._wave += 1
+        self._reports = {wave: now}
+        return SUMMON, self._wave
+
+    def _send(self, peer: int, kind: int, *words: Any) -> None:
+        try:
+            self._agent.box.send(peer, HEADER.pack(kind, 0, NO_CONTEXT, 0) + wire.encode(words), (), _SLICE_S)
+        except CommError:
+            # It is gone, or will be called so soon: then somebody else decides, or it does not count.
+            return
+
+
+def _even(reports: dict[int, _Report], alive: list[int]) -> bool:
+    """Whether every call that one of these sent to another was served."""
+    return all(reports[a][0][b] == reports[b][1][a] for a in alive for b in alive)

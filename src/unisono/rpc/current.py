@@ -1,0 +1,60 @@
+"""Which agent the functions of this package act on: that of the rank whose thread this is."""
+
+from __future__ import annotations
+
+import weakref
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import CommError
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent
+
+__all__ = ["context", "current_agent", "find_agent", "request", "set_agent", "was_closed", "was_opened"]
+
+_agent: ContextVar[Agent | None] = ContextVar("unisono_rpc_agent", default=None)
+context: ContextVar[int] = ContextVar("unisono_rpc_autograd_context", default=-1)
+"""The context of autograd that this thread is in."""
+request: ContextVar[Any] = ContextVar("unisono_rpc_request", default=None)
+"""The call of another rank that this thread serves."""
+
+_open: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+def set_agent(agent: Agent | None) -> None:
+    """This thread's rank has this agent."""
+    _agent.set(agent)
+
+
+def was_opened(agent: Agent) -> None:
+    """A thread that was started by other means finds it, where it is the only one of its process."""
+    _open.add(agent)
+
+
+def was_closed(agent: Agent) -> None:
+    """It serves no more."""
+    _open.discard(agent)
+
+
+def find_agent() -> Agent | None:
+    """The agent of this thread's rank; if the thread has none, the only one of this process; else None."""
+    agent = _agent.get()
+    if agent is None:
+        agents = list(_open)
+        agent = agents[0] if len(agents) == 1 else None
+    return agent
+
+
+def current_agent() -> Agent:
+    """The same, or an error that says what to do."""
+    agent = find_agent()
+    if agent is None:
+        several = len(_open) > 1
+        raise CommError(
+            "this thread belongs to none of the ranks of this process: use the methods of the agent that rpc.init "
+            "returned, or start the thread by contextvars.copy_context().run"
+            if several
+            else "there is no RPC agent here: call unisono.rpc.init(comm) on every rank first"
+        )
+    return agent

@@ -1,0 +1,203 @@
+"""Which functions other ranks may call: those that are exposed, by name; any at all where peers are trusted."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from unisono.errors import CommError
+
+__all__ = ["Exposed", "NotExposedError", "async_execution", "expose", "is_async", "name_of"]
+
+T = TypeVar("T")
+
+# What a script is called in itself, and in the processes that multiprocessing starts from it.
+_MAIN = ("__main__", "__mp_main__")
+_MARK = "__unisono_exposed__"
+_ASYNC = "__unisono_async__"
+_NAMES_KEPT = 4096
+
+_exposed: dict[str, Any] = {}
+_names: dict[Any, str] = {}
+
+
+class NotExposedError(CommError, PermissionError):
+    """A rank called what is not open to calls there. Nothing ran."""
+
+
+class _Mark:
+    """Makes a function exposed in every process that it comes to by value, as `launch` sends a notebook's."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.name, self.target = name, target
+        _exposed[name] = target
+
+    def __reduce__(self) -> Any:
+        return _Mark, (self.name, self.target)
+
+
+def expose(target: T) -> T:
+    """Let other ranks call a function, or make objects of a class and call the public methods of these.
+
+    Returns its argument, so that it can be a decorator. Whoever can reach the agent can call it with any
+    arguments, so expose what is harmless to be called.
+
+    Raises:
+        TypeError: It cannot be called, or has no name by which others could ask for it.
+
+    Example:
+        >>> @un.rpc.expose
+        ... def double(x):
+        ...     return 2 * x
+        >>> def program(comm):
+        ...     un.rpc.init(comm)
+        ...     answer = un.rpc.rpc_sync(1 - comm.rank, double, args=(comm.rank,))
+        ...     un.rpc.shutdown()
+        ...     return answer
+        >>> un.launch(program, 2, "thread")
+        [0, 2]
+    """
+    if not callable(target):
+        raise TypeError(f"only functions and classes can be exposed, not a {type(target).__name__}")
+    name = name_of(target)
+    mark = _Mark(name, target)
+    # A function of C code carries no marks; its name stands in the table all the same.
+    with contextlib.suppress(AttributeError, TypeError):
+        setattr(target, _MARK, mark)
+    return target
+
+
+def async_execution(function: T) -> T:
+    """Of an exposed function that returns a `torch.futures.Future`: the reply is sent when that is complete.
+
+    The thread that ran the function is free meanwhile. Usable as a decorator, inside of `expose`.
+    """
+    inner = function.__func__ if isinstance(function, staticmethod | classmethod) else function
+    setattr(inner, _ASYNC, True)
+    return function
+
+
+def is_async(function: Any) -> bool:
+    """Whether `async_execution` was said of it."""
+    return bool(getattr(function, _ASYNC, False))
+
+
+def name_of(target: Any) -> str:
+    """The name by which other ranks can ask for a function or class: its module and qualified name.
+
+    Example:
+        >>> name_of(torch.add), name_of(dict)
+        ('torch:add', 'builtins:dict')
+    """
+    try:
+        known = _names.get(target)
+    except TypeError:
+        known = None
+    if known is not None:
+        return known
+    name = _find_name(target)
+    if len(_names) >= _NAMES_KEPT:
+        _names.clear()
+    _names[target] = name
+    return name
+
+
+def _find_name(target: Any) -> str:
+    module, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if isinstance(qualname, str) and "." not in qualname and getattr(torch, qualname, None) is target:
+        return f"torch:{qualname}"
+    short = getattr(target, "__name__", None)
+    if isinstance(short, str) and getattr(torch, short, None) is target:
+        return f"torch:{short}"
+    if (
+        not isinstance(module, str)
+        or not isinstance(qualname, str)
+        or (hasattr(target, "__self__") and not _plain(target))
+    ):
+        raise TypeError(f"{target!r} has no name by which another rank could find it; pass a function or a class")
+    return f"{_MAIN[0] if module in _MAIN else module}:{qualname}"
+
+
+def _plain(target: Any) -> bool:
+    """Whether it is a function of a module written in C: those have their module as `__self__`."""
+    return type(target) is type(len) and getattr(getattr(target, "__self__", None), "__name__", "") == target.__module__
+
+
+class Exposed:
+    """What one agent lets others call.
+
+    Args:
+        trusted: Whether that is anything that can be imported.
+        further: Exposed on this agent alone.
+    """
+
+    def __init__(self, trusted: bool, further: Iterable[Any] = ()) -> None:
+        self.trusted = trusted
+        self._own = {name_of(target): target for target in further}
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """The function or class of this name. Raises `NotExposedError`."""
+        found = self._own.get(name) or _exposed.get(name)
+        if found is None and self.trusted:
+            found = _imported(name)
+        if found is None or not callable(found):
+            raise NotExposedError(
+                f"{name.replace(':', '.')} is not exposed, so no other rank can call it and nothing ran: put "
+                "@unisono.rpc.expose above it in the code of every rank, name it in rpc.init(..., expose=[...]), "
+                "or say rpc.init(..., trusted=True) on the rank that is called"
+            )
+        return found  # type: ignore[no-any-return]
+
+    def finds(self, name: str, target: Any) -> bool:
+        """Whether this name leads to this function or class, by what is exposed here or by an import."""
+        return self._own.get(name) is target or _exposed.get(name) is target or _imported(name) is target
+
+    def given(self, function: Any) -> Callable[..., Any]:
+        """A function that came along with the call. Raises `NotExposedError`."""
+        if not self.trusted or not callable(function):
+            raise NotExposedError("only a rank that trusts its peers runs functions that come along with a call")
+        return function  # type: ignore[no-any-return]
+
+    def method(self, owner: object, name: str) -> Callable[..., Any]:
+        """A bound method of an object that another rank refers to. Raises `NotExposedError`."""
+        cls = type(owner)
+        if not self.trusted and ((name.startswith("_") and name != "__call__") or not self._open(cls, name)):
+            raise NotExposedError(
+                f"{cls.__module__}.{cls.__qualname__}.{name} is not exposed, so no other rank can call it and nothing "
+                "ran: put @unisono.rpc.expose above the class, or say rpc.init(..., trusted=True) on the rank that is "
+                "called"
+            )
+        return getattr(owner, name)  # type: ignore[no-any-return]
+
+    def _open(self, cls: type, name: str) -> bool:
+        """Whether a class, or one that it derives from, is exposed; or the method alone is. Tensors are."""
+        if issubclass(cls, torch.Tensor):
+            return True
+        for base in cls.__mro__:
+            if isinstance(vars(base).get(_MARK), _Mark) or any(base is own for own in self._own.values()):
+                return True
+            method = vars(base).get(name)
+            if method is not None and isinstance(getattr(method, "__dict__", {}).get(_MARK), _Mark):
+                return True
+        return False
+
+
+def _imported(name: str) -> Any:
+    module, _, qualname = name.partition(":")
+    if not module or "<" in qualname:
+        return None
+    candidates = [m for m in _MAIN if m in sys.modules] if module == _MAIN[0] else [module]
+    for candidate in candidates:
+        try:
+            found: Any = importlib.import_module(candidate)
+            for part in qualname.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            continue
+        return found
+    return None

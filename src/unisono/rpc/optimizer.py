@@ -1,0 +1,119 @@
+"""An optimizer for parameters that live on several ranks: each is stepped where it lives."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.rpc.autograd import get_gradients
+from unisono.rpc.calling import remote
+from unisono.rpc.exposing import expose
+from unisono.rpc.rref import RRef
+
+__all__ = ["DistributedOptimizer", "LocalOptimizer"]
+
+
+@expose
+class LocalOptimizer:
+    """One rank's part: a torch optimizer of parameters that are here.
+
+    Args:
+        name: Module and name of the optimizer's class, which has to be imported here already.
+        params: References to parameters of this rank.
+        args, kwargs: For the optimizer.
+    """
+
+    def __init__(self, name: str, params: list[RRef[Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._params = [parameter for ref in params for parameter in _parameters(ref.local_value())]
+        self._optimizer = _class_of(name)(self._params, *args, **kwargs)
+        # Ranks that train asynchronously may step at the same time.
+        self._lock = threading.Lock()
+
+    def ready(self) -> bool:
+        """Whether it is made: true, if it can be called."""
+        return True
+
+    def step(self, context: int) -> None:
+        """One step with the gradients of a context. What was in `.grad` is there again afterwards."""
+        gradients = get_gradients(context)
+        with self._lock:
+            before = [parameter.grad for parameter in self._params]
+            try:
+                for parameter in self._params:
+                    parameter.grad = gradients.get(parameter)
+                self._optimizer.step()
+            finally:
+                for parameter, gradient in zip(self._params, before, strict=True):
+                    parameter.grad = gradient
+
+
+def _parameters(value: Any) -> list[torch.Tensor]:
+    return list(value.parameters()) if isinstance(value, torch.nn.Module) else [value]
+
+
+def _class_of(name: str) -> type[torch.optim.Optimizer]:
+    """An optimizer's class, by name; any other class is refused."""
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+        raise ValueError(f"{name.replace(':', '.')} is no optimizer that is imported here")
+    return found
+
+
+class DistributedOptimizer:
+    """A torch optimizer over parameters of many ranks, stepped with the gradients of a context.
+
+    For each rank that owns some of the parameters it makes one optimizer there. Steps of several trainers on the same
+    parameters come one after another.
+
+    Args:
+        optimizer_class: Any subclass of `torch.optim.Optimizer`; imported on the owners too.
+        params_rref: References to parameters, or to modules, of which all parameters are meant.
+        args, kwargs: For the optimizer; they travel as arguments of calls do.
+
+    Example:
+        >>> def program(comm):
+        ...     un.rpc.init(comm)
+        ...     w = torch.nn.Parameter(torch.tensor(3.0))
+        ...     optimizer = un.rpc.DistributedOptimizer(torch.optim.SGD, [un.rpc.RRef(w)], lr=0.5)
+        ...     with un.rpc.autograd.context() as ctx:
+        ...         un.rpc.autograd.backward(ctx, [w * w])
+        ...         optimizer.step(ctx)
+        ...     un.rpc.shutdown()
+        ...     return w.item()
+        >>> un.launch(program, 1, "thread")
+        [0.0]
+    """
+
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
+    ) -> None:
+        if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+            raise TypeError(f"optimizer_class must be a class of torch optimizers, not {optimizer_class!r}")
+        if not params_rref:
+            raise ValueError("there are no parameters to optimize")
+        owners: dict[int, list[RRef[Any]]] = {}
+        for ref in params_rref:
+            owners.setdefault(ref.owner().id, []).append(ref)
+        name = f"{optimizer_class.__module__}:{optimizer_class.__qualname__}"
+        self.remote_optimizers: list[RRef[LocalOptimizer]] = [
+            remote(owner, LocalOptimizer, (name, refs, args, kwargs)) for owner, refs in owners.items()
+        ]
+        for optimizer in self.remote_optimizers:
+            # What is wrong with the arguments is told now.
+            optimizer.rpc_sync().ready()
+
+    def step(self, context_id: int) -> None:
+        """One step on every rank that has parameters; returns when all are done.
+
+        Raises:
+            PeerLostError: One of the ranks has died; the others have done the step.
+        """
+        steps = [optimizer.rpc_async().step(context_id) for optimizer in self.remote_optimizers]
+        torch.futures.wait_all(steps)

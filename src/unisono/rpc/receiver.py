@@ -1,0 +1,234 @@
+"""Who reads the mailbox: one thread that is always there, or for a while whoever waits for an answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unisono.mailbox import Mail, Mailbox
+    from unisono.rpc.calls import Call
+
+__all__ = ["Receiver", "Task"]
+
+Task = Callable[[], None]
+
+_log = logging.getLogger(__name__)
+
+_LINGER_S = 100e-6
+"""How long the receiving thread looks again and again after something came, before it sleeps."""
+_SPINS = 30
+_POLL_S = 1e-3
+"""How long who waits for an answer polls for it himself."""
+_TICK_S = 2e-3
+"""A function that runs longer than this in the receiving thread has that thread replaced."""
+_QUIET_TICKS = 50
+_NAP_S = 0.5
+
+
+class Receiver:
+    """Takes messages out of a mailbox, and runs what comes of them.
+
+    The receiving thread runs short functions itself: a hand-over to another thread would take longer than
+    they do. A second thread, the deputy, sees whether one of them takes long after all, and then receives in its
+    place. So nothing that a function waits for is ever held up for more than a few milliseconds.
+
+    Args:
+        box: The mailbox.
+        dispatch: Called with each message in order, by one thread at a time; quick. Returns what is left to do.
+        aside: Has such a task run by another thread.
+        clock: Called between messages; returns when it is to be called next, on the monotonic clock, and tasks.
+        prepare: Called in each new thread first.
+        name: Of the threads.
+    """
+
+    def __init__(
+        self,
+        box: Mailbox,
+        dispatch: Callable[[Mail], tuple[Task, bool] | None],
+        aside: Callable[[Task], None],
+        clock: Callable[[], tuple[float, list[Task]]],
+        prepare: Callable[[], object],
+        name: str,
+    ) -> None:
+        self._box, self._dispatch, self._aside = box, dispatch, aside
+        self._clock, self._prepare, self._name = clock, prepare, name
+        self._token = threading.Lock()
+        self._swap = threading.Lock()
+        self._alarm = threading.Semaphore(0)
+        self._todo: deque[tuple[Task, bool]] = deque()
+        self._generation = 0
+        self._runs = 0
+        self._running = 0
+        self._armed = False
+        self._dispatcher = 0
+        self.closed = False
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._start(self._receive)
+        self._start(self._watch)
+
+    def _start(self, life: Callable[[], None]) -> None:
+        def live() -> None:
+            self._prepare()
+            life()
+
+        threading.Thread(target=live, name=self._name, daemon=True).start()
+
+    def close(self) -> None:
+        """Receive no more; the threads end by themselves."""
+        self.closed = True
+        self._alarm.release()
+        self._box.nudge()
+
+    @property
+    def dispatching(self) -> bool:
+        """Whether this thread is in the middle of a dispatch: then it must not send."""
+        return self._dispatcher == threading.get_ident()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the receiving thread runs a function."""
+        return self._running > 0
+
+    # -- the receiving thread ------------------------------------------------------------------
+    def _receive(self) -> None:
+        mine, box = self._generation, self._box
+        quiet_at = 0.0
+        look_at = 0.0
+        while not self.closed and self._generation == mine:
+            moved = self._move()
+            if self._todo and not self._run_all(mine):
+                # The deputy receives by now.
+                return
+            now = time.monotonic()
+            if moved:
+                quiet_at = now + _LINGER_S
+            if now > look_at or (not moved and now > quiet_at):
+                # What has come from a rank counts, even if that rank is lost by now: so first the messages, then this.
+                due, tasks = self._clock()
+                look_at = now + _TICK_S
+                if tasks:
+                    self._todo.extend((task, True) for task in tasks)
+                elif not moved and (now > quiet_at or not box.eager):
+                    box.wait(min(due - now, _NAP_S))
+            elif not moved:
+                os.sched_yield()
+
+    def _move(self) -> bool:
+        """Take what has come; whether anything was."""
+        if not self._token.acquire(blocking=False):
+            # Somebody polls, and passes on what he finds.
+            return False
+        self._dispatcher = threading.get_ident()
+        try:
+            mails = self._box.poll()
+            self._todo.extend(task for mail in mails if (task := self._dispatch(mail)) is not None)
+        finally:
+            self._dispatcher = 0
+            self._token.release()
+        return bool(mails)
+
+    def _run_all(self, mine: int) -> bool:
+        """Run what there is to do, in order; False if this thread was replaced meanwhile: its deputy does the rest."""
+        todo = self._todo
+        while todo:
+            task, short = todo.popleft()
+            if not short:
+                self._aside(partial(_safely, task))
+            elif not self._run(task, mine):
+                return False
+        return True
+
+    def _run(self, task: Task, mine: int) -> bool:
+        """Run a task here; False if this thread has been replaced meanwhile."""
+        self._runs += 1
+        self._running = self._runs
+        if not self._armed:
+            self._armed = True
+            self._alarm.release()
+        _safely(task)
+        with self._swap:
+            if self._generation != mine:
+                return False
+            self._running = 0
+        return True
+
+    # -- the deputy ----------------------------------------------------------------------------
+    def _watch(self) -> None:
+        while not self.closed:
+            self._alarm.acquire()
+            quiet = 0
+            while not self.closed and self._armed:
+                seen, total = self._running, self._runs
+                time.sleep(_TICK_S)
+                if seen and self._replace(seen):
+                    self._start(self._watch)
+                    return self._receive()
+                quiet = 0 if self._runs != total or self._running else quiet + 1
+                if quiet > _QUIET_TICKS:
+                    self._armed = False
+                    # A function that began just now found the deputy still awake.
+                    self._armed = self._running > 0
+
+    def _replace(self, seen: int) -> bool:
+        """Become the receiving thread, if the other still runs the same function."""
+        with self._swap:
+            if self._running != seen:
+                return False
+            self._generation += 1
+            self._running = 0
+            # The next function wakes the next deputy.
+            self._armed = False
+        return True
+
+    # -- who waits for an answer ---------------------------------------------------------------
+    def attend(self, call: Call, seconds: float) -> None:
+        """Return when the call has ended, or the time is up; poll for its answer meanwhile, if that pays."""
+        box = self._box
+        if box.eager and call.peer != box.group.rank and self._token.acquire(blocking=False):
+            box.hush()
+            self._dispatcher = threading.get_ident()
+            try:
+                self._poll_for(call, time.monotonic() + min(seconds, _POLL_S))
+            finally:
+                self._dispatcher = 0
+                self._token.release()
+                box.unhush()
+        if not call.done:
+            call.sleep(seconds - (time.monotonic() - call.started))
+
+    def _poll_for(self, call: Call, until: float) -> None:
+        poll, spins = self._box.poll, 0
+        while not call.done:
+            mails = poll()
+            for mail in mails:
+                task = self._dispatch(mail)
+                if task is None:
+                    continue
+                if call.mail is mail:
+                    # The answer that is waited for: nobody else need complete its future.
+                    _safely(task[0])
+                else:
+                    self._aside(partial(_safely, task[0]))
+            if not mails:
+                spins += 1
+                if spins > _SPINS:
+                    os.sched_yield()
+                    if time.monotonic() > until:
+                        return
+
+
+def _safely(task: Task) -> None:
+    """A task tells of its errors itself; one that does not must not end the thread that all depends on."""
+    try:
+        task()
+    except Exception:
+        _log.exception("what came of a message failed")

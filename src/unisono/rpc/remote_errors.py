@@ -1,0 +1,100 @@
+"""Exceptions across ranks: raised at the caller as what they were, with the remote traceback in their text."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import traceback
+import types
+from typing import Any
+
+from unisono import wire
+
+__all__ = ["RemoteError", "packed", "rebuilt"]
+
+_Told = tuple[str, str, Any, str]
+
+
+class RemoteError(Exception):
+    """What a function raised on another rank, if its class is not known here; else it is a class of that kind too.
+
+    Attributes:
+        rank: Where it was raised.
+        remote_text: What `str` of it said there.
+        remote_traceback: The traceback there.
+    """
+
+    rank: int | None = None
+    remote_text = ""
+    remote_traceback = ""
+
+    def __str__(self) -> str:
+        where = f"\n\nOn rank {self.rank}:\n{self.remote_traceback}" if self.remote_traceback else ""
+        return f"{self.remote_text}{where}"
+
+    def __reduce__(self) -> Any:
+        kind = type(self).__mro__[2] if type(self) is not RemoteError else Exception
+        fields = {k: v for k, v in vars(self).items() if k not in ("rank", "remote_text", "remote_traceback")}
+        return _made, (kind, self.args, fields, self.rank, self.remote_text, self.remote_traceback)
+
+
+_classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteError, Exception: RemoteError}
+
+
+def packed(error: BaseException) -> _Told:
+    """An exception as values: its class's module and name, arguments and fields, text, traceback."""
+    if isinstance(error, RemoteError):
+        # It came from a further rank; what matters is what happened there.
+        kind, text = type(error).__mro__[2] if type(error) is not RemoteError else Exception, str(error)
+    else:
+        kind, text = type(error), str(error)
+    trace = "".join(traceback.format_exception(error))
+    content: Any = (tuple(error.args), dict(vars(error)))
+    try:
+        wire.encode(content)
+    except (TypeError, ValueError):
+        content = ((text,), {})
+    return f"{kind.__module__}:{kind.__qualname__}", text, content, trace
+
+
+def rebuilt(told: _Told, rank: int) -> Exception:
+    """The exception to raise for what `packed` made on another rank. Classes are looked up, never imported."""
+    name, text, (args, fields), trace = told
+    return _made(_class_of(name), args, fields, rank, text, trace)
+
+
+def _made(
+    kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any], rank: int, text: str, trace: str
+) -> Exception:
+    joined = _joined(kind)
+    maker: type = joined
+    # Without the class's own constructor: no code of Python is run for what a peer says.
+    while not isinstance(vars(maker).get("__new__"), types.BuiltinFunctionType):
+        maker = maker.__base__ or BaseException
+    error: RemoteError = maker.__new__(joined, *args)
+    error.args = args
+    for name, value in fields.items():
+        if not name.startswith("__"):
+            vars(error)[name] = value
+    vars(error).update(rank=rank, remote_text=text, remote_traceback=trace)
+    return error
+
+
+def _joined(kind: type[BaseException]) -> type[RemoteError]:
+    """A class that is both a `RemoteError` and of this kind."""
+    if kind not in _classes:
+        try:
+            space = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+            _classes[kind] = type(kind.__name__, (RemoteError, kind), space)
+        except TypeError:
+            # The two cannot be put together.
+            _classes[kind] = RemoteError
+    return _classes[kind]
+
+
+def _class_of(name: str) -> type[BaseException]:
+    module, _, qualname = name.partition(":")
+    found: Any = builtins if module == "builtins" else sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) and issubclass(found, Exception) else Exception

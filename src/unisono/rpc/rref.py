@@ -1,0 +1,294 @@
+"""References to objects of other ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from unisono.errors import CommError, PeerLostError
+from unisono.rpc.current import current_agent
+from unisono.rpc.items import register_reference
+from unisono.rpc.parcels import Packing
+from unisono.rpc.references import Key
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent, WorkerInfo
+    from unisono.rpc.calls import CallFuture
+
+__all__ = ["Outcome", "RRef", "RRefs"]
+
+T = TypeVar("T")
+
+
+class Outcome:
+    """What an object is, once it is known: a value, or the error of what was to make it."""
+
+    __slots__ = ("_callbacks", "_lock", "error", "known", "value")
+
+    def __init__(self) -> None:
+        self.known = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def settle(self, value: Any, error: BaseException | None = None) -> None:
+        """It is known now. The first time counts."""
+        with self._lock:
+            if self.known:
+                return
+            self.value, self.error, self.known = value, error, True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def when_known(self, callback: Callable[[], None]) -> None:
+        """Call it then; at once if it is known."""
+        with self._lock:
+            if not self.known:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+class RRef(Generic[T]):
+    """A reference to an object that stays on the rank that owns it.
+
+    `remote` returns one at once; `RRef(value)` makes one of an object here. References travel in arguments
+    and results. The object is freed when the last reference anywhere is dropped, or its holder dies.
+
+    Args:
+        value: An object of this rank, which is its owner.
+
+    Example:
+        >>> @un.rpc.expose
+        ... class Counter:
+        ...     def __init__(self, start): self.n = start
+        ...     def add(self, k): self.n += k; return self.n
+        >>> def program(comm):
+        ...     un.rpc.init(comm)
+        ...     counter = un.rpc.remote(1, Counter, args=(10,)) if comm.rank == 0 else None
+        ...     total = counter.rpc_sync().add(5) if counter else None
+        ...     un.rpc.shutdown()
+        ...     return total
+        >>> un.launch(program, 2, "thread")
+        [15, None]
+    """
+
+    __slots__ = ("__weakref__", "_agent", "_confirmation", "_key", "_owner", "gone")
+    __unisono_reference__ = True
+
+    def __init__(self, value: T) -> None:
+        agent = current_agent()
+        self._bind(agent, agent.rank, agent.references.own(value))
+
+    def _bind(self, agent: Agent, owner: int, key: Key, confirmation: CallFuture | None = None) -> None:
+        self._agent, self._owner, self._key, self._confirmation = agent, owner, key, confirmation
+        self.gone = False
+
+    def owner(self) -> WorkerInfo:
+        """The name and rank of the owner."""
+        return self._agent.infos[self._owner]
+
+    def owner_name(self) -> str:
+        """The name of the owner."""
+        return self._agent.infos[self._owner].name
+
+    def is_owner(self) -> bool:
+        """Whether the object is on this rank."""
+        return self._owner == self._agent.rank
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to count this reference."""
+        return self._confirmation is None or self._confirmation.done()
+
+    def to_here(self, timeout: float | None = None) -> T:
+        """A copy of the object (the object itself on its owner). Waits until there is one.
+
+        Args:
+            timeout: Seconds; the agent's if None.
+
+        Raises:
+            Exception: What the function raised that was to make it.
+            PeerLostError: The owner has gone, or the object was freed since all who held it had died.
+        """
+        if self.is_owner():
+            return cast(T, self._agent.references.wait(self._key, timeout))
+        self._check()
+        return cast(T, self._agent.caller.call(self._owner, "@fetch", self._key, (), {}, timeout))
+
+    def local_value(self) -> T:
+        """The object itself, on its owner. Raises RuntimeError elsewhere."""
+        if not self.is_owner():
+            raise RuntimeError(f"only the owner, {self.owner_name()!r}, has the object: use to_here() for a copy")
+        return cast(T, self._agent.references.wait(self._key, None))
+
+    def rpc_sync(self, timeout: float | None = None) -> Any:
+        """A stand-in whose methods run on the object, on its owner: `ref.rpc_sync().step(3)`."""
+        return _Proxy(self, _sync, timeout)
+
+    def rpc_async(self, timeout: float | None = None) -> Any:
+        """The same; its methods return futures."""
+        return _Proxy(self, _async, timeout)
+
+    def remote(self, timeout: float | None = None) -> Any:
+        """The same; its methods return references to their results."""
+        return _Proxy(self, _remote, timeout)
+
+    def backward(self, context: int, retain_graph: bool = False) -> None:
+        """Back-propagate from the object, a tensor of one element, within a context of distributed autograd."""
+        from unisono.rpc.autograd import backward
+        from unisono.rpc.autograd.passes import backward_of
+
+        if self.is_owner():
+            backward(context, [cast(Any, self.local_value())], retain_graph=retain_graph)
+        else:
+            self._agent.rpc_sync(self._owner, backward_of, (context, self, retain_graph))
+
+    def _check(self) -> None:
+        if self.gone:
+            raise PeerLostError(
+                "the object was freed before its owner heard of this reference: the rank that passed it on has died",
+                peer=self._owner,
+            )
+
+    def __del__(self) -> None:
+        agent = getattr(self, "_agent", None)
+        if agent is not None:
+            agent.references.dropped(self._owner, self._key)
+            agent.nudge()
+
+    def __repr__(self) -> str:
+        return f"<RRef {self._key.creator}.{self._key.number} owned by {self.owner_name()!r}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an RRef travels only as an argument or a result of a call: elsewhere nobody counts it")
+
+
+class _Proxy:
+    """Methods of an object of another rank."""
+
+    __slots__ = ("_call", "_rref", "_timeout")
+
+    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: float | None) -> None:
+        self._rref, self._call, self._timeout = rref, call, timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self._rref._check()
+            return self._call(self._rref, f".{name}", args, kwargs, self._timeout)
+
+        return method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__getattr__("__call__")(*args, **kwargs)
+
+
+def _sync(rref: RRef[Any], target: str, args: Any, kwargs: Any, timeout: float | None) -> Any:
+    return rref._agent.caller.call(rref._owner, target, rref._key, args, kwargs, timeout)
+
+
+def _async(rref: RRef[Any], target: str, args: Any, kwargs: Any, timeout: float | None) -> Any:
+    return rref._agent.caller.start(rref._owner, target, rref._key, args, kwargs, timeout)
+
+
+def _remote(rref: RRef[Any], target: str, args: Any, kwargs: Any, timeout: float | None) -> Any:
+    return rref._agent.caller.make(rref._owner, target, rref._key, args, kwargs, timeout)
+
+
+class RRefs:
+    """The references of one agent: the protocol of `references`, with `RRef`s for handles and `Outcome`s for values."""
+
+    def __init__(self, agent: Agent) -> None:
+        from unisono.rpc.references import References
+
+        self._agent = agent
+        self._protocol = References(agent.rank, agent.office.tell, Outcome)
+        self.arrived, self.dropped = self._protocol.arrived, self._protocol.dropped
+        self.new_key = self._protocol.new_key
+
+    def __len__(self) -> int:
+        return len(self._protocol.ledger)
+
+    @property
+    def pins(self) -> int:
+        """How many references are kept for ranks that they were passed on to."""
+        return self._protocol.pins
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to `flush`."""
+        return self._protocol.waiting
+
+    def flush(self) -> None:
+        """Tell owners of the references that were dropped here."""
+        self._protocol.flush()
+        self.bury()
+
+    def bury(self) -> None:
+        """Let go of what was freed; its finalizers may do anything."""
+        freed = self._protocol.freed
+        while freed:
+            freed.popleft()
+
+    def reference(self, owner: int, key: Key, confirmation: CallFuture | None = None) -> RRef[Any]:
+        """A new reference; it has been counted already."""
+        kind = self._agent.rref_class
+        rref: RRef[Any] = kind.__new__(kind)
+        rref._bind(self._agent, owner, key, confirmation)
+        return rref
+
+    def own(self, value: Any) -> Key:
+        """Make an object of this rank known; counts one reference."""
+        key = self.new_key(self._agent.rank)
+        self.expect(key, self._agent.rank).settle(value)
+        return key
+
+    def expect(self, key: Key, holder: int) -> Outcome:
+        """The place of an object that is about to be made; counts one reference."""
+        with self._protocol.lock:
+            outcome: Outcome = self._protocol.ledger.make(key, holder)
+        return outcome
+
+    def outcome(self, key: Key) -> Outcome:
+        """Of an object that somebody refers to. Raises PeerLostError if it was freed."""
+        with self._protocol.lock:
+            outcome: Outcome | None = self._protocol.ledger.value(key)
+        if outcome is None:
+            raise PeerLostError("the object was freed: every rank that was known to refer to it has died or dropped it")
+        return outcome
+
+    def wait(self, key: Key, timeout: float | None) -> Any:
+        """The value of an object of this rank."""
+        outcome = self.outcome(key)
+        if not outcome.known:
+            self._agent.wait_known(outcome, timeout)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
+
+    def pass_on(self, rref: RRef[Any], parts: Packing) -> tuple[int, int, int, int]:
+        """Make ready a reference for a rank: what travels."""
+        if rref._agent is not self._agent:
+            raise CommError("this RRef belongs to another agent, whose communicator is not this one")
+        rref._check()
+        token, undo = self._protocol.give(rref._owner, rref._key, rref, parts.peer)
+        parts.undo.append(undo)
+        return rref._owner, *rref._key, token
+
+    def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> RRef[Any]:
+        """A reference that has come."""
+        if not 0 <= owner < self._agent.size or not 0 <= creator < self._agent.size:
+            raise ValueError(f"there is no rank {owner} or {creator} that could have to do with an object")
+        rref = self.reference(owner, Key(creator, number))
+        self._protocol.take(passer, owner, rref._key, token, rref)
+        return rref
+
+    def lose(self, peer: int, error: BaseException) -> None:
+        """A rank is gone."""
+        for outcome in self._protocol.lose(peer):
+            outcome.settle(None, error)
+
+
+register_reference(RRef)

@@ -1,0 +1,94 @@
+"""Values of calls as bytes and bodies, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.mailbox import Mail
+from unisono.rpc.exposing import NotExposedError
+from unisono.rpc.frames import HEADER, NO_CONTEXT
+from unisono.rpc.items import install, put_pickled
+from unisono.rpc.parcels import Packing, Unpacking
+from unisono.wire.format import MAX_DEPTH, UnsendableError, decoders, encoders, put
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent
+
+__all__ = ["pack", "unpack"]
+
+install()
+
+
+def pack(
+    agent: Agent, peer: int, kind: int, number: int, context: int, values: Sequence[object]
+) -> tuple[bytes, list[torch.Tensor], list[Callable[[], None]]]:
+    """Head and bodies of a message that carries some values, and what takes it back if it is not sent.
+
+    Raises:
+        TypeError: One of them cannot be sent; says which and why.
+    """
+    parts = Packing(agent, peer, context)
+    parts.append(b"")
+    try:
+        if agent.exposed.trusted:
+            for value in values:
+                _put(parts, value, MAX_DEPTH)
+        else:
+            for value in values:
+                (encoders.get(type(value)) or put)(parts, value, MAX_DEPTH)
+        message = agent.contexts.send(context, peer, parts.recorded) if parts.recorded else 0
+    except BaseException as error:
+        for action in parts.undo:
+            action()
+        if isinstance(error, UnsendableError):
+            place = "".join(reversed(error.path))
+            raise TypeError(
+                f"the value{place} is {error.what}: calls carry plain values, containers, dataclasses, tensors, RRefs "
+                "and exposed functions; rpc.init(..., trusted=True) on every rank carries the rest by pickle"
+            ) from None
+        raise
+    if context != NO_CONTEXT:
+        agent.contexts.met(context, peer)
+    parts[0] = HEADER.pack(kind, number, context, message)
+    return b"".join(parts), parts.bodies, parts.undo
+
+
+def _put(parts: Packing, value: object, depth: int) -> None:
+    """Append a value, by pickle if that is needed."""
+    marks = len(parts), len(parts.bodies), len(parts.recorded), len(parts.undo)
+    try:
+        put(parts, value, depth)
+    except UnsendableError:
+        # Something in it needs pickle: then all of it goes that way.
+        for items, mark in zip((parts, parts.bodies, parts.recorded), marks, strict=False):
+            del items[mark:]
+        while len(parts.undo) > marks[3]:
+            parts.undo.pop()()
+        put_pickled(parts, value, depth)
+
+
+def unpack(agent: Agent, mail: Mail, context: int, message: int, at: int, count: int) -> list[Any]:
+    """Some values of a message, from a place on to its end. Raises ValueError for bytes that no agent makes."""
+    content, peer = mail.head, mail.peer
+    if count == 1 and content[at:] == b"N":
+        return [None]
+    view = Unpacking(content)
+    view.agent, view.peer, view.bodies, view.context, view.message = agent, peer, mail.bodies, context, message
+    view.tensors = 0
+    values = []
+    try:
+        for _ in range(count):
+            value, at = decoders[view[at]](view, at + 1, MAX_DEPTH)
+            values.append(value)
+        if at != len(view):
+            raise ValueError(f"{len(view) - at} bytes follow its end")
+    except NotExposedError:
+        raise
+    except IndexError:
+        raise ValueError(f"rank {peer} sent bytes that carry no call: they end too early") from None
+    except Exception as error:
+        raise ValueError(f"what rank {peer} sent cannot be read here: {error}") from error
+    return values

@@ -1,0 +1,110 @@
+"""Threads that run what other ranks ask for, when that may take long."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+__all__ = ["Workers"]
+
+_IDLE_S = 5.0
+_NOT_HERE = nullcontext()
+
+
+class Workers:
+    """Runs tasks in order of arrival, at most so many at once; one that waits for another rank does not count.
+
+    Since who waits does not count, calls that call back, however deep, cannot use up the threads.
+
+    Args:
+        name: Of the threads.
+        most: How many tasks may run at once.
+        prepare: Called in each new thread first.
+    """
+
+    def __init__(self, name: str, most: int, prepare: Callable[[], object]) -> None:
+        self._name, self._most, self._prepare = name, most, prepare
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._wanted = threading.Condition(self._lock)
+        self._running = self._idle = 0
+        self._working: set[int] = set()
+        self._closed = False
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Run a task soon; it handles its own errors."""
+        with self._lock:
+            self._tasks.append(task)
+            self._staff()
+
+    def blocked(self) -> AbstractContextManager[object]:
+        """For the time that this thread waits for another rank."""
+        return self._aside() if threading.get_ident() in self._working else _NOT_HERE
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        with self._lock:
+            self._running -= 1
+            self._staff()
+        here = threading.get_ident()
+        self._working.discard(here)
+        try:
+            yield
+        finally:
+            self._working.add(here)
+            with self._lock:
+                # May be one too many for a while: who has begun is not stopped.
+                self._running += 1
+
+    def busy(self) -> bool:
+        """Whether anything runs or waits to be run."""
+        with self._lock:
+            return bool(self._tasks) or self._running > 0
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        with self._lock:
+            self._closed = True
+            self._tasks.clear()
+            self._wanted.notify_all()
+
+    def _staff(self) -> None:
+        """See that somebody takes the first task, if one more may run. Call with the lock held."""
+        if not self._tasks or self._running >= self._most or self._closed:
+            return
+        if self._idle:
+            self._wanted.notify()
+        else:
+            self._idle += 1
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def _work(self) -> None:
+        self._prepare()
+        here = threading.get_ident()
+        while (task := self._next()) is not None:
+            self._working.add(here)
+            try:
+                task()
+            finally:
+                self._working.discard(here)
+                del task
+                with self._lock:
+                    self._running -= 1
+                    self._idle += 1
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next task; None when there has been none for a while. The caller counts as idle."""
+        with self._lock:
+            while not self._tasks or self._running >= self._most:
+                if self._closed or not self._wanted.wait(_IDLE_S):
+                    self._idle -= 1
+                    # A task may have come while the time ran out.
+                    self._staff()
+                    return None
+            self._idle -= 1
+            self._running += 1
+            task = self._tasks.popleft()
+            self._staff()
+            return task

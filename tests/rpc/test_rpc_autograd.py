@@ -1,0 +1,372 @@
+"""Gradients over several ranks equal those of one process, whatever way the tensors went."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+
+import unisono as un
+from unisono.errors import CommError
+from unisono.rpc import autograd
+from unisono.testing import pool, run_ranks
+
+rpc = un.rpc
+N = 5
+OWN = 2
+"""Parameters of each rank."""
+
+# A step: the ranks it goes along, what each does, which earlier values go in, how the call is made.
+Step = tuple[tuple[int, ...], str, tuple[int, ...], str]
+PARAMETERS: dict[int, list[torch.Tensor]] = {}
+
+
+def parameters(rank: int) -> list[torch.Tensor]:
+    seeded = torch.Generator().manual_seed(rank)
+    return [torch.randn(N, dtype=torch.float64, generator=seeded).requires_grad_() for _ in range(OWN)]
+
+
+def apply(op: str, own: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    first = inputs[0]
+    if op == "shared":
+        # One leaf, used twice, and with every input.
+        return [value * own[0] + torch.sin(own[0]) for value in inputs]
+    if op == "mix":
+        return [sum(inputs[1:], start=first) * own[1] + first, *inputs[1:]]
+    if op == "drop":
+        # Others came for nothing.
+        return [torch.tanh(first)]
+    if op == "swap":
+        return [*inputs[1:], first.flip(0)]
+    if op == "in place":
+        return [(value * 1.5).add_(own[0]) if i else value.clone().mul_(own[1]) for i, value in enumerate(inputs)]
+    return [value.detach() if i % 2 else value * 2 for i, value in enumerate(inputs)]
+
+
+OPS = ["shared", "mix", "drop", "swap", "in place", "detach"]
+
+
+def own_parameters() -> list[torch.Tensor]:
+    return PARAMETERS[rpc.get_worker_info().id]
+
+
+@rpc.expose
+def walk(path: tuple[int, ...], op: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Do something, let the next one do the same, and do it again to what comes back."""
+    values = apply(op, own_parameters(), inputs)
+    if path:
+        values = rpc.rpc_sync(path[0], walk, (path[1:], op, values))
+        values = apply(op, own_parameters(), values)
+    return values
+
+
+@rpc.expose
+def gradients(context: int) -> list[torch.Tensor | None]:
+    found = autograd.get_gradients(context)
+    return [found.get(parameter) for parameter in own_parameters()]
+
+
+def locally(path: tuple[int, ...], op: str, inputs: list[torch.Tensor], here: int, all_own: Any) -> Any:
+    values = apply(op, all_own[here], inputs)
+    if path:
+        values = apply(op, all_own[here], locally(path[1:], op, values, path[0], all_own))
+    return values
+
+
+def call(step: Step, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    path, op, _, how = step
+    arguments = path[0], walk, (path[1:], op, inputs)
+    if how == "sync":
+        return list(rpc.rpc_sync(*arguments))
+    if how == "async":
+        return list(rpc.rpc_async(*arguments).wait())
+    return list(rpc.remote(*arguments).to_here())
+
+
+def start_values() -> list[torch.Tensor]:
+    return [torch.linspace(0.1, k + 1.0, N, dtype=torch.float64).requires_grad_() for k in range(2)]
+
+
+def chosen(values: list[torch.Tensor], step: Step) -> list[torch.Tensor]:
+    return [values[i % len(values)] for i in step[2]]
+
+
+def loss_of(values: list[torch.Tensor]) -> torch.Tensor:
+    # Of the last few; what was computed before may be for nothing.
+    return torch.stack([value.sum() for value in values[-3:]]).sum() + values[0].sum()
+
+
+def expected(steps: list[Step], size: int) -> list[list[torch.Tensor | None]]:
+    all_own = {rank: parameters(rank) for rank in range(size)}
+    values = start_values()
+    leaves = [*values, *(p for rank in range(size) for p in all_own[rank])]
+    for step in steps:
+        values = values + locally(step[0][1:], step[1], chosen(values, step), step[0][0], all_own)
+    found = list(torch.autograd.grad(loss_of(values), leaves, allow_unused=True))
+    return [found[:2], *(found[2 + OWN * rank : 2 + OWN * (rank + 1)] for rank in range(size))]
+
+
+def program(comm: un.Communicator, plans: list[list[Step]]) -> Any:
+    rpc.init(comm, timeout=20.0)
+    PARAMETERS[comm.rank] = parameters(comm.rank)
+    comm.barrier()
+    results = []
+    if comm.rank == 0:
+        for steps in plans:
+            with autograd.context() as context:
+                values = leaves = start_values()
+                for step in steps:
+                    values = values + call(step, chosen(values, step))
+                autograd.backward(context, [loss_of(values)])
+                mine = autograd.get_gradients(context)
+                grads = [[mine.get(leaf) for leaf in leaves]]
+                grads += [rpc.rpc_sync(rank, gradients, (context,)) for rank in range(comm.size)]
+                results.append(grads)
+                assert all(parameter.grad is None for parameter in own_parameters())
+    agent = rpc.current.current_agent()
+    rpc.shutdown(timeout=20.0)
+    return results, len(agent.contexts)
+
+
+def compare(found: Any, wanted: Any) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            # What gets no gradient here may be a zero there: a path whose factor is not there at all.
+            assert (mine is None) == (other is None) or not (mine if other is None else other).any()
+            if mine is not None and other is not None:
+                assert torch.allclose(mine, other, rtol=1e-6, atol=1e-6)
+
+
+def steps_of(size: int) -> st.SearchStrategy[list[Step]]:
+    ranks = st.integers(0, size - 1)
+    step = st.tuples(
+        st.lists(ranks, min_size=1, max_size=4).map(tuple),
+        st.sampled_from(OPS),
+        st.lists(st.integers(0, 20), min_size=1, max_size=3).map(tuple),
+        st.sampled_from(["sync", "async", "remote"]),
+    )
+    return st.lists(step, min_size=1, max_size=5)
+
+
+plans_of = st.integers(2, 4).flatmap(
+    lambda size: st.tuples(st.just(size), st.lists(steps_of(size), min_size=1, max_size=3))
+)
+
+
+@settings(max_examples=25, phases=[Phase.generate])
+@given(plans_of)
+def test_random_graphs(case: tuple[int, list[list[Step]]]) -> None:
+    size, plans = case
+    ends = run_ranks(program, size, "thread", plans)
+    for found, steps in zip(ends[0][0], plans, strict=True):
+        compare(found, expected(steps, size))
+    assert not ends[0][1], "a context outlived its end"
+
+
+@pytest.mark.soak
+@given(plans_of)
+def test_random_graphs_at_length(case: tuple[int, list[list[Step]]]) -> None:
+    size, plans = case
+    for found, steps in zip(run_ranks(program, size, "thread", plans)[0][0], plans, strict=True):
+        compare(found, expected(steps, size))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_same_between_processes(backend: str) -> None:
+    plans: list[list[Step]] = [
+        [((1, 2, 0), "shared", (0, 1), "sync"), ((2, 1), "mix", (2, 0, 1), "remote"), ((1,), "drop", (3, 4), "async")],
+        [((1, 0, 1, 2), "in place", (0, 1), "sync"), ((0, 1), "detach", (2, 3), "async")],
+    ]
+    for found, steps in zip(pool(backend, 3).run(program, plans)[0][0], plans, strict=True):
+        compare(found, expected(steps, 3))
+
+
+@rpc.expose
+def times(value: torch.Tensor) -> torch.Tensor:
+    return value * own_parameters()[0]
+
+
+def both_at_once(comm: un.Communicator) -> float:
+    """Every rank has contexts of its own at the same time, over the same parameters."""
+    rpc.init(comm, timeout=20.0)
+    PARAMETERS[comm.rank] = parameters(comm.rank)
+    comm.barrier()
+    worst = []
+
+    def one(number: int) -> None:
+        factor = torch.full((N,), float(number + comm.rank + 1), dtype=torch.float64)
+        peer = (comm.rank + 1) % comm.size
+        with autograd.context() as context:
+            loss = rpc.rpc_sync(peer, times, (factor,)).sum() + rpc.rpc_sync(comm.rank, times, (factor * 2,)).sum()
+            autograd.backward(context, [loss])
+            there = rpc.rpc_sync(peer, gradients, (context,))[0]
+            here = gradients(context)[0]
+            worst.append(max((there - factor).abs().max().item(), (here - 2 * factor).abs().max().item()))
+
+    agent = rpc.current.current_agent()
+    threads = [threading.Thread(target=_with, args=(agent, one, k)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(worst) == 4
+    rpc.shutdown(timeout=20.0)
+    return max(worst)
+
+
+def _with(agent: Any, action: Any, number: int) -> None:
+    rpc.current.set_agent(agent)
+    action(number)
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm"])
+def test_contexts_do_not_mix(backend: str) -> None:
+    assert max(pool(backend, 3).run(both_at_once)) < 1e-12
+
+
+def passes(comm: un.Communicator) -> Any:
+    rpc.init(comm, timeout=20.0)
+    PARAMETERS[comm.rank] = parameters(comm.rank)
+    comm.barrier()
+    results = None
+    if comm.rank == 0:
+        x = torch.ones(N, dtype=torch.float64, requires_grad=True)
+        with autograd.context() as context:
+            loss = rpc.rpc_sync(1, times, (x,)).sum()
+            autograd.backward(context, [loss], retain_graph=True)
+            once = autograd.get_gradients(context)[x]
+            autograd.backward(context, [loss])
+            twice = autograd.get_gradients(context)[x]
+            with pytest.raises(RuntimeError, match="retain_graph=True"):
+                autograd.backward(context, [loss])
+        results = torch.equal(twice, 2 * once)
+        with pytest.raises(CommError, match="no autograd context"):
+            autograd.backward(context, [loss])
+        assert autograd.get_gradients(context) == {}
+        with autograd.context() as context:
+            for wrong in ([x], x.sum(), [], [torch.ones(1)]):
+                with pytest.raises(ValueError, match="root"):
+                    autograd.backward(context, wrong)  # type: ignore[arg-type]
+            # Nothing crossed any rank.
+            autograd.backward(context, [(x * x).sum(), x.sum()])
+            assert torch.equal(autograd.get_gradients(context)[x], 2 * x + 1)
+        # Without a context nothing is recorded.
+        assert not rpc.rpc_sync(1, times, (x,)).requires_grad
+    rpc.shutdown(timeout=20.0)
+    return results
+
+
+def test_one_pass_after_another() -> None:
+    assert run_ranks(passes, 2)[0] is True
+
+
+def test_a_reference_can_be_the_root() -> None:
+    def program(comm: un.Communicator) -> Any:
+        rpc.init(comm)
+        PARAMETERS[comm.rank] = parameters(comm.rank)
+        comm.barrier()
+        result = None
+        if comm.rank == 0:
+            with autograd.context() as context:
+                loss = rpc.remote(1, times, (torch.ones(N, dtype=torch.float64),)).remote().sum()
+                loss.backward(context)
+                result = rpc.rpc_sync(1, gradients, (context,))[0].tolist()
+        rpc.shutdown()
+        return result
+
+    assert run_ranks(program, 2)[0] == [1.0] * N
+
+
+class Fancy(torch.optim.Adagrad):
+    """Somebody's own."""
+
+
+def steps_with(comm: un.Communicator, name: str, options: dict[str, Any]) -> Any:
+    rpc.init(comm, timeout=20.0, expose=[read_parameters])
+    PARAMETERS[comm.rank] = parameters(comm.rank)
+    comm.barrier()
+    found = None
+    if comm.rank == 0:
+        refs = [r for rank in range(comm.size) for r in rpc.rpc_sync(rank, references)]
+        cls = Fancy if name == "Fancy" else getattr(torch.optim, name)
+        optimizer = rpc.DistributedOptimizer(cls, refs, **options)
+        for _ in range(3):
+            with autograd.context() as context:
+                x = torch.ones(N, dtype=torch.float64)
+                loss = rpc.rpc_sync(1, walk, ((0,), "shared", [x]))[0].pow(2).sum()
+                autograd.backward(context, [loss])
+                optimizer.step(context)
+        found = [rpc.rpc_sync(rank, read_parameters) for rank in range(comm.size)]
+    rpc.shutdown(timeout=20.0)
+    return found
+
+
+@rpc.expose
+def references() -> list[Any]:
+    return [rpc.RRef(parameter) for parameter in own_parameters()]
+
+
+@rpc.expose
+def read_parameters() -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in own_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adam", {"lr": 0.05}), ("Fancy", {"lr": 0.3})],
+)
+def test_the_optimizer_equals_a_local_one(name: str, options: dict[str, Any]) -> None:
+    found = run_ranks(steps_with, 2, "thread", name, options)[0]
+    all_own = {rank: parameters(rank) for rank in range(2)}
+    cls = Fancy if name == "Fancy" else getattr(torch.optim, name)
+    optimizer = cls([p for own in all_own.values() for p in own], **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.ones(N, dtype=torch.float64)
+        locally((0,), "shared", [x], 1, all_own)[0].pow(2).sum().backward()
+        optimizer.step()
+    for rank in range(2):
+        for mine, other in zip(found[rank], all_own[rank], strict=True):
+            assert torch.allclose(mine, other, rtol=1e-9, atol=1e-9)
+
+
+def test_wrong_arguments_of_the_optimizer() -> None:
+    with un.init() as comm:
+        rpc.init(comm)
+        ref = rpc.RRef(torch.ones(2, requires_grad=True))
+        with pytest.raises(TypeError, match="class of torch optimizers"):
+            rpc.DistributedOptimizer(dict, [ref])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no parameters"):
+            rpc.DistributedOptimizer(torch.optim.SGD, [], lr=0.1)
+        with pytest.raises(ValueError, match="learning rate"):
+            rpc.DistributedOptimizer(torch.optim.SGD, [ref], lr=-1.0)
+        rpc.shutdown()
+
+
+def test_a_lost_rank_ends_the_pass() -> None:
+    def program(comm: un.Communicator) -> Any:
+        agent = rpc.init(comm)
+        PARAMETERS[comm.rank] = parameters(comm.rank)
+        comm.barrier()
+        text = ""
+        if comm.rank == 0:
+            with autograd.context() as context:
+                loss = rpc.rpc_sync(1, times, (torch.ones(N, dtype=torch.float64, requires_grad=True),)).sum()
+                comm.barrier()
+                started = time.monotonic()
+                with pytest.raises(un.errors.PeerLostError) as caught:
+                    autograd.backward(context, [loss])
+                assert time.monotonic() - started < 10
+                text = str(caught.value)
+        else:
+            comm.barrier()
+            agent.close("it is a test")
+        agent.shutdown(timeout=20.0)
+        return text
+
+    assert "rank 1" in run_ranks(program, 2)[0]

@@ -1,0 +1,218 @@
+"""Ranks that die, leave or never come: whoever calls them is told, and everything else goes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import unisono as un
+from unisono.errors import ClosedError, CommError, CommTimeoutError, PeerLostError
+from unisono.testing import run_ranks
+
+rpc = un.rpc
+SOON_S = 1.0
+KEPT: list[Any] = []
+
+
+@rpc.expose
+def add(x: int, y: int = 1) -> int:
+    return x + y
+
+
+@rpc.expose
+def nap(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@rpc.expose
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@rpc.expose
+def keep(rref: Any) -> None:
+    KEPT.append(rref)
+
+
+@rpc.expose
+def census() -> int:
+    return len(rpc.current.current_agent().references)
+
+
+def until(condition: Any) -> bool:
+    deadline = time.monotonic() + 20.0
+    while not condition() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.005)
+    return bool(condition())
+
+
+def killed(comm: un.Communicator) -> Any:
+    """Rank 2 is killed while rank 0 calls it, and holds an object of rank 1, and another one of rank 0."""
+    agent = rpc.init(comm, timeout=30.0)
+    if comm.rank != 0:
+        rpc.shutdown(timeout=30.0)
+        return comm.rank
+    before = [rpc.rpc_async(2, nap, (60.0,)), rpc.rpc_async(1, nap, (0.5,))]
+    mine, theirs = rpc.RRef([1]), rpc.remote(1, add, (1,))
+    for rref in (mine, theirs):
+        rpc.rpc_sync(2, keep, (rref,))
+    del mine, theirs, rref
+    gc.collect()
+    time.sleep(0.05)
+    assert (census(), rpc.rpc_sync(1, census)) == (1, 1)
+    started = time.monotonic()
+    took = []
+    for call in (lambda: rpc.rpc_sync(2, die), before[0].wait, lambda: rpc.rpc_sync(2, add, (1,))):
+        with pytest.raises(PeerLostError, match="rank 2") as caught:
+            call()
+        assert caught.value.peer == 2
+        took.append(time.monotonic() - started)
+    assert max(took) < SOON_S
+    # Other calls go on, those that were under way too; the communicator as a whole does not.
+    before[1].wait()
+    assert rpc.rpc_sync(1, add, (1,)) == 2
+    with pytest.raises(PeerLostError):
+        comm.barrier()
+    assert rpc.rpc_sync(1, add, (1,)) == 2
+    assert until(lambda: census() == 0 and rpc.rpc_sync(1, census) == 0)
+    assert agent.references.pins == 0
+    started = time.monotonic()
+    rpc.shutdown(timeout=30.0)
+    return time.monotonic() - started < 10.0
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_killed_rank_is_lost_to_those_who_call_it(backend: str) -> None:
+    ends = _continued(killed, 3, backend)
+    assert ends[:2] == [True, 1]
+    assert isinstance(ends[2], PeerLostError)
+
+
+def _continued(program: Any, size: int, backend: str) -> list[Any]:
+    return un.launch(program, size, backend, timeout=30.0, on_failure="continue")
+
+
+def leader_dies(comm: un.Communicator) -> Any:
+    """The rank that decides when all end is gone before they do."""
+    rpc.init(comm, timeout=30.0)
+    if comm.rank == 0:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    rpc.shutdown(timeout=30.0)
+    return time.monotonic() - started < 10.0
+
+
+def test_shutdown_does_not_hang_when_ranks_die() -> None:
+    ends = _continued(leader_dies, 3, "shm")
+    assert ends[1:] == [True, True]
+
+
+def test_who_fails_is_lost_to_the_others() -> None:
+    def program(comm: un.Communicator) -> Any:
+        rpc.init(comm)
+        if comm.rank == 1:
+            rpc.rpc_sync(0, add, (1,))
+            raise KeyError("a mistake")
+        with pytest.raises(PeerLostError, match="rank 1"):
+            rpc.rpc_sync(1, nap, (20.0,))
+        rpc.shutdown(timeout=20.0)
+        return True
+
+    ends = run_ranks(program, 3, on_failure="continue")
+    assert ends[0] is ends[2] is True
+    assert isinstance(ends[1], KeyError)
+
+
+def test_half_an_init_ends_for_all() -> None:
+    def program(comm: un.Communicator) -> Any:
+        if comm.rank == 1:
+            # It never comes.
+            rpc.shutdown()
+            return "nothing to shut down"
+        started = time.monotonic()
+        with pytest.raises(CommError, match="rank 1"):
+            rpc.init(comm)
+        rpc.shutdown()
+        return time.monotonic() - started < 10.0
+
+    for backend in ("thread", "shm", "gloo"):
+        ends = un.launch(program, 3, backend, timeout=1.0, on_failure="continue")
+        assert ends == [True, "nothing to shut down", True]
+
+
+def test_shutdown_waits_for_what_is_under_way() -> None:
+    done: list[int] = []
+
+    @rpc.expose
+    def chain(depth: int) -> None:
+        """Nobody waits for the next one."""
+        time.sleep(0.02)
+        done.append(depth)
+        if depth:
+            me = rpc.get_worker_info().id
+            rpc.rpc_async((me + 1) % 3, chain, (depth - 1,))
+
+    def program(comm: un.Communicator) -> int:
+        rpc.init(comm, expose=[chain])
+        if comm.rank == 0:
+            rpc.rpc_async(1, chain, (7,))
+            rpc.remote(2, chain, (0,))
+        rpc.shutdown(timeout=20.0)
+        return len(done)
+
+    assert run_ranks(program, 3) == [9, 9, 9]
+
+
+def test_shutdown_without_grace_waits_for_nobody() -> None:
+    def program(comm: un.Communicator) -> Any:
+        agent = rpc.init(comm)
+        comm.barrier()
+        if comm.rank == 0:
+            future = agent.rpc_async(1, nap, (0.2,))
+            agent.shutdown(graceful=False)
+            with pytest.raises(ClosedError):
+                future.wait()
+            return True
+        with pytest.raises(PeerLostError, match=r"rank 0 (serves no more: it shut|has gone)"):
+            agent.rpc_sync(0, nap, (20.0,))
+        agent.shutdown(timeout=20.0)
+        return True
+
+    assert run_ranks(program, 2) == [True, True]
+
+
+def test_shutdown_names_the_time_it_waited() -> None:
+    def program(comm: un.Communicator) -> Any:
+        agent = rpc.init(comm)
+        if comm.rank == 0:
+            with pytest.raises(CommTimeoutError, match="Did every rank call shutdown"):
+                rpc.shutdown(timeout=0.1)
+            assert agent.rpc_sync(1, add, (1,)) == 2
+        comm.barrier()
+        agent.shutdown(timeout=20.0)
+        return True
+
+    assert run_ranks(program, 2) == [True, True]
+
+
+def test_closing_the_communicator_ends_the_agent() -> None:
+    def program(comm: un.Communicator) -> Any:
+        half = comm.dup()
+        agent = rpc.init(half)
+        comm.barrier()
+        before = threading.active_count()
+        comm.close()
+        assert agent.closed
+        with pytest.raises(ClosedError):
+            agent.rpc_sync(comm.rank, add, (1,))
+        return before > 0
+
+    assert run_ranks(program, 2) == [True, True]

@@ -1,0 +1,239 @@
+"""Strangers at the door, and ranks that send what no agent sends: refused, and nothing runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unisono as un
+from unisono import wire
+from unisono.control.channel import Channel, Greeting
+from unisono.control.local import LocalHub
+from unisono.errors import CommError, PeerLostError
+from unisono.group import Group
+from unisono.mailbox import Mail
+from unisono.rpc import frames
+from unisono.rpc.frames import HEADER, NO_CONTEXT
+from unisono.testing import run_ranks
+from unisono.transports._tcp_mailbox import TcpMailbox
+from unisono.transports._tcp_meeting import Link, meet
+
+rpc = un.rpc
+RAN: list[Any] = []
+LIMIT_S = 20.0
+
+
+@rpc.expose
+def note(value: Any) -> None:
+    RAN.append(value)
+
+
+@rpc.expose
+def add(x: int, y: int = 1) -> int:
+    return x + y
+
+
+def wait_for(control: Any, key: str) -> Any:
+    return wire.decode(control.get(key, LIMIT_S))
+
+
+def assail(place: tuple[str, int], kind: str) -> bytes:
+    """Knock at a port without the secret; what is heard before the other side hangs up."""
+    with socket.create_connection(place, LIMIT_S) as line:
+        line.settimeout(LIMIT_S)
+        heard = b""
+        try:
+            if kind == "garbage":
+                line.sendall(os.urandom(4096))
+            elif kind == "http":
+                line.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"x" * 40)
+            elif kind == "wrong secret":
+                greeting = Greeting(b"a guess", client=True)
+                line.sendall(greeting.hello)
+                heard += line.recv(4096)
+                line.sendall(greeting.proof() + Channel(b"k", b"k").seal(struct.pack("<I", 1)))
+            elif kind == "replay":
+                line.sendall(b"unisono1" + bytes(32) + bytes(32) + bytes(24))
+            while more := line.recv(4096):
+                heard += more
+        except (ConnectionError, TimeoutError):
+            pass
+    return heard
+
+
+@pytest.mark.parametrize("kind", ["garbage", "http", "wrong secret", "replay"])
+def test_strangers_are_turned_away_while_ranks_meet(kind: str) -> None:
+    hub, found = LocalHub(), dict[int, dict[int, Link]]()
+    controls = [hub.control() for _ in range(2)]
+    groups = [Group.world(rank, 2) for rank in range(2)]
+
+    def come(rank: int) -> None:
+        found[rank] = meet(groups[rank], controls[rank], "127.0.0.1", LIMIT_S)
+
+    first = threading.Thread(target=come, args=(0,))
+    first.start()
+    place = wait_for(controls[1], "world/mail at 0")
+    for _ in range(3):
+        assert b"rank" not in assail(place, kind)
+    second = threading.Thread(target=come, args=(1,))
+    second.start()
+    for thread in (first, second):
+        thread.join(LIMIT_S)
+    # The two have found each other, and the port is closed now.
+    found[1][0][0].setblocking(True)
+    found[0][1][0].sendall(b"hello")
+    assert found[1][0][0].recv(5) == b"hello"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(place, LIMIT_S)
+    for links in found.values():
+        for line, _ in links.values():
+            line.close()
+
+
+def boxes() -> tuple[TcpMailbox, TcpMailbox]:
+    hub, made = LocalHub(), dict[int, TcpMailbox]()
+
+    def make(rank: int) -> None:
+        made[rank] = TcpMailbox(Group.world(rank, 2), hub.control(), "127.0.0.1", LIMIT_S)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return made[0], made[1]
+
+
+def damaged(sealed: bytes, at: int) -> bytes:
+    return sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :]
+
+
+@pytest.mark.parametrize("what", ["damaged", "repeated", "garbage", "huge"])
+def test_bytes_in_a_connection_that_the_peer_did_not_make(what: str) -> None:
+    """Whoever gets into the connection cannot make, change or repeat a message."""
+    here, there = boxes()
+    here.send(1, b"first", (), LIMIT_S)
+    line, channel = here._links[1]
+    sealed = channel.seal(struct.pack("<I", 0) + b"second")
+    frame = struct.pack("<I", len(sealed)) + sealed
+    wrong = {
+        "damaged": damaged(frame, len(frame) - 1),
+        "repeated": frame + frame,
+        "garbage": struct.pack("<I", 40) + os.urandom(40),
+        "huge": struct.pack("<I", 2**32 - 1),
+    }[what]
+    line.send(wrong)
+    heads = []
+    deadline = time.monotonic() + LIMIT_S
+    while 0 not in there.lost and time.monotonic() < deadline:
+        there.wait(0.1)
+        heads += [mail.head for mail in there.poll()]
+    assert heads == ([b"first", b"second"] if what == "repeated" else [b"first"])
+    assert "has failed" in str(there.lost[0])
+    with pytest.raises(PeerLostError):
+        there.send(0, b"answer", (), 1.0)
+    here.close()
+    there.close()
+
+
+@given(
+    st.one_of(
+        st.binary(max_size=80),
+        st.builds(
+            lambda kind, number, rest: HEADER.pack(kind, number, NO_CONTEXT, 0) + rest,
+            st.integers(0, 20),
+            st.integers(0, 3),
+            st.one_of(st.binary(max_size=40), st.just(wire.encode((1, "a", None))), st.just(wire.encode((-5, 2**70)))),
+        ),
+    ),
+)
+def test_any_bytes_from_a_rank_run_nothing(content: bytes) -> None:
+    """Even one of the job's own processes can do no more than call what is exposed, or be taken for lost."""
+    office = _agent().office
+    office.gone.clear()
+    _agent().box.lost.clear()
+    found = office.dispatch(Mail(0, content, ()))
+    if found is not None and content[0] in (frames.REQUEST, frames.REMOTE):
+        found[0]()
+    assert not RAN
+
+
+_made: list[Any] = []
+
+
+def _agent() -> Any:
+    """One for all examples, which is never closed in order."""
+    if not _made:
+        comm = un.init()
+        _made.append(rpc.init(comm))
+        comm.close()
+    return _made[0]
+
+
+def test_a_rank_that_sends_nonsense_is_lost_to_this_one_alone() -> None:
+    def program(comm: un.Communicator) -> Any:
+        agent = rpc.init(comm)
+        comm.barrier()
+        if comm.rank == 1:
+            agent.box.send(0, b"nonsense", (), LIMIT_S)
+        comm.barrier()
+        result = None
+        if comm.rank == 0:
+            deadline = time.monotonic() + LIMIT_S
+            while 1 not in agent.box.lost and time.monotonic() < deadline:
+                time.sleep(0.001)
+            with pytest.raises(PeerLostError, match="what is no message"):
+                agent.rpc_sync(1, add, (1,))
+            result = agent.rpc_sync(2, add, (1,))
+        comm.barrier()
+        agent.shutdown(graceful=False)
+        return result
+
+    assert run_ranks(program, 3) == [2, None, None]
+
+
+def test_a_request_cannot_name_its_way_to_other_objects() -> None:
+    def program(comm: un.Communicator) -> Any:
+        rpc.init(comm)
+        texts = []
+        if comm.rank == 0:
+            caller = rpc.current.current_agent().caller
+            for target in ("os:system", "builtins:eval", "test_rpc_hostile:RAN.append", "@call", "@fetch", "", ":"):
+                with pytest.raises((rpc.NotExposedError, rpc.RemoteError)) as caught:
+                    caller.call(1, target, None, (torch.ones(1),), {}, LIMIT_S)
+                texts.append(str(caught.value))
+            with pytest.raises(PeerLostError, match="freed"):
+                caller.call(1, "@fetch", (0, 99), (), {}, LIMIT_S)
+        rpc.shutdown()
+        return texts
+
+    texts = run_ranks(program, 2)[0]
+    assert all("not exposed" in text or "trusts" in text for text in texts)
+    assert not RAN
+
+
+def test_the_wire_knows_no_more_outside_of_calls() -> None:
+    for value in (note, torch.add, int):
+        with pytest.raises(TypeError, match="send plain values"):
+            wire.encode(value)
+    with un.init() as comm:
+        rpc.init(comm)
+        with pytest.raises(TypeError, match="RRef"):
+            wire.encode([rpc.RRef(1)])
+        rpc.shutdown()
+    for kind in b"argqk":
+        with pytest.raises(ValueError, match="carry no value"):
+            wire.decode(bytes([kind]) + wire.encode("torch:add") + wire.encode(3))
+    tensor = torch.arange(5_000)
+    assert torch.equal(wire.decode(wire.encode(tensor)), tensor)
+    with pytest.raises(CommError, match=r"rpc\.init"):
+        rpc.get_worker_info()

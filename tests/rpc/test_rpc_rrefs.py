@@ -1,0 +1,166 @@
+"""References to objects of other ranks: made, used, passed on, freed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.testing import pool, run_ranks
+
+rpc = un.rpc
+BACKENDS = ["thread", "shm", "gloo"]
+KEPT: dict[int, Any] = {}
+
+
+@rpc.expose
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        if start < 0:
+            raise ValueError("counts from 0")
+        self.total = start
+
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+    def me(self) -> Counter:
+        return self
+
+    def __call__(self, number: int) -> int:
+        return self.total * number
+
+
+@rpc.expose
+def keep(rref: Any) -> None:
+    KEPT[rpc.get_worker_info().id] = rref
+
+
+@rpc.expose
+def let_go() -> None:
+    KEPT.pop(rpc.get_worker_info().id, None)
+
+
+@rpc.expose
+def read(rref: Any) -> Any:
+    return rref.rpc_sync().add(0)
+
+
+@rpc.expose
+def give_kept() -> Any:
+    return KEPT[rpc.get_worker_info().id]
+
+
+@rpc.expose
+def hand_on(rref: Any, peer: int) -> Any:
+    return rpc.rpc_sync(peer, hand_on, (rref, peer + 1)) if peer < 3 else rref
+
+
+@rpc.expose
+def is_mine(rref: Any) -> bool:
+    return bool(rref.is_owner() and rref.local_value().total == rref.to_here().total)
+
+
+@rpc.expose
+def census() -> int:
+    return len(rpc.current.current_agent().references)
+
+
+def until(condition: Any) -> bool:
+    """Counting takes messages, of which nobody waits for the last."""
+    deadline = time.monotonic() + 20.0
+    while not condition() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.005)
+    return bool(condition())
+
+
+def life(comm: un.Communicator) -> Any:
+    rpc.init(comm, timeout=20.0)
+    if comm.rank == 0:
+        counter = rpc.remote("rank1", Counter, (10,))
+        assert counter.rpc_sync().add(5) == 15
+        assert counter.rpc_async().add(1).wait() == 16
+        assert counter.remote().add(1).to_here() == 17
+        assert counter.rpc_sync()(2) == 34
+        assert counter.remote().me().rpc_sync().add(1) == 18
+        assert counter.owner().id == 1
+        assert counter.owner_name() == "rank1"
+        assert not counter.is_owner()
+        assert until(counter.confirmed_by_owner)
+        with pytest.raises(RuntimeError, match="only the owner, 'rank1'"):
+            counter.local_value()
+        with pytest.raises(TypeError, match="travels only as an argument"):
+            __import__("pickle").dumps(counter)
+        # The owner gets the object itself.
+        assert rpc.rpc_sync(1, is_mine, (counter,))
+        # A third rank uses it, one hands it on, and it comes back.
+        assert rpc.rpc_sync(2, read, (counter,)) == 18
+        back = rpc.rpc_sync(1, hand_on, (counter, 2))
+        assert back.rpc_sync().add(1) == 19
+        del counter, back
+        assert until(lambda: rpc.rpc_sync(1, census) == 0)
+        assert until(lambda: rpc.current.current_agent().references.pins == 0)
+    rpc.shutdown(timeout=20.0)
+    return True
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_life_of_a_reference(backend: str) -> None:
+    assert all(pool(backend, 3).run(life))
+
+
+def kept_elsewhere(comm: un.Communicator) -> Any:
+    rpc.init(comm, timeout=20.0)
+    if comm.rank == 0:
+        counter = rpc.remote(1, Counter, (3,))
+        rpc.rpc_sync(2, keep, (counter,))
+        own = rpc.RRef(torch.ones(3))
+        rpc.rpc_sync(1, keep, (own,))
+        assert own.is_owner()
+        assert own.local_value() is own.to_here()
+        del counter, own
+        gc.collect()
+        # They live on, since others hold them.
+        assert rpc.rpc_sync(2, give_kept).rpc_sync().add(1) == 4
+        assert rpc.rpc_sync(1, give_kept).to_here().tolist() == [1, 1, 1]
+        assert rpc.rpc_sync(1, census) == census() == 1
+        for rank in (1, 2):
+            rpc.rpc_sync(rank, let_go)
+        assert until(lambda: census() == 0)
+        assert until(lambda: rpc.rpc_sync(1, census) == 0)
+    rpc.shutdown(timeout=20.0)
+    return True
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whoever_holds_it_keeps_it(backend: str) -> None:
+    assert all(pool(backend, 3).run(kept_elsewhere))
+
+
+def test_what_making_it_raised_is_raised_to_who_wants_it() -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm)
+        if comm.rank == 0:
+            broken = rpc.remote(1, Counter, (-1,))
+            with pytest.raises(ValueError, match="counts from 0"):
+                broken.to_here()
+            with pytest.raises(ValueError, match="counts from 0"):
+                broken.rpc_sync().add(1)
+        rpc.shutdown()
+
+    assert run_ranks(program, 2) == [None, None]
+
+
+def test_the_last_reference_frees_at_once_here() -> None:
+    with un.init() as comm:
+        agent = rpc.init(comm)
+        rref = rpc.RRef([1])
+        assert len(agent.references) == 1
+        del rref
+        assert until(lambda: len(agent.references) == 0)
+        rpc.shutdown()

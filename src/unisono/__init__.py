@@ -13,10 +13,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono import compression, data, errors, gradients, interop, schedules, testing, transports
+    from unisono import checkpoint, compression, data, errors, gradients, interop, rpc, testing
+    from unisono import recovery as recovery
+    from unisono import schedules as schedules
+    from unisono import transports as transports
     from unisono.communicator import Communicator
     from unisono.errors import CommError
     from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
+    from unisono.joining import join
+    from unisono.launching.simulated import simulate
     from unisono.startup import init, launch
     from unisono.types import ReduceOp, Work
     from unisono.wrappers.trace import trace
@@ -31,17 +36,19 @@ __all__ = [
     "Work",
     "average_gradients",
     "broadcast_parameters",
+    "checkpoint",
     "compression",
     "data",
     "errors",
     "gradients",
     "init",
     "interop",
+    "join",
     "launch",
-    "schedules",
+    "rpc",
+    "simulate",
     "testing",
     "trace",
-    "transports",
 ]
 
 _HOME = {
@@ -53,10 +60,24 @@ _HOME = {
     "average_gradients": "unisono.gradients",
     "broadcast_parameters": "unisono.gradients",
     "init": "unisono.startup",
+    "join": "unisono.joining",
     "launch": "unisono.startup",
+    "simulate": "unisono.launching.simulated",
     "trace": "unisono.wrappers.trace",
 }
-_PACKAGES = ("compression", "data", "errors", "gradients", "interop", "schedules", "testing", "transports")
+_PACKAGES = (
+    "checkpoint",
+    "compression",
+    "data",
+    "errors",
+    "gradients",
+    "interop",
+    "recovery",
+    "rpc",
+    "schedules",
+    "testing",
+    "transports",
+)
 
 
 def __getattr__(name: str) -> Any:

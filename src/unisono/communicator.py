@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, final, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, final
 
 import torch
 
 from unisono.calls.caller import ANYONE
+from unisono.calls.mailing import Mailing
 from unisono.calls.objects import Objects
+from unisono.calls.parts import Parts
+from unisono.calls.watching import Watching
 from unisono.control import Cause, Control
 from unisono.engine import Engine
 from unisono.errors import MismatchError
@@ -31,12 +34,13 @@ _CLOSE_S = 1.0
 
 
 @final
-class Communicator(Objects):
+class Communicator(Objects, Parts, Watching, Mailing):
     """A group of ranks that talk to each other: point-to-point, collectives, sub-groups, objects.
 
     Made by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group that
-    someone else owns, and by `split`, `subgroup` and `dup` from another one. Ranks in every call are
-    ranks of this communicator. It belongs to the thread that first uses it. After a failure that
+    someone else owns, by `from_mpi` from an MPI communicator, and by `split`, `subgroup` and `dup` from
+    another one. Ranks in every call are ranks of this communicator. It belongs to the thread that
+    first uses it. After a failure that
     may have left ranks apart (all but wrong arguments) it is broken: later calls raise the first
     cause at once.
 
@@ -44,7 +48,8 @@ class Communicator(Objects):
         transport: Connected, one a rank.
         control: This rank's handle to the control plane.
         options: As given to the transport.
-        check: "auto" compares before each collective what every rank is about to do; "off" never.
+        check: "auto" compares before each collective what every rank is about to do; "off" never; "full" also
+            shapes, what was given with what was received, and whether a tensor was changed before `wait`.
 
     Attributes:
         rank, size: Who this is, of how many.
@@ -59,16 +64,22 @@ class Communicator(Objects):
         self._check = check
         self._control, self._options = control, options
         self._owner = None
-        self._splits = 0
+        self._splits = self._rebuilds = self._barriers = 0
         self._closers: list[Callable[[], None]] = []
         self._parts: list[weakref.ref[Communicator]] = []
+        self._successor: Communicator | None = None
         group = transport.group
         early: list[Cause] = []
         control.join(group, lambda cause: self._told(cause, early))
-        self.hosts = self._introduce(transport, group)
-        if check != "off" and not transport.checks:
-            transport = Checked(transport, control)
+        try:
+            self.hosts = self._introduce(transport, group)
+        except BaseException:
+            transport.close()
+            raise
+        if check == "full" or (check == "auto" and not transport.checks):
+            transport = Checked(transport, control, full=check == "full")
         self._engine = Engine(transport, control, options)
+        control.watch(self._engine.activity)
         for cause in early:
             self._engine.on_failure(cause)
 
@@ -81,7 +92,7 @@ class Communicator(Objects):
 
     def _introduce(self, transport: Transport, group: Group) -> tuple[tuple[int, ...], ...]:
         """Agree with the others on what all can do; which ranks share a host."""
-        mine = (host_identity(), sorted(transport.native), transport.checks, self._options.chunk_bytes, self._check)
+        mine = (self._host(group), sorted(transport.native), transport.checks, self._options.chunk_bytes, self._check)
         cards = self._control.exchange(group, "introduction", mine, self._options.timeout_s)
         for rank, card in enumerate(cards):
             if card[2:] != cards[0][2:]:
@@ -95,6 +106,12 @@ class Communicator(Objects):
         transport.native = frozenset(common)
         names = [card[0] for card in cards]
         return tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
+
+    def _host(self, group: Group) -> str:
+        """A name for this host, which may be said in the options."""
+        me = group.members[group.rank]
+        named = (f"host {number}" for number, ranks in enumerate(self._options.hosts or ()) if me in ranks)
+        return next(named, None) or host_identity()
 
     @classmethod
     def from_group(
@@ -128,90 +145,42 @@ class Communicator(Objects):
         """`from_group` of one dimension of a torch `DeviceMesh`."""
         return cls.from_group(mesh.get_group(dim), **options)
 
+    @classmethod
+    def from_mpi(
+        cls, comm: Any, *, timeout: float = 300.0, check: Check = "auto", chunk_bytes: int = 2 << 20
+    ) -> Communicator:
+        """A communicator of the ranks of an MPI communicator that someone else owns, and that is never freed by us.
+
+        Collective over it: every member calls it. The owner may go on using it at any time: messages
+        travel on communicators of our own.
+
+        Args:
+            comm: Of mpi4py, such as `MPI.COMM_WORLD`, or a part of it; no intercommunicator.
+            timeout: Seconds for every operation, unless it says otherwise.
+            check: As for `init`.
+            chunk_bytes: As for `init`.
+
+        Raises:
+            UnavailableError: There is no mpi4py, or no MPI library.
+            CommTimeoutError: Not all members have called it in time.
+        """
+        from unisono.transports._mpi_adopt import adopt
+
+        transport, control, options, release = adopt(comm, timeout, chunk_bytes)
+        made = cls(transport, control, options, check=check)
+        made.on_close(release)
+        return made
+
     @property
     def backend(self) -> str:
         """Name of the transport: "thread", "gloo", ..."""
         return self._options.backend
 
-    # -- groups --------------------------------------------------------------------------------
-    @overload
-    def split(self, color: int, key: int = ...) -> Communicator: ...
-    @overload
-    def split(self, color: int | None, key: int = ...) -> Communicator | None: ...
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """A new communicator for each color, of the ranks that gave it, in the order of their keys.
-
-        Collective over this communicator. Equal keys keep the order of ranks. `color=None` joins
-        none, and gets None. Parts work at the same time as each other and as their parent.
-
-        Cost: two exchanges over the control plane; no torch group is registered.
-
-        Example:
-            >>> def program(comm):
-            ...     half = comm.split(color=comm.rank % 2)
-            ...     t = torch.tensor([comm.rank])
-            ...     half.all_reduce(t)
-            ...     return t.item()
-            >>> un.launch(program, nprocs=4, backend="thread")
-            [2, 4, 2, 4]
-        """
-        return self._split(color, key, self._check)
-
-    def _split(self, color: int | None, key: int, check: Check) -> Communicator | None:
-        self._enter("split")
-        for name, value in (("color", color), ("key", key)):
-            if not isinstance(value, int) and (value is not None or name == "key"):
-                raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-        self._splits += 1
-        group, timeout = self._engine.group, self._options.timeout_s
-        wishes = self._control.exchange(group, f"split {self._splits}", (color, key), timeout)
-        if color is None:
-            return None
-        ranks = sorted((r for r, (c, _) in enumerate(wishes) if c == color), key=lambda r: (wishes[r][1], r))
-        child = group.child(f"{self._splits}.{color}", ranks)
-        part = Communicator(self._plain().split(child), self._control, self._options, check=check)
-        self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
-        return part
-
-    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of these ranks of this one, in the order given; None on the others.
-
-        Collective over this communicator: every rank calls it, with the same list.
-        """
-        self._enter("subgroup")
-        for index, rank in enumerate(ranks):
-            self._check_rank(rank, f"ranks[{index}]")
-        if len(set(ranks)) != len(ranks) or not ranks:
-            raise ValueError(f"ranks must be different from each other, and at least one, not {list(ranks)}")
-        lists = self._control.agree(
-            self._engine.group, f"subgroup {self._splits + 1}", tuple(ranks), self._options.timeout_s
-        )
-        if lists is not None:
-            quoted = "; ".join(f"rank {r}: {list(given)}" for r, given in enumerate(lists))
-            raise MismatchError(f"ranks gave different lists to subgroup: {quoted}", rank=self.rank, size=self.size)
-        inside = self.rank in ranks
-        return self.split(0 if inside else None, key=list(ranks).index(self.rank) if inside else 0)
-
-    def dup(self, *, check: Check | None = None) -> Communicator:
-        """A second communicator of the same ranks, for another thread or library. Collective.
-
-        Args:
-            check: As for `init`; None is as this one was made. "off" is for a library that has
-                agreed with all ranks on what it is going to call.
-        """
-        twin = self._split(0, self.rank, check or self._check)
-        assert twin is not None
-        return twin
-
     @property
     def overlaps(self) -> bool:
-        """Whether an asynchronous collective goes on while the caller computes, with no thread of ours for it."""
-        return self._engine.transport.overlaps
-
-    def _plain(self) -> Transport:
-        """The transport without the check that `Communicator` puts on: parts put on their own."""
+        """Whether an asynchronous collective goes on while the caller computes, at little cost to it."""
         transport = self._engine.transport
-        return transport.inner if isinstance(transport, Checked) else transport
+        return transport.overlaps or transport.background
 
     # -- life ----------------------------------------------------------------------------------
     def hand_over(self) -> None:
@@ -243,19 +212,24 @@ class Communicator(Objects):
 
         Waits up to a second for the others, so that nothing in flight is cut off. Again is harmless.
         """
-        if self._engine.closed:
-            return
-        self._close(_CLOSE_S)
-        for closer in self._closers:
-            closer()
+        if self._successor is not None:
+            for part in self._open_parts():
+                part._close(0.0)
+            self._successor.close()
+        if not self._engine.closed:
+            self._close(_CLOSE_S)
 
     def _close(self, patience: float) -> None:
         self._engine.close(patience)
         for part in self._open_parts():
             part._close(0.0)
+        for closer in self._closers:
+            closer()
 
     def _fail(self, error: BaseException) -> None:
         """Whoever waits for this rank learns why it does not come, also in the parts made of this one."""
+        if self._successor is not None:
+            return self._successor._fail(error)
         self._engine.failed(error, "the program")
         for part in self._open_parts():
             part._fail(error)

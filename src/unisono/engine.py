@@ -6,41 +6,34 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
+from sys import _getframe
+from time import monotonic
 
 import torch
 
+from unisono.activity import Activity
+from unisono.calling import Calling, called
 from unisono.control import Cause, Control, error_of
 from unisono.deferred import Deferred
-from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
+from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
 from unisono.execute import Spare, execute
-from unisono.fingerprint import Fingerprint
+from unisono.failing import cause_of, explained
 from unisono.plan import Plan
 from unisono.reduction import combine
 from unisono.schedules import SCHEDULES, chunks_of
-from unisono.select import NATIVE, choose
-from unisono.site import call_site
+from unisono.select import NATIVE
 from unisono.transport import Options, Transport
 from unisono.types import ReduceOp, Work
 from unisono.work import Completion
-from unisono.wrappers.trace import is_traced, traced
+from unisono.wrappers.trace import is_traced
 
 __all__ = ["Engine"]
 
+_MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv"})
 _PATIENCE_S = 1.0
 """How long a broken connection waits to be told, over the control plane, who was lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    plan: Plan
-    transport: Transport
-    algorithm: str
-    fingerprint: Fingerprint
-    timeout: float
-    inference: bool
 
 
 class Engine:
@@ -53,12 +46,13 @@ class Engine:
     def __init__(self, transport: Transport, control: Control, options: Options) -> None:
         self.transport, self.control, self.options = transport, control, options
         self.group = transport.group
+        self.activity = Activity(self.group)
         self.closed = False
         self._quick = transport.quick
         self._spare = Spare()
         self._broken: Cause | None = None
         self._calls = 0
-        self._jobs: queue.SimpleQueue[tuple[_Job, Completion] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Calling, Completion] | None] = queue.SimpleQueue()
         self._pending = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -67,19 +61,25 @@ class Engine:
     def check(self, operation: str) -> None:
         """Raise if nothing can be called any more."""
         if self.closed:
-            raise self._located(ClosedError("the communicator is closed; make a new one"), operation)
+            raise self.located(ClosedError("the communicator is closed; make a new one"), operation)
         if self._broken is not None:
-            raise self._located(error_of(self._broken, self.group), operation)
+            raise self.located(error_of(self._broken, self.group), operation)
 
     def on_failure(self, cause: Cause) -> None:
         """What the control plane calls, from its own thread, when the group has failed."""
         if self._broken is None and not self.closed:
             self._broken = cause
+            self.activity.broken = True
             self.transport.abort(error_of(cause, self.group))
 
     def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
         """Break the group for this error, and return the error to raise: the group's first cause."""
-        cause = _cause_of(error, self.group.rank, operation)
+        if not self.closed:
+            self.activity.tell("error", f"{type(error).__name__} in {operation}: {error}".partition("\n")[0])
+        if self._broken is None:
+            self.activity.gave_up = isinstance(error, CommTimeoutError)
+            error = explained(error, self.control, self.group)
+        cause = cause_of(error, self.group.rank, operation)
         anonymous = isinstance(error, PeerLostError) and error.peer is None
         known = self._broken or self.control.cause(self.group, _PATIENCE_S if anonymous else 0.0)
         first = known or self.control.fail(self.group, cause)
@@ -93,10 +93,15 @@ class Engine:
             told = error_of(first, self.group)
             told.__cause__ = error
             error = told
-        return self._located(error, operation, call)
+        return self.located(error, operation, call)
 
-    def _located(self, error: CommError, operation: str, call: int | None = None) -> CommError:
-        return error.locate(rank=self.group.rank, size=self.group.size, operation=operation, call=call)
+    def located(self, error: CommError, operation: str, call: int | None = None) -> CommError:
+        """The error, with what is known here: who, where, and the number that the call has, or would have got."""
+        if call is None:
+            # Messages are counted by themselves.
+            call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
+        group = self.group
+        return error.locate(rank=group.rank, size=group.size, group=group.name, operation=operation, call=call)
 
     # -- collectives ---------------------------------------------------------------------------
     def quickly(self, tensor: torch.Tensor | None, op: str, timeout: float | None) -> bool:
@@ -105,12 +110,28 @@ class Engine:
         if quick is None or self._pending or self._broken is not None or self.closed or is_traced():
             return False
         limit = self.options.timeout_s if timeout is None else timeout
+        name, caller, activity = "barrier" if tensor is None else "all_reduce", _getframe(2), self.activity
+        # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
+        noted = activity.now = (name, self._calls + 1, op, (caller.f_code, caller.f_lasti))
+        # As `enter`, `note` and `leave` do, without the calls: there is less than a microsecond for it.
+        if activity.record is None:
+            activity.since, activity.inside = monotonic(), True
+        else:
+            activity.enter(noted)
         try:
             done = quick.barrier(limit) if tensor is None else quick.all_reduce(tensor, op, limit)
+            if done:
+                activity.calls = self._calls = self._calls + 1
+                activity.latest.append(noted)
         except CommError as error:
             self._calls += 1
-            raise self.failed(error, "barrier" if tensor is None else "all_reduce", self._calls) from error
-        self._calls += done
+            activity.note(noted)
+            raise self.failed(error, name, self._calls) from error
+        finally:
+            if activity.record is None:
+                activity.since, activity.inside = monotonic(), False
+            else:
+                activity.leave()
         return done
 
     def run(self, plan: Plan, name: str, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
@@ -133,38 +154,25 @@ class Engine:
         work.wait(job.timeout + self.options.timeout_s)
         return None
 
-    def _prepare(self, plan: Plan, name: str, algorithm: str | None, timeout: float | None) -> _Job:
-        call, example = plan.call, plan.example
-        chosen = choose(self.transport, call, plan.nbytes, algorithm)
-        self._calls += 1
-        fingerprint = Fingerprint(
-            call=self._calls,
-            operation=name,
-            op=None if call.asked is None else call.asked.value,
-            root=call.root,
-            dtype=None if example is None else str(example.dtype).removeprefix("torch."),
-            counts=plan.counts,
-            device=None if example is None else example.device.type,
-            algorithm=chosen,
-            sends=plan.sends,
-            receives=plan.receives,
-            shape=None if example is None else tuple(example.shape),
-            site=call_site(),
-        )
+    def _prepare(self, plan: Plan, name: str, algorithm: str | None, timeout: float | None) -> Calling:
         limit = self.options.timeout_s if timeout is None else timeout
-        return _Job(plan, traced(self.transport), chosen, fingerprint, limit, torch.is_inference_mode_enabled())
+        # What is refused has no number.
+        job = called(plan, self.transport, name, self._calls + 1, algorithm, limit)
+        self._calls += 1
+        self.activity.note(job.noted)
+        return job
 
-    def _perform(self, job: _Job) -> None:
+    def _perform(self, job: Calling) -> None:
         deadline = time.monotonic() + job.timeout
         self._see_through(job, self._begin(job), deadline)
 
-    def _start(self, job: _Job) -> Work:
+    def _start(self, job: Calling) -> Work:
         """Let the transport go on by itself; the rest is done by whoever waits."""
         work = self._begin(job)
         assert work is not None
         return Deferred(lambda deadline: self._see_through(job, work, deadline), job.timeout, work.is_completed)
 
-    def _begin(self, job: _Job) -> Work | None:
+    def _begin(self, job: Calling) -> Work | None:
         """All that comes before the first wait for data; the transport's work if it carries the call."""
         with self._told_of(job), torch.no_grad():
             job.transport.begin(job.fingerprint, job.timeout)
@@ -172,19 +180,21 @@ class Engine:
                 action()
             return job.transport.collective(job.plan.call) if job.algorithm == NATIVE else None
 
-    def _see_through(self, job: _Job, work: Work | None, deadline: float) -> None:
+    def _see_through(self, job: Calling, work: Work | None, deadline: float) -> None:
         with self._told_of(job), torch.no_grad():
             left = max(0.0, deadline - time.monotonic())
             if work is not None:
                 work.wait(left)
             else:
                 self._follow(job, left)
+            job.transport.end(job.fingerprint, job.plan.call, max(1.0, deadline - time.monotonic()))
             for action in job.plan.staging.after:
                 action()
 
     @contextmanager
-    def _told_of(self, job: _Job) -> Iterator[None]:
-        """Every rank learns of what fails in here."""
+    def _told_of(self, job: Calling) -> Iterator[None]:
+        """Every rank learns of what fails in here, and can see that this one is in it."""
+        self.activity.enter(job.noted)
         try:
             yield
         except BaseException as error:
@@ -192,8 +202,10 @@ class Engine:
             if told is error:
                 raise
             raise told from error
+        finally:
+            self.activity.leave()
 
-    def _follow(self, job: _Job, timeout: float) -> None:
+    def _follow(self, job: Calling, timeout: float) -> None:
         plan, call, size = job.plan, job.plan.call, self.group.size
         schedule = SCHEDULES[call.name][job.algorithm]
         root = call.root or 0
@@ -223,6 +235,7 @@ class Engine:
         while (item := self._jobs.get()) is not None:
             job, work = item
             error: BaseException | None = None
+            self.activity.aside = True
             try:
                 self.check(job.fingerprint.operation)
                 with torch.inference_mode(job.inference):
@@ -231,38 +244,33 @@ class Engine:
                 error = raised
             with self._lock:
                 self._pending -= 1
+            self.activity.aside = False
             work.complete(error)
 
     def close(self, patience: float) -> None:
         """Take no more calls, finish what was started, and leave; waits a little for the others to leave too."""
-        self.closed = True
+        self.closed = self.activity.closed = True
+        if self._broken is None:
+            self.activity.tell("end", "closed")
         if self._thread is not None:
             self._jobs.put(None)
             if self._thread is not threading.current_thread():
                 self._thread.join(self.options.timeout_s)
         try:
-            if self._broken is None and self.group.size > 1:
-                self._part(patience)
-            self.control.leave(self.group)
+            self.transport.leave()
+            # Whoever waits for this rank is told at once; but what it has sent is not cut off before all have left.
+            self.control.leave(self.group, 0.0 if self._broken is not None else patience)
         except CommError:
             # The control plane went first; there is nobody left to tell.
             pass
         self.transport.close()
 
-    def _part(self, patience: float) -> None:
-        """Wait for the last one to leave, so that its last message is not cut off; nobody is blamed."""
-        name = self.group.name
-        if self.control.add(f"{name}/left", 1) == self.group.size:
-            self.control.set(f"{name}/all left", b"")
-        with suppress(CommTimeoutError):
-            self.control.get(f"{name}/all left", patience)
-
-
-def _cause_of(error: BaseException, rank: int, operation: str) -> Cause:
-    """The error as the other ranks are told of it."""
-    if isinstance(error, MismatchError):
-        return Cause("MismatchError", error.peer, error.message)
-    if isinstance(error, CommError):
-        about = error.peer if error.peer is not None else rank
-        return Cause(type(error).__name__, about, f"rank {rank} gave up in {operation}: {error.message}")
-    return Cause("PeerLostError", rank, f"rank {rank} failed in {operation}: {type(error).__name__}: {error}")
+    def retire(self) -> None:
+        """Take no more calls, and end what is under way; another group takes the place of this one."""
+        if self.closed:
+            return
+        self.closed = self.activity.closed = True
+        self.transport.abort(ClosedError("the communicator was rebuilt; use the new one"))
+        if self._thread is not None:
+            self._jobs.put(None)
+        self.transport.close()

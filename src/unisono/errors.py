@@ -9,13 +9,15 @@ __all__ = [
     "ClosedError",
     "CommError",
     "CommTimeoutError",
+    "CorruptedError",
     "DeadlockError",
     "MismatchError",
+    "NotFiniteError",
     "PeerLostError",
     "UnavailableError",
 ]
 
-_FIELDS = ("rank", "size", "operation", "call", "peer", "nbytes", "waited_s")
+_FIELDS = ("rank", "size", "group", "operation", "call", "peer", "nbytes", "waited_s")
 
 
 class CommError(RuntimeError):
@@ -25,7 +27,7 @@ class CommError(RuntimeError):
     :meth:`locate`, and the text is put together only when it is read.
 
     Attributes:
-        rank, size: The rank that raised, and the size of its group.
+        rank, size, group: The rank that raised, and the size and name of its group.
         operation, call: The operation's name and its number in the group, counted from 1.
         peer: The rank of the same group that it is about, where there is one.
         nbytes: Bytes of the message in question.
@@ -42,6 +44,7 @@ class CommError(RuntimeError):
         *,
         rank: int | None = None,
         size: int | None = None,
+        group: str | None = None,
         operation: str | None = None,
         call: int | None = None,
         peer: int | None = None,
@@ -50,7 +53,7 @@ class CommError(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.message = message
-        self.rank, self.size, self.operation, self.call = rank, size, operation, call
+        self.rank, self.size, self.group, self.operation, self.call = rank, size, group, operation, call
         self.peer, self.nbytes, self.waited_s = peer, nbytes, waited_s
 
     def locate(self, **known: Any) -> Self:
@@ -66,6 +69,8 @@ class CommError(RuntimeError):
             where.append(f"rank {self.rank} of {self.size}" if self.size is not None else f"rank {self.rank}")
         if self.operation is not None:
             where.append(f"{self.operation} #{self.call}" if self.call is not None else self.operation)
+        if where and self.group is not None:
+            where[-1] += f" of {self.group}"
         return f"{', '.join(where)}: {self.message}" if where else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,8 +93,16 @@ class MismatchError(CommError, ValueError):
     """Ranks called different operations, or the same one with arguments that do not fit together."""
 
 
-class DeadlockError(CommError):
-    """Every rank waits for another one; nothing can move any more."""
+class CorruptedError(CommError):
+    """What arrived is not what was sent."""
+
+
+class NotFiniteError(CommError, ArithmeticError):
+    """A rank holds a NaN or an infinity where all expect numbers; says which rank, and where."""
+
+
+class DeadlockError(CommTimeoutError):
+    """A wait ended at its timeout, and ranks were found to wait for each other in a circle: it names them."""
 
 
 class AbortedError(CommError):

@@ -40,10 +40,10 @@ class Fingerprint:
     shape: tuple[int, ...] | None = None
     site: str | None = None
 
-    def compared(self) -> tuple[Any, ...]:
-        """The values that must be equal on all ranks."""
+    def compared(self, *, shapes: bool = False) -> tuple[Any, ...]:
+        """The values that must be equal on all ranks; the shape too if so wanted, where ranks' tensors are alike."""
         values: tuple[Any, ...] = _compared(self)
-        return values
+        return (*values, self.shape if len(self.counts) == 1 else None) if shapes else values
 
     def values(self) -> tuple[Any, ...]:
         """All values, from which `Fingerprint(*values)` makes an equal one."""
@@ -51,11 +51,12 @@ class Fingerprint:
         return values
 
 
-def explain(prints: Sequence[Fingerprint]) -> str:
+def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:
     """What does not fit together, quoting every side; empty if all fits."""
-    compared = [p.compared() for p in prints]
+    compared = [p.compared(shapes=shapes) for p in prints]
     if any(value != compared[0] for value in compared):
-        differing = [name for i, name in enumerate(_COMPARED) if len({str(value[i]) for value in compared}) > 1]
+        names = (*_COMPARED, "shape") if shapes else _COMPARED
+        differing = [name for i, name in enumerate(names) if len({str(value[i]) for value in compared}) > 1]
         sides: dict[str, list[int]] = {}
         for rank, fingerprint in enumerate(prints):
             sides.setdefault(_side(fingerprint), []).append(rank)

@@ -1,15 +1,35 @@
-"""Which machine this is: equal for processes that share a host, different otherwise."""
+"""Which machine this is, and by which of its addresses other machines reach it."""
 
 from __future__ import annotations
 
 import os
 import platform
 import socket
+import struct
 import sys
+from collections.abc import Mapping
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 
-__all__ = ["address_towards", "host_identity", "shm_obstacle"]
+__all__ = [
+    "INTERFACE",
+    "address_for_others",
+    "address_of",
+    "address_towards",
+    "host_identity",
+    "interface_of",
+    "interface_wanted",
+    "is_loopback",
+    "shm_obstacle",
+]
+
+INTERFACE = "UNISONO_INTERFACE"
+"""The variable that names the network interface by which other hosts reach this one."""
+
+_SIOCGIFADDR = 0x8915
+_ELSEWHERE = "192.0.2.1"
+"""An address of documentation, where nobody is: the way to it is the way to everywhere."""
 
 
 def shm_obstacle() -> str | None:
@@ -46,3 +66,122 @@ def address_towards(host: str, port: int = 9) -> str:
         # Connecting a datagram socket only asks the routing table.
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def address_for_others(host: str, port: int = 9) -> str:
+    """The address of this host for a peer that is told to meet at `host`, which may be this host itself.
+
+    The interface that a variable names goes first. Else it is the route to `host`; where that name leads to the
+    loopback (as the own name does on many systems), the route to the rest of the world.
+    """
+    wanted = interface_wanted()
+    if wanted is not None:
+        return address_of(wanted[0])
+    address = address_towards(host, port)
+    if not is_loopback(address) or host == "localhost" or _is_literal(host):
+        return address
+    try:
+        return address_towards(_ELSEWHERE)
+    except OSError:
+        return address
+
+
+def interface_wanted(named: str | None = None, environment: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
+    """The network interface that somebody asks for, and where; None if nobody does.
+
+    Args:
+        named: By the program. Then come UNISONO_INTERFACE, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; of a list of
+            interfaces the first that is here, and with NCCL's signs for "exactly" (=), "not" (^) and beginnings.
+
+    Example:
+        >>> interface_wanted("lo", {})
+        ('lo', 'interface=')
+        >>> interface_wanted(None, {"NCCL_SOCKET_IFNAME": "l"})
+        ('lo', 'NCCL_SOCKET_IFNAME')
+    """
+    if named is not None:
+        return named, "interface="
+    here = [name for _, name in socket.if_nameindex()]
+    for variable in (INTERFACE, "GLOO_SOCKET_IFNAME"):
+        names = [name.strip() for name in environment.get(variable, "").split(",") if name.strip()]
+        if names:
+            return next((name for name in names if name in here), names[0]), variable
+    pattern = environment.get("NCCL_SOCKET_IFNAME", "")
+    name = next((name for name in here if pattern and _fits(name, pattern)), None)
+    return None if name is None else (name, "NCCL_SOCKET_IFNAME")
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether NCCL would take it."""
+    words = pattern.lstrip("^=").split(",")
+    if pattern.startswith("^"):
+        unwanted = name == "lo" or any(name.startswith(word) for word in words)
+        return not unwanted and _ipv4_of(name) is not None
+    return name in words if pattern.startswith("=") else any(name.startswith(word) for word in words)
+
+
+def address_of(interface: str) -> str:
+    """The first IPv4 address of a network interface, else its first global IPv6 address.
+
+    Raises:
+        ValueError: There is no such interface, which lists those that are there; or it has no address.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    if interface not in here:
+        raise ValueError(f"this host has no network interface {interface!r}; it has {', '.join(here)}")
+    address = _ipv4_of(interface) or _ipv6_of(interface)
+    if address is None:
+        raise ValueError(f"the network interface {interface!r} has no address; give it one, or name another one")
+    return address
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address; None if none of this host has."""
+    for _, name in socket.if_nameindex():
+        if address in (_ipv4_of(name), _ipv6_of(name)):
+            return name
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether nobody else can reach it.
+
+    Example:
+        >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("a.name")
+        (True, False, False)
+    """
+    return _is_literal(address) and ip_address(address).is_loopback
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _ipv4_of(interface: str) -> str | None:
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    request = struct.pack("16s24x", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_of(interface: str) -> str | None:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        digits, _, _, scope, _, name = line.split()
+        if name == interface and scope in ("00", "10"):
+            return str(ip_address(bytes.fromhex(digits)))
+    return None

@@ -69,6 +69,7 @@ def reduce(staging: Staging, tensor: torch.Tensor, op: ReduceOp, root: int, rank
     else:
         # What passes through must not change the tensor of a rank that gets no result.
         buffer = staging.scratch(tensor.numel(), tensor)
+        staging.watch(tensor)
         staging.before.append(lambda: buffer.view(tensor.shape).copy_(tensor.detach()))
     summed = _averaged(staging, op, buffer, buffer, size, result_here=rank == root)
     call = Call(
@@ -158,6 +159,7 @@ def reduce_scatter(
     scratch = staging.scratch(sum(counts), tensor)
     parts = scratch.split(list(counts))
     for part, given in zip(parts, inputs, strict=True):
+        staging.watch(given)
         staging.before.append(partial(part.view(given.shape).copy_, given.detach()))
     summed = _averaged(staging, op, scratch, target, size)
     call = Call(

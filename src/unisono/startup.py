@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from unisono import bootstrap, wire
+from unisono import bootstrap
 from unisono.communicator import Check, Communicator
+from unisono.compose import transport_named
 from unisono.group import Group
-from unisono.hosts import host_identity, shm_obstacle
+from unisono.hosts import shm_obstacle
 from unisono.launching.job import Job, conclude
+from unisono.launching.simulated import run_simulated, seed_of
 from unisono.launching.threads import run_threads
+from unisono.surroundings import best, explore, hosts_given
 from unisono.transport import Options, Transport
-from unisono.transports import TRANSPORTS
 
 __all__ = ["CHUNK_BYTES", "TIMEOUT_S", "Wrap", "init", "launch"]
 
@@ -38,15 +41,17 @@ def init(
     check: Check = "auto",
     chunk_bytes: int = CHUNK_BYTES,
     wrap: Wrap | None = None,
+    interface: str | None = None,
 ) -> Communicator:
     """Join the other ranks of a job, and return the communicator of all of them.
 
-    Who and where the others are comes from `init_method`, else from torchrun's environment, else this
-    process is a world of one. What was decided is logged (logger "unisono", level info).
+    Who and where the others are comes from `init_method`, else from torchrun's environment, MPI or Slurm, else
+    this process is a world of one. What was decided is logged (logger "unisono", level info).
 
     Args:
-        backend: A transport's name, or "auto": nccl where each rank has a GPU, shared memory where all
-            ranks are on one host, else gloo.
+        backend: A transport's name, two of them as in "shm+gloo" (within a host, and between hosts), or "auto":
+            nccl where each rank has a GPU, shared memory where all ranks are on one host, gloo where no two are,
+            else "shm+gloo".
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank: This process's number; from the environment if None.
@@ -58,9 +63,12 @@ def init(
         check: "auto" compares before each collective what all ranks are about to do; "off" does not.
         chunk_bytes: Largest message of a schedule; the same on all ranks.
         wrap: Applied to the transport, for tracing or fault injection.
+        interface: The network interface, such as "eth0", by which ranks on other hosts reach this one. If None, the
+            variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one on the route to the
+            first rank. What was taken is logged.
 
     Raises:
-        ValueError: An unknown backend or init method, or numbers that make no sense.
+        ValueError: An unknown backend or interface or init method, or numbers that make no sense.
         CommTimeoutError: The first rank cannot be reached, or ranks are missing.
         UnavailableError: The backend is not to be had here; says how to get it.
 
@@ -72,18 +80,22 @@ def init(
     """
     _check_common(timeout, chunk_bytes)
     if backend != "auto":
-        TRANSPORTS[backend]
+        transport_named(backend)
     place = bootstrap.find(init_method, rank, world_size, timeout, secret)
     try:
-        name = _chosen(place, timeout) if backend == "auto" else backend
-        options = _options(name, device, place.local_rank or 0, timeout, chunk_bytes, place.address)
-        _log.info("unisono: %s, backend %s", place.source, name)
-        transport_type = TRANSPORTS[name]
-        if transport_type.in_process and place.size > 1:
+        around = explore(place, interface, timeout)
+        name = best(around.sharing, gpus=around.gpus) if backend == "auto" else backend
+        options = _options(name, device, place.local_rank or 0, timeout, chunk_bytes, around.address)
+        if backend == "auto":
+            options = replace(options, hosts=around.sharing)
+        _log.info("unisono: %s, backend %s, reached at %s (%s)", place.source, name, around.address, around.interface)
+        kind = transport_named(name)
+        if kind.in_process and place.size > 1:
             raise ValueError(
                 f"ranks of backend {name!r} live in one process: start them by launch(fn, {place.size}, {name!r})"
             )
-        transport = transport_type.connect(Group.world(place.rank, place.size, place.name), place.control, options)
+        around.prepare(name, place, timeout)
+        transport = kind.connect(Group.world(place.rank, place.size, place.name), place.control, options)
         comm = Communicator(wrap(transport) if wrap else transport, place.control, options, check=check)
     except BaseException:
         place.close()
@@ -106,11 +118,13 @@ def launch(
     threads: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     wrap: Wrap | None = None,
+    hosts: Sequence[Sequence[int]] | None = None,
 ) -> list[Any]:
     """Run `fn(comm, *args, **kwargs)` on `nprocs` ranks of this host, and return each rank's result.
 
     Ranks are processes of a forkserver that has torch in memory (about 1 s for the first, 0.05 s for
-    each further one), or threads of this process with backend "thread". Works from a script (call it
+    each further one), or threads of this process with backend "thread" ("sim" as by
+    `simulate`). Works from a script (call it
     under `if __name__ == "__main__":`), from `python -`, from tests and from a notebook: functions
     that a process cannot import travel by value.
 
@@ -130,6 +144,8 @@ def launch(
         threads: Torch threads of each rank; OMP_NUM_THREADS or an equal share of the cores if None.
         chunk_bytes: As for `init`.
         wrap: As for `init`.
+        hosts: Ranks that are to be taken for one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
+            to try what runs on several hosts.
 
     Raises:
         Exception: What the first failing rank raised.
@@ -146,11 +162,21 @@ def launch(
         raise ValueError(f"on_failure must be 'end' or 'continue', not {on_failure!r}")
     if not callable(fn):
         raise TypeError(f"fn must be a function that takes the communicator, not {type(fn).__name__}")
-    name = _best(nprocs, shared=shm_obstacle() is None) if backend == "auto" else backend
-    options = _options(name, device, None, timeout, chunk_bytes, "127.0.0.1")
-    job = Job(fn, tuple(args), dict(kwargs or {}), TRANSPORTS[name], options, check, wrap)
+    given = hosts_given(hosts, nprocs)
+    sharing = given or (tuple(range(nprocs)),)
+    if shm_obstacle() is not None:
+        sharing = tuple((rank,) for rank in range(nprocs))
+    name = best(sharing, gpus=torch.cuda.device_count() >= nprocs) if backend == "auto" else backend
+    options = replace(_options(name, device, None, timeout, chunk_bytes, "127.0.0.1"), hosts=given)
+    job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
+    if job.transport.simulated:
+        return run_simulated(job, nprocs, on_failure, seed_of(None)).results
     if job.transport.in_process:
         ended = run_threads(job, nprocs, on_failure)
+    elif job.transport.launcher == "mpirun":
+        from unisono.launching.mpirun import run_mpirun
+
+        ended = run_mpirun(job, nprocs, on_failure, threads)
     else:
         from unisono.launching.processes import run_processes
 
@@ -163,31 +189,6 @@ def _check_common(timeout: float, chunk_bytes: int) -> None:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be a positive int, not {chunk_bytes!r}")
-
-
-def _chosen(place: bootstrap.Place, timeout: float) -> str:
-    """The best transport for where the ranks are, which each tells the others; the same answer on all."""
-    if place.size == 1:
-        return _best(1, shared=True)
-    mine = (host_identity(), torch.cuda.device_count(), shm_obstacle())
-    place.control.set(f"{place.name}/host {place.rank}", wire.encode(mine))
-    cards = [wire.decode(place.control.get(f"{place.name}/host {r}", timeout)) for r in range(place.size)]
-    hosts = [host for host, _, _ in cards]
-    gpus = all(count >= hosts.count(host) for host, count, _ in cards)
-    obstacles = [obstacle for _, _, obstacle in cards if obstacle] + (["several hosts"] if len(set(hosts)) > 1 else [])
-    if obstacles:
-        _log.info("unisono: no shared memory between these ranks: %s", obstacles[0])
-    return _best(place.size, shared=not obstacles, gpus=gpus)
-
-
-def _best(size: int, *, shared: bool, gpus: bool | None = None) -> str:
-    """Nccl where each rank has a GPU, threads for a world of one, shared memory on one host, else gloo."""
-    enough = torch.cuda.device_count() >= size if gpus is None else gpus
-    if torch.cuda.is_available() and enough and torch.distributed.is_nccl_available():
-        return "nccl"
-    if size == 1:
-        return "thread"
-    return "shm" if shared else "gloo"
 
 
 def _options(

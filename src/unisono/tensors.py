@@ -78,6 +78,9 @@ class Staging:
         device = "cpu" if like.device.type in self._away else like.device
         return torch.empty(numel, dtype=like.dtype, device=device)
 
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Notice it if the tensor changes before the call is over; whoever wants that makes it so."""
+
     def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
         tensor = tensor.detach()
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

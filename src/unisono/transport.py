@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
 
 from unisono.errors import UnavailableError
 from unisono.fingerprint import Fingerprint
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from unisono.control import Control
+    from unisono.mailbox import Mailbox
 
 __all__ = ["Options", "PointToPoint", "Quick", "Transport"]
 
@@ -48,6 +51,7 @@ class Options:
         timeout_s: Seconds that one operation may take unless it says otherwise.
         address: The address of this host that its peers can reach.
         chunk_bytes: Largest message that a schedule sends; longer ones are cut and pipelined.
+        hosts: For each host, its ranks (of the first group of the job); found out if None.
         extra: For transports of other packages.
     """
 
@@ -56,6 +60,7 @@ class Options:
     timeout_s: float = 300.0
     address: str = "127.0.0.1"
     chunk_bytes: int = 2 << 20
+    hosts: tuple[tuple[int, ...], ...] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -83,6 +88,8 @@ class Transport(ABC):
 
     Attributes:
         in_process: Whether ranks are threads of one process; `launch` asks.
+        simulated: Whether these take turns on a virtual clock; `launch` asks.
+        launcher: What starts ranks that are processes: "forkserver", or "mpirun"; `launch` asks.
         native: Names of the collectives (see `Call`) that `collective` carries itself.
         tags: Whether tags above 0 can be told apart. `COLLECTIVE_TAG` always can.
         any_source: Whether `Recv.peer` may be -1.
@@ -90,11 +97,14 @@ class Transport(ABC):
         devices: The device types whose tensors it carries.
         staged: Those of them that take the way over the CPU's memory; `post` sees CPU tensors then.
         overlaps: Whether a native collective, once started, goes on while the caller does other things.
+        background: Whether a collective mostly waits for a network, so that a thread that sees it through pays.
         quick: A shorter way for the simplest calls, or None.
         latency_s, second_per_byte: Rough cost of a message, from which an algorithm is chosen.
     """
 
     in_process: ClassVar[bool] = False
+    simulated: ClassVar[bool] = False
+    launcher: ClassVar[str] = "forkserver"
     native: frozenset[str] = frozenset()
     tags: bool = True
     any_source: bool = False
@@ -102,6 +112,7 @@ class Transport(ABC):
     devices: frozenset[str] = frozenset({"cpu"})
     staged: frozenset[str] = frozenset()
     overlaps: bool = False
+    background: bool = False
     quick: Quick | None = None
     latency_s: float = 50e-6
     second_per_byte: float = 1e-9
@@ -112,6 +123,14 @@ class Transport(ABC):
     def connect(cls, group: Group, control: Control, options: Options) -> Self:
         """Join the group's other members, who all call this; return when messages can be posted."""
         raise UnavailableError(f"{cls.__name__} can wrap other transports, but cannot be started by name")
+
+    @classmethod
+    def neighbours(cls, group: Group, control: Control, timeout: float) -> tuple[tuple[int, ...], ...]:
+        """The parts of a group within which `connect` works, by proof: all of it, unless this transport ends at a host.
+
+        Collective, over the control plane; the ranks have joined the group there.
+        """
+        return (tuple(range(group.size)),)
 
     @property
     def rank(self) -> int:
@@ -133,6 +152,25 @@ class Transport(ABC):
         are a superset. It carries messages of its own, at the same time as this one does.
         """
 
+    def mailbox(self, group: Group) -> Mailbox:
+        """Messages that nobody posts receives for, between the members of `group`: all of them, who call this.
+
+        `group` is made of this transport's own members. Made of `post`, unless a transport knows a faster way.
+        """
+        from unisono.post_mailbox import PostMailbox
+
+        return PostMailbox(self.split(group))
+
+    def renew(self, group: Group) -> Transport:
+        """The transport of a group that takes the place of this one, which may be broken.
+
+        Its members are ranks of this one that live, who call this, and newcomers, who call `connect`.
+        """
+        return self.split(group)
+
+    def leave(self) -> None:
+        """Tell who waits for this rank, if they can be told here, that it makes no more calls. What it sent arrives."""
+
     @abstractmethod
     def close(self) -> None:
         """Let go of what it holds. Nothing is under way any more. Again is harmless."""
@@ -141,8 +179,17 @@ class Transport(ABC):
     def abort(self, cause: BaseException) -> None:
         """End every wait in progress, from any thread, with an error that tells `cause`; stay broken."""
 
+    def die(self, error: BaseException) -> NoReturn:
+        """End this rank as a killed process ends, for tests; where ranks are threads, by raising `error`."""
+        if not self.in_process:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise error
+
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
         """Called before a collective moves anything. Raise `MismatchError` if ranks differ."""
+
+    def end(self, fingerprint: Fingerprint, call: Call, timeout: float) -> None:
+        """Called when a collective has moved everything. Raise `CorruptedError` if something else arrived than was sent."""
 
     def carries(self, call: Call) -> bool:
         """Whether `collective` can do this call. Every rank must come to the same answer."""

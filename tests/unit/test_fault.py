@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -161,6 +163,82 @@ def test_collectives_suffer_too_and_native_ones_are_hidden() -> None:
             run_ranks(program, 2, backend, wrap=faulty(seed=0, drop=1.0))
 
 
+def test_a_duplicate_arrives_again() -> None:
+    arrived = survivors(1, duplicate=0.3)
+    twice = [number for number in range(COUNT) if arrived.count(number) == 2]
+    assert arrived == sorted(arrived)
+    assert 0.2 * COUNT < len(twice) < 0.4 * COUNT
+    assert set(arrived) == set(range(COUNT))
+    assert survivors(1, duplicate=0.3) == arrived
+
+
+def test_what_is_overtaken_comes_after_the_next_of_its_stream() -> None:
+    inner = Recorder()
+    swapping = Faulty(inner, seed=2, reorder=0.3, delay_s=60.0)
+    # The last one waits for a next one, which does not come.
+    works = [swapping.post([message(number)]) for number in range(50)]
+    swapping.post([message(0, tag=1)])
+    for work in works[:40]:
+        work.wait(5.0)
+    numbers = [int(m.tensor) for m in inner.posted if m.tag == 0]
+    assert numbers != sorted(numbers)
+    assert all(abs(number - place) <= 1 for place, number in enumerate(numbers[:40]))
+    swapping.abort(AbortedError("enough"))
+
+
+def test_one_bit_changes_and_the_sender_keeps_its_own() -> None:
+    inner = Recorder()
+    spoiling = Faulty(inner, seed=1, corrupt=1.0)
+    sent = [torch.randn(100), torch.zeros(7, dtype=torch.bool), torch.arange(3), torch.zeros(0)]
+    kept = [t.clone() for t in sent]
+    for t in sent:
+        spoiling.post([Send(t, 1)]).wait(1.0)
+    assert all(torch.equal(t, k) for t, k in zip(sent, kept, strict=True))
+    for t, got in zip(sent, inner.posted, strict=True):
+        bits = (t.view(torch.uint8) ^ got.tensor.view(torch.uint8)).tolist()
+        assert sum(byte.bit_count() for byte in bits) == (1 if t.numel() else 0)
+
+
+def test_a_frozen_rank_comes_back_and_one_that_does_not_is_freed_by_an_abort() -> None:
+    for freeze_s in (0.05, None):
+        inner = Recorder()
+        frozen = Faulty(inner, seed=0, freeze_at=2, freeze_s=freeze_s)
+        frozen.post([message(1)])
+        started = time.monotonic()
+        thread = threading.Thread(target=frozen.post, args=([message(2)],))
+        thread.start()
+        if freeze_s is None:
+            assert inner.numbers == [1]
+            frozen.abort(AbortedError("enough"))
+        thread.join(10.0)
+        assert time.monotonic() - started >= (freeze_s or 0.0)
+        assert inner.numbers == [1, 2]
+
+
+def test_a_slow_link_takes_its_bytes_one_after_another() -> None:
+    def program(comm: un.Communicator) -> float:
+        started = time.monotonic()
+        tensors = [torch.zeros(1000, dtype=torch.uint8) for _ in range(3)]
+        works = [comm.isend(t, 1) if comm.rank == 0 else comm.irecv(t, 0) for t in tensors]
+        for work in works:
+            work.wait()
+        return time.monotonic() - started
+
+    found = un.simulate(program, 2, faults={"slow_bytes_per_s": 1000.0, "ranks": [0]}).results
+    assert all(3.0 <= time_s < 3.1 for time_s in found), found
+    assert max(un.simulate(program, 2, faults={"slow_bytes_per_s": 1000.0, "ranks": [1]}).results) < 0.1
+
+
+def test_all_faults_follow_into_parts() -> None:
+    asked: dict[str, Any] = {"seed": 3, "drop": 0.1, "delay": 0.2, "duplicate": 0.3, "reorder": 0.4, "corrupt": 0.5}
+    asked |= {"delay_s": 1.0, "kill_at": 7, "freeze_at": 8, "freeze_s": 9.0, "slow_bytes_per_s": 10.0, "ranks": (1,)}
+    part = Faulty(Recorder(), **asked).split(Group("world/part", 0, (1, 2)))
+    assert isinstance(part, Faulty)
+    assert {field.name: getattr(part._asked, field.name) for field in dataclasses.fields(part._asked)} == asked
+    # In the part, rank 0 is rank 1 of the job.
+    assert part._faults.kill_at == 7
+
+
 def killing(rank: int, at: int) -> Callable[[Transport], Transport]:
     return lambda inner: Faulty(inner, seed=0, kill_at=at if inner.rank == rank else None)
 
@@ -213,6 +291,10 @@ def test_parts_are_as_faulty() -> None:
         ({"delay": -0.1}, "delay is a chance"),
         ({"delay_s": -1.0}, "delay_s must not be negative"),
         ({"kill_at": 0}, "kill_at counts from 1"),
+        ({"freeze_at": -1}, "freeze_at counts from 1"),
+        ({"freeze_s": -1.0}, "freeze_s must not be negative"),
+        ({"corrupt": 7}, "corrupt is a chance from 0 to 1, not 7"),
+        ({"slow_bytes_per_s": 0}, "slow_bytes_per_s must be positive"),
     ],
 )
 def test_faults_that_make_no_sense_are_refused(faults: dict[str, Any], said: str) -> None:

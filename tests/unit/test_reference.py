@@ -25,7 +25,19 @@ def rows(title: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "package", ["compression", "data", "errors", "gradients", "schedules", "transports", "interop", "testing"]
+    "package",
+    [
+        "checkpoint",
+        "compression",
+        "data",
+        "errors",
+        "gradients",
+        "schedules",
+        "transports",
+        "interop",
+        "rpc",
+        "testing",
+    ],
 )
 def test_packages(package: str) -> None:
     assert set(rows(f"`unisono.{package}`")) == set(getattr(un, package).__all__)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from unisono.bootstrap import alone, env, file, tcp
+from unisono.bootstrap import alone, env, file, mpi, slurm, tcp
 from unisono.bootstrap.place import Place, Request
 from unisono.errors import CommError
 
 __all__ = ["Place", "Request", "find"]
 
-_SCHEMES = {"env": env.find, "file": file.find, "tcp": tcp.find}
-_AUTOMATIC = (env, alone)
+_SCHEMES = {"env": env.find, "file": file.find, "mpi": mpi.find, "tcp": tcp.find}
+_AUTOMATIC = (env, mpi, slurm, alone)
 
 
 def find(
@@ -31,8 +31,8 @@ def find(
 
     Args:
         init_method: "tcp://host:port" (the host of rank 0), "file:///path", "env://", or None: the
-            environment if it speaks of ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
-            else a world of one.
+            environment if it speaks of ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else
+            mpirun, else a step of Slurm), else a world of one. "mpi://" insists on MPI.
         rank: This process's number; needed with tcp:// and file://.
         world_size: How many ranks there are; needed with tcp:// and file://.
         timeout_s: Seconds within which all ranks come, or all that have come get an error.

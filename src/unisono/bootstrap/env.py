@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
-from datetime import timedelta
 
-from unisono.bootstrap.hosting import lease
-from unisono.bootstrap.meeting import Seat, meet
+from unisono.bootstrap.agent import find_by_agent
+from unisono.bootstrap.meeting import Seat
 from unisono.bootstrap.place import Place, Request, checked
 from unisono.bootstrap.tcp import find_at
-from unisono.control.secret import find_secret
-from unisono.errors import CommTimeoutError
 
 __all__ = ["find", "here"]
 
@@ -39,7 +35,7 @@ def find(request: Request) -> Place:
     where = f"torchrun's agent at {host}:{port}" if by_agent else f"MASTER_ADDR {host}:{port}"
     source = f"rank {rank} of {size} by the environment, met at {where}"
     seat = Seat(rank, size, _number("LOCAL_RANK"), request.deadline, source)
-    return (_find_by_agent if by_agent else find_at)(seat, host, port, request.secret)
+    return (find_by_agent if by_agent else find_at)(seat, host, port, request.secret)
 
 
 def _both(request: Request) -> tuple[int, int]:
@@ -63,38 +59,3 @@ def _number(name: str) -> int | None:
         return int(text)
     except ValueError:
         raise ValueError(f"{name} is {text!r}, which is not a number") from None
-
-
-def _find_by_agent(seat: Seat, host: str, port: int, secret: str | bytes | None) -> Place:
-    """Under torchrun the port is taken by its agent's store, through which rank 0 tells its own address.
-
-    That store authenticates nobody; who speaks at the address it tells still has to know the secret.
-    """
-    import torch.distributed as dist
-
-    known = find_secret(secret)
-    hosted = None
-    try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=max(1.0, seat.left_s)))
-        job = f"unisono/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-        # The first init of every rank meets the first init of every other.
-        key = f"{job}/init {store.add(f'{job}/rank {seat.rank}', 1)}"
-        if seat.rank == 0:
-            hosted = lease(f"{job} at {host}:{port}", known, _own_address(host, port), 0)
-            store.set(key, " ".join(map(str, hosted.server.address)))
-        store.wait([key], timedelta(seconds=max(1.0, seat.left_s)))
-        server_host, server_port = store.get(key).decode().rsplit(" ", 1)
-    except dist.DistError as error:
-        raise CommTimeoutError(
-            f"rank 0 has not told its address to torchrun's agent at {host}:{port} in time. Is it alive? ({error})"
-        ) from error
-    return meet(seat, (server_host, int(server_port)), known, hosted)
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address of this host on the way to another one. Nothing is sent."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        own: str = probe.getsockname()[0]
-        return own

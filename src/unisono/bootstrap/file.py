@@ -19,7 +19,7 @@ from unisono.control.client import SocketControl
 from unisono.control.secret import refuse_if_shared
 from unisono.errors import ClosedError, CommError, CommTimeoutError
 
-__all__ = ["find"]
+__all__ = ["address_in", "find"]
 
 _MARK = "unisono meets here"
 _MAX_BYTES = 4096
@@ -48,6 +48,15 @@ def find(request: Request) -> Place:
     return _host(path, seat) if rank == 0 else _follow(path, seat)
 
 
+def address_in(url: str) -> tuple[tuple[str, int], bytes]:
+    """Where the control plane listens that a file tells of, and its secret."""
+    path = _path(url)
+    note = _read(path)
+    if note is None:
+        raise CommError(f"{path} tells of no job; is one running that uses this file?")
+    return (note.host, note.port), note.secret.encode()
+
+
 def _path(url: str) -> Path:
     parts = urlsplit(url)
     path = Path(unquote(parts.path))
@@ -71,10 +80,16 @@ def _read(path: Path) -> _Note | None:
     if not text:
         return None
     mark, *lines = text.splitlines()
-    if mark != _MARK or len(lines) != 4 or not lines[1].isdecimal():
+    if mark != _MARK or len(lines) != 4 or not _is_address(lines[0], lines[1]):
         raise ValueError(f"{path} holds something else, which is left alone; give an empty file, or a new name")
     refuse_if_shared(path, status, stat.S_IRWXG | stat.S_IRWXO)
     return _Note(lines[0], int(lines[1]), lines[2], lines[3])
+
+
+def _is_address(host: str, port: str) -> bool:
+    """Whether a socket could be asked to connect there at all."""
+    number = int(port) if port.isascii() and port.isdecimal() and len(port) <= 5 else 0
+    return 0 < number < 1 << 16 and 0 < len(host) < 256 and host.isascii() and host.isprintable()
 
 
 # -- rank 0 ----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from unisono.group import Group
 
 __all__ = ["MovedError", "Seat", "meet", "settle"]
 
-_JOB = "world"
 _LOOK_EVERY_S = 0.05
 
 
@@ -34,6 +33,7 @@ class Seat:
         rank, size, local_rank: As in `Place`.
         deadline: On the monotonic clock.
         source: As in `Place`.
+        job: What the names of its worlds begin with; ranks of different jobs never meet, not even at one address.
     """
 
     rank: int
@@ -41,6 +41,7 @@ class Seat:
     local_rank: int | None
     deadline: float
     source: str
+    job: str = "world"
 
     @property
     def left_s(self) -> float:
@@ -102,7 +103,7 @@ def settle(
 
 def _gather(seat: Seat, control: SocketControl, moved: Callable[[], bool] | None) -> str:
     try:
-        name = control.enrol(_JOB, seat.rank, seat.size, _process(os.getpid()))
+        name = control.enrol(seat.job, seat.rank, seat.size, _process(os.getpid()))
     except MismatchError:
         if moved is not None and moved():
             raise MovedError from None

@@ -9,13 +9,13 @@ from unisono.bootstrap.meeting import Seat, meet
 from unisono.bootstrap.place import Place, Request
 from unisono.control.secret import find_secret
 
-__all__ = ["find", "find_at"]
+__all__ = ["address_of", "find", "find_at"]
 
 
 def find(request: Request) -> Place:
     """The place at the address that `init_method` gives."""
     url = request.init_method or ""
-    host, port = _address(url)
+    host, port = address_of(url)
     rank, size = request.numbers()
     seat = Seat(rank, size, None, request.deadline, f"rank {rank} of {size}, met at {url}")
     return find_at(seat, host, port, request.secret)
@@ -31,7 +31,8 @@ def find_at(seat: Seat, host: str, port: int, secret: str | bytes | None) -> Pla
     return meet(seat, (host, port) if hosted is None else hosted.server.address, known, hosted)
 
 
-def _address(url: str) -> tuple[str, int]:
+def address_of(url: str) -> tuple[str, int]:
+    """Host and port of tcp://host:port."""
     parts = urlsplit(url)
     try:
         port = parts.port

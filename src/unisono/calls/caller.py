@@ -10,6 +10,8 @@ import torch
 
 from unisono.engine import Engine
 from unisono.errors import CommError
+from unisono.guarded import Guarded
+from unisono.site import call_site
 from unisono.tensors import Staging, check_apart, check_tensor
 
 __all__ = ["ANYONE", "Async", "Blocking", "Caller", "others"]
@@ -39,6 +41,7 @@ class Caller:
 
     _engine: Engine
     _owner: int | None
+    _check: str
 
     @property
     def rank(self) -> int:
@@ -52,21 +55,26 @@ class Caller:
 
     def _enter(self, operation: str) -> None:
         """Raise unless this thread may call, and the communicator still works."""
-        here = threading.get_ident()
-        if self._owner is None:
-            self._owner = here
-        if self._owner not in (here, ANYONE):
-            raise CommError(
-                f"this communicator belongs to another thread than {threading.current_thread().name!r}; "
-                "call hand_over() there first, or use dup() for a second communicator",
-                rank=self.rank,
-                size=self.size,
-                operation=operation,
-            )
+        self._own(operation)
         self._engine.check(operation)
 
+    def _own(self, operation: str) -> None:
+        """Raise unless this thread may call."""
+        here = threading.get_ident()
+        if self._owner is None:
+            self._owner = self._engine.activity.owner = here
+        if self._owner not in (here, ANYONE):
+            error = CommError(
+                f"this communicator belongs to another thread than {threading.current_thread().name!r}; "
+                "call hand_over() there first, or use dup() for a second communicator"
+            )
+            raise self._engine.located(error, operation)
+
     def _staging(self) -> Staging:
-        return Staging(self._engine.transport.staged)
+        away = self._engine.transport.staged
+        if self._check != "full":
+            return Staging(away)
+        return Guarded(away, f"the call at {call_site()}")
 
     def _check_rank(self, rank: int, name: str, *, other: bool = False) -> None:
         if not isinstance(rank, int) or isinstance(rank, bool):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from unisono.activity import Awaited, Noted
 from unisono.calls.caller import Caller
+from unisono.calls.vouched import vouch
 from unisono.engine import Engine
 from unisono.errors import CommError, CommTimeoutError
+from unisono.failing import explained
+from unisono.site import call_site
 from unisono.tensors import check_apart
 from unisono.types import MAX_TAG, Message, Recv, Send, Work
+from unisono.work import readable
 from unisono.wrappers.trace import traced
 
 __all__ = ["Messages"]
@@ -85,7 +91,7 @@ class Messages(Caller):
 
     def _post(self, operation: str, messages: Sequence[Message]) -> _Posted:
         self._enter(operation)
-        staging, flat = self._staging(), list[Message]()
+        staging, flat, activity = self._staging(), list[Message](), self._engine.activity
         for message in messages:
             receives = isinstance(message, Recv)
             name = "src" if receives else "dst"
@@ -94,10 +100,16 @@ class Messages(Caller):
             self._check_tensor(message.tensor, "the tensor", written=receives)
             buffer = staging.target(message.tensor) if receives else staging.source(message.tensor)
             flat.append(type(message)(buffer, message.peer, message.tag))
+        noted = operation, None, _detail(flat), call_site()
+        activity.note(noted)
+        awaited = tuple(activity.post("recv" if isinstance(m, Recv) else "send", m.peer, m.tag) for m in flat)
         with torch.no_grad():
             for action in staging.before:
                 action()
-            return _Posted(self._engine, operation, traced(self._engine.transport).post(flat), staging.after)
+            if self._check == "full":
+                staging.after[:0] = vouch(self._engine, flat, awaited)
+            work = traced(self._engine.transport).post(flat)
+        return _Posted(self._engine, noted, awaited, work, staging.after)
 
     def _check_tag(self, tag: int) -> None:
         if not isinstance(tag, int) or isinstance(tag, bool):
@@ -108,35 +120,59 @@ class Messages(Caller):
             raise ValueError(f"this backend has no tags: messages match in order. Use tag=0, not {tag}")
 
 
+def _detail(messages: Sequence[Message]) -> str:
+    """What messages these are, in a few words."""
+    first, more = messages[0], len(messages) - 1
+    way = f"{'from' if isinstance(first, Recv) else 'to'} rank {first.peer}"
+    tag = f", tag {first.tag}" if first.tag else ""
+    return f"{way}{tag}, {readable(first.tensor.nbytes)}{f', and {more} more' if more else ''}"
+
+
 class _Posted(Work):
     """A transport's work, with errors that say where they belong, and what is left to do at the end."""
 
-    def __init__(self, engine: Engine, operation: str, inner: Work, after: list[Callable[[], object]]) -> None:
-        self._engine, self._operation, self._inner, self._after = engine, operation, inner, after
+    def __init__(
+        self, engine: Engine, noted: Noted, awaited: tuple[Awaited, ...], inner: Work, after: list[Callable[[], object]]
+    ) -> None:
+        self._engine, self._noted, self._awaited, self._inner, self._after = engine, noted, awaited, inner, after
+        # Messages are counted by themselves: each rank has its own number of them.
+        self._operation, self._number = noted[0], engine.activity.messages
         self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> None:
         if timeout is None:
             return self.wait_or_break(None)
-        try:
-            self._inner.wait(timeout)
-        except CommTimeoutError as error:
-            # The message may still come: a wait that was told its time breaks nothing.
-            raise self._located(error) from None
-        except CommError as error:
-            raise self._failed(error) from error
+        with self._seen():
+            try:
+                self._inner.wait(timeout)
+            except CommTimeoutError as error:
+                # The message may still come: a wait that was told its time breaks nothing.
+                raise self._located(explained(error, self._engine.control, self._engine.group)) from None
+            except CommError as error:
+                raise self._failed(error) from error
         self._finish()
 
     def wait_or_break(self, timeout: float | None) -> None:
         """Wait; any failure, a timeout too, breaks the communicator."""
-        try:
-            self._inner.wait(self._engine.options.timeout_s if timeout is None else timeout)
-        except BaseException as error:
-            told = self._failed(error)
-            if told is error:
-                raise
-            raise told from error
+        with self._seen():
+            try:
+                self._inner.wait(self._engine.options.timeout_s if timeout is None else timeout)
+            except BaseException as error:
+                told = self._failed(error)
+                if told is error:
+                    raise
+                raise told from error
         self._finish()
+
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        """Others can see for what this rank waits."""
+        activity = self._engine.activity
+        activity.enter(self._noted, self._awaited)
+        try:
+            yield
+        finally:
+            activity.leave()
 
     def is_completed(self) -> bool:
         if not self._inner.is_completed():
@@ -155,22 +191,29 @@ class _Posted(Work):
         def settle(inner: torch.futures.Future[None]) -> None:
             try:
                 inner.value()
+                self._finish()
             except Exception as error:
                 future.set_exception(self._failed(error))  # type: ignore[arg-type]
             else:
-                self._finish()
                 future.set_result(None)
 
         self._inner.get_future().add_done_callback(settle)
         return future
 
     def _finish(self) -> None:
-        with self._lock, torch.no_grad():
-            while self._after:
-                self._after.pop(0)()
+        try:
+            with self._lock, torch.no_grad():
+                while self._after:
+                    self._after.pop(0)()
+        except CommError as error:
+            raise self._failed(error) from error
 
     def _failed(self, error: BaseException) -> BaseException:
-        return self._engine.failed(error, self._operation)
+        return self._engine.failed(error, self._operation, self._number)
 
-    def _located(self, error: CommError) -> CommError:
-        return error.locate(rank=self._engine.group.rank, size=self._engine.group.size, operation=self._operation)
+    def _located(self, error: BaseException) -> BaseException:
+        assert isinstance(error, CommError)
+        group = self._engine.group
+        return error.locate(
+            rank=group.rank, size=group.size, group=group.name, operation=self._operation, call=self._number
+        )

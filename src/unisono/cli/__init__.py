@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,26 +38,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         ...
         SystemExit: 0
     """
-    parser = _parser()
-    given = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    parser = _parser(words[0] if words else None)
+    given = parser.parse_args(words)
     if given.command is None:
         parser.print_help(sys.stderr)
         return _REFUSED
     try:
-        return COMMANDS[given.command].run(given)
+        status = COMMANDS[given.command].run(given)
+        sys.stdout.flush()
+        return status
     except (Refusal, UnavailableError) as error:
         return _complain(given.command, error, _REFUSED)
     except CommError as error:
         return _complain(given.command, error, _FAILED)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; at its end Python would try once more to write the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(wanted: str | None) -> argparse.ArgumentParser:
+    """All commands; but if one of them is wanted, the others are not loaded, for some bring torch along."""
     parser = argparse.ArgumentParser(prog="unisono", description="Distributed training for plain PyTorch loops.")
     parser.add_argument("--version", action="version", version=f"unisono {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="<command>")
-    for name in COMMANDS.names():
+    names = COMMANDS.names()
+    for name in names:
+        if wanted in names and name != wanted:
+            commands.add_parser(name)
+            continue
         command = COMMANDS[name]
         summary, _, _ = (command.__doc__ or "").partition("\n")
         command.add_arguments(commands.add_parser(name, help=summary, description=command.__doc__))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from unisono.activity import Activity
 from unisono.group import Group
 
-__all__ = ["Cause", "Control"]
+__all__ = ["Cause", "Control", "Rebuilt"]
 
 T = TypeVar("T")
 
@@ -29,6 +30,18 @@ class Cause:
     message: str
 
 
+class Rebuilt(NamedTuple):
+    """The group that takes the place of one that has failed.
+
+    Attributes:
+        name: Of the new group.
+        members: Numbers of its ranks in the job: those of the survivors in their old order, then those of newcomers.
+    """
+
+    name: str
+    members: tuple[int, ...]
+
+
 class Control(ABC):
     """A key-value store, agreement, presence and first causes of failure. Safe to use from any thread.
 
@@ -41,8 +54,11 @@ class Control(ABC):
     def set(self, key: str, value: bytes) -> None: ...
 
     @abstractmethod
-    def get(self, key: str, timeout: float) -> bytes:
-        """Wait until the key is there. Raises `CommTimeoutError` that names the key."""
+    def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
+        """Wait until the key is there. Raises `CommTimeoutError` that names the key.
+
+        With a group, its failure ends the wait too.
+        """
 
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
@@ -68,8 +84,11 @@ class Control(ABC):
         """Be present in a group. `on_failure` is called once, from any thread, at its first failure."""
 
     @abstractmethod
-    def leave(self, group: Group) -> None:
-        """Be present no longer, in peace. Members who then wait for this rank get `PeerLostError`."""
+    def leave(self, group: Group, patience: float = 0.0) -> None:
+        """Be present no longer, in peace. Members who then wait for this rank get `PeerLostError`.
+
+        Returns when all have left, or `patience` seconds have passed.
+        """
 
     @abstractmethod
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
@@ -94,10 +113,37 @@ class Control(ABC):
     def cause(self, group: Group, patience: float = 0.0) -> Cause | None:
         """The group's first cause, if known; wait up to `patience` seconds for one to be told."""
 
+    @abstractmethod
+    def rebuild(self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b"") -> Rebuilt:
+        """The group that comes after this one: of those who are in it still, and of `grow` newcomers.
+
+        Every member that lives calls it, with the same `attempt` and `grow`. Who has not come when the
+        first one's patience ends is left out, and gets `AbortedError`. `terms` go to the newcomers.
+        """
+
+    @abstractmethod
+    def apply(self, timeout: float) -> tuple[Rebuilt, int, bytes]:
+        """Wait to be taken in as a newcomer: the group, this one's rank in it, and the members' terms."""
+
+    # -- what everybody is doing ---------------------------------------------------------------
+    @abstractmethod
+    def watch(self, activity: Activity) -> None:
+        """Tell of it to whoever asks by `survey`, for as long as it is there."""
+
+    @abstractmethod
+    def survey(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
+        """What every rank of a group says that it is doing (see `unisono.activity.Desk`); None if it says nothing.
+
+        By group and rank. Without a group: every client of the control plane that is in any.
+        """
+
     # -- here ----------------------------------------------------------------------------------
     @abstractmethod
     def share(self, key: str, make: Callable[[], T]) -> T:
-        """One object for all ranks that are threads of this process (made by whoever comes first)."""
+        """One object for all ranks that are threads of this process (made by whoever comes first).
+
+        If the key begins with a group's name and a slash, the object is forgotten when all have left the group.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -12,11 +12,15 @@ from typing import Any, TypeVar
 
 from unisono import wire
 from unisono.control.base import Cause
+from unisono.control.door import Door
 from unisono.control.exits import close_at_exit
 from unisono.control.line import connect
-from unisono.control.requester import Requester, Waiter
+from unisono.control.replies import reply_of
+from unisono.control.requester import Requester
 from unisono.control.sockets import close_after_fork
+from unisono.control.waiting import Waiter
 from unisono.errors import CommError
+from unisono.group import Group
 
 __all__ = ["SocketControl"]
 
@@ -25,6 +29,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _CLOSE_WITHIN_S = 5.0
+_MENTION_WITHIN_S = 1.0
 _CLOSED = Cause("ClosedError", None, "this control handle is closed")
 
 
@@ -66,6 +71,7 @@ class SocketControl(Requester):
         self._sharing = threading.RLock()
         self._objects: dict[str, Any] = {}
         self._line, self._news = connect(address, secret, timeout if reach_within_s is None else reach_within_s)
+        self._door = Door(address, secret)
         close_after_fork(self)
         close_at_exit(self)
         self._reader = threading.Thread(target=self._read_news, name="unisono control client", daemon=True)
@@ -104,6 +110,11 @@ class SocketControl(Requester):
             shared: T = self._objects[key]
             return shared
 
+    def leave(self, group: Group, patience: float = 0.0) -> None:
+        super().leave(group, patience)
+        for key in [key for key in list(self._objects) if key.startswith(f"{group.name}/")]:
+            self._objects.pop(key, None)
+
     def close(self) -> None:
         if self._process != os.getpid():
             return
@@ -121,6 +132,7 @@ class SocketControl(Requester):
         """Close the descriptors, as a forked child does."""
         self._line.close()
         self._news.close()
+        self._door.close()
 
     # -- requests and answers ------------------------------------------------------------------
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
@@ -135,6 +147,10 @@ class SocketControl(Requester):
             self._line.send(wire.encode((number, words)), time.monotonic() + self._patience_s)
         except OSError:
             self._lose()
+
+    def _mention(self, words: tuple[Any, ...]) -> None:
+        with contextlib.suppress(OSError):
+            self._line.send(wire.encode((0, words)), time.monotonic() + _MENTION_WITHIN_S)
 
     def _wait(self, waiter: Waiter, timeout: float) -> bool:
         """Read, for everybody, until the own answer is there; or sleep while another thread reads."""
@@ -160,7 +176,7 @@ class SocketControl(Requester):
                 left_s = deadline - time.monotonic()
                 contents = self._line.receive(left_s)
                 for content in contents:
-                    self._receive(wire.decode(content))
+                    self._receive(reply_of(content))
                 if left_s <= 0 and not contents:
                     return
         except (OSError, ValueError):
@@ -182,8 +198,8 @@ class SocketControl(Requester):
         goodbye = False
         try:
             while not goodbye:
-                for content in self._news.receive(None):
-                    reply = wire.decode(content)
+                for content in self._news.receive(None, self._door):
+                    reply = reply_of(content)
                     goodbye = goodbye or reply[1] == "goodbye"
                     self._call(None if goodbye else self._receive(reply))
         except (OSError, ValueError) as error:
@@ -194,7 +210,7 @@ class SocketControl(Requester):
         elif self._ended is None:
             host = "" if self._host_rank is None else f"rank {self._host_rank} of the job was lost, which hosts it: "
             cause = Cause("PeerLostError", None, f"{host}{self._where} was lost: its process ended, or the way to it")
-            for callback in self._end(cause, fails_groups=True):
+            for callback in self._end(cause, fails_groups=True, culprit=self._host_rank):
                 self._call(callback)
             self._call(self._on_orphan)
         self._line.hang_up()

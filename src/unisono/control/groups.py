@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,9 +72,18 @@ class Groups:
     """Groups by name, each for as long as a rank is in it or may still come.
 
     All answers are pure values: which client is told what.
+
+    Args:
+        on_failure: What else is to be told when a group has failed, of its name and the cause.
+        on_end: Likewise when all ranks have left it, of its name.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        on_failure: Callable[[str, Cause], Outgoing] = lambda name, cause: [],
+        on_end: Callable[[str], Outgoing] = lambda name: [],
+    ) -> None:
+        self._on_failure, self._on_end = on_failure, on_end
         self._groups: dict[str, _Group] = {}
         self._ranks: dict[int, dict[str, int]] = {}
 
@@ -83,7 +93,7 @@ class Groups:
         contradiction = self._contradiction(group, client, rank, size)
         if contradiction is not None:
             cause = Cause("MismatchError", rank, contradiction)
-            return [*([] if group.complete else group.fail(cause)), (client, failed(request, cause))]
+            return [*([] if group.complete else self._fail(group, cause)), (client, failed(request, cause))]
         group.present[rank] = client
         self._ranks.setdefault(client, {})[name] = rank
         out: Outgoing = [(client, (request, "ok", answer))]
@@ -118,8 +128,7 @@ class Groups:
             if rank not in exchange:
                 out += [(who.client, failed(who.request, _left(rank))) for who in exchange.values()]
                 del group.exchanges[topic]
-        self._forget_if_over(group)
-        return out
+        return out + self._forget_if_over(group)
 
     def leave_all(self, client: int) -> Outgoing:
         """Leave every group in peace."""
@@ -137,8 +146,8 @@ class Groups:
             del group.present[rank]
             group.gone.add(rank)
             message = f"rank {rank} was lost: its process ended without closing the communicator"
-            out += group.fail(Cause("PeerLostError", rank, message))
-            self._forget_if_over(group)
+            out += self._fail(group, Cause("PeerLostError", rank, message))
+            out += self._forget_if_over(group)
         return out
 
     def exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
@@ -163,22 +172,29 @@ class Groups:
         del group.exchanges[topic]
         return _results(exchange)
 
-    def withdraw(self, name: str, topic: str, waited_s: float) -> Outgoing:
-        """Somebody's patience has ended: if ranks are missing still, the group fails for want of them."""
+    def withdraw(self, name: str, topic: str, waited_s: float, report: str = "", deadlock: bool = False) -> Outgoing:
+        """Somebody's patience has ended: if ranks are missing still, the group fails for want of them.
+
+        `report` is what that one has found out about the others.
+        """
         group = self._groups.get(name)
         exchange = group.exchanges.get(topic) if group is not None else None
         if group is None or exchange is None:
             return []
         missing = [rank for rank in range(group.size) if rank not in exchange]
-        return group.fail(Cause("CommTimeoutError", missing[0], _waited(topic, waited_s, missing)))
+        kind = "DeadlockError" if deadlock else "CommTimeoutError"
+        return self._fail(group, Cause(kind, missing[0], _waited(topic, waited_s, missing) + report))
 
     def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
         """The first cause of the group, which may now be this one."""
         group = self._groups.get(name)
         if group is None:
             return cause, []
-        out = group.fail(cause)
+        out = self._fail(group, cause)
         return group.cause or cause, out
+
+    def _fail(self, group: _Group, cause: Cause) -> Outgoing:
+        return [] if group.cause is not None else [*group.fail(cause), *self._on_failure(group.name, cause)]
 
     def cause(self, name: str) -> Cause | None:
         """The first cause, if there is one."""
@@ -190,9 +206,44 @@ class Groups:
         group = self._groups.get(name)
         return group is None or group.complete
 
-    def _forget_if_over(self, group: _Group) -> None:
-        if len(group.gone) == group.size:
-            del self._groups[group.name]
+    def present(self, name: str) -> dict[int, int]:
+        """For each rank that is in the group now, its client."""
+        group = self._groups.get(name)
+        return {} if group is None else dict(group.present)
+
+    def first_of_all(self) -> dict[int, tuple[str, int]]:
+        """For each client that is in any group, the one that it has been in for longest, and its rank there."""
+        return {client: next(iter(ranks.items())) for client, ranks in self._ranks.items() if ranks}
+
+    def rank_of(self, client: int, name: str) -> int | None:
+        """A client's rank in a group, if it is there now."""
+        return self._ranks.get(client, {}).get(name)
+
+    def names(self, client: int) -> list[str]:
+        """The groups that a client is in."""
+        return list(self._ranks.get(client, ()))
+
+    def below(self, name: str) -> list[str]:
+        """The parts of a group that are there still."""
+        return [part for part in self._groups if part.startswith(f"{name}/")]
+
+    def expel(self, name: str, rank: int, cause: Cause) -> Outgoing:
+        """The others go on without this rank, which is told."""
+        group = self._groups[name]
+        client = group.present.pop(rank)
+        self._ranks[client].pop(name, None)
+        group.gone.add(rank)
+        return [(client, pushed(name, cause)), *self._fail(group, cause)]
+
+    def _forget_if_over(self, group: _Group) -> Outgoing:
+        if len(group.gone) < group.size:
+            return []
+        del self._groups[group.name]
+        return self._on_end(group.name)
+
+    def knows(self, name: str) -> bool:
+        """Whether somebody is in the group, or may still come."""
+        return name in self._groups
 
 
 def _results(exchange: dict[int, Contribution]) -> Outgoing:

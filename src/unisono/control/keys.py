@@ -49,5 +49,10 @@ class Keys:
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
+    def drop(self, beginnings: tuple[str, ...], kept: tuple[str, ...] = ()) -> None:
+        """Forget all keys that begin so, but for those that begin in one of the ways to be `kept`."""
+        for key in [key for key in self._values if key.startswith(beginnings) and not key.startswith(kept)]:
+            del self._values[key]
+
     def delete(self, key: str) -> bool:
         return self._values.pop(key, None) is not None

@@ -9,6 +9,7 @@ import time
 
 from unisono import wire
 from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting
+from unisono.control.door import Door
 from unisono.control.sockets import tune
 from unisono.errors import CommError, CommTimeoutError
 
@@ -48,9 +49,18 @@ class Line:
                     if not self._writable.poll(_milliseconds(deadline - time.monotonic())):
                         raise TimeoutError("the server reads nothing") from None
 
-    def receive(self, timeout: float | None) -> list[bytes]:
-        """The contents of the frames that have come, none if the time is up. Raises OSError at the end."""
-        if not self._readable.poll(None if timeout is None else _milliseconds(timeout)):
+    def receive(self, timeout: float | None, door: Door | None = None) -> list[bytes]:
+        """The contents of the frames that have come, none if the time is up. Raises OSError at the end.
+
+        Whoever knocks at the door meanwhile is answered.
+        """
+        if door is not None and door.socket is not None:
+            self._readable.register(door.socket, select.POLLIN)
+        found = self._readable.poll(None if timeout is None else _milliseconds(timeout))
+        if door is not None and door.socket is not None and any(number == door.socket.fileno() for number, _ in found):
+            door.answer()
+            return []
+        if not found:
             return []
         try:
             data = self._peer.recv(_READ_BYTES)
@@ -87,6 +97,8 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> tuple[Li
     while True:
         try:
             return _both(address, secret, max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())))
+        except UnicodeError as error:
+            raise CommError(f"{address[0]!r} is no name of a host") from error
         except OSError as error:
             pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
             attempt += 1

@@ -32,7 +32,7 @@ class LocalHub:
     """
 
     def __init__(self) -> None:
-        self._state = ControlState()
+        self._state = ControlState(self._group_over)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._controls: dict[int, LocalControl] = {}
@@ -42,8 +42,12 @@ class LocalHub:
     def control(self) -> LocalControl:
         """The handle of one more rank."""
         client = next(self._numbers)
-        control = self._controls[client] = LocalControl(self, client)
+        control = self._controls[client] = self.make(client)
         return control
+
+    def make(self, client: int) -> LocalControl:
+        """A new handle, which knows the hub and its own number."""
+        return LocalControl(self, client)
 
     def share(self, key: str, make: Callable[[], T]) -> T:
         """As `Control.share`."""
@@ -72,6 +76,11 @@ class LocalHub:
         """A rank has closed its handle."""
         self._controls.pop(client, None)
 
+    def _group_over(self, name: str) -> None:
+        """Objects that ranks shared as members of a group go with it. (No lock: whoever makes one may be in here.)"""
+        for key in [key for key in list(self._objects) if key.startswith(f"{name}/")]:
+            self._objects.pop(key, None)
+
     def _deliver(self, out: Outgoing) -> list[Callable[[], None]]:
         addressed = ((self._controls.get(client), reply) for client, reply in out)
         callbacks = (control._receive(reply) for control, reply in addressed if control is not None)
@@ -94,6 +103,9 @@ class LocalControl(Requester):
 
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
         self._hub.handle(self._client, number, words)
+
+    def _mention(self, words: tuple[Any, ...]) -> None:
+        self._hub.handle(self._client, 0, words)
 
     def share(self, key: str, make: Callable[[], T]) -> T:
         return self._hub.share(key, make)

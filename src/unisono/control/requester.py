@@ -7,69 +7,25 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from unisono import wire
-from unisono.control.base import Cause, Control
+from unisono.activity import Activity, Desk
+from unisono.control.base import Cause, Control, Rebuilt
 from unisono.control.failure import error_of
 from unisono.control.groups import Reply
+from unisono.control.hang import hang_report
+from unisono.control.waiting import Callback, Membership, Waiter
 from unisono.errors import ClosedError, CommTimeoutError, PeerLostError
+from unisono.events import Record, record_of
 from unisono.group import Group
 
-__all__ = ["Callback", "Requester", "Waiter"]
-
-Callback = Callable[[], None]
+__all__ = ["Requester"]
 
 # After a timeout: for the server to say what came of it.
 _GRACE_S = 5.0
-
-
-class Waiter:
-    """One request under way. A bare lock: nothing else in Python wakes another thread as fast."""
-
-    __slots__ = ("_lock", "number", "reply")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.reply: Reply | None = None
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def answer(self, reply: Reply) -> None:
-        """The first answer counts."""
-        if self.reply is None:
-            self.reply = reply
-            self.wake()
-
-    def wake(self) -> None:
-        """Let who sleeps look around."""
-        with contextlib.suppress(RuntimeError):
-            self._lock.release()
-
-    def sleep(self, timeout: float) -> None:
-        """Until the answer is there, or somebody wakes this thread, or the time is up."""
-        if self.reply is None:
-            self._lock.acquire(timeout=min(max(timeout, 0.0), threading.TIMEOUT_MAX))
-
-
-class _Membership:
-    """This rank's presence in one group."""
-
-    def __init__(self, group: Group, on_failure: Callable[[Cause], None]) -> None:
-        self.group = group
-        self.cause: Cause | None = None
-        self.told = threading.Event()
-        self._on_failure = on_failure
-        self._lock = threading.Lock()
-
-    def fail(self, cause: Cause) -> Callback | None:
-        """Keep the first cause; what is then to be called, outside of any lock."""
-        with self._lock:
-            if self.cause is not None:
-                return None
-            self.cause = cause
-        self.told.set()
-        return lambda: self._on_failure(cause)
+_AGAIN_S = 1.0
 
 
 class Requester(Control, ABC):
@@ -83,13 +39,20 @@ class Requester(Control, ABC):
         self._patience_s = patience_s
         self._numbers = itertools.count(1)
         self._waiters: dict[int, Waiter] = {}
-        self._members: dict[str, _Membership] = {}
+        self._members: dict[str, Membership] = {}
         self._ended: Cause | None = None
+        self._silent = False
         self._ending = threading.Lock()
+        self._desk = Desk()
+        self._record: Record | None = None
 
     @abstractmethod
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
         """Start a request. Its reply comes to `_receive`, from any thread, even before this returns."""
+
+    @abstractmethod
+    def _mention(self, words: tuple[Any, ...]) -> None:
+        """Send what has no reply, from any thread; it may get lost."""
 
     def _wait(self, waiter: Waiter, timeout: float) -> bool:
         """Whether the answer has come in time."""
@@ -117,11 +80,13 @@ class Requester(Control, ABC):
 
     def _finish(self, waiter: Waiter, timeout: float, group: Group | None = None) -> Any:
         """The value of the answer, or its error."""
+        timeout = self._within(timeout)
         try:
             self._wait(waiter, timeout)
         finally:
             self._waiters.pop(waiter.number, None)
         if waiter.reply is None:
+            self._silent = True
             raise CommTimeoutError(
                 f"{self._where} has not answered for {timeout:.1f} s. Is its process alive, and not stopped?",
                 waited_s=timeout,
@@ -131,13 +96,20 @@ class Requester(Control, ABC):
             raise error_of(Cause(*cast("tuple[str, int | None, str]", body)), group)
         return body
 
+    def _within(self, timeout: float) -> float:
+        """How long to wait for an answer: where the way is cut, a failing rank has much to tell that nobody hears."""
+        return min(timeout, _AGAIN_S) if self._silent else timeout
+
     def _ask(self, *words: Any, group: Group | None = None, within_s: float | None = None) -> Any:
         return self._finish(self._begin(*words), self._patience_s if within_s is None else within_s, group)
 
     def _receive(self, reply: Reply) -> Callback | None:
         """Hand a reply to who waits for it; what is to be called because of it, outside of any lock."""
-        number, _, body = reply
+        number, outcome, body = reply
+        if outcome == "asked":
+            return lambda: self._mention(("answer", body, wire.encode(self._desk.report())))
         if number:
+            self._silent = False
             waiter = self._waiters.get(number)
             if waiter is not None:
                 waiter.answer(reply)
@@ -146,13 +118,17 @@ class Requester(Control, ABC):
         membership = self._members.get(name)
         return membership.fail(Cause(kind, rank, message)) if membership is not None else None
 
-    def _end(self, cause: Cause, *, fails_groups: bool) -> list[Callback]:
-        """No answer will come any more: tell whoever waits for one, and the groups if so wanted."""
+    def _end(self, cause: Cause, *, fails_groups: bool, culprit: int | None = None) -> list[Callback]:
+        """No answer will come any more: tell whoever waits for one, and the groups if so wanted.
+
+        `culprit` is the rank that it is about, in the first group of the job; each group has its own number for it.
+        """
         with self._ending:
             if self._ended is not None:
                 return []
             self._ended = cause
-        callbacks = [m.fail(cause) for m in list(self._members.values())] if fails_groups else []
+        members = list(self._members.values()) if fails_groups else []
+        callbacks = [m.fail(_as_seen_in(m.group, cause, culprit)) for m in members]
         for waiter in list(self._waiters.values()):
             waiter.answer((waiter.number, "failed", (cause.kind, cause.rank, cause.message)))
         return [callback for callback in callbacks if callback is not None]
@@ -171,8 +147,8 @@ class Requester(Control, ABC):
     def set(self, key: str, value: bytes) -> None:
         self._ask("set", key, value)
 
-    def get(self, key: str, timeout: float) -> bytes:
-        waiter = self._begin("get", key)
+    def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
+        waiter = self._begin("get", key, "" if group is None else group.name)
         try:
             if not self._wait(waiter, timeout):
                 # Answers come in order: after this one, the value either is here or will never come.
@@ -182,7 +158,7 @@ class Requester(Control, ABC):
                 raise CommTimeoutError(message, waited_s=timeout)
         finally:
             self._waiters.pop(waiter.number, None)
-        value: bytes = self._finish(waiter, 0)
+        value: bytes = self._finish(waiter, 0, group)
         return value
 
     def add(self, key: str, amount: int) -> int:
@@ -204,7 +180,7 @@ class Requester(Control, ABC):
     # -- groups ------------------------------------------------------------------------------------
     def join(self, group: Group, on_failure: Callable[[Cause], None]) -> None:
         before = self._members.get(group.name)
-        self._members[group.name] = _Membership(group, on_failure)
+        self._members[group.name] = Membership(group, on_failure)
         try:
             self._ask("join", group.name, group.rank, group.size, group=group)
         except BaseException:
@@ -214,11 +190,15 @@ class Requester(Control, ABC):
                 self._members[group.name] = before
             raise
 
-    def leave(self, group: Group) -> None:
-        if self._members.pop(group.name, None) is not None:
-            # Without a control plane there is nothing left to leave.
-            with contextlib.suppress(PeerLostError, ClosedError):
-                self._ask("leave", group.name, group=group)
+    def leave(self, group: Group, patience: float = 0.0) -> None:
+        if self._members.pop(group.name, None) is None:
+            return
+        # Without a control plane there is nothing left to leave.
+        with contextlib.suppress(PeerLostError, ClosedError, CommTimeoutError):
+            waiter = self._begin("leave", group.name, patience > 0)
+            if not self._wait(waiter, self._within(patience or self._patience_s)) and not self._silent:
+                self._ask("forget", waiter.number, within_s=_GRACE_S)
+            self._waiters.pop(waiter.number, None)
 
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
         contents = self._exchange(group, topic, value, timeout, agree=False)
@@ -236,7 +216,8 @@ class Requester(Control, ABC):
         try:
             if not self._wait(waiter, timeout):
                 # The others learn of it and raise the same; the answer to the exchange says what came of it.
-                self._ask("withdraw", group.name, topic, timeout, group=group, within_s=_GRACE_S)
+                words = hang_report(self, group)
+                self._ask("withdraw", group.name, topic, timeout, *words, group=group, within_s=_GRACE_S)
         except BaseException:
             self._waiters.pop(waiter.number, None)
             raise
@@ -246,12 +227,15 @@ class Requester(Control, ABC):
         membership = self._members.get(group.name)
         if membership is not None and membership.cause is not None:
             return membership.cause
-        if self._ended is not None:
-            callback = membership.fail(cause) if membership is not None else None
-            if callback is not None:
-                callback()
-            return cause
-        return Cause(*self._ask("fail", group.name, cause.kind, cause.rank, cause.message, group=group))
+        if self._ended is None:
+            with contextlib.suppress(CommTimeoutError):
+                # If there is no answer, the others have to find out for themselves.
+                words = (group.name, cause.kind, cause.rank, cause.message)
+                return Cause(*self._ask("fail", *words, group=group, within_s=min(self._patience_s, _GRACE_S)))
+        callback = membership.fail(cause) if membership is not None else None
+        if callback is not None:
+            callback()
+        return cause
 
     def cause(self, group: Group, patience: float = 0.0) -> Cause | None:
         membership = self._members.get(group.name)
@@ -260,3 +244,41 @@ class Requester(Control, ABC):
             return membership.cause
         told = None if self._ended is not None else self._ask("cause", group.name)
         return None if told is None else Cause(*told)
+
+    def rebuild(self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b"") -> Rebuilt:
+        waiter = self._begin("rebuild", group.name, attempt, grow, list(group.members), terms)
+        if not self._wait(waiter, timeout):
+            self._ask("without", group.name, attempt, timeout, group=group, within_s=_GRACE_S)
+        name, members = self._finish(waiter, _GRACE_S, group)
+        return Rebuilt(name, tuple(members))
+
+    def apply(self, timeout: float) -> tuple[Rebuilt, int, bytes]:
+        waiter = self._begin("apply")
+        if not self._wait(waiter, timeout):
+            self._ask("forget", waiter.number, within_s=_GRACE_S)
+            if waiter.reply is None:
+                self._waiters.pop(waiter.number, None)
+                raise CommTimeoutError(
+                    f"waited {timeout:.1f} s to be taken in; the ranks of the job call comm.rebuild(grow=1)",
+                    waited_s=timeout,
+                )
+        name, members, rank, terms = self._finish(waiter, 0)
+        return Rebuilt(name, tuple(members)), rank, terms
+
+    # -- what everybody is doing -------------------------------------------------------------------
+    def watch(self, activity: Activity) -> None:
+        self._desk.add(activity)
+        if self._record is None:
+            self._record = record_of(activity.group.rank)
+        activity.record = self._record
+
+    def survey(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
+        waiter = self._begin("survey", None if group is None else group.name)
+        if not self._wait(waiter, patience):
+            self._ask("enough", waiter.number, within_s=_GRACE_S)
+        pairs = self._finish(waiter, _GRACE_S, group)
+        return {tuple(who): None if content is None else wire.decode(content) for who, content in pairs}
+
+
+def _as_seen_in(group: Group, cause: Cause, culprit: int | None) -> Cause:
+    return replace(cause, rank=group.members.index(culprit)) if culprit in group.members else cause

@@ -15,6 +15,7 @@ from unisono import wire
 from unisono.control.base import Cause
 from unisono.control.channel import MAX_FRAME_BYTES
 from unisono.control.connection import Connection
+from unisono.control.door import Door
 from unisono.control.groups import Outgoing, Reply, failed
 from unisono.control.sockets import close_after_fork, listen, tune
 from unisono.control.state import ControlState
@@ -66,9 +67,11 @@ class Server:
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._bell, self._ear = socket.socketpair()
-        for listening in (self._listener, self._ear):
-            listening.setblocking(False)
-            self._selector.register(listening, selectors.EVENT_READ)
+        self._door = Door(self._address, secret)
+        for listening in (self._listener, self._ear, self._door.socket):
+            if listening is not None:
+                listening.setblocking(False)
+                self._selector.register(listening, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="unisono control server", daemon=True)
         self._thread.start()
         close_after_fork(self)
@@ -109,6 +112,8 @@ class Server:
                         self._accept()
                     elif key.fileobj is self._ear:
                         self._ear.recv(4096)
+                    elif key.fileobj is self._door.socket:
+                        self._door.answer()
                     else:
                         self._serve(key.data, events)
                 if self._strangers:
@@ -223,7 +228,7 @@ class Server:
         """Close every descriptor."""
         for connection in (*self._known.values(), *self._news.values(), *self._strangers.values()):
             connection.peer.close()
-        for held in (self._listener, self._bell, self._ear, self._selector):
+        for held in (self._listener, self._bell, self._ear, self._door, self._selector):
             held.close()
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from unisono.control.base import Cause
 from unisono.control.groups import Groups, Outgoing, failed
 from unisono.control.keys import Keys
+from unisono.control.rebuilds import Rebuilds
+from unisono.control.surveys import Surveys
 
 __all__ = ["ControlState"]
 
@@ -18,6 +20,9 @@ class ControlState:
     Requests are tuples, a verb and its arguments: see the methods that begin with `_on_`. Each gets
     one reply, at once or later: `(request, "ok", value)` or `(request, "failed", cause)`. A group's
     failure is told to all members as `(0, "failed", (group, *cause))`.
+
+    Args:
+        on_end: Called with the name of a group that all ranks have left, for whoever keeps things by groups.
 
     Values of an exchange are bytes that nobody looks into, so "equal" means that the bytes are.
     Memory is bounded: finished exchanges are forgotten, and groups that everybody has left.
@@ -30,9 +35,14 @@ class ControlState:
         [(1, (7, 'ok', b'here')), (2, (3, 'ok', None))]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[str], None] = lambda name: None) -> None:
+        self._on_end = on_end
         self._keys = Keys()
-        self._groups = Groups()
+        self._groups = Groups(self._group_failed, self._group_over)
+        self._surveys = Surveys()
+        self._rebuilds = Rebuilds(self._groups)
+        self._waits: dict[tuple[int, int], str] = {}
+        self._leaving: dict[str, list[tuple[int, int]]] = {}
         self._seats: dict[tuple[str, int], tuple[int, str, int]] = {}
         self._clients: set[int] = set()
 
@@ -47,19 +57,29 @@ class ControlState:
 
     def lost(self, client: int) -> Outgoing:
         """A client's connection ended without `bye`."""
-        self._forget(client)
-        return self._groups.lose(client)
+        names = self._groups.names(client)
+        out = [*self._forget(client), *self._groups.lose(client)]
+        return out + [reply for name in names for reply in self._rebuilds.look(name)]
 
     # -- the store ---------------------------------------------------------------------------------
     def _on_set(self, client: int, request: int, key: str, value: bytes) -> Outgoing:
-        return [*_wake(self._keys.set(key, value), value), (client, (request, "ok", None))]
+        return [*self._wake(self._keys.set(key, value), value), (client, (request, "ok", None))]
 
-    def _on_get(self, client: int, request: int, key: str) -> Outgoing:
+    def _on_get(self, client: int, request: int, key: str, group: str = "") -> Outgoing:
+        """With a group, the wait ends by that one's failure too."""
+        cause = self._groups.cause(group) if group else None
+        if cause is not None:
+            return [(client, failed(request, cause))]
         value = self._keys.get(key, client, request)
+        if value is None and group:
+            self._waits[client, request] = group
         return [] if value is None else [(client, (request, "ok", value))]
 
     def _on_forget(self, client: int, request: int, other: int) -> Outgoing:
         self._keys.forget(client, other)
+        self._rebuilds.forget(client, other)
+        self._waits.pop((client, other), None)
+        self._forget_leaving(client, other)
         return [(client, (request, "ok", None))]
 
     def _on_add(self, client: int, request: int, key: str, amount: int) -> Outgoing:
@@ -67,11 +87,11 @@ class ControlState:
             total, waiting = self._keys.add(key, amount)
         except ValueError:
             return [(client, failed(request, Cause("CommError", None, f"the key {key!r} holds no number to add to")))]
-        return [*_wake(waiting, b"%d" % total), (client, (request, "ok", total))]
+        return [*self._wake(waiting, b"%d" % total), (client, (request, "ok", total))]
 
     def _on_compare_set(self, client: int, request: int, key: str, expected: bytes, desired: bytes) -> Outgoing:
         value, waiting = self._keys.compare_set(key, expected, desired)
-        return [*_wake(waiting, value), (client, (request, "ok", value))]
+        return [*self._wake(waiting, value), (client, (request, "ok", value))]
 
     def _on_check(self, client: int, request: int, keys: list[str]) -> Outgoing:
         return [(client, (request, "ok", self._keys.check(keys)))]
@@ -86,14 +106,28 @@ class ControlState:
     def _on_join(self, client: int, request: int, name: str, rank: int, size: int) -> Outgoing:
         return self._groups.join(client, request, name, rank, size)
 
-    def _on_leave(self, client: int, request: int, name: str) -> Outgoing:
-        return [*self._groups.leave(client, name), (client, (request, "ok", None))]
+    def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
+        """The answer comes at once, or when all have left if this one wants to wait for the `last` one."""
+        if last and self._groups.knows(name):
+            self._leaving.setdefault(name, []).append((client, request))
+            return [*self._groups.leave(client, name), *self._rebuilds.look(name)]
+        return [*self._groups.leave(client, name), *self._rebuilds.look(name), (client, (request, "ok", None))]
 
     def _on_exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
         return self._groups.exchange(client, request, name, topic, content, agree)
 
-    def _on_withdraw(self, client: int, request: int, name: str, topic: str, waited_s: float) -> Outgoing:
-        return [*self._groups.withdraw(name, topic, waited_s), (client, (request, "ok", None))]
+    def _on_withdraw(
+        self,
+        client: int,
+        request: int,
+        name: str,
+        topic: str,
+        waited_s: float,
+        report: str = "",
+        deadlock: bool = False,
+    ) -> Outgoing:
+        out = self._groups.withdraw(name, topic, waited_s, report, deadlock)
+        return [*out, (client, (request, "ok", None))]
 
     def _on_fail(self, client: int, request: int, name: str, kind: str, rank: int | None, message: str) -> Outgoing:
         first, out = self._groups.fail(name, Cause(kind, rank, message))
@@ -102,6 +136,34 @@ class ControlState:
     def _on_cause(self, client: int, request: int, name: str) -> Outgoing:
         cause = self._groups.cause(name)
         return [(client, (request, "ok", None if cause is None else (cause.kind, cause.rank, cause.message)))]
+
+    # -- surveys -----------------------------------------------------------------------------------
+    def _on_survey(self, client: int, request: int, name: str | None) -> Outgoing:
+        """Have the members of a group tell what they are doing, or all clients that are in any."""
+        labels = self._groups.first_of_all()
+        if name is not None:
+            labels = {other: (name, rank) for rank, other in self._groups.present(name).items()}
+        return self._surveys.ask(client, request, labels)
+
+    def _on_answer(self, client: int, request: int, number: int, content: bytes) -> Outgoing:
+        """Nobody waits for an answer to this."""
+        return self._surveys.answer(client, number, content)
+
+    def _on_enough(self, client: int, request: int, other: int) -> Outgoing:
+        return [*self._surveys.enough(client, other), (client, (request, "ok", None))]
+
+    # -- new groups in the place of old ones -------------------------------------------------------
+    def _on_rebuild(
+        self, client: int, request: int, name: str, attempt: int, grow: int, members: list[int], terms: bytes
+    ) -> Outgoing:
+        return self._rebuilds.call(client, request, name, attempt, grow, members, terms)
+
+    def _on_without(self, client: int, request: int, name: str, attempt: int, waited_s: float) -> Outgoing:
+        out = self._rebuilds.without(client, request, name, attempt, waited_s)
+        return [*out, (client, (request, "ok", None))]
+
+    def _on_apply(self, client: int, request: int) -> Outgoing:
+        return self._rebuilds.apply(client, request)
 
     # -- clients -----------------------------------------------------------------------------------
     def _on_enrol(self, client: int, request: int, job: str, rank: int, size: int, process: str) -> Outgoing:
@@ -124,13 +186,48 @@ class ControlState:
 
     def _on_bye(self, client: int, request: int) -> Outgoing:
         """Leave everything in peace; the connection may end now."""
-        self._forget(client)
-        return [*self._groups.leave_all(client), (client, (request, "ok", None))]
+        names = self._groups.names(client)
+        out = [*self._forget(client), *self._groups.leave_all(client)]
+        out += [reply for name in names for reply in self._rebuilds.look(name)]
+        return [*out, (client, (request, "ok", None))]
 
-    def _forget(self, client: int) -> None:
+    def _forget(self, client: int) -> Outgoing:
         self._clients.discard(client)
         self._keys.forget(client)
+        self._rebuilds.forget(client)
+        for wait in [wait for wait in self._waits if wait[0] == client]:
+            del self._waits[wait]
+        self._forget_leaving(client)
+        return self._surveys.forget(client)
+
+    # -- what groups and keys have to do with each other -------------------------------------------
+    def _wake(self, waiting: list[tuple[int, int]], value: bytes) -> Outgoing:
+        for wait in waiting:
+            self._waits.pop(wait, None)
+        return [(client, (request, "ok", value)) for client, request in waiting]
+
+    def _group_failed(self, name: str, cause: Cause) -> Outgoing:
+        """Who waits for a key on behalf of a group waits no longer than that one lasts."""
+        out: Outgoing = []
+        for client, request in [wait for wait, group in self._waits.items() if group == name]:
+            del self._waits[client, request]
+            self._keys.forget(client, request)
+            out.append((client, failed(request, cause)))
+        return out
+
+    def _forget_leaving(self, client: int, request: int | None = None) -> None:
+        """Who waited for all others to leave does so no more."""
+        for waiting in self._leaving.values():
+            waiting[:] = [wait for wait in waiting if wait[0] != client or request not in (None, wait[1])]
+
+    def _group_over(self, name: str) -> Outgoing:
+        """Nobody asks for its keys any more; who waits for that is told."""
+        self._on_end(name)
+        parts = self._groups.below(name)
+        self._keys.drop(_prefixes(name), tuple(prefix for part in parts for prefix in _prefixes(part)))
+        return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, [])]
 
 
-def _wake(waiting: list[tuple[int, int]], value: bytes) -> Outgoing:
-    return [(client, (request, "ok", value)) for client, request in waiting]
+def _prefixes(name: str) -> tuple[str, ...]:
+    """What the keys of a group begin with: the store of torch's own groups has a word before."""
+    return f"{name}/", f"torch/{name}/"

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from unisono.control.base import Control
+from unisono.group import Group
 
 __all__ = ["ControlStore"]
 
@@ -20,6 +21,7 @@ class ControlStore(dist.Store):
         control: The handle; it has to outlive the store.
         prefix: What the names of all keys begin with. Stores with different ones know nothing of each other.
         timeout_s: Seconds that `get` and `wait` wait for a key, until `set_timeout` says otherwise.
+        group: Whose failure ends such a wait too.
 
     Example:
         >>> from unisono.control import LocalHub
@@ -32,8 +34,9 @@ class ControlStore(dist.Store):
     # torch keeps it, since its own code sets it; its annotations do not tell.
     timeout: timedelta
 
-    def __init__(self, control: Control, prefix: str, timeout_s: float = 300.0) -> None:
+    def __init__(self, control: Control, prefix: str, timeout_s: float = 300.0, group: Group | None = None) -> None:
         super().__init__()
+        self._group = group
         self.set_timeout(timedelta(seconds=timeout_s))
         self._control, self._prefix = control, prefix
 
@@ -41,12 +44,12 @@ class ControlStore(dist.Store):
         self._control.set(self._key(key), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._control.get(self._key(key), self.timeout.total_seconds())
+        return self._control.get(self._key(key), self.timeout.total_seconds(), self._group)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
         for key in keys:
-            self._control.get(self._key(key), deadline - time.monotonic())
+            self._control.get(self._key(key), deadline - time.monotonic(), self._group)
 
     def add(self, key: str, amount: int) -> int:
         return self._control.add(self._key(key), amount)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from unisono.gradients.average import average_gradients, broadcast_parameters
 from unisono.gradients.averager import GradientAverager
 from unisono.gradients.diloco import DiLoCo
+from unisono.gradients.finite import NanGuard, assert_finite
 from unisono.gradients.gossip import Gossip
 from unisono.gradients.guard import DivergenceGuard, assert_in_sync
 from unisono.gradients.local_sgd import LocalSGD
@@ -18,7 +19,9 @@ __all__ = [
     "Gossip",
     "GradientAverager",
     "LocalSGD",
+    "NanGuard",
     "SyncBatchNorm",
+    "assert_finite",
     "assert_in_sync",
     "average_gradients",
     "broadcast_parameters",

@@ -15,6 +15,7 @@ from unisono.gradients.average import broadcast_parameters
 from unisono.gradients.backward import Backward, current_pass, watch_outputs
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.join import joined
+from unisono.gradients.moving import Moving
 from unisono.gradients.plan import MIB, agree_on_parameters, named_parameters, plan_buckets
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.schedule import BucketSchedule
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["GradientAverager"]
 
 
-class GradientAverager:
+class GradientAverager(Moving):
     """Averages the gradients of a plain model over all ranks while `backward()` computes them.
 
     One line before the training loop; the loop, the model and the optimizer stay as they are. When
@@ -86,11 +87,15 @@ class GradientAverager:
         self._named = named_parameters(model)
         self._names, self._parameters = [n for n, _ in self._named], [p for _, p in self._named]
         self._model = model if isinstance(model, torch.nn.Module) else None
-        cap, first = int(bucket_cap_mb * MIB), int(first_bucket_mb * MIB)
-        plan_buckets([], [], cap, first)
+        self._sizes = int(bucket_cap_mb * MIB), int(first_bucket_mb * MIB)
+        plan_buckets([], [], *self._sizes)
         self._average, self._find_unused, self._sync_buffers = average, find_unused, sync_buffers
-        codec = codec_for(compression)
-        settings = (cap, first, average, find_unused, sync_buffers, repr(codec))
+        self._compression = compression
+        self._attach(comm, sync_parameters=sync_parameters)
+
+    def _attach(self, comm: Communicator, *, sync_parameters: bool) -> None:
+        codec = codec_for(self._compression)
+        settings = (*self._sizes, self._average, self._find_unused, self._sync_buffers, repr(codec))
         agree_on_parameters(self._named, comm, settings)
         self._talk, self._comm = comm.dup(), comm.dup(check="off")
         # Where there is a GPU, hooks run in threads of autograd.
@@ -98,10 +103,10 @@ class GradientAverager:
         self._comm.share()
         self.rank, self.size = comm.rank, comm.size
         if sync_parameters:
-            broadcast_parameters(model if self._model is not None else self._parameters, self._talk)
-        self._weights = Weights(self._talk, average == "sum")
+            broadcast_parameters(self._model if self._model is not None else self._parameters, self._talk)
+        self._weights = Weights(self._talk, self._average == "sum")
         self._schedule = BucketSchedule(
-            self._named, Reducer(self._comm, codec), (cap, first), self._weights.agree, self._talk.barrier
+            self._named, Reducer(self._comm, codec), self._sizes, self._weights.agree, self._talk.barrier
         )
         self._where = self._schedule.where
         self._backward = Backward(self._finish, self._abandon)
@@ -113,7 +118,7 @@ class GradientAverager:
         # Where buckets travel while others fill, the first step tells in which order gradients come.
         self._seen: list[int] | None = [] if self._comm.overlaps and codec is None else None
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
-        if find_unused and self._model is not None and self.size > 1:
+        if self._find_unused and self._model is not None and self.size > 1:
             # A rank whose backward pass comes to no parameter at all takes part too.
             self._hooks[-1] = watch_outputs(self._model, self._passing)
         # Gradients come about in the reverse order of parameters.
@@ -156,25 +161,6 @@ class GradientAverager:
         self._schedule.clear()
         self._talk.close()
         self._comm.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a codec remembers from step to step, and how many steps there were. Differs from rank to rank."""
-        codecs = [self._schedule.reducer.codec_of(bucket) for bucket in self._schedule.buckets]
-        return {"steps": self._steps[-1], "codecs": [None if codec is None else codec.state_dict() for codec in codecs]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of the same rank, of an averager made alike."""
-        buckets = self._schedule.buckets
-        if len(state["codecs"]) != len(buckets):
-            raise ValueError(
-                f"the state is of {len(state['codecs'])} buckets, and this averager has {len(buckets)}: "
-                "it was made of another model, or with other sizes"
-            )
-        self._steps[-1] = state["steps"]
-        for bucket, saved in zip(buckets, state["codecs"], strict=True):
-            codec = self._schedule.reducer.codec_of(bucket)
-            if codec is not None and saved is not None:
-                codec.load_state_dict(saved)
 
     @property
     def buckets(self) -> list[list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from unisono.communicator import Check, Communicator
+from unisono.compose import Connectable
 from unisono.control import Control
 from unisono.errors import AbortedError, CommError, PeerLostError
 from unisono.group import Group
@@ -39,7 +40,7 @@ class Job:
     fn: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    transport: type[Transport]
+    transport: Connectable
     options: Options
     check: Check
     wrap: Callable[[Transport], Transport] | None

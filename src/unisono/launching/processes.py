@@ -27,7 +27,7 @@ from unisono.errors import CommError, PeerLostError
 from unisono.launching.job import GRACE_S, Job, Outcome
 from unisono.launching.rank import Orders, live
 
-__all__ = ["run_processes"]
+__all__ = ["by_value", "run_processes", "share_of_cores"]
 
 _END_S = 1.0
 _starting = threading.Lock()
@@ -48,7 +48,7 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
         for rank in range(size):
             reader, writer = context.Pipe(duplex=False)
             orders = Orders(
-                rank, size, payload, dict(os.environ), server.address, secret, _threads(threads, size), _outputs()
+                rank, size, payload, dict(os.environ), server.address, secret, share_of_cores(threads, size), _outputs()
             )
             process: BaseProcess = context.Process(target=live, args=(orders, writer), name=f"unisono rank {rank}")  # type: ignore[attr-defined]
             with _main_as_ranks_see_it():
@@ -129,7 +129,8 @@ def _context() -> BaseContext:
     return context
 
 
-def _threads(asked: int | None, size: int) -> int:
+def share_of_cores(asked: int | None, size: int) -> int:
+    """How many threads a rank has: as asked, else as OMP_NUM_THREADS says, else an equal share."""
     if asked is not None:
         return asked
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -167,9 +168,19 @@ def _dump(job: Job) -> bytes:
             return pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError):
         pass
+    return by_value(job)
+
+
+def by_value(job: Job) -> bytes:
+    """The job, and with it all that a fresh process could not import.
+
+    Raises:
+        TypeError: Something in it cannot be sent.
+    """
+    main = sys.modules.get("__main__")
     module = sys.modules.get(getattr(job.fn, "__module__", "") or "")
-    by_value = module is not None and module is not main and not _found(module)
-    if by_value:
+    unknown = module is not None and module is not main and not _found(module)
+    if unknown:
         assert module is not None
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -177,7 +188,7 @@ def _dump(job: Job) -> bytes:
     except Exception as error:
         raise TypeError(f"fn, args or kwargs cannot be sent to the ranks: {error}") from error
     finally:
-        if by_value:
+        if unknown:
             assert module is not None
             cloudpickle.unregister_pickle_by_value(module)
 

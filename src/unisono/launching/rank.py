@@ -18,7 +18,7 @@ from unisono.control.client import SocketControl
 from unisono.group import Group
 from unisono.launching.job import Job
 
-__all__ = ["Orders", "live"]
+__all__ = ["Orders", "carry_out", "live", "settle_in"]
 
 
 @dataclass(slots=True)
@@ -51,11 +51,21 @@ def live(orders: Orders, report: Connection) -> None:
     if orders.outputs is not None:
         for number, copy in zip((1, 2), orders.outputs, strict=True):
             os.dup2(copy.detach(), number)
+    settle_in(orders.threads)
+    report.send_bytes(carry_out(orders))
+
+
+def settle_in(threads: int) -> None:
+    """How a rank prints and computes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Whole lines, so that those of several ranks do not run into each other.
             stream.reconfigure(line_buffering=True, write_through=False)
-    torch.set_num_threads(orders.threads)
+    torch.set_num_threads(threads)
+
+
+def carry_out(orders: Orders) -> bytes:
+    """Run the job; what came of it, for the launching process."""
     try:
         job: Job = cloudpickle.loads(orders.job)
         control = SocketControl(orders.address, orders.secret, job.options.timeout_s, on_orphan=_end)
@@ -65,7 +75,7 @@ def live(orders: Orders, report: Connection) -> None:
         message = ("error", _portable(error), "".join(traceback.format_exception(error)))
     sys.stdout.flush()
     sys.stderr.flush()
-    report.send_bytes(cloudpickle.dumps(message))
+    return bytes(cloudpickle.dumps(message))
 
 
 def _end() -> None:

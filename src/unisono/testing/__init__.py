@@ -12,23 +12,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.testing import buckets, cases, codecs, gradients, laws, partitions, placed, reference, strategies
+    from unisono.testing import (
+        buckets,
+        cases,
+        codecs,
+        gradients,
+        laws,
+        partitioners,
+        partitions,
+        placed,
+        reference,
+        strategies,
+    )
     from unisono.testing.conformance import TransportLaws
     from unisono.testing.laws import World
     from unisono.testing.pools import RankPool, pool
     from unisono.testing.ranks import run_ranks
-    from unisono.wrappers.fault import Faulty
+    from unisono.wrappers.checksum import Checksummed
+    from unisono.wrappers.delay import Delayed
+    from unisono.wrappers.fault import Faulty, KilledError
 
 __all__ = [
+    "Checksummed",
+    "Delayed",
     "Faulty",
+    "KilledError",
     "RankPool",
     "TransportLaws",
     "World",
     "buckets",
     "cases",
+    "chaos",
     "codecs",
     "gradients",
     "laws",
+    "partitioners",
     "partitions",
     "placed",
     "pool",
@@ -38,7 +56,10 @@ __all__ = [
 ]
 
 _HOME = {
+    "Checksummed": "unisono.wrappers.checksum",
+    "Delayed": "unisono.wrappers.delay",
     "Faulty": "unisono.wrappers.fault",
+    "KilledError": "unisono.wrappers.fault",
     "RankPool": "unisono.testing.pools",
     "TransportLaws": "unisono.testing.conformance",
     "World": "unisono.testing.laws",

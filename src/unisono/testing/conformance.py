@@ -20,6 +20,7 @@ class TransportLaws:
     Attributes:
         backend: The name of the transport.
         wrap: Applied to the transport of each rank, to hold a wrapper to the same laws. A static method.
+        hosts: Which of the four ranks are taken for one host each, as `launch` takes it, for transports of several.
 
     Example:
         >>> class TestMine(TransportLaws):
@@ -29,11 +30,12 @@ class TransportLaws:
 
     backend: ClassVar[str]
     wrap: ClassVar[Callable[[Transport], Transport] | None] = None
+    hosts: ClassVar[tuple[tuple[int, ...], ...] | None] = None
 
     @property
     def world(self) -> World:
         """Where the laws are tried."""
-        return World(self.backend, type(self).wrap)
+        return World(self.backend, type(self).wrap, hosts=self.hosts)
 
 
 def _test(law: Law) -> Callable[[TransportLaws], None]:

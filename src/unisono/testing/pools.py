@@ -11,10 +11,10 @@ from typing import Any, Literal, Self
 
 import cloudpickle
 
+from unisono.compose import transport_named
 from unisono.launching.job import conclude
 from unisono.testing.ranks import TIMEOUT_S, run_ranks
 from unisono.testing.staff import Staff
-from unisono.transports import TRANSPORTS
 
 __all__ = ["RankPool", "pool"]
 
@@ -68,8 +68,8 @@ class RankPool:
         size = self.size if size is None else size
         if not 1 <= size <= self.size:
             raise ValueError(f"size={size}, but this pool has {self.size} ranks; ask for 1 to {self.size}")
-        if TRANSPORTS[self.backend].in_process:
-            return run_ranks(fn, size, self.backend, *args, on_failure=on_failure, **self._options)
+        if transport_named(self.backend).in_process:
+            return run_ranks(fn, size, self.backend, *args, on_failure=on_failure, **_of_the_first(size, self._options))
         program = _by_value(fn, args)
         with self._lock:
             if self._staff is None:
@@ -110,6 +110,15 @@ def pool(backend: str = "gloo", size: int = 4, **options: Any) -> RankPool:
         _pools[key] = RankPool(size, backend, **options)
         atexit.register(_pools[key].close)
     return _pools[key]
+
+
+def _of_the_first(size: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a launch of fewer ranks: hosts keep those that are left."""
+    hosts = options.get("hosts")
+    if hosts is None:
+        return options
+    left = (tuple(rank for rank in ranks if rank < size) for ranks in hosts)
+    return {**options, "hosts": tuple(ranks for ranks in left if ranks)}
 
 
 def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -6,12 +6,15 @@ import mmap
 import os
 import secrets
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from unisono.control import Control
 from unisono.errors import CommError, UnavailableError
 from unisono.group import Group
+from unisono.hosts import host_identity, shm_obstacle
 
-__all__ = ["PAGE_BYTES", "meet"]
+__all__ = ["PAGE_BYTES", "meet", "neighbours"]
 
 PAGE_BYTES = 4096
 _CARD = struct.Struct("<qqq16s")
@@ -40,7 +43,7 @@ def meet(group: Group, control: Control, name: str, nbytes: int, timeout: float)
         finally:
             os.close(descriptor)
         return memory
-    pid, number, size, proof = _CARD.unpack(control.get(key, timeout))
+    pid, number, size, proof = _CARD.unpack(control.get(key, timeout, group))
     memory = _open(pid, number, size, proof)
     _all_here(group, control, key, timeout)
     return memory
@@ -62,6 +65,48 @@ def _open(pid: int, number: int, size: int, proof: bytes) -> mmap.mmap:
     return memory
 
 
+def neighbours(group: Group, control: Control, timeout: float) -> tuple[tuple[int, ...], ...]:
+    """Who can map whose memory. The first of those who seem to share a host shows a random number in memory of its own.
+
+    Who does not find it there (in another container, say, under the same kernel) counts as a host of its own.
+    """
+    usable = shm_obstacle() is None
+    seen = control.exchange(group, "who seems to be where", (host_identity(), usable), timeout)
+    mine = seen[group.rank]
+    first = next(rank for rank, other in enumerate(seen) if other == mine)
+    with _shown(usable and first == group.rank) as card:
+        cards = control.exchange(group, "what is shown in memory", card, timeout)
+        found = usable and _sees(cards[first])
+        proven = control.exchange(group, "what was found in memory", found, timeout)
+    parts: dict[tuple[object, ...], list[int]] = {}
+    for rank, (other, proof) in enumerate(zip(seen, proven, strict=True)):
+        parts.setdefault((*other,) if proof else (rank,), []).append(rank)
+    return tuple(tuple(ranks) for ranks in parts.values())
+
+
+@contextmanager
+def _shown(shows: bool) -> Iterator[bytes]:
+    """A random number in anonymous memory, and where others find it."""
+    if not shows:
+        yield b""
+        return
+    proof = secrets.token_bytes(16)
+    descriptor = os.memfd_create("unisono neighbours", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, proof.ljust(PAGE_BYTES, b"\0"))
+        yield _CARD.pack(os.getpid(), descriptor, PAGE_BYTES, proof)
+    finally:
+        os.close(descriptor)
+
+
+def _sees(card: bytes) -> bool:
+    try:
+        _open(*_CARD.unpack(card)).close()
+    except (CommError, struct.error):
+        return False
+    return True
+
+
 def _elsewhere(why: str) -> UnavailableError:
     return UnavailableError(
         f"rank 0's shared memory cannot be opened ({why}): the ranks are on different hosts or in different "
@@ -73,4 +118,4 @@ def _all_here(group: Group, control: Control, key: str, timeout: float) -> None:
     """Return when every rank has mapped the memory, so that its maker may forget the descriptor."""
     if control.add(f"{key}/mapped", 1) == group.size:
         control.set(f"{key}/all", b"")
-    control.get(f"{key}/all", timeout)
+    control.get(f"{key}/all", timeout, group)

@@ -56,7 +56,7 @@ def adopt(
         if server is not None:
             server.close()
 
-    options = Options(backend.name().lower(), str(device), timeout_s, host, chunk_bytes)
+    options = Options(backend.name().lower(), str(device), timeout_s, control.local_host, chunk_bytes)
     transport = TorchTransport(Group.world(rank, size, name), backend, control, options, owned=False)
     return transport, control, options, release
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,13 @@ from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchErr
 from unisono.fingerprint import Fingerprint, explain
 from unisono.group import Group
 from unisono.hosts import shm_obstacle
+from unisono.mailbox import Mailbox
 from unisono.transport import Options, Transport
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
+from unisono.transports._shm_mailbox import ShmMailbox
 from unisono.transports._shm_marks import Mark, mark_of
-from unisono.transports._shm_memory import PAGE_BYTES, meet
+from unisono.transports._shm_memory import PAGE_BYTES, meet, neighbours
 from unisono.transports._shm_quick import QuickRounds
 from unisono.transports._shm_rings import Rings
 from unisono.transports._shm_rounds import Rounds
@@ -83,7 +86,10 @@ class ShmTransport(Transport):
         self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
         self._arenas = Arenas(group, control, options.timeout_s)
         halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
-        self._rounds = Rounds(self._board, [(half[0], half[1]) for half in halves], self._arenas, self._differ)
+        # Memory is unmapped when its last user goes, so nothing may refer to this in a circle.
+        this = weakref.WeakMethod(self._differ)
+        pairs = [(half[0], half[1]) for half in halves]
+        self._rounds = Rounds(self._board, pairs, self._arenas, lambda: _call(this))
         self.quick = self._quick = QuickRounds(self._board, self._rounds) if size > 1 else None
         self._rings = Rings(self._board, words[rings // 8 :], data[rings:])
 
@@ -94,11 +100,18 @@ class ShmTransport(Transport):
             raise UnavailableError(obstacle)
         return cls(group, control, options)
 
+    @classmethod
+    def neighbours(cls, group: Group, control: Control, timeout: float) -> tuple[tuple[int, ...], ...]:
+        return neighbours(group, control, timeout)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._arenas.empty(shape, dtype)
 
     def split(self, group: Group) -> ShmTransport:
         return ShmTransport(group, self._control, self._options)
+
+    def mailbox(self, group: Group) -> Mailbox:
+        return ShmMailbox(group, self._control, self._options.timeout_s)
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
@@ -159,9 +172,12 @@ class ShmTransport(Transport):
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
 
     # -- end -----------------------------------------------------------------------------------
-    def close(self) -> None:
+    def leave(self) -> None:
         if self._board.broken is None:
             self._board.leave()
+
+    def close(self) -> None:
+        self.leave()
         self.abort(ClosedError("the communicator is closed"))
 
     def abort(self, cause: BaseException) -> None:
@@ -169,6 +185,12 @@ class ShmTransport(Transport):
             self._board.broken = cause
         for work in self._rings.pending():
             work.complete(cause)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    found = method()
+    if found is not None:
+        found()
 
 
 def _schedule_mark(fingerprint: Fingerprint) -> Mark:

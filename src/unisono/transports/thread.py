@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from unisono.control import Control
 from unisono.errors import PeerLostError
@@ -13,12 +14,12 @@ from unisono.transport import Options, Transport
 from unisono.types import Message, Send, Work
 from unisono.work import Countdown, elements, misfit
 
-__all__ = ["TRANSPORT", "ThreadTransport"]
+__all__ = ["TRANSPORT", "Letter", "Mail", "ThreadTransport"]
 
 _Key = tuple[str, int, int, int]
 
 
-class _Mail:
+class Mail:
     """Messages of all groups of one job that wait for their counterpart. Shared by all ranks."""
 
     def __init__(self) -> None:
@@ -38,6 +39,15 @@ class _Mail:
         queue.append((message, batch))
         return None
 
+    def leave(self, group: str, rank: int, size: int) -> None:
+        """A rank closes its part of a group; after the last one nothing is known of it. Call with the lock held."""
+        self.left.add((group, rank))
+        everybody = {(group, other) for other in range(size)}
+        if everybody <= self.left:
+            self.left -= everybody
+            for one in everybody:
+                self.broken.pop(one, None)
+
     def forget(self, group: str, rank: int) -> list[Countdown]:
         """Remove all that a rank has waiting in a group, and return it."""
         with self.lock:
@@ -47,6 +57,36 @@ class _Mail:
                 if (source == rank) == sends:
                     found += [batch for _, batch in self.waiting.pop(key)]
             return found
+
+
+@dataclass(slots=True, eq=False)
+class Letter:
+    """A message whose two ends have met.
+
+    Attributes:
+        source, target: The ranks.
+        sent, expected: The ends.
+        send, recv: The works that they belong to.
+    """
+
+    source: int
+    sent: Message
+    send: Countdown
+    target: int
+    expected: Message
+    recv: Countdown
+
+    def deliver(self) -> None:
+        """Copy the content, or refuse to both ranks what does not fit."""
+        given, taken = self.sent.tensor, self.expected.tensor
+        if given.dtype != taken.dtype or given.numel() != taken.numel():
+            said, wanted = (elements(t.numel(), str(t.dtype)) for t in (given, taken))
+            for work, peer in ((self.send, self.target), (self.recv, self.source)):
+                work.complete(misfit(self.source, said, self.target, wanted, self.sent.tag, peer))
+            return
+        taken.copy_(given)
+        self.send.arrived(self.sent)
+        self.recv.arrived(self.expected)
 
 
 class ThreadTransport(Transport):
@@ -61,15 +101,15 @@ class ThreadTransport(Transport):
     latency_s = 20e-6
     second_per_byte = 1e-10
 
-    def __init__(self, group: Group, mail: _Mail, timeout_s: float) -> None:
+    def __init__(self, group: Group, mail: Mail, timeout_s: float) -> None:
         self.group, self._mail, self._timeout_s = group, mail, timeout_s
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> ThreadTransport:
-        return cls(group, control.share("thread/mail", _Mail), options.timeout_s)
+        return cls(group, control.share("thread/mail", Mail), options.timeout_s)
 
     def post(self, batch: Sequence[Message]) -> Work:
-        work, matched = Countdown(self._timeout_s, batch), []
+        work, matched = self._work(batch), []
         with self._mail.lock:
             broken = self._mail.broken.get((self.group.name, self.rank))
             if broken is not None:
@@ -83,21 +123,19 @@ class ThreadTransport(Transport):
                 elif (self.group.name, message.peer) in self._mail.left:
                     work.complete(_gone(message.peer))
         # Copies are made outside the lock, so that pairs of ranks do not wait for each other.
-        for message, other_message, other_work in matched:
-            self._deliver(message, work, other_message, other_work)
+        for mine, theirs, their_work in matched:
+            if isinstance(mine, Send):
+                self._deliver(Letter(self.rank, mine, work, mine.peer, theirs, their_work))
+            else:
+                self._deliver(Letter(mine.peer, theirs, their_work, self.rank, mine, work))
         return work
 
-    def _deliver(self, mine: Message, my_work: Countdown, other: Message, other_work: Countdown) -> None:
-        source, target = (mine.tensor, other.tensor) if isinstance(mine, Send) else (other.tensor, mine.tensor)
-        if source.dtype != target.dtype or source.numel() != target.numel():
-            sender, receiver = (self.rank, mine.peer) if isinstance(mine, Send) else (mine.peer, self.rank)
-            sent, expected = (elements(t.numel(), str(t.dtype)) for t in (source, target))
-            for work, peer in ((my_work, mine.peer), (other_work, self.rank)):
-                work.complete(misfit(sender, sent, receiver, expected, mine.tag, peer))
-            return
-        target.copy_(source)
-        my_work.arrived(mine)
-        other_work.arrived(other)
+    def _work(self, batch: Sequence[Message]) -> Countdown:
+        return Countdown(self._timeout_s, batch)
+
+    def _deliver(self, letter: Letter) -> None:
+        """Both ends are there."""
+        letter.deliver()
 
     def split(self, group: Group) -> ThreadTransport:
         return ThreadTransport(group, self._mail, self._timeout_s)
@@ -105,7 +143,7 @@ class ThreadTransport(Transport):
     def close(self) -> None:
         """Whoever still waits for this rank, or comes to, is told that it has left."""
         with self._mail.lock:
-            self._mail.left.add((self.group.name, self.rank))
+            self._mail.leave(self.group.name, self.rank, self.size)
             forsaken = [item for key in self._keys() for item in self._mail.waiting.pop(key)]
         for _, batch in forsaken:
             batch.complete(_gone(self.rank))

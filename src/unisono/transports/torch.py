@@ -15,9 +15,12 @@ from unisono.control import Control
 from unisono.control.store import ControlStore
 from unisono.errors import ClosedError, CommError, PeerLostError, UnavailableError
 from unisono.group import Group
+from unisono.mailbox import Mailbox
 from unisono.transport import Options, Transport
+from unisono.transports._tcp_mailbox import TcpMailbox
 from unisono.transports._torch_messages import Envelopes
 from unisono.transports._torch_native import NATIVE, carries, start
+from unisono.transports._torch_sockets import Sockets
 from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
 from unisono.work import Completion, late
 
@@ -43,6 +46,7 @@ class TorchTransport(Transport):
         self.group, self._backend, self._control, self._options = group, backend, control, options
         self._owned = owned
         self._upward: Any = None
+        self._sockets = Sockets()
         self._stores: list[ControlStore] = []
         self._cuda = options.backend not in ("gloo", "mpi")
         self.devices = frozenset({"cuda"} if self._cuda else {"cpu", "cuda"})
@@ -58,15 +62,17 @@ class TorchTransport(Transport):
             # Gloo writes a message in the caller's thread, under a lock of the connection, if its receive is known
             # already. Meanwhile its own thread cannot take in what comes over that connection, and spins, with
             # few cores for a whole tick of the scheduler. So what comes and what goes take different ones.
-            store = ControlStore(control, f"torch/{group.name}/upward")
-            made._upward = _backend(group, store, options, lazy=False)
+            store = ControlStore(control, f"torch/{group.name}/upward", group=group)
+            made._upward = _backend(group, store, options, made._sockets, lazy=False)
             made._stores.append(store)
         return made
 
     @classmethod
     def _made(cls, group: Group, control: Control, options: Options, *, lazy: bool) -> TorchTransport:
-        store = ControlStore(control, f"torch/{group.name}")
-        made = cls(group, _backend(group, store, options, lazy=lazy), control, options)
+        store = ControlStore(control, f"torch/{group.name}", group=group)
+        sockets = Sockets()
+        made = cls(group, _backend(group, store, options, sockets, lazy=lazy), control, options)
+        made._sockets = sockets
         # C++ holds only its part of a store, which fails without the Python part.
         made._stores.append(store)
         return made
@@ -74,8 +80,12 @@ class TorchTransport(Transport):
     def split(self, group: Group) -> TorchTransport:
         return self._made(group, self._control, self._options, lazy=True)
 
+    def mailbox(self, group: Group) -> Mailbox:
+        # Gloo's waits cannot be polled, so messages that nobody waits for get connections of their own.
+        return TcpMailbox(group, self._control, self._options.address, self._options.timeout_s)
+
     def renew(self, group: Group) -> TorchTransport:
-        return self._made(group, self._control, self._options, lazy=False)
+        return self.connect(group, self._control, self._options)
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
@@ -136,10 +146,12 @@ class TorchTransport(Transport):
     def abort(self, cause: BaseException) -> None:
         self._broken = cause
         self._envelopes.close(cause)
+        # Ends gloo's own waits, here and at the peers.
+        self._sockets.shut()
         self._let_go(cause)
 
     def _let_go(self, cause: BaseException) -> None:
-        """Gloo's waits cannot be ended from here, but closing our ends of the connections ends the peers'."""
+        """A group of gloo's that is let go of while it waits holds everything up until it waits no more."""
         if self._upward is not None:
             self._upward = _Gone(cause)
         if self._owned:
@@ -212,7 +224,7 @@ def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float
     return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)
 
 
-def _backend(group: Group, store: ControlStore, options: Options, *, lazy: bool) -> Any:
+def _backend(group: Group, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool) -> Any:
     """A process group of torch's, met over our own store."""
     timeout = timedelta(seconds=options.timeout_s)
     if options.backend == "gloo":
@@ -220,7 +232,7 @@ def _backend(group: Group, store: ControlStore, options: Options, *, lazy: bool)
             raise UnavailableError("this build of torch has no gloo; use backend='thread', or another build of torch")
         settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         settings._timeout = timeout
-        settings._devices = [_gloo_device(options.address, lazy)]
+        settings._devices = [sockets.listening(lambda: _gloo_device(options.address, lazy))]
         settings._threads = 2
         return dist.ProcessGroupGloo(store, group.rank, group.size, settings)
     if options.backend == "nccl":

@@ -1,46 +1,100 @@
-"""Things that go wrong on purpose: messages that never arrive, or arrive late, and ranks that die."""
+"""Things that go wrong on purpose: messages lost, late, twice, swapped or changed; ranks that die, freeze or crawl."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from random import Random
 
 import torch
 
-from unisono.crew import Crew
 from unisono.errors import ClosedError
 from unisono.transport import Transport
 from unisono.types import Message, Send, Work
-from unisono.work import Completion, Countdown
+from unisono.virtual import waiting
+from unisono.wrappers.delay import Slowness
+from unisono.wrappers.late import Held, Joined, Late, Stream
 from unisono.wrappers.wrapper import Wrapper
 
 __all__ = ["Faulty", "KilledError"]
+
+_CHANCES = ("drop", "delay", "duplicate", "reorder", "corrupt")
 
 
 class KilledError(Exception):
     """Raised in a rank that `Faulty` has killed, where ranks are threads: a process would be gone."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Faults:
+    """As `Faulty` says."""
+
+    seed: int
+    drop: float
+    delay: float
+    duplicate: float
+    reorder: float
+    corrupt: float
+    delay_s: float
+    kill_at: int | None
+    freeze_at: int | None
+    freeze_s: float | None
+    slow_bytes_per_s: float | None
+    ranks: tuple[int, ...] | None
+
+    def __post_init__(self) -> None:
+        for name in _CHANCES:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a chance from 0 to 1, not {getattr(self, name)!r}")
+        for name in ("delay_s", "freeze_s"):
+            if (getattr(self, name) or 0.0) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)!r}")
+        for name in ("kill_at", "freeze_at"):
+            at = getattr(self, name)
+            if at is not None and at < 1:
+                raise ValueError(f"{name} counts from 1, not {at!r}")
+        if self.slow_bytes_per_s is not None and not self.slow_bytes_per_s > 0:
+            raise ValueError(f"slow_bytes_per_s must be positive, not {self.slow_bytes_per_s!r}")
+
+    @property
+    def some(self) -> bool:
+        """Whether anything can become of a message."""
+        return any(getattr(self, name) for name in _CHANCES) or self.slow_bytes_per_s is not None
+
+    def of_rank(self, rank: int) -> _Faults:
+        """Those of one rank."""
+        if self.ranks is None or rank in self.ranks:
+            return self
+        return replace(self, kill_at=None, freeze_at=None, slow_bytes_per_s=None)
+
+
 class Faulty(Wrapper):
-    """Loses and delays messages by chance, and ends this rank at a given moment. Repeatable by its seed.
+    """Spoils messages by chance, and kills, freezes or slows ranks at a given moment. Repeatable by its seed.
 
     What becomes of a message follows from the seed, the group, both ranks, the tag, and which message of
     these it is: so a run can be repeated, whatever the timing. Native collectives are hidden; those that
-    are put together from messages suffer with them.
+    are put together from messages suffer with them. Only what is sent is spoiled: put `Checksummed` around
+    it (outside, so that it sees the damage) to find out what has happened.
 
     Args:
         inner: The transport to make worse.
         seed: Of all chances.
         drop: Chance that a message never arrives. Its sender believes that it did.
         delay: Chance that a message is sent later. Those of the same tag to the same rank queue behind it.
+        duplicate: Chance that a message arrives twice.
+        reorder: Chance that a message is overtaken by the next one of its tag to its rank, if that comes
+            within `delay_s`.
+        corrupt: Chance that one bit of a message changes on its way.
         delay_s: How much later, in seconds.
         kill_at: At which `post`, counted from 1 in each group, the rank ends: by SIGKILL, or by
             `KilledError` where ranks are threads. Never if None.
+        freeze_at: At which `post`, in whichever group that is first, it stops for a while, once, alive to the
+            control plane. Never if None.
+        freeze_s: For how long, in seconds; until its group has failed or is closed, if None.
+        slow_bytes_per_s: How many bytes the link to each rank takes a second; None is any number.
+        ranks: Whom the last four are about, by their numbers in the job's first group; all if None.
 
     Example:
         >>> def program(comm):
@@ -58,173 +112,124 @@ class Faulty(Wrapper):
         seed: int,
         drop: float = 0.0,
         delay: float = 0.0,
+        duplicate: float = 0.0,
+        reorder: float = 0.0,
+        corrupt: float = 0.0,
         delay_s: float = 0.02,
         kill_at: int | None = None,
+        freeze_at: int | None = None,
+        freeze_s: float | None = None,
+        slow_bytes_per_s: float | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         super().__init__(inner)
-        for name, chance in (("drop", drop), ("delay", delay)):
-            if not 0 <= chance <= 1:
-                raise ValueError(f"{name} is a chance from 0 to 1, not {chance!r}")
-        if delay_s < 0 or (kill_at is not None and kill_at < 1):
-            raise ValueError(f"delay_s must not be negative, and kill_at counts from 1: not {delay_s!r}, {kill_at!r}")
-        self._seed, self._drop, self._delay, self._delay_s, self._kill_at = seed, drop, delay, delay_s, kill_at
+        self._asked = _Faults(
+            seed=seed,
+            drop=drop,
+            delay=delay,
+            duplicate=duplicate,
+            reorder=reorder,
+            corrupt=corrupt,
+            delay_s=delay_s,
+            kill_at=kill_at,
+            freeze_at=freeze_at,
+            freeze_s=freeze_s,
+            slow_bytes_per_s=slow_bytes_per_s,
+            ranks=None if ranks is None else tuple(ranks),
+        )
+        self._faults = self._asked.of_rank(self.group.members[self.rank])
         self._posts = 0
-        self._sent: Counter[tuple[int, int]] = Counter()
-        self._late = _Late(inner)
+        self._sent: Counter[Stream] = Counter()
+        self._late = Late(inner)
+        self._slowness = Slowness(0.0, self._faults.slow_bytes_per_s)
+        self._thawed = threading.Event()
+        # Known to all groups of this rank that come from one.
+        self._frozen: list[str] = []
 
     def rewrap(self, inner: Transport) -> Faulty:
-        return Faulty(
-            inner,
-            seed=self._seed,
-            drop=self._drop,
-            delay=self._delay,
-            delay_s=self._delay_s,
-            kill_at=self._kill_at,
-        )
+        part = Faulty(inner, **{field.name: getattr(self._asked, field.name) for field in fields(self._asked)})
+        part._frozen = self._frozen
+        return part
 
     def post(self, batch: Sequence[Message]) -> Work:
         self._posts += 1
-        if self._posts == self._kill_at:
-            self._die()
-        if not self._drop and not self._delay:
+        if self._posts == self._faults.kill_at:
+            self.die(KilledError(f"rank {self.rank} of {self.size} was killed at its post {self._posts}, as asked"))
+        if self._posts == self._faults.freeze_at and not self._frozen:
+            self._frozen.append(self.group.name)
+            with waiting(lambda: "for nothing: it is frozen, as asked"):
+                self._thawed.wait(self._faults.freeze_s)
+        if not self._faults.some:
             return self.inner.post(batch)
         prompt: list[Message] = []
-        late: list[tuple[Send, float]] = []
-        held: set[tuple[int, int]] = set()
+        again: list[Send] = []
+        late: list[Held] = []
         for message in batch:
             if not isinstance(message, Send):
                 prompt.append(message)
                 continue
-            lost, delayed = self._fate(message)
-            if lost:
+            fate = self._fate(message)
+            if fate.dropped:
                 continue
-            stream = (message.peer, message.tag)
-            if delayed or stream in held or self._late.queued(stream):
-                held.add(stream)
-                late.append((message, self._delay_s if delayed else 0.0))
+            sent = _corrupted(message, fate) if fate.corrupted else message
+            copies = [sent, replace(sent, tensor=sent.tensor.clone())] if fate.doubled else [sent]
+            if self._is_late(message, fate, late):
+                late += [Held(copy, self._due(copy, fate), fate.swapped and copy is sent) for copy in copies]
             else:
-                prompt.append(message)
+                prompt.append(sent)
+                again += copies[1:]
         # Receives first: what is waited for must not stand behind what is late.
         posted = self.inner.post(prompt)
-        return _Joined([posted, self._late.post(late)]) if late else posted
+        if again:
+            # Nobody waits for what nobody has sent.
+            self.inner.post(again)
+        return Joined([posted, self._late.post(late)]) if late else posted
 
-    def _fate(self, message: Send) -> tuple[bool, bool]:
-        """Whether the message is lost, and whether it is late."""
+    def _is_late(self, send: Send, fate: _Fate, late: Sequence[Held]) -> bool:
+        stream = (send.peer, send.tag)
+        behind = self._late.queued(stream) or any((held.send.peer, held.send.tag) == stream for held in late)
+        return fate.delayed or fate.swapped or behind or self._faults.slow_bytes_per_s is not None
+
+    def _due(self, send: Send, fate: _Fate) -> float:
+        return self._slowness.due(send, self._faults.delay_s if fate.delayed or fate.swapped else 0.0)
+
+    def _fate(self, message: Send) -> _Fate:
         stream = (message.peer, message.tag)
         self._sent[stream] += 1
-        chance = Random(f"{self._seed} {self.group.name} {self.rank} {stream} {self._sent[stream]}")
-        return chance.random() < self._drop, chance.random() < self._delay
-
-    def _die(self) -> None:
-        inner = self.inner
-        while isinstance(inner, Wrapper):
-            inner = inner.inner
-        if not inner.in_process:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise KilledError(f"rank {self.rank} of {self.size} was killed at its post {self._posts}, as asked")
+        chance = Random(f"{self._faults.seed} {self.group.name} {self.rank} {stream} {self._sent[stream]}")
+        drop, delay, double, swap, corrupt = (chance.random() < getattr(self._faults, name) for name in _CHANCES)
+        return _Fate(drop, delay, double, swap, corrupt, chance.random())
 
     def close(self) -> None:
-        self._late.stop(ClosedError("the communicator was closed"))
+        self._end(ClosedError("the communicator was closed"))
         super().close()
 
     def abort(self, cause: BaseException) -> None:
-        self._late.stop(cause)
+        self._end(cause)
         super().abort(cause)
 
-
-class _Late:
-    """Sends that wait for their time, those to one rank with one tag in order."""
-
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self._crew = Crew(f"unisono late messages {inner.group.name}")
-        self._lock = threading.Lock()
-        self._streams: dict[tuple[int, int], deque[tuple[Send, float, Countdown]]] = {}
-        self._stopped = threading.Event()
-        self._cause: BaseException | None = None
-
-    def queued(self, stream: tuple[int, int]) -> bool:
-        """Whether a message to this rank with this tag has not been sent yet."""
-        with self._lock:
-            return stream in self._streams
-
-    def post(self, sends: Sequence[tuple[Send, float]]) -> Work:
-        """Send each of these so many seconds later."""
-        # Every send ends by itself, at the latest by the inner transport's timeout.
-        work = Countdown(threading.TIMEOUT_MAX, [send for send, _ in sends])
-        for send, later_s in sends:
-            stream = (send.peer, send.tag)
-            with self._lock:
-                waiting = self._streams.setdefault(stream, deque())
-                waiting.append((send, time.monotonic() + later_s, work))
-                served = len(waiting) > 1
-            if not served:
-                self._crew.run(lambda stream=stream: self._serve(stream))  # type: ignore[misc]
-        return work
-
-    def _serve(self, stream: tuple[int, int]) -> None:
-        while True:
-            with self._lock:
-                send, due, work = self._streams[stream][0]
-            self._stopped.wait(max(0.0, due - time.monotonic()))
-            try:
-                if self._cause is not None:
-                    raise self._cause
-                self._inner.post([send]).wait()
-            except BaseException as error:
-                work.complete(error)
-            else:
-                work.arrived(send)
-            with self._lock:
-                self._streams[stream].popleft()
-                if not self._streams[stream]:
-                    del self._streams[stream]
-                    return
-
-    def stop(self, cause: BaseException) -> None:
-        """End at once what has not been sent."""
-        self._cause = self._cause or cause
-        self._stopped.set()
-        with self._lock:
-            waiting = [work for stream in self._streams.values() for _, _, work in stream]
-        for work in waiting:
-            work.complete(self._cause)
+    def _end(self, cause: BaseException) -> None:
+        self._thawed.set()
+        self._late.stop(cause)
 
 
-class _Joined(Work):
-    """Several works as one: done when all are, with the first error."""
+@dataclass(frozen=True, slots=True)
+class _Fate:
+    """What becomes of one message; `where` is the place of the bit that changes, as a part of its length."""
 
-    def __init__(self, parts: Sequence[Work]) -> None:
-        self._parts = parts
+    dropped: bool
+    delayed: bool
+    doubled: bool
+    swapped: bool
+    corrupted: bool
+    where: float
 
-    def wait(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for part in self._parts:
-            part.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-    def is_completed(self) -> bool:
-        return self.exception() is not None or all(part.is_completed() for part in self._parts)
-
-    def exception(self) -> BaseException | None:
-        return next((error for part in self._parts if (error := part.exception()) is not None), None)
-
-    def get_future(self) -> torch.futures.Future[None]:
-        done = Completion(threading.TIMEOUT_MAX)
-        left = len(self._parts)
-        lock = threading.Lock()
-
-        def arrived(part: torch.futures.Future[None]) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            try:
-                part.value()
-            except Exception as error:
-                done.complete(error)
-            if last:
-                done.complete()
-
-        for part in self._parts:
-            part.get_future().add_done_callback(arrived)
-        return done.get_future()
+def _corrupted(send: Send, fate: _Fate) -> Send:
+    """The same message with one bit changed; the sender's tensor stays as it is."""
+    if not send.tensor.nbytes:
+        return send
+    changed = send.tensor.clone()
+    place, bit = divmod(int(fate.where * changed.nbytes * 8), 8)
+    changed.view(torch.uint8)[place] ^= 1 << bit
+    return replace(send, tensor=changed)

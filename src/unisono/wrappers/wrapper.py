@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 
@@ -37,11 +37,17 @@ class Wrapper(Transport):
     def split(self, group: Group) -> Transport:
         return self.rewrap(self.inner.split(group))
 
+    def renew(self, group: Group) -> Transport:
+        return self.rewrap(self.inner.renew(group))
+
     def post(self, batch: Sequence[Message]) -> Work:
         return self.inner.post(batch)
 
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
         self.inner.begin(fingerprint, timeout)
+
+    def end(self, fingerprint: Fingerprint, call: Call, timeout: float) -> None:
+        self.inner.end(fingerprint, call, timeout)
 
     def carries(self, call: Call) -> bool:
         return call.name in self.native and self.inner.carries(call)
@@ -52,8 +58,14 @@ class Wrapper(Transport):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self.inner.empty(shape, dtype)
 
+    def leave(self) -> None:
+        self.inner.leave()
+
     def close(self) -> None:
         self.inner.close()
 
     def abort(self, cause: BaseException) -> None:
         self.inner.abort(cause)
+
+    def die(self, error: BaseException) -> NoReturn:
+        self.inner.die(error)

@@ -25,6 +25,7 @@ class World:
         wrap: Applied to the transport of each rank.
         timeout: Seconds for one operation.
         chunk_bytes: Largest message of a schedule; small, so that short tensors are cut, too.
+        hosts: Which of the four ranks are taken for one host each; all share this one if None.
 
     Example:
         >>> World("thread").run(lambda comm: comm.rank, size=3)
@@ -35,6 +36,7 @@ class World:
     wrap: Callable[[Transport], Transport] | None = None
     timeout: float = TIMEOUT_S
     chunk_bytes: int = 4096
+    hosts: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def soon_s(self) -> float:
@@ -53,6 +55,8 @@ class World:
         options: dict[str, Any] = {"timeout": self.timeout, "chunk_bytes": self.chunk_bytes}
         if self.wrap is not None:
             options["wrap"] = self.wrap
+        if self.hosts is not None:
+            options["hosts"] = self.hosts
         return pool(self.backend, **options).run(fn, *args, size=size, on_failure=on_failure)
 
 

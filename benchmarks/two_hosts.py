@@ -1,0 +1,163 @@
+"""What does a hierarchical all_reduce gain between two hosts, beside gloo's own, over a line of 1 Gbit/s?
+
+Answer (two network namespaces on one machine of 2 cores, float32): see docs/benchmarks.md; run it to see yours:
+
+    python benchmarks/two_hosts.py [--ranks 2 4] [--seconds 4] [--rate 1gbit]
+
+Hosts are network namespaces joined by a switch, each with its own address, and held to the rate by `tc` (tbf), so this
+needs root. Gloo is torch's own process group of the same ranks, over the same interface. Ratios are gloo's time by that
+of `init("auto")`, the median of neighbouring samples, with quartiles. Bytes are those that a host's interface has sent,
+with all headers and acknowledgements, beside those of a ring over all ranks, which sends 2(p-1)/p of the message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _timing import Ratio, side_by_side
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import unisono as un
+from unisono.bench import Finding, Spread
+from unisono.testing.host_ranks import HostRanks
+from unisono.testing.network import Network, obstacle
+
+SHORT = (4 << 10, 16 << 10, 64 << 10)
+LONG = 25 << 20
+TIMES = 3
+# Least ratios of a short and of the long message, and most of a ring's bytes, by ranks on each host.
+BOUNDS = {2: (3.0, 1.35, 0.68), 4: (3.0, 1.35, 0.58)}
+
+Figures = dict[str, Ratio | float]
+
+
+def rank(comm: un.Communicator, seconds: float) -> Figures:
+    """All figures, as rank 0 sees them."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1000}",
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=timedelta(seconds=120),
+    )
+    found: Figures = {}
+    for nbytes in (*SHORT, LONG):
+        tensor = torch.ones(nbytes // 4)
+        found[f"{nbytes} B"] = side_by_side(
+            comm,
+            partial(dist.all_reduce, tensor),
+            partial(comm.all_reduce, tensor),
+            partial(verified, tensor, comm.size),
+            seconds=seconds,
+        )
+    with un.init("gloo", timeout=120) as flat:
+        tensor = torch.ones(LONG // 4)
+        ring = sent(comm, lambda: flat.all_reduce(tensor, "max", algorithm="ring"))
+        found["bytes"] = sent(comm, lambda: comm.all_reduce(tensor, "max")) / ring
+        found["bytes of gloo"] = sent(comm, lambda: dist.all_reduce(tensor, dist.ReduceOp.PRODUCT)) / ring
+    found["step"] = steps(comm, seconds)
+    dist.destroy_process_group()
+    return found
+
+
+def verified(tensor: torch.Tensor, expected: float) -> None:
+    assert tensor[0] == expected
+    assert tensor[-1] == expected
+    tensor.fill_(1.0)
+
+
+def sent(comm: un.Communicator, call: Callable[[], object]) -> int:
+    """Bytes that this rank's host sends for some calls."""
+    call()
+    comm.barrier()
+    before = counted()
+    for _ in range(TIMES):
+        call()
+    comm.barrier()
+    return counted() - before
+
+
+def counted() -> int:
+    """What the interface of this host, which is that of this thread, has sent."""
+    line = next(line for line in Path("/proc/thread-self/net/dev").read_text().splitlines() if "eth0:" in line)
+    return int(line.partition(":")[2].split()[8])
+
+
+def steps(comm: un.Communicator, seconds: float) -> Ratio:
+    """A training step with DDP on gloo, by one with a GradientAverager; both ways give the same weights."""
+    torch.manual_seed(0)
+    widths = (512, 2048, 1024, 10)
+    plain, wrapped = ((nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))) for _ in "ab")
+    wrapped.load_state_dict(plain.state_dict())
+    ddp, averager = DistributedDataParallel(wrapped, gradient_as_bucket_view=True), un.GradientAverager(plain, comm)
+    data = torch.randn(8, widths[0], generator=torch.Generator().manual_seed(comm.rank))
+
+    def step(model: nn.Module) -> None:
+        model(data).square().mean().backward()
+
+    def same() -> None:
+        for module in (plain, wrapped):
+            module.zero_grad(set_to_none=True)
+
+    ratio = side_by_side(comm, partial(step, ddp), partial(step, plain), same, seconds=seconds)
+    step(ddp), step(plain)
+    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+    averager.remove()
+    return ratio
+
+
+def findings(each: int, found: Figures) -> list[Finding]:
+    short, long, most = BOUNDS[each]
+    what = f"{each} + {each} ranks"
+    listed = [Finding(f"{what}, {nbytes >> 10} KiB, gloo/own", spread(found[f"{nbytes} B"]), short) for nbytes in SHORT]
+    listed.append(Finding(f"{what}, {LONG >> 20} MiB, gloo/own", spread(found[f"{LONG} B"]), long))
+    listed.append(Finding(f"{what}, bytes over the line, own/ring", spread(found["bytes"]), most, most=True))
+    listed.append(Finding(f"{what}, training step, DDP on gloo/own", spread(found["step"]), 1.2))
+    return listed
+
+
+def spread(figure: Ratio | float) -> Spread:
+    return (
+        Spread(figure, figure, figure) if isinstance(figure, float) else Spread(figure.low, figure.median, figure.high)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=BOUNDS, help="on each host")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each size, about (%(default)s)")
+    parser.add_argument("--rate", default="1gbit", help="of the line, as tc writes it (%(default)s)")
+    given = parser.parse_args()
+    reason = obstacle()
+    if reason is not None:
+        print(f"not measured: {reason}")
+        return
+    ended = []
+    with Network(2, given.rate) as network:
+        for each in given.ranks:
+            options = {"timeout": 120.0}
+            with HostRanks(network, (each, each), rank, given.seconds, options=lambda _: options) as ranks:  # noqa: B023
+                found = ranks.results(600.0)
+            for its in found:
+                if isinstance(its, Exception):
+                    raise its
+            for name, figure in found[0].items():
+                told = f"{figure:.3f}" if isinstance(figure, float) else str(figure)
+                print(f"{each} + {each} ranks, {name:>16}: {told}", flush=True)
+            ended += findings(each, found[0])
+    print(*ended, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Under mpirun: rank, size and local rank are MPI's, and over MPI rank 0 tells where to meet, and a secret.
+
+So every backend works there. An exception that ends one rank ends the job, after its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from unisono import wire
+from unisono.bootstrap import alone
+from unisono.bootstrap.hosting import lease
+from unisono.bootstrap.meeting import Seat, meet
+from unisono.bootstrap.place import Place, Request
+from unisono.control.exits import close_all
+from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
+from unisono.hosts import address_for_others, host_identity
+from unisono.mpilib import check_world, launched, library, name_of, until
+
+__all__ = ["find", "find_on", "here"]
+
+_TAG = 23041
+_CARD_BYTES = 4096
+_LENGTH = struct.Struct("<I")
+_GRACE_S = 2.0
+_SURVIVES = "OMPI_MCA_mpi_ft_enable"
+"""What `mpirun --with-ft ulfm` sets: the job outlives its ranks."""
+
+# For documentation only; no host has it. The way to it is the way to everywhere.
+_FAR_AWAY = "192.0.2.1"
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def here(_request: Request) -> bool:
+    """Whether an MPI launcher has started this process, and others with it."""
+    found = launched()
+    return found is not None and found.size != 1
+
+
+def find(request: Request) -> Place:
+    """The place that MPI tells.
+
+    Raises:
+        UnavailableError: mpi4py or its library is missing, or is not the one of the launcher.
+        CommTimeoutError: Not all ranks have called `init` in time; rank 0's error names who is missing.
+    """
+    mpi = library()
+    started = launched()
+    check_world(mpi, (started and started.size) or 1)
+    world = mpi.COMM_WORLD
+    rank, size = world.Get_rank(), world.Get_size()
+    source = f"rank {rank} of {size} by {name_of(mpi)}"
+    if size == 1:
+        return replace(alone.find(request), source=f"{source}: a world of one")
+    _end_job_on_error(mpi, rank, size)
+    place = find_on(world, source, request.deadline, request.secret)
+    # All ranks are there, so nobody waits for anybody here.
+    node = world.Split_type(mpi.COMM_TYPE_SHARED, rank)
+    place.local_rank = node.Get_rank()
+    node.Free()
+    return place
+
+
+def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None = None) -> Place:
+    """The place of the ranks of an MPI communicator, each of which calls this.
+
+    Args:
+        comm: On which nobody waits for any message of any tag.
+        source: As in `Place`.
+        deadline: On the monotonic clock.
+        secret: A random one if None.
+    """
+    seat = Seat(comm.Get_rank(), comm.Get_size(), None, deadline, source)
+    exchange = _Cards(comm, seat)
+    if seat.rank == 0:
+        known = secrets.token_hex(32).encode() if secret is None else _bytes(secret)
+        held = lease(f"mpi/{secrets.token_hex(8)}", known, _address(exchange.collect()), 0)
+        exchange.tell((*held.server.address, known))
+        place = meet(seat, held.server.address, known, held)
+    else:
+        host, port, known = exchange.hear()
+        place = meet(seat, (host, port), known)
+    place.source += f", met at {place.address}"
+    return place
+
+
+def _bytes(secret: str | bytes) -> bytes:
+    return secret.encode() if isinstance(secret, str) else bytes(secret)
+
+
+def _address(cards: list[tuple[str, str]]) -> str:
+    """An address of this host that all ranks can reach, from everybody's host, proved and by name."""
+    strangers = [name for host, name in cards if host != cards[0][0]]
+    if not strangers:
+        return "127.0.0.1"
+    try:
+        return address_for_others(strangers[0])
+    except OSError:
+        # No name server knows that host: the way to everywhere.
+        return address_for_others(_FAR_AWAY)
+
+
+class _Cards:
+    """A few words from all ranks to rank 0, and from rank 0 to all, with a time limit. No pickle."""
+
+    def __init__(self, comm: Any, seat: Seat) -> None:
+        self._comm, self._seat = comm, seat
+
+    def collect(self) -> list[tuple[str, str]]:
+        """On rank 0: every rank's host. If some do not come, the others are told, and it raises."""
+        mine = (host_identity(), socket.gethostname())
+        memory = {rank: bytearray(_CARD_BYTES) for rank in range(1, self._seat.size)}
+        waiting = {rank: self._comm.Irecv([memory[rank], _byte()], rank, _TAG) for rank in memory}
+        if not until(lambda: _all_done(waiting), self._seat.deadline, spins=1):
+            missing = sorted(waiting)
+            for request in waiting.values():
+                request.Cancel()
+                request.Free()
+            self._send(("missing", missing), [rank for rank in memory if rank not in missing])
+            raise self._missing(missing)
+        return [mine, *(_read(memory[rank]) for rank in memory)]
+
+    def tell(self, card: tuple[str, int, bytes]) -> None:
+        """On rank 0."""
+        self._send(card, range(1, self._seat.size))
+
+    def hear(self) -> tuple[str, int, bytes]:
+        """On the others: what rank 0 tells."""
+        self._send((host_identity(), socket.gethostname()), [0])
+        memory = bytearray(_CARD_BYTES)
+        waiting = {0: self._comm.Irecv([memory, _byte()], 0, _TAG)}
+        # Rank 0 may need until its deadline to know who is missing.
+        if not until(lambda: _all_done(waiting), self._seat.deadline + _GRACE_S, spins=1):
+            waiting[0].Cancel()
+            waiting[0].Free()
+            raise self._missing([0])
+        card = _read(memory)
+        if card[0] == "missing":
+            raise self._missing(card[1])
+        host, port, secret = card
+        return host, port, secret
+
+    def _send(self, card: object, ranks: Any) -> None:
+        content = wire.encode(card)
+        data = _LENGTH.pack(len(content)) + content
+        # So short that MPI keeps them until they are received: what it needs no longer is the caller's.
+        sent = {rank: self._comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
+        until(lambda: _all_done(sent), self._seat.deadline + _GRACE_S, spins=1)
+
+    def _missing(self, ranks: list[int]) -> CommTimeoutError:
+        shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        return CommTimeoutError(
+            f"rank {shown} of the {self._seat.size} that the launcher started did not call init in time. "
+            "Is it alive, and does every rank call init?",
+            peer=ranks[0],
+        )
+
+
+def _byte() -> Any:
+    return library().BYTE
+
+
+def _all_done(waiting: dict[int, Any]) -> bool:
+    """Forget what has come; whether nothing is left."""
+    for rank, request in list(waiting.items()):
+        if request.Test():
+            del waiting[rank]
+    return not waiting
+
+
+def _read(memory: bytearray) -> Any:
+    (length,) = _LENGTH.unpack_from(memory)
+    return wire.decode(bytes(memory[_LENGTH.size : _LENGTH.size + length]))
+
+
+def _end_job_on_error(mpi: Any, rank: int, size: int) -> None:
+    """Without this, the other ranks would wait for ever in MPI for one that an exception has ended."""
+    if getattr(sys.excepthook, "ends_mpi_job", False):
+        return
+    before: _Hook = sys.excepthook
+    process = os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != process or mpi.Is_finalized():
+            before(kind, error, trace)
+            return
+        if isinstance(error, PeerLostError | AbortedError):
+            # Another rank's failure is the cause; that rank tells, and ends the job, first.
+            sys.stderr.write(f"rank {rank} of {size}: {error.message}\n")
+            sys.stderr.flush()
+            time.sleep(_GRACE_S)
+        sys.stderr.write(f"rank {rank} of {size} ends the job:\n")
+        before(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if os.environ.get(_SURVIVES) == "1":
+            # This rank alone ends, and the others learn of it: that is what was asked for.
+            close_all()
+            os._exit(1)
+        mpi.COMM_WORLD.Abort(1)
+
+    hook.ends_mpi_job = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -1,0 +1,161 @@
+"""Slurm: a task of a job step is a rank; the ranks meet on the step's first node.
+
+What counts is what slurmstepd tells of the step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID,
+SLURM_STEP_NODELIST, SLURM_JOB_ID and SLURM_STEP_ID. Nothing is guessed from the job's name. Where
+no step runs, in a shell of `salloc` or the body of an `sbatch` script, the process is alone.
+
+MASTER_ADDR and MASTER_PORT go before the first node and the port that `port_of` gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from dataclasses import dataclass, replace
+
+from unisono.bootstrap import alone
+from unisono.bootstrap.hostlist import expand
+from unisono.bootstrap.meeting import Seat
+from unisono.bootstrap.place import Place, Request, checked
+from unisono.bootstrap.tcp import find_at
+from unisono.errors import CommTimeoutError
+from unisono.hosts import address_towards
+
+__all__ = ["Step", "find", "here", "port_of", "step"]
+
+_log = logging.getLogger("unisono")
+
+# Slurm numbers steps that nobody started by srun (batch script, interactive, external) from the top.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_FIRST_PORT, _PORTS, _STRIDE = 15000, 16384, 1009
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What Slurm says of this task.
+
+    Attributes:
+        rank, size, local_rank: The task's number, how many the step has, its number on its node.
+        job, number: Of the job and of the step.
+        nodes: The step's nodes; empty if Slurm does not say.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    job: int
+    number: int
+    nodes: tuple[str, ...]
+
+
+def port_of(job: int, number: int) -> int:
+    """Where the ranks of a step meet: 15000 + (job + 1009 * step) mod 16384.
+
+    That is below the ports which systems give away by themselves. Jobs that follow each other, and the
+    steps of one job, have different ones.
+
+    Example:
+        >>> port_of(4711, 0), port_of(4711, 1), port_of(4712, 0)
+        (19711, 20720, 19712)
+    """
+    return _FIRST_PORT + (job + _STRIDE * number) % _PORTS
+
+
+def here(_request: Request) -> bool:
+    """Whether this process belongs to a Slurm job at all."""
+    return "SLURM_JOB_ID" in os.environ or "SLURM_PROCID" in os.environ
+
+
+def find(request: Request) -> Place:
+    """The place of a step's task; a world of one where no step runs, or where it has one task."""
+    task = step()
+    job = os.environ.get("SLURM_JOB_ID", "?")
+    if task is None:
+        asked = _number("SLURM_NTASKS")
+        source = f"Slurm job {job} runs no step here: a world of one; start the ranks by srun"
+        if asked is not None and asked > 1:
+            _log.warning("unisono: %s (the job has %d tasks)", source, asked)
+        return replace(alone.find(request), source=source)
+    if task.size == 1:
+        return replace(alone.find(request), source=f"step {job}.{task.number} of Slurm has one task: a world of one")
+    return _meet(task, request)
+
+
+def step() -> Step | None:
+    """The step that this process is a task of; None if it is none.
+
+    The body of an sbatch script has a SLURM_PROCID too, though it is no rank of anything; slurmstepd has
+    told it its SLURM_TASK_PID, but no number of a step.
+
+    Raises:
+        ValueError: A variable makes no sense.
+    """
+    rank = _number("SLURM_PROCID")
+    number = _first("SLURM_STEP_ID", "SLURM_STEPID")
+    size = _first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    if rank is None or size is None:
+        return None
+    if number is None and "SLURM_STEP_NUM_TASKS" not in os.environ and "SLURM_TASK_PID" in os.environ:
+        return None
+    if number is not None and number >= _FIRST_SPECIAL_STEP:
+        return None
+    rank, size = checked(rank, size)
+    names = next(filter(None, map(os.environ.get, _NODE_LISTS)), None)
+    nodes = tuple(expand(names)) if names else ()
+    return Step(rank, size, _number("SLURM_LOCALID"), _number("SLURM_JOB_ID") or 0, number or 0, nodes)
+
+
+def _meet(task: Step, request: Request) -> Place:
+    port = _number("MASTER_PORT")
+    if port is None:
+        port = port_of(task.job, task.number)
+    elif not 0 < port < 65536:
+        raise ValueError(f"MASTER_PORT is {port}; a port is a number from 1 to 65535")
+    host = os.environ.get("MASTER_ADDR") or _first_node(task)
+    name = f"{task.job}.{task.number}"
+    source = f"rank {task.rank} of {task.size} by Slurm's step {name}, met at {host}:{port}"
+    seat = Seat(task.rank, task.size, task.local_rank, request.deadline, source, job=f"slurm{name}-world")
+    try:
+        return find_at(seat, host, port, request.secret)
+    except CommTimeoutError as error:
+        error.message += (
+            f" (Slurm says that step {name} has {task.size} tasks on {len(task.nodes) or 1} node(s), of which "
+            f"{task.nodes[0] if task.nodes else host} is the first. Were all of them started by one srun?)"
+        )
+        raise
+
+
+def _first_node(task: Step) -> str:
+    """Where rank 0 is, by an address that the others can reach."""
+    if len(task.nodes) <= 1:
+        return "127.0.0.1"
+    first = task.nodes[0]
+    if task.rank == 0 and _is_loopback(first):
+        # Many systems give a host's own name to its loopback; the other nodes know better.
+        with contextlib.suppress(OSError):
+            return address_towards(task.nodes[1])
+    return first
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return socket.gethostbyname(name).startswith("127.")
+    except OSError:
+        return False
+
+
+def _first(*names: str) -> int | None:
+    return next((number for number in map(_number, names) if number is not None), None)
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, which is not a number") from None

@@ -1,0 +1,172 @@
+"""Messages by way of two transports: those of this host by the inner one, all others by the outer one."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from unisono.errors import CommError, CommTimeoutError
+from unisono.fingerprint import Fingerprint
+from unisono.transport import Transport
+from unisono.types import Call, Message, Work
+from unisono.wrappers.wrapper import Wrapper
+
+__all__ = ["Renumbered", "Routes"]
+
+_SLICE_S = 0.01
+_RANKS = re.compile(r"\b(ranks?) (\d+(?:, \d+)*)")
+
+
+class Renumbered(Wrapper):
+    """A transport whose errors speak of its ranks in the numbers of a larger group.
+
+    Args:
+        inner: The transport.
+        ranks: For each of its ranks, the number to be told.
+    """
+
+    def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
+        super().__init__(inner)
+        self.native, self._ranks = inner.native, tuple(ranks)
+        self._cause: BaseException | None = None
+
+    def rewrap(self, inner: Transport) -> Renumbered:
+        return Renumbered(inner, range(inner.size))
+
+    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+        try:
+            super().begin(fingerprint, timeout)
+        except CommError as error:
+            raise self.told(error) from error
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return _Told(super().post(batch), self.told)
+
+    def collective(self, call: Call) -> Work:
+        return _Told(super().collective(call), self.told)
+
+    def abort(self, cause: BaseException) -> None:
+        self._cause = self._cause or cause
+        super().abort(cause)
+
+    def told(self, error: BaseException) -> BaseException:
+        """The error in the other numbers."""
+        if error is self._cause or not isinstance(error, CommError):
+            # What the whole was aborted for has its own numbers already.
+            return error
+        told = type(error)(_RANKS.sub(self._rename, error.message), nbytes=error.nbytes, waited_s=error.waited_s)
+        told.peer = None if error.peer is None else self._number(error.peer)
+        return told
+
+    def _rename(self, found: re.Match[str]) -> str:
+        return f"{found[1]} {', '.join(str(self._number(int(number))) for number in found[2].split(', '))}"
+
+    def _number(self, place: int) -> int:
+        return self._ranks[place] if place < len(self._ranks) else place
+
+
+class _Told(Work):
+    """A work whose errors are told in another way."""
+
+    def __init__(self, inner: Work, told: Callable[[BaseException], BaseException]) -> None:
+        self._inner, self._told = inner, told
+
+    def wait(self, timeout: float | None = None) -> None:
+        try:
+            self._inner.wait(timeout)
+        except CommError as error:
+            told = self._told(error)
+            if told is error:
+                raise
+            raise told from error
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+    def exception(self) -> BaseException | None:
+        error = self._inner.exception()
+        return None if error is None else self._told(error)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return _settled(self._inner.get_future(), self._told)
+
+
+class Routes:
+    """Where a rank's messages go.
+
+    Args:
+        inner: The ranks of this host, or None if there is but this one.
+        outer: All ranks, with the numbers of the whole.
+        here: The ranks of this host, in the order of the inner one's.
+        timeout_s: Of a wait that is not told its own.
+    """
+
+    def __init__(self, inner: Transport | None, outer: Transport, here: Sequence[int], timeout_s: float) -> None:
+        self._inner, self._outer, self._timeout_s = inner, outer, timeout_s
+        self._place = {rank: place for place, rank in enumerate(here)}
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        """As `Transport.post`."""
+        near = [m for m in batch if m.peer in self._place]
+        if self._inner is None or not near:
+            return self._outer.post(batch)
+        inside = self._inner.post([type(m)(m.tensor, self._place[m.peer], m.tag) for m in near])
+        if len(near) == len(batch):
+            return inside
+        far = [m for m in batch if m.peer not in self._place]
+        return _Both(inside, self._outer.post(far), self._timeout_s)
+
+
+class _Both(Work):
+    """Messages on both ways. The inner ones may need who waits to move them; the outer ones may, too."""
+
+    def __init__(self, inside: Work, outside: Work, timeout_s: float) -> None:
+        self._inside, self._outside, self._timeout_s = inside, outside, timeout_s
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = time.monotonic() + (self._timeout_s if timeout is None else timeout)
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                self._inside.wait(min(left_s, _SLICE_S))
+                break
+            except CommTimeoutError:
+                if left_s <= _SLICE_S or self._inside.exception() is not None:
+                    raise
+                # Some transports move only while they are looked at.
+                self._outside.is_completed()
+        self._outside.wait(max(0.0, deadline - time.monotonic()))
+
+    def is_completed(self) -> bool:
+        return self._inside.is_completed() and self._outside.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return self._inside.exception() or self._outside.exception()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        both = torch.futures.collect_all([self._inside.get_future(), self._outside.get_future()])
+        return _settled(both, lambda error: error)
+
+
+def _settled(
+    inner: torch.futures.Future[Any], told: Callable[[BaseException], BaseException]
+) -> torch.futures.Future[None]:
+    """A future of nothing but whether it went well."""
+    future: torch.futures.Future[None] = torch.futures.Future()
+
+    def settle(ended: torch.futures.Future[Any]) -> None:
+        try:
+            # Of several futures the value is a list of those, none of which has been asked.
+            for part in ended.value() or ():
+                part.value()
+        except Exception as error:
+            future.set_exception(told(error))  # type: ignore[arg-type]
+        else:
+            future.set_result(None)
+
+    inner.add_done_callback(settle)
+    return future

@@ -1,0 +1,97 @@
+"""The control plane of simulated ranks: that of threads, but that requests take time and ranks can die."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.control.base import Cause
+from unisono.control.local import LocalControl, LocalHub
+from unisono.control.waiting import Waiter
+from unisono.virtual import here, waiting
+
+__all__ = ["SimulatedControl", "SimulatedHub"]
+
+_DEAD = Cause("ClosedError", None, "this rank was killed")
+
+
+class SimulatedHub(LocalHub):
+    """Where simulated ranks meet.
+
+    Args:
+        request_s: How long a request takes to be answered, if nothing holds it up.
+        notice_s: How long after a rank's death the others are told of it.
+    """
+
+    def __init__(self, request_s: float, notice_s: float) -> None:
+        super().__init__()
+        self.request_s, self.notice_s = request_s, notice_s
+        self._ranks: dict[tuple[int, str], tuple[int, int]] = {}
+        self._came: dict[tuple[str, str], set[int]] = {}
+
+    def make(self, client: int) -> SimulatedControl:
+        return SimulatedControl(self, client)
+
+    def handle(self, client: int, number: int, words: tuple[Any, ...]) -> None:
+        if words[0] == "join":
+            self._ranks[client, words[1]] = words[2:4]
+        elif words[0] == "exchange" and (client, words[1]) in self._ranks:
+            rank, size = self._ranks[client, words[1]]
+            came = self._came.setdefault((words[1], words[2]), set())
+            came.add(rank)
+            if len(came) == size:
+                del self._came[words[1], words[2]]
+        super().handle(client, number, words)
+
+    def missing(self, client: int, group: str, topic: str) -> list[int]:
+        """Which ranks have not come to an exchange."""
+        size = self._ranks.get((client, group), (0, 0))[1]
+        return sorted(set(range(size)) - self._came.get((group, topic), set()))
+
+
+class SimulatedControl(LocalControl):
+    """One rank's handle. A request is a point where the seed decides who goes on."""
+
+    _hub: SimulatedHub
+
+    def __init__(self, hub: SimulatedHub, client: int) -> None:
+        super().__init__(hub, client)
+        self._asked: dict[int, tuple[Any, ...]] = {}
+
+    def _send(self, number: int, words: tuple[Any, ...]) -> None:
+        task = here()
+        if task is not None:
+            task.scheduler.note(f"asks {_in_words(words)}")
+            task.scheduler.sleep(self._hub.request_s)
+        self._asked[number] = words
+        super()._send(number, words)
+
+    def _wait(self, waiter: Waiter, timeout: float) -> bool:
+        words = self._asked.pop(waiter.number, ("",))
+        # A key may never be set, and who asks for it knows that; to an exchange all have to come.
+        with waiting(lambda: self._described(words), hasty=words[0] != "exchange"):
+            return super()._wait(waiter, timeout)
+
+    def _described(self, words: tuple[Any, ...]) -> str:
+        if words[0] == "get":
+            return f"for the key {words[1]!r}"
+        if words[0] != "exchange":
+            return f"for an answer to {words[0]!r}"
+        missing = self._hub.missing(self._client, words[1], words[2])
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        return f"for {ranks} to come to {words[2]!r} of {words[1]}"
+
+    def die(self) -> None:
+        """End without a word; the others are told a little later, as when a connection has broken."""
+        if self._ended is None:
+            self._end(_DEAD, fails_groups=False)
+            task = here()
+            if task is None:
+                self._hub.lost(self._client)
+            else:
+                scheduler = task.scheduler
+                scheduler.note("is dead")
+                scheduler.at(scheduler.now + round(self._hub.notice_s * 1e9), lambda: self._hub.lost(self._client))
+
+
+def _in_words(words: tuple[Any, ...]) -> str:
+    return " ".join(str(word) for word in words if isinstance(word, str | int | bool))

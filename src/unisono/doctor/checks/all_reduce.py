@@ -1,0 +1,65 @@
+"""Whether two ranks of this host sum rightly, by each transport that is there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from unisono.doctor.finding import Finding, note
+from unisono.doctor.loading import load_torch
+from unisono.doctor.mpi import find_library, find_starters, mpi_environment
+from unisono.doctor.patient import Patient
+from unisono.doctor.trying import tried
+from unisono.hosts import shm_obstacle
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 70
+# Two ranks, and what starts them; with fewer the times would say nothing.
+_CORES_EACH = 4
+
+_Trial = Callable[[float], list[Finding]]
+
+
+def check(patient: Patient) -> Iterator[Finding]:
+    """Run them for real, in processes of their own."""
+    trials: list[_Trial] = [partial(_launched, patient)]
+    if patient.wants("mpi"):
+        trials.append(_mpi)
+    deadline = time.monotonic() + patient.limit_s
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // _CORES_EACH)) as pool:
+        for found in pool.map(lambda trial: trial(max(1.0, deadline - time.monotonic())), trials):
+            yield from found
+
+
+def _launched(patient: Patient, limit_s: float) -> list[Finding]:
+    """Those that start their ranks themselves."""
+    obstacles = {"thread": None, "shm": shm_obstacle(), "gloo": None, "nccl": _no_nccl()}
+    wanted = {name: obstacle for name, obstacle in obstacles.items() if patient.wants(name)}
+    fixes = {
+        name: f"unisono doctor all_reduce --backend {name} --timeout 300"
+        for name, obstacle in wanted.items()
+        if obstacle is None
+    }
+    remarks = [note(f"{name}: not tried, {obstacle}") for name, obstacle in wanted.items() if obstacle is not None]
+    return (tried(fixes, limit_s) if fixes else []) + remarks
+
+
+def _no_nccl() -> str | None:
+    count = load_torch().cuda.device_count()
+    return None if count >= 2 else f"for it wants a GPU for each rank, and there is {count or 'none'}"
+
+
+def _mpi(limit_s: float) -> list[Finding]:
+    library = find_library(limit_s)
+    if isinstance(library, str):
+        return [note(f"mpi: not tried, {library}")]
+    starter = next((starter for starter in find_starters() if starter.fits(library) is not False), None)
+    if starter is None:
+        return [note(f"mpi: not tried, for there is no mpiexec of {library}")]
+    fix = f"{starter.path} -n 2 {sys.executable} -m unisono.doctor.trial mpi"
+    return tried({"mpi": fix}, limit_s, before=[str(starter.path), "-n", "2"], environment=mpi_environment())

@@ -1,0 +1,132 @@
+"""Numbers that are none: which rank had the first, and in which parameter, before averaging gives it to all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from unisono.communicator import Communicator
+from unisono.errors import NotFiniteError
+from unisono.gradients.periodic import Model, agree, described, named_tensors
+
+__all__ = ["NanGuard", "assert_finite"]
+
+_FIELDS = 3
+
+
+class NanGuard:
+    """Notices gradients that are NaN or infinite, as they come in backward, before any averaging.
+
+    Averaging spreads one rank's NaN to all of them, and then nobody can say whose it was. This one looks at each
+    gradient before it is added to `p.grad`, so it works with `GradientAverager`'s hooks, too. Making one is
+    collective, and so is `check`, to be called after `backward()`.
+
+    Args:
+        model: A module, or its parameters, or its named parameters.
+        comm: Whose ranks are compared.
+
+    Cost: one pass over each gradient (about 0.3 ns a float32 on one core); `check` gathers 24 bytes a rank. Memory: 8
+    bytes a parameter.
+
+    Example:
+        >>> from unisono.gradients import NanGuard
+        >>> def program(comm):
+        ...     model = torch.nn.Linear(2, 1)
+        ...     guard = NanGuard(model, comm)
+        ...     x = torch.tensor([[1.0, float("nan") if comm.rank == 2 else 1.0]])
+        ...     model(x).sum().backward()
+        ...     guard.check()
+        >>> un.launch(program, 3, "thread")
+        Traceback (most recent call last):
+        ...
+        unisono.errors.NotFiniteError: ...rank 2 has 1 of 2 elements that are not finite in the gradient of 'weight'...
+    """
+
+    def __init__(self, model: Model, comm: Communicator) -> None:
+        self._comm = comm
+        named = [(name, tensor) for name, tensor in named_tensors(model, buffers=False) if tensor.requires_grad]
+        agree(comm, "NanGuard", described(named))
+        self._names = [name for name, _ in named]
+        self._sizes = [tensor.numel() for _, tensor in named]
+        # In the order in which they have come: how many elements are not finite.
+        self._seen: dict[int, torch.Tensor] = {}
+        self._hooks: list[RemovableHandle] = [
+            tensor.register_hook(partial(self._look, index)) for index, (_, tensor) in enumerate(named)
+        ]
+
+    def _look(self, index: int, gradient: torch.Tensor) -> None:
+        with torch.no_grad():
+            count = _count(gradient)
+            before = self._seen.get(index)
+            self._seen[index] = count if before is None else before + count
+
+    def check(self) -> None:
+        """Compare what all ranks have seen since the last call. Collective.
+
+        Raises:
+            NotFiniteError: On every rank: which had the first, and in the gradient of which parameter. Its
+                `peer` is that rank.
+        """
+        seen, self._seen = self._seen, {}
+        found = [(self._names[i], self._sizes[i], count) for i, count in seen.items()]
+        _tell(self._comm, self._names, found, "the gradient of ")
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def assert_finite(model: Model, comm: Communicator, *, buffers: bool = False) -> None:
+    """Raise `NotFiniteError` on every rank if a parameter holds a NaN or an infinity anywhere. Collective.
+
+    Args:
+        model: A module, or its parameters, or its named parameters.
+        comm: Whose ranks are compared.
+        buffers: Also a module's buffers.
+
+    Raises:
+        NotFiniteError: Names the first rank, and its first such parameter.
+        MismatchError: Ranks have different models.
+
+    Example:
+        >>> from unisono.gradients import assert_finite
+        >>> un.launch(lambda comm: assert_finite(torch.nn.Linear(2, 1), comm), 2, "thread")
+        [None, None]
+    """
+    named = named_tensors(model, buffers=buffers)
+    agree(comm, "assert_finite", described(named))
+    with torch.no_grad():
+        _tell(comm, [name for name, _ in named], [(name, t.numel(), _count(t)) for name, t in named], "")
+
+
+def _count(tensor: torch.Tensor) -> torch.Tensor:
+    """How many elements are not finite, without waiting for a device that computes it."""
+    values = tensor.detach()
+    if values.layout != torch.strided:
+        values = values.coalesce().values()
+    return values.numel() - torch.isfinite(values).sum()
+
+
+def _tell(comm: Communicator, names: Sequence[str], found: Sequence[tuple[str, int, torch.Tensor]], of: str) -> None:
+    counts = torch.stack([count for _, _, count in found]).tolist() if found else []
+    first = next((i for i, count in enumerate(counts) if count), None)
+    mine = (-1, 0, 0) if first is None else (list(names).index(found[first][0]), counts[first], found[first][1])
+    table = torch.empty(comm.size * _FIELDS, dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(table, torch.tensor(mine, dtype=torch.int64, device=comm.device))
+    rows = table.view(comm.size, _FIELDS).tolist()
+    bad = [rank for rank, (index, _, _) in enumerate(rows) if index >= 0]
+    if not bad:
+        return
+    index, count, size = rows[bad[0]]
+    others = f"; so {'has rank' if len(bad) == 2 else 'have ranks'} {', '.join(map(str, bad[1:]))}" if bad[1:] else ""
+    raise NotFiniteError(
+        f"rank {bad[0]} has {count} of {size} elements that are not finite in {of}{names[index]!r}, the first such"
+        f"{' in its backward pass' if of else ''}{others}. Look at its data, the learning rate and the loss's scale",
+        rank=comm.rank,
+        size=comm.size,
+        peer=bad[0],
+    )

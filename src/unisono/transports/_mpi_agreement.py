@@ -1,0 +1,129 @@
+"""Before a collective moves anything: have all ranks come, and to the same call? One small reduction tells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import xxhash
+
+from unisono.errors import CommTimeoutError, PeerLostError
+from unisono.mpilib import until
+from unisono.transports._mpi_comms import Comms
+
+__all__ = ["Agreement", "word_of"]
+
+_WORD = 2**64
+_MOST = 4096
+_words: dict[tuple[Any, ...], int] = {}
+
+
+def word_of(compared: tuple[Any, ...]) -> int:
+    """64 bits that stand for what ranks compare of a call: `Fingerprint.compared()` without the call's number.
+
+    Example:
+        >>> word_of(("barrier", "bor")) == word_of(("barrier", "bor")), word_of(("barrier",)) == word_of(())
+        (True, False)
+    """
+    word = _words.get(compared)
+    if word is None:
+        if len(_words) >= _MOST:
+            _words.clear()
+        word = _words[compared] = xxhash.xxh3_64_intdigest(repr(compared).encode())
+    return word
+
+
+class Agreement:
+    """Sums three words of 64 bits over all ranks.
+
+    The first stands for the call: if the sum is as many times this rank's word as there are ranks, all words
+    are equal, but for a chance of about 2**-60 that different ones add up to the same. The second, where each
+    rank has a number for each other one, sums what is given with one sign and what is expected with the other,
+    each pair with an odd factor of its own: it is 0 if all fit. The third counts.
+
+    Nobody has to be there in time: a rank looks again and again whether the sum is there, so that its
+    wait ends at a deadline, by an abort, or when a rank is lost.
+
+    Args:
+        comms: Whose ranks agree.
+        look: Called in long waits, with all other ranks; may raise.
+        spins: How often to ask MPI before giving way.
+
+    Attributes:
+        number: How often ranks have tried to agree; the same on all of them.
+        counted: The sum of the third words.
+    """
+
+    def __init__(self, comms: Comms, look: Callable[[Sequence[int]], object], spins: int) -> None:
+        mpi = comms.mpi
+        self._comms, self._spins, self._look = comms, spins, look
+        self._rank, self._size = comms.own.Get_rank(), comms.own.Get_size()
+        self._sums = memoryview(bytearray(24)).cast("Q")
+        self._start = comms.own.Iallreduce
+        self._arguments = (mpi.IN_PLACE, [self._sums, 3, mpi.UINT64_T], mpi.SUM)
+        self._others = [rank for rank in range(self._size) if rank != self._rank]
+        self._given: list[int] = []
+        self._taken: list[int] = []
+        self.number = 0
+        self.counted = 0
+
+    def reach(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
+        """Whether all ranks gave the same word, and their rows fit.
+
+        Args:
+            word: As of `word_of`.
+            deadline: On the monotonic clock.
+            rows: As of `rows_of`.
+            count: For `counted`.
+
+        Raises:
+            CommTimeoutError: Not all have come until the deadline. There is no second try.
+        """
+        sums = self._sums
+        self.number += 1
+        if self._size == 1:
+            self.counted = count
+            return not rows
+        sums[0], sums[1], sums[2] = word, rows, count
+        try:
+            with self._comms.turn:
+                request = self._start(*self._arguments)
+                over = request.Test()
+            if not over:
+                self._see_through(request, deadline)
+        except self._comms.mpi.Exception as error:
+            raise self._comms.error_of(error) from error
+        self.counted = sums[2]
+        return sums[0] == word * self._size % _WORD and not sums[1]
+
+    def _see_through(self, request: Any, deadline: float) -> None:
+        turn, began = self._comms.turn, time.monotonic()
+
+        def done() -> bool:
+            with turn:
+                return bool(request.Test())
+
+        try:
+            over = until(done, deadline, lambda: self._look(self._others), self._spins)
+        except PeerLostError:
+            # Its last word may have come before it left.
+            if not done():
+                raise
+            return
+        if not over:
+            waited = time.monotonic() - began
+            raise CommTimeoutError(f"waited {waited:.1f} s for the other ranks", waited_s=waited)
+
+    def rows_of(self, sends: Sequence[int], receives: Sequence[int]) -> int:
+        """What stands for this rank's counts to and from each other one."""
+        if not self._given:
+            self._given = [_factor(self._rank, other) for other in range(self._size)]
+            self._taken = [_factor(other, self._rank) for other in range(self._size)]
+        given = sum(factor * count for factor, count in zip(self._given, sends, strict=True))
+        taken = sum(factor * count for factor, count in zip(self._taken, receives, strict=True))
+        return (given - taken) % _WORD
+
+
+def _factor(source: int, target: int) -> int:
+    return xxhash.xxh3_64_intdigest(b"%d to %d" % (source, target)) | 1

@@ -1,0 +1,106 @@
+"""The MPI communicators of one group: one for users' messages, one for collectives; and what MPI's errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import xxhash
+
+from unisono.errors import CommError, PeerLostError
+from unisono.mpilib import library
+
+__all__ = ["Comms"]
+
+# Where MPI allows one thread at a time, all of this process's communicators take turns.
+_turns = threading.RLock()
+_unused: list[Any] = []
+
+
+class Comms:
+    """Two communicators of the same ranks, which nobody else uses.
+
+    Args:
+        base: An MPI communicator of which these ranks are members; it stays its owner's.
+        ranks: Of the base, in the order that they have here. All of them call this, and nobody else does.
+        name: Of the group, by which those that are made at the same time are told apart.
+
+    Attributes:
+        mpi: The module.
+        users: For users' messages.
+        own: For collectives, and the messages that they are made of.
+        turn: To be held while MPI is called.
+        largest_tag: That users may give; each message takes two of MPI's.
+    """
+
+    def __init__(self, base: Any, ranks: Sequence[int], name: str) -> None:
+        mpi = self.mpi = library()
+        several = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        self.turn: AbstractContextManager[Any] = nullcontext() if several else _turns
+        with self.turn:
+            _free_unused()
+            whole = base.Get_group()
+            members = whole.Incl(list(ranks))
+            # The least that every MPI has for tags is 32767.
+            tag = 2 * (xxhash.xxh3_64_intdigest(name.encode()) % 16000)
+            self.users = base.Create_group(members, tag)
+            self.own = base.Create_group(members, tag + 1)
+            for comm in (self.users, self.own):
+                comm.Set_errhandler(mpi.ERRORS_RETURN)
+            members.Free()
+            whole.Free()
+        self.largest_tag = (mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - 1) // 2
+        self._base, self._ranks = base, list(ranks)
+        self._ours = [self.users, self.own]
+
+    def part(self, ranks: Sequence[int], name: str) -> Comms:
+        """The communicators of some of these ranks, who all call this. These ones may be broken."""
+        return Comms(self._base, [self._ranks[rank] for rank in ranks], name)
+
+    def free(self) -> None:
+        """Let go of them, soon: nothing is under way any more. From any thread, at any moment."""
+        # Whoever makes the next ones frees these: MPI may be in use by the thread that was interrupted.
+        ours, self._ours = self._ours, []
+        _unused.extend(ours)
+
+    def revoke(self) -> None:
+        """End every wait of every member in these communicators, where MPI outlives the death of ranks."""
+        for comm in (self.users, self.own):
+            with contextlib.suppress(NotImplementedError, self.mpi.Exception):
+                comm.Revoke()
+
+    def error_of(self, error: Any, peer: int | None = None) -> CommError:
+        """An exception of mpi4py as one of ours.
+
+        Args:
+            error: The exception.
+            peer: Whom the message was to or from, if it was one.
+        """
+        mpi, kind = self.mpi, error.Get_error_class()
+        text = f"MPI says: {error.Get_error_string().strip()}"
+        if kind not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
+            return CommError(text, peer=peer)
+        # After a revocation the control plane will tell whose fault it was.
+        lost = self._lost()
+        return PeerLostError(f"rank {lost} was lost: {text}" if lost is not None else text, peer=lost)
+
+    def _lost(self) -> int | None:
+        """The first rank that MPI knows to be dead."""
+        try:
+            with self.turn:
+                dead, all_ranks = self.own.Get_failed(), self.own.Get_group()
+                found = dead.Translate_ranks(list(range(dead.Get_size())), all_ranks)
+        except (NotImplementedError, self.mpi.Exception):
+            return None
+        return min(found) if found else None
+
+
+def _free_unused() -> None:
+    mpi = library()
+    while _unused:
+        comm = _unused.pop()
+        with contextlib.suppress(mpi.Exception):
+            comm.Free()

@@ -1,0 +1,85 @@
+"""An eye on collectives that MPI has begun: nothing but the end of the job ends them, if a rank stops in the middle."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Watch"]
+
+_EVERY_S = 0.5
+_GRACE_S = 5.0
+
+_watched: weakref.WeakSet[Watch] = weakref.WeakSet()
+_patrols: list[threading.Thread] = []
+_lock = threading.Lock()
+
+
+class Watch:
+    """Whoever enters a blocking call of MPI sets `deadline`, and takes it back afterwards.
+
+    A daemon thread of the process looks twice a second. What is late is given up, as by an abort; where MPI can
+    revoke a communicator, that ends the call. If nothing has ended it 5 s after the communicator broke, the job
+    is ended.
+
+    Args:
+        mpi: The module.
+        broken: Why the communicator is broken, if it is.
+        give_up: Breaks it, for want of time.
+    """
+
+    def __init__(self, mpi: Any, broken: Callable[[], BaseException | None], give_up: Callable[[], object]) -> None:
+        self._mpi, self._broken, self._give_up = mpi, broken, give_up
+        self.deadline: float | None = None
+        self._since: float | None = None
+        self._enrolled = False
+
+    def enter(self, deadline: float) -> None:
+        """A blocking call begins."""
+        self.deadline = deadline
+        if not self._enrolled:
+            self._enrolled = True
+            _enrol(self)
+
+    def look(self) -> None:
+        """What the thread does."""
+        now, deadline, cause = time.monotonic(), self.deadline, self._broken()
+        if deadline is None:
+            self._since = None
+        elif cause is None:
+            if now > deadline:
+                self._give_up()
+        elif self._since is None:
+            self._since = now
+        elif now > self._since + _GRACE_S:
+            self._end_job(cause)
+
+    def _end_job(self, cause: BaseException) -> None:
+        sys.stderr.write(f"{cause}\nMPI does not let go of a collective that has begun: the job is ended.\n")
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(1)
+
+
+def _enrol(watch: Watch) -> None:
+    with _lock:
+        _watched.add(watch)
+        if not any(thread.is_alive() for thread in _patrols):
+            _patrols[:] = [threading.Thread(target=_patrol, name="unisono MPI watch", daemon=True)]
+            _patrols[0].start()
+
+
+def _patrol() -> None:
+    """The thread: as long as there is anything to watch."""
+    while True:
+        time.sleep(_EVERY_S)
+        for watch in list(_watched):
+            watch.look()
+            del watch
+        with _lock:
+            if not _watched:
+                _patrols.clear()
+                return

@@ -1,0 +1,70 @@
+"""The connections of a process group of gloo's, found from outside: gloo offers no way to end a wait."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["Sockets"]
+
+T = TypeVar("T")
+
+
+class Sockets:
+    """Gloo gives each group a port of its own, at which it listens for the connections that peers make.
+
+    To shut down those that were accepted there ends the waits of both sides: of any two ranks, one has accepted.
+    """
+
+    def __init__(self) -> None:
+        self._ports: set[int] = set()
+
+    def listening(self, make: Callable[[], T]) -> T:
+        """What `make` makes; the ports at which that listens are remembered."""
+        before = set(_listening())
+        made = make()
+        self._ports |= set(_listening()) - before
+        return made
+
+    def shut(self) -> None:
+        """End all that was accepted. From any thread; again is harmless."""
+        for end in _sockets() if self._ports else ():
+            with suppress(OSError):
+                if end.getsockname()[1] in self._ports and not _accepts(end):
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+def _listening() -> Iterator[int]:
+    for end in _sockets():
+        with suppress(OSError):
+            if _accepts(end):
+                yield end.getsockname()[1]
+
+
+def _accepts(end: socket.socket) -> bool:
+    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """This process's TCP sockets, each by a descriptor of its own that ends with the loop."""
+    if sys.platform != "linux":
+        return
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError), _copy(int(path.name)) as end:
+            if end is not None and end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
+                yield end
+
+
+@contextmanager
+def _copy(number: int) -> Iterator[socket.socket | None]:
+    if not stat.S_ISSOCK(os.fstat(number).st_mode):
+        yield None
+        return
+    with socket.socket(fileno=os.dup(number)) as end:
+        yield end

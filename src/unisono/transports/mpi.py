@@ -1,0 +1,214 @@
+"""MPI through mpi4py: ranks that mpirun has started, over whatever network the MPI library knows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from unisono.deferred import Deferred
+from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError, UnavailableError
+from unisono.fingerprint import Fingerprint, explain
+from unisono.group import Group
+from unisono.mpilib import check_world, library
+from unisono.transport import Options, Transport
+from unisono.transports._mpi_agreement import Agreement, word_of
+from unisono.transports._mpi_comms import Comms
+from unisono.transports._mpi_messages import Messages
+from unisono.transports._mpi_native import NATIVE, Native, carries
+from unisono.transports._mpi_quick import QuickCalls
+from unisono.transports._mpi_watch import Watch
+from unisono.types import Call, Message, Work
+from unisono.work import Completion
+
+if TYPE_CHECKING:
+    from unisono.control import Cause, Control
+
+__all__ = ["TRANSPORT", "MpiTransport"]
+
+_QUOTE_S = 10.0
+_LATE_S = 1.0
+_LOOK_EVERY_S = 0.5
+_SPINS, _CROWDED_SPINS = 1000, 5
+
+
+class MpiTransport(Transport):
+    """MPI's messages and collectives, on tensors' own memory.
+
+    Each collective begins with a sum of 24 bytes, by which ranks learn that all have come, and to the same
+    call; that wait has a limit. What follows is MPI's own blocking collective. CUDA tensors go by way of
+    pinned memory.
+
+    Args:
+        group: As for every transport.
+        comms: MPI's communicators of its ranks.
+        control: This rank's handle to the control plane.
+        options: As for every transport.
+    """
+
+    launcher = "mpirun"
+    native = NATIVE
+    checks = True
+    devices = frozenset({"cpu", "cuda"})
+    staged = frozenset({"cuda"})
+    latency_s = 3e-6
+    second_per_byte = 2e-10
+
+    def __init__(self, group: Group, comms: Comms, control: Control, options: Options) -> None:
+        self.group, self._comms, self._control, self._options = group, comms, control, options
+        self._broken: BaseException | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._looked_s = 0.0
+        spins = _SPINS if group.size <= (os.cpu_count() or 1) else _CROWDED_SPINS
+        self._messages = Messages(comms, options.timeout_s, self._look, spins)
+        self._agreement = Agreement(comms, self._look, spins)
+        self._watch = Watch(comms.mpi, lambda: self._broken, self._give_up)
+        self._native = Native(comms, self._watch)
+        self.quick = self._quick = QuickCalls(self._agree, self._native, group.size)
+
+    @classmethod
+    def connect(cls, group: Group, control: Control, options: Options) -> MpiTransport:
+        mpi = library()
+        check_world(mpi, group.size)
+        if group.size == 1:
+            return cls(group, Comms(mpi.COMM_SELF, [0], group.name), control, options)
+        world = mpi.COMM_WORLD
+        control.join(group, _ignore)
+        cards = control.exchange(group, "MPI's world", (world.Get_rank(), world.Get_size()), options.timeout_s)
+        ranks, sizes = [rank for rank, _ in cards], {size for _, size in cards}
+        if len(set(ranks)) < len(ranks) or len(sizes) > 1:
+            raise UnavailableError(
+                f"these {group.size} ranks are not of one MPI world (their ranks in it: {ranks}, its sizes: "
+                f"{sorted(sizes)}); start all of them by one mpirun"
+            )
+        return cls(group, Comms(world, ranks, group.name), control, options)
+
+    def split(self, group: Group) -> MpiTransport:
+        ranks = [self.group.members.index(member) for member in group.members]
+        return MpiTransport(group, self._comms.part(ranks, group.name), self._control, self._options)
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        if self._broken is not None:
+            work = Completion(0.0)
+            work.complete(self._broken)
+            return work
+        for message in batch:
+            if message.tag > self._comms.largest_tag:
+                raise ValueError(f"tag={message.tag} is more than this MPI carries: up to {self._comms.largest_tag}")
+        return self._messages.post(batch)
+
+    # -- collectives ---------------------------------------------------------------------------
+    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+        self._fingerprint = fingerprint
+        rows = 0
+        if fingerprint.sends or fingerprint.receives:
+            rows = self._agreement.rows_of(fingerprint.sends, fingerprint.receives)
+        self._agree(word_of(fingerprint.compared()[1:]), time.monotonic() + timeout, rows)
+
+    def _agree(self, word: int, deadline: float, rows: int = 0) -> None:
+        """Return when all ranks have come to the same call."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            same = self._agreement.reach(word, deadline, rows)
+        except CommTimeoutError as error:
+            raise self._late(error) from None
+        if not same:
+            self._differ()
+
+    def carries(self, call: Call) -> bool:
+        return call.name in self.native and carries(call, self.size)
+
+    def collective(self, call: Call) -> Work:
+        return Deferred(lambda deadline: self._native.run(call, deadline), self._options.timeout_s)
+
+    def _differ(self) -> None:
+        """Words differ, which all ranks see: quote what each was about to do."""
+        mine = self._quick.fingerprint() or self._fingerprint
+        assert mine is not None
+        topic, patience = f"mismatch in call {self._agreement.number}", min(self._options.timeout_s, _QUOTE_S)
+        # Quick calls are not numbered here; that all ranks are at the same call is known.
+        values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), patience)
+        problem = explain([Fingerprint(*value) for value in values])
+        raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
+
+    def _late(self, error: CommTimeoutError) -> CommError:
+        """Who has not come: MPI does not know, but all who have come are asked over the control plane."""
+        try:
+            self._control.exchange(self.group, f"collective {self._agreement.number}", None, _LATE_S)
+        except CommTimeoutError as missing:
+            waited = error.waited_s or 0.0
+            return CommTimeoutError(
+                f"waited {waited:.1f} s for rank {missing.peer}, which has not come. "
+                "Is it alive, or did it skip a call?",
+                peer=missing.peer,
+                waited_s=waited,
+            )
+        except CommError as told:
+            return told
+        error.message += ", which have come only now. Is one of them slow, or the timeout short?"
+        return error
+
+    # -- long waits ----------------------------------------------------------------------------
+    def _look(self, peers: Sequence[int]) -> None:
+        """Raise if the wait for these ranks is in vain: the communicator is broken, or one of them has left."""
+        if self._broken is not None:
+            raise self._broken
+        now = time.monotonic()
+        if now < self._looked_s + _LOOK_EVERY_S:
+            return
+        self._looked_s = now
+        with suppress(ClosedError):
+            if self._control.check([self._left()]):
+                for peer in peers:
+                    if self._control.check([self._left(peer)]):
+                        raise PeerLostError(f"rank {peer} has left (it closed the communicator)", peer=peer)
+
+    def _left(self, rank: int | None = None) -> str:
+        """The key that is set when a rank has left; when any has."""
+        return f"{self.group.name}/MPI left" + ("" if rank is None else f" {rank}")
+
+    def _give_up(self) -> None:
+        """A collective has begun on all ranks, and does not end."""
+        waited = "all ranks had come to a collective, which then did not end in time. Has one of them been stopped?"
+        self.abort(CommTimeoutError(waited))
+
+    # -- end -----------------------------------------------------------------------------------
+    def close(self) -> None:
+        if self._comms.mpi.Is_finalized() or isinstance(self._broken, ClosedError):
+            return
+        if self._broken is None and self.size > 1:
+            with suppress(CommError):
+                self._control.set(self._left(self.rank), b"")
+                self._control.set(self._left(), b"")
+        self._let_go()
+        self._broken = self._broken or ClosedError("the communicator is closed")
+        self._messages.end(self._broken)
+
+    def __del__(self) -> None:
+        if "_messages" in self.__dict__ and not self._comms.mpi.Is_finalized():
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of MPI's communicators, unless something may be under way there: then they are kept for good."""
+        if self._broken is None and self._messages.idle:
+            self._comms.free()
+
+    def abort(self, cause: BaseException) -> None:
+        if self._broken is None:
+            self._broken = cause
+        self._messages.end(cause)
+        if self._watch.deadline is not None:
+            # Nothing else ends a collective that has begun.
+            self._comms.revoke()
+
+
+def _ignore(_cause: Cause) -> None:
+    """Who waits gets the cause as an error."""
+
+
+TRANSPORT = MpiTransport

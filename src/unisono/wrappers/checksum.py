@@ -1,0 +1,129 @@
+"""A checksum in front of every message: what has changed, gone or come twice on its way is found, and whose it was."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from unisono.errors import CorruptedError
+from unisono.transport import Transport
+from unisono.types import Message, Recv, Send, Work
+from unisono.wrappers.late import Stream
+from unisono.wrappers.then import Then
+from unisono.wrappers.wrapper import Wrapper
+
+__all__ = ["Checksummed"]
+
+# A word, the message's number in its stream, its length, the hash of its bytes; and the hash of all that.
+_SLIP = struct.Struct("<8sQQQ")
+_SEAL = struct.Struct("<Q")
+_WORD = b"unisono\x01"
+_SLIP_BYTES = _SLIP.size + _SEAL.size
+
+
+class Checksummed(Wrapper):
+    """Puts a slip in front of every message: its number, its length and a hash (XXH3, 64 bits) of its bytes.
+
+    The receiver compares. A flipped bit, a message that was lost, came twice or was overtaken by another ends
+    in `CorruptedError`, which names the sender (`peer`), the tag and the message's number: when it is waited
+    for, before anybody computes with it. All ranks wear it, or none. It protects against accidents, not against
+    people: there is no key. Native collectives are hidden, so that collectives travel as messages, too.
+
+    A receive of another length or dtype than what was sent is a `MismatchError` still; it speaks of bytes.
+
+    Cost: 40 bytes more a message; a copy and a hash of its bytes on either side (about 0.2 ns a byte; those of
+    a GPU are copied to the CPU for the hash). A change goes unnoticed with a chance of 2**-64.
+
+    Example:
+        >>> from unisono.testing import Checksummed, Faulty
+        >>> def program(comm):
+        ...     comm.all_reduce(torch.ones(1000))
+        >>> un.simulate(program, 2, seed=3, wrap=lambda inner: Checksummed(Faulty(inner, seed=3, corrupt=1.0)))
+        Traceback (most recent call last):
+        ...
+        unisono.errors.CorruptedError: ...message 1 of tag -1 from rank ...
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self._numbers: Counter[tuple[type[Message], Stream]] = Counter()
+
+    def rewrap(self, inner: Transport) -> Checksummed:
+        return Checksummed(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        out: list[Message] = []
+        expected: list[_Parcel] = []
+        for message in batch:
+            key = type(message), (message.peer, message.tag)
+            self._numbers[key] += 1
+            parcel = _Parcel(message, self._numbers[key])
+            if isinstance(message, Send):
+                parcel.pack()
+                out.append(Send(parcel.packed, message.peer, message.tag))
+            else:
+                expected.append(parcel)
+                out.append(Recv(parcel.packed, message.peer, message.tag))
+        work = self.inner.post(out)
+
+        def unpack() -> None:
+            for parcel in expected:
+                parcel.unpack()
+
+        return Then(work, unpack) if expected else work
+
+
+class _Parcel:
+    """A message in the form in which it travels: the slip, then the bytes."""
+
+    def __init__(self, message: Message, number: int) -> None:
+        self._message, self._number = message, number
+        size = _SLIP_BYTES + message.tensor.nbytes
+        self.packed = torch.empty(size, dtype=torch.uint8, device=message.tensor.device)
+
+    @property
+    def _content(self) -> torch.Tensor:
+        return self.packed[_SLIP_BYTES:]
+
+    def pack(self) -> None:
+        """Fill it in."""
+        self._content.copy_(self._message.tensor.view(torch.uint8))
+        slip = _SLIP.pack(_WORD, self._number, self._message.tensor.nbytes, _hash(self._content))
+        sealed = bytearray(slip + _SEAL.pack(xxhash.xxh3_64_intdigest(slip)))
+        self.packed[:_SLIP_BYTES].copy_(torch.frombuffer(sealed, dtype=torch.uint8))
+
+    def unpack(self) -> None:
+        """Lay the content where it is expected; `CorruptedError` if it is not what was sent."""
+        sealed = bytes(self.packed[:_SLIP_BYTES].tolist())
+        slip, seal = sealed[: _SLIP.size], _SEAL.unpack(sealed[_SLIP.size :])[0]
+        if seal != xxhash.xxh3_64_intdigest(slip) or not slip.startswith(_WORD):
+            raise self._corrupted("has changed on its way (the slip in front of it)")
+        _, number, nbytes, digest = _SLIP.unpack(slip)
+        if number > self._number:
+            raise self._corrupted(f"was lost, or overtaken: message {number} came in its place")
+        if number < self._number:
+            raise self._corrupted(f"has not come yet: message {number} came again, or late, in its place")
+        if nbytes != self._message.tensor.nbytes or digest != _hash(self._content):
+            raise self._corrupted("has changed on its way: its bytes have not the hash that its sender computed")
+        self._message.tensor.view(torch.uint8).copy_(self._content)
+
+    def _corrupted(self, what: str) -> CorruptedError:
+        message = self._message
+        return CorruptedError(
+            f"message {self._number} of tag {message.tag} from rank {message.peer} {what}. Is the memory or the "
+            "network between the two faulty?",
+            peer=message.peer,
+            nbytes=message.tensor.nbytes,
+        )
+
+
+def _hash(content: torch.Tensor) -> int:
+    here = content.cpu()
+    return xxhash.xxh3_64_intdigest(
+        (ctypes.c_char * here.numel()).from_address(here.data_ptr()) if here.numel() else b""
+    )

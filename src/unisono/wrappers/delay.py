@@ -1,0 +1,100 @@
+"""Links that are slower than they are: each message later, and no more bytes a second than told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from random import Random
+
+from unisono.errors import ClosedError
+from unisono.transport import Transport
+from unisono.types import Message, Send, Work
+from unisono.wrappers.late import Held, Joined, Late
+from unisono.wrappers.wrapper import Wrapper
+
+__all__ = ["Delayed", "Slowness"]
+
+
+class Slowness:
+    """When messages that are sent now over slow links would be sent, by the postal model of a network.
+
+    Args:
+        latency_s: Seconds that each message is later.
+        bytes_per_s: How many bytes a link to one rank takes a second; None is any number.
+    """
+
+    def __init__(self, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
+        self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
+        self._free_at: dict[int, float] = {}
+
+    def due(self, send: Send, longer_s: float = 0.0) -> float:
+        """On the monotonic clock; the link to that rank is taken until then, but for the latency."""
+        start = max(time.monotonic(), self._free_at.get(send.peer, 0.0))
+        if self._bytes_per_s is not None:
+            start += send.tensor.nbytes / self._bytes_per_s
+        self._free_at[send.peer] = start
+        return start + self._latency_s + longer_s
+
+
+class Delayed(Wrapper):
+    """Makes each message that this rank sends late, and its links slow. Nothing is lost or reordered.
+
+    To see what a program does on another network, or with one slow rank. Native collectives are hidden, so
+    that collectives are put together from messages, which are late. On simulated ranks, time is virtual.
+
+    Args:
+        inner: The transport to slow down.
+        latency_s: Seconds that each message is later.
+        bytes_per_s: How many bytes the link to each rank takes a second; None is any number.
+        jitter: Each latency is longer by up to this fraction of it.
+        seed: Of the jitter.
+
+    Example:
+        >>> from unisono.testing import Delayed
+        >>> def program(comm):
+        ...     t = torch.ones(2)
+        ...     comm.all_reduce(t)
+        ...     return t.tolist()
+        >>> run = un.simulate(program, 2, wrap=lambda inner: Delayed(inner, latency_s=1.0))
+        >>> run.results, 1.0 < run.time_s < 1.1
+        ([[2.0, 2.0], [2.0, 2.0]], True)
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        latency_s: float = 0.0,
+        *,
+        bytes_per_s: float | None = None,
+        jitter: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(inner)
+        if latency_s < 0 or jitter < 0:
+            raise ValueError(f"latency_s and jitter must not be negative: not {latency_s!r}, {jitter!r}")
+        if bytes_per_s is not None and not bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s must be positive, not {bytes_per_s!r}")
+        self._latency_s, self._bytes_per_s, self._jitter, self._seed = latency_s, bytes_per_s, jitter, seed
+        self._slowness = Slowness(latency_s, bytes_per_s)
+        self._chance = Random(f"{seed} {self.group.name} {self.rank}")
+        self._late = Late(inner)
+
+    def rewrap(self, inner: Transport) -> Delayed:
+        return Delayed(inner, self._latency_s, bytes_per_s=self._bytes_per_s, jitter=self._jitter, seed=self._seed)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        # Receives first: what is waited for must not stand behind what is late.
+        posted = self.inner.post([message for message in batch if not isinstance(message, Send)])
+        late = [Held(message, self._due(message)) for message in batch if isinstance(message, Send)]
+        return Joined([posted, self._late.post(late)]) if late else posted
+
+    def _due(self, send: Send) -> float:
+        return self._slowness.due(send, self._latency_s * self._jitter * self._chance.random())
+
+    def close(self) -> None:
+        self._late.stop(ClosedError("the communicator was closed"))
+        super().close()
+
+    def abort(self, cause: BaseException) -> None:
+        self._late.stop(cause)
+        super().abort(cause)

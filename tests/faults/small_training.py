@@ -1,0 +1,125 @@
+"""A small training in which ranks die, and the same again on one rank, from what the survivors say that they did."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import unisono as un
+
+SAMPLES, BATCH, RATE = 240, 4, 0.05
+
+
+@dataclass
+class Story:
+    """What a survivor tells.
+
+    Attributes:
+        batches: For each committed step, each rank's samples.
+        recoveries: For each failure, seconds from the error to the first committed step after it; and ranks left.
+    """
+
+    batches: list[list[list[int]]] = field(default_factory=list)
+    recoveries: list[tuple[float, int]] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    rebuild_s: list[float] = field(default_factory=list)
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return inputs, inputs @ torch.arange(6.0, dtype=torch.float64)[:, None]
+
+
+def model_of() -> torch.nn.Module:
+    model = torch.nn.Linear(6, 1).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def train(comm: Any, deaths: dict[int, tuple[str, float]], epochs: int = 1) -> Story:
+    """Train; rank r dies as `deaths` says: ("step", number) before that step, ("time", seconds) after the start."""
+    me, story, failed_at = comm.rank, Story(), None
+    inputs, targets = data()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    sampler = un.data.PartitionSampler(range(SAMPLES), comm, seed=1)
+    averager = un.GradientAverager(model, comm)
+    training = un.recovery.Recovery(comm, model=model, optimizer=optimizer, averager=averager, sampler=sampler)
+    how, when = deaths.get(me, ("never", 0.0))
+    comm.barrier()
+    if how == "time":
+        threading.Timer(when, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    epoch = 0
+    while epoch < epochs:
+        sampler.set_epoch(epoch)
+        try:
+            for batches in rounds(training.comm, list(sampler)):
+                if how == "step" and training.step >= when:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                batch = batches[training.comm.rank]
+                optimizer.zero_grad()
+                averager.weight(len(batch))
+                loss = (model(inputs[batch]) - targets[batch]).square().sum() / max(1, len(batch))
+                loss.backward()
+                optimizer.step()
+                training.commit(len(batch))
+                story.batches[training.step - 1 :] = [batches]
+                if failed_at is not None:
+                    story.recoveries.append((time.monotonic() - failed_at, training.comm.size))
+                    failed_at = None
+            epoch += 1
+        except un.CommError:
+            failed_at = time.monotonic() if failed_at is None else failed_at
+            before = training.step
+            training.recover()
+            story.rebuild_s.append(time.monotonic() - failed_at)
+            if training.step > before:
+                # Committed by another survivor: what was in it is known here, too.
+                story.batches[before:] = [batches]
+            epoch = sampler.epoch
+    story.weights = [p for parameter in model.parameters() for p in parameter.reshape(-1).tolist()]
+    return story
+
+
+def rounds(comm: Any, mine: list[int]) -> Any:
+    """For each step of what is left of the epoch, every rank's samples. Ranks may have one more or less."""
+    everyone = comm.all_gather_object(mine)
+    for start in range(0, max(len(each) for each in everyone), BATCH):
+        yield [each[start : start + BATCH] for each in everyone]
+
+
+def replayed(story: Story) -> list[float]:
+    """The weights of one rank that makes the same steps."""
+    inputs, targets = data()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    for batches in story.batches:
+        everything = [index for batch in batches for index in batch]
+        optimizer.zero_grad()
+        ((model(inputs[everything]) - targets[everything]).square().sum() / len(everything)).backward()
+        optimizer.step()
+    return [p for parameter in model.parameters() for p in parameter.reshape(-1).tolist()]
+
+
+def check(stories: Sequence[Story], epochs: int = 1) -> None:
+    """All survivors tell the same, each sample is in one step an epoch, and the weights are those of one rank."""
+    first = stories[0]
+    for story in stories:
+        assert story.batches == first.batches
+        assert story.weights == first.weights
+    seen = Counter(index for batches in first.batches for batch in batches for index in batch)
+    twice = {index: count for index, count in seen.items() if count != epochs}
+    assert not twice, f"these samples are in another number of steps than {epochs}: {twice}"
+    assert len(seen) == SAMPLES, f"{SAMPLES - len(seen)} samples are in no step"
+    torch.testing.assert_close(torch.tensor(first.weights), torch.tensor(replayed(first)), rtol=1e-9, atol=1e-9)

@@ -1,0 +1,106 @@
+"""Ranks are killed at moments that a seed draws: the training ends right, or says why not; and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from leaks import held, wait_until_as
+from small_training import Story, check, train
+
+import unisono as un
+from unisono.control.local import LocalHub
+from unisono.errors import CommError, PeerLostError
+from unisono.testing import run_ranks
+from unisono.testing.pools import pool
+
+SIZE, EPOCHS = 4, 2
+SEEDS = range(25)
+
+
+def chaos(seed: int, backend: str) -> list[Any]:
+    """A run in which up to three of four ranks die, at any time."""
+    draw = random.Random(seed)
+    victims = draw.sample(range(SIZE), draw.choice([1, 1, 2, 2, 3]))
+    deaths = {rank: ("time", draw.uniform(0.0, 0.4)) for rank in victims}
+    ends = un.launch(train, SIZE, backend, (deaths, EPOCHS), threads=1, timeout=20.0, on_failure="continue")
+    for rank, end in enumerate(ends):
+        named = isinstance(end, PeerLostError if rank in victims else CommError)
+        assert isinstance(end, Story) or named, f"seed {seed}: rank {rank} ended by {end!r}"
+    stories = [end for end in ends if isinstance(end, Story)]
+    # Errors are for who cannot go on: where somebody lives, it does.
+    assert len(stories) >= SIZE - len(victims), f"seed {seed}: {ends}"
+    # Who died when all was done tells nothing, and what it tells would be the same.
+    check([story for rank, story in enumerate(ends) if isinstance(story, Story) and rank not in victims], EPOCHS)
+    return stories
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs of this machine have theirs where they always are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s == 0 else pytest.mark.soak) for s in SEEDS])
+def test_kill_9(seed: int, backend: str) -> None:
+    un.launch(lambda comm: None, 1, backend)
+    before = held()
+    chaos(seed, backend)
+    more = wait_until_as(before)
+    assert not more, f"seed {seed} has left {more}"
+
+
+def make_and_close(comm: Any, count: int) -> tuple[int, str]:
+    """How many more keys the control plane has after so many groups, and what else this process holds more.
+
+    What waits for the garbage collector counts as held.
+    """
+    comm.dup().close()
+    comm.barrier()
+    gc.collect()
+    gc.disable()
+    try:
+        keys, before = comm._control.num_keys(), held()
+        for _ in range(count):
+            part = comm.dup()
+            part.all_reduce(torch.ones(2))
+            part.close()
+        del part
+        comm.barrier()
+        return comm._control.num_keys() - keys, wait_until_as(before, "threads", "descriptors", "processes")
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_many_groups_leave_nothing(backend: str, count: int) -> None:
+    for keys, more in pool(backend, 2).run(make_and_close, count):
+        assert keys <= 0, f"{keys} keys are left"
+        assert not more, f"{count} groups have left {more}"
+
+
+def test_a_hub_forgets_what_was_shared_by_a_group_that_is_over() -> None:
+    def program(comm: Any) -> None:
+        for number in range(3):
+            part = comm.dup()
+            part._control.share(f"{part._engine.group.name}/thing", lambda number=number: [number])
+            part.close()
+        comm._control.share("for all", list)
+
+    hubs: list[LocalHub] = []
+
+    def make() -> LocalHub:
+        hubs.append(LocalHub())
+        return hubs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unisono.launching.threads.LocalHub", make)
+        run_ranks(program, 2)
+    assert set(hubs[0]._objects) == {"for all", "thread/mail"}

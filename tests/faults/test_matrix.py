@@ -1,0 +1,59 @@
+"""Whatever goes wrong on one rank, every live rank gets the right error soon, and the group stays broken.
+
+`make soak` tries all cells; `make test` a sample that takes each row on one backend, and the deaths on one.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from fault_matrix import BACKENDS, table, tried, why_not
+from fault_programs import FAULTS
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+SAMPLED = ("thread", "shm", "gloo")
+HERE = [backend for backend in BACKENDS if backend != "mpi" or find_spec("mpi4py")]
+CELLS = [(name, backend) for name in FAULTS for backend in HERE if why_not(FAULTS[name], backend) is None]
+SLOW = {
+    "SIGSTOP, others in messages",
+    "SIGTERM",
+    "SIGSEGV",
+    "os._exit",
+    "SIGKILL between calls",
+    "SIGKILL in a message",
+}
+
+
+def _sampled(number: int, name: str, backend: str) -> bool:
+    """One backend a row, in turn; deaths on shared memory only, and not all of them."""
+    backends = [b for b in SAMPLED if why_not(FAULTS[name], b) is None]
+    if FAULTS[name].fatal or FAULTS[name].check == "full":
+        return name not in SLOW and backend == backends[0]
+    return name not in SLOW and backend == backends[number % len(backends)]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=() if _sampled(list(FAULTS).index(name), name, backend) else pytest.mark.soak)
+        for name, backend in CELLS
+    ],
+)
+def test_cell(name: str, backend: str) -> None:
+    cell = tried(name, backend)
+    assert not cell.wrong, "\n".join(cell.wrong)
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(FAULTS) >= 40
+    for backend in SAMPLED:
+        assert sum(why_not(fault, backend) is None for fault in FAULTS.values()) >= 40
+
+
+def test_the_page_has_the_matrix() -> None:
+    """Its times are of the day when it was made; its rows, and what cannot be, are those of the tests."""
+    page = PAGE.read_text()
+    missing = [line.split(" | ")[0] for line in table({}).splitlines() if line.split(" | ")[0] not in page]
+    assert not missing, "run tests/faults/write_matrix.py"

@@ -1,0 +1,284 @@
+"""Survivors go on with a new communicator and lose nothing; newcomers get in; who is stopped is left out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from small_training import Story, check, train
+
+import unisono as un
+from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
+from unisono.testing import run_ranks
+
+PROCESSES = ["shm", pytest.param("gloo", marks=pytest.mark.soak)]
+EVERYWHERE = ["thread", *PROCESSES]
+
+
+def launched(program: Any, size: int, backend: str, *args: Any, **options: Any) -> list[Any]:
+    return un.launch(program, size, backend, args, threads=1, on_failure="continue", **{"timeout": 10.0, **options})
+
+
+def total(comm: Any) -> float:
+    tensor = torch.ones(1)
+    comm.all_reduce(tensor)
+    return float(tensor)
+
+
+def ends_with_an_error(comm: Any, *gone: int) -> tuple[int, int, float, str]:
+    if comm.rank in gone:
+        raise KeyError("this rank is gone")
+    try:
+        while True:
+            comm.barrier()
+    except CommError:
+        new = comm.rebuild()
+    try:
+        comm.barrier()
+    except ClosedError as error:
+        return new.rank, new.size, total(new), str(error)
+    raise AssertionError("the old one still works")
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("gone", [(1,), (0, 2)])
+def test_survivors_are_numbered_anew_in_their_order(backend: str, gone: tuple[int, ...]) -> None:
+    ends = launched(ends_with_an_error, 4, backend, *gone)
+    alive = [end for rank, end in enumerate(ends) if rank not in gone]
+    assert [end[:3] for end in alive] == [(r, len(alive), float(len(alive))) for r in range(len(alive))]
+    assert all("closed" in end[3] for end in alive)
+
+
+def test_a_group_without_a_failure_can_be_rebuilt() -> None:
+    def program(comm: Any) -> tuple[float, str]:
+        new = comm.rebuild()
+        return total(new), new._engine.group.name
+
+    assert run_ranks(program, 3) == [(3.0, "world~1")] * 3
+
+
+def test_it_can_be_rebuilt_again_and_again() -> None:
+    def program(comm: Any) -> list[float]:
+        totals = []
+        for victim in (3, 2, 1):
+            if comm.rank == victim:
+                raise KeyError(victim)
+            try:
+                while True:
+                    comm.barrier()
+            except CommError:
+                comm = comm.rebuild()
+            totals.append(total(comm))
+        return totals
+
+    assert run_ranks(program, 4, "thread", on_failure="continue")[0] == [3.0, 2.0, 1.0]
+
+
+def test_a_death_during_the_rebuild() -> None:
+    """Rank 2 goes when rank 0 has asked for the new group; rank 3 when it has asked too, but is not connected."""
+
+    def program(comm: Any) -> tuple[int, float]:
+        if comm.rank == 1:
+            raise KeyError("first")
+        try:
+            comm.barrier()
+        except CommError:
+            if comm.rank == 2:
+                raise KeyError("second") from None
+            if comm.rank == 3:
+                comm._connected = lambda *_: (_ for _ in ()).throw(KeyError("third"))
+            comm = comm.rebuild()
+        return comm.size, total(comm)
+
+    ends = run_ranks(program, 5, "thread", on_failure="continue")
+    assert ends[0] == ends[4] == (2, 2.0)
+
+
+def test_who_is_stopped_is_left_out() -> None:
+    def program(comm: Any) -> Any:
+        pids = comm.all_gather_object(os.getpid())
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            # The one that was stopped finds that the others had come; it learns at its next call what became of them.
+            while True:
+                comm.barrier(timeout=0.3)
+        except CommError:
+            try:
+                comm = comm.rebuild(timeout=0.5 if comm.rank != 1 else 5.0)
+            except AbortedError as error:
+                return str(error)
+            finally:
+                os.kill(pids[1], signal.SIGCONT)
+        return comm.size, total(comm)
+
+    ends = launched(program, 3, "shm")
+    assert ends[0] == ends[2] == (2, 2.0)
+    assert "went on without it" in ends[1]
+
+
+def test_wrong_arguments() -> None:
+    def program(comm: Any) -> str:
+        with pytest.raises(ValueError, match="a number of newcomers"):
+            comm.rebuild(grow=-1)
+        with pytest.raises(MismatchError, match="all ranks say the same"):
+            comm.rebuild(grow=comm.rank)
+        with pytest.raises(CommTimeoutError, match="for 1 newcomers, of whom 0 have come"):
+            comm.rebuild(grow=1, timeout=0.1)
+        comm.close()
+        with pytest.raises(ClosedError):
+            comm.rebuild()
+        return "done"
+
+    assert run_ranks(program, 2) == ["done"] * 2
+
+
+NEWCOMER = """
+import sys, torch
+import unisono as un
+comm = un.join(pid=int(sys.argv[1]), timeout=20)
+tensor = torch.ones(1)
+comm.all_reduce(tensor)
+print(comm.rank, comm.size, comm.backend, tensor.item(), flush=True)
+comm.close()
+"""
+
+
+@pytest.mark.parametrize("backend", PROCESSES)
+def test_a_newcomer_takes_the_place_of_who_has_died(backend: str) -> None:
+    def program(comm: Any) -> tuple[int, int, float, str]:
+        pid = os.getpid()
+        if comm.rank == 1:
+            os.kill(pid, signal.SIGKILL)
+        newcomer = None
+        if comm.rank == 0:
+            newcomer = subprocess.Popen([sys.executable, "-c", NEWCOMER, str(pid)], stdout=subprocess.PIPE, text=True)
+        try:
+            comm.barrier()
+        except CommError:
+            comm = comm.rebuild(grow=1, timeout=30)
+        found = comm.rank, comm.size, total(comm)
+        return *found, newcomer.communicate(timeout=30)[0] if newcomer is not None else ""
+
+    ends = launched(program, 3, backend)
+    assert ends[0] == (0, 3, 3.0, f"2 3 {backend} 3.0\n")
+    assert ends[2] == (1, 3, 3.0, "")
+
+
+def test_joining_nothing() -> None:
+    with pytest.raises(ValueError, match="either an init_method"):
+        un.join()
+    with pytest.raises(ValueError, match="unknown init_method"):
+        un.join("udp://x:1")
+    with pytest.raises(CommError, match="has no part in a job of unisono"):
+        un.join(pid=os.getpid())
+
+
+@pytest.mark.parametrize("backend", PROCESSES)
+def test_one_and_then_two_of_eight_die_in_the_middle_of_an_epoch(backend: str) -> None:
+    deaths = {2: ("step", 2), 5: ("step", 4), 6: ("step", 4)}
+    ends = launched(train, 8, backend, deaths)
+    stories = [end for end in ends if isinstance(end, Story)]
+    assert len(stories) == 5, ends
+    assert all(isinstance(ends[rank], PeerLostError) for rank in deaths)
+    check(stories)
+    for story in stories:
+        assert story.recoveries[-1][1] == 5
+        assert max(took for took, _ in story.recoveries) < 3.0
+
+
+def test_rebuilding_and_the_first_right_sum_take_half_a_second() -> None:
+    def program(comm: Any) -> float:
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                comm.barrier()
+        except CommError:
+            started = time.monotonic()
+            comm = comm.rebuild()
+            assert total(comm) == 3.0
+        return time.monotonic() - started
+
+    # Other programs run on this machine: one of three tries has to do.
+    took = [max(end for end in launched(program, 4, "shm") if isinstance(end, float)) for _ in range(3)]
+    assert min(took) < 0.5, took
+
+
+def test_a_laggard_is_synced() -> None:
+    """Rank 0 has committed a step that rank 1 has not."""
+
+    def program(comm: Any) -> tuple[int, float, float]:
+        model = torch.nn.Linear(1, 1)
+        with torch.no_grad():
+            model.weight.fill_(float(comm.rank))
+        training = un.recovery.Recovery(comm, model=model)
+        if comm.rank == 0:
+            training.commit()
+        training.recover()
+        return training.step, model.weight.item(), total(training.comm)
+
+    assert run_ranks(program, 2) == [(1, 0.0, 2.0)] * 2
+
+
+TRAINEE = """
+import sys, torch
+import unisono as un
+comm = un.join(pid=int(sys.argv[1]), timeout=30)
+model = torch.nn.Linear(1, 1)
+sampler = un.data.PartitionSampler(range(12), num_replicas=1, rank=0)
+training = un.recovery.Recovery(comm, model=model, sampler=sampler)
+training.join()
+print(training.step, model.weight.item(), sorted(sampler), flush=True)
+training.comm.close()
+"""
+
+
+def test_a_newcomer_gets_the_model_and_its_share_of_what_is_left() -> None:
+    def program(comm: Any) -> tuple[int, float, list[int], str]:
+        model = torch.nn.Linear(1, 1)
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        sampler = un.data.PartitionSampler(range(12), comm)
+        training = un.recovery.Recovery(comm, model=model, sampler=sampler)
+        used = list(sampler)[:3]
+        training.commit(3)
+        newcomer = None
+        if comm.rank == 0:
+            command = [sys.executable, "-c", TRAINEE, str(os.getpid())]
+            newcomer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        training.recover(grow=1, timeout=30)
+        left = sorted(sampler)
+        said = newcomer.communicate(timeout=30)[0] if newcomer is not None else ""
+        return training.step, model.weight.item(), used + left, said
+
+    first, second = launched(program, 2, "shm")
+    step, weight, samples = first[3].split(" ", 2)
+    assert (step, weight) == ("1", "7.0")
+    assert sorted([*first[2], *second[2], *eval(samples)]) == list(range(12))
+
+
+def test_what_cannot_follow_is_refused() -> None:
+    with un.init() as comm, pytest.raises(TypeError, match="speed is a float, which has no state_dict"):
+        un.recovery.Recovery(comm, speed=1.0)
+
+
+def test_no_thread_is_left_of_the_old_one() -> None:
+    def program(comm: Any) -> list[str]:
+        comm.all_reduce(torch.ones(2), async_op=True).wait()
+        comm = comm.rebuild()
+        deadline = time.monotonic() + 5
+        names = ["world rank"]
+        while any("world rank" in name for name in names) and time.monotonic() < deadline:
+            names = [thread.name for thread in threading.enumerate()]
+            time.sleep(0.01)
+        return [name for name in names if "world rank" in name]
+
+    assert run_ranks(program, 2) == [[], []]

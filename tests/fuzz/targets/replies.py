@@ -1,0 +1,53 @@
+"""What the control plane answers to a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono import wire
+from unisono.control.replies import reply_of
+from unisono.control.requester import Requester
+from unisono.control.waiting import Waiter
+from unisono.group import Group
+
+REFUSALS = (ValueError,)
+MEMORY = (1 << 19, 700)
+
+
+class Deaf(Requester):
+    """A handle whose requests go nowhere."""
+
+    _where = "nowhere"
+
+    def _send(self, number: int, words: tuple[Any, ...]) -> None:
+        if words[0] == "join":
+            self.take(wire.encode((number, "ok", None)))
+
+    def _mention(self, words: tuple[Any, ...]) -> None:
+        pass
+
+    def _wait(self, waiter: Waiter, timeout: float) -> bool:
+        return waiter.reply is not None
+
+    def share(self, key: str, make: Any) -> Any:
+        return make()
+
+    def close(self) -> None:
+        pass
+
+    def take(self, content: bytes) -> None:
+        callback = self._receive(reply_of(content))
+        if callback is not None:
+            callback()
+
+
+def seeds() -> list[bytes]:
+    replies: list[Any] = [(1, "ok", None), (5, "ok", [b"a", b"b"]), (2, "failed", ("CommError", None, "because"))]
+    replies += [(0, "failed", ("world", "PeerLostError", 1, "rank 1 was lost")), (0, "asked", 3)]
+    return [wire.encode(reply) for reply in replies]
+
+
+def run(data: bytes) -> None:
+    handle = Deaf(1.0)
+    handle.join(Group.world(0, 2), lambda cause: None)
+    handle.take(data)

@@ -1,0 +1,29 @@
+"""The slip in front of a message of `Checksummed`."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.errors import CorruptedError
+from unisono.types import Recv, Send
+from unisono.wrappers.checksum import _Parcel
+
+REFUSALS = (CorruptedError,)
+MEMORY = (1 << 18, 40)
+CONTENT = torch.arange(16, dtype=torch.uint8)
+
+
+def seeds() -> list[bytes]:
+    parcels = [_Parcel(Send(CONTENT, 1, 0), number) for number in (1, 2)]
+    for parcel in parcels:
+        parcel.pack()
+    return [bytes(parcel.packed.tolist()) for parcel in parcels[:1]] * 2
+
+
+def run(data: bytes) -> None:
+    got = torch.zeros_like(CONTENT)
+    parcel = _Parcel(Recv(got, 1, 0), 1)
+    size = parcel.packed.numel()
+    parcel.packed.copy_(torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8))
+    parcel.unpack()
+    assert torch.equal(got, CONTENT), "spoilt content was taken"

@@ -1,0 +1,156 @@
+"""What every rank of the job of test_mpi_world.py does: it tries many things, and prints what came of each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import unisono as un
+from unisono.transports import _mpi_parts
+
+torch.set_num_threads(1)
+
+
+def bootstraps() -> dict[str, Any]:
+    """Every backend under mpirun, one after another."""
+    found = {}
+    for backend in ("gloo", "shm", "auto", "mpi"):
+        with un.init(backend, timeout=60) as comm:
+            total = torch.tensor([1.0, comm.rank])
+            comm.all_reduce(total)
+            found[backend] = (comm.rank, comm.size, comm.backend, comm.hosts, total.tolist())
+    with un.init("mpi", init_method="mpi://", timeout=60) as comm:
+        found["mpi://"] = (comm.rank, comm.size)
+    return found
+
+
+def local_rank() -> int | None:
+    place = un.bootstrap.find(timeout_s=60) if hasattr(un, "bootstrap") else _find()
+    number = place.local_rank
+    place.close()
+    return number
+
+
+def _find() -> Any:
+    from unisono import bootstrap
+
+    return bootstrap.find(timeout_s=60)
+
+
+def adopted() -> dict[str, Any]:
+    """The user's own communicators: the world, one in reverse order, and each rank alone."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    got, found = bytearray(4), {}
+    # The owner's messages are under way meanwhile, of any tag.
+    waiting = world.Irecv([got, MPI.BYTE], (world.rank + 1) % world.size, MPI.ANY_TAG)
+    backwards = world.Split(0, -world.rank)
+    for name, comm in {"world": world, "backwards": backwards, "alone": MPI.COMM_SELF}.items():
+        with un.Communicator.from_mpi(comm, timeout=60) as made:
+            values = [torch.zeros(1, dtype=torch.int64) for _ in range(made.size)]
+            made.all_gather(values, torch.tensor([world.rank]))
+            part = made.split(made.rank, 0)
+            part.barrier()
+            found[name] = (made.rank, made.size, [v.item() for v in values], part.size)
+    world.Send([b"mine", MPI.BYTE], (world.rank - 1) % world.size, 5)
+    waiting.Wait()
+    # It is still its owner's.
+    backwards.Barrier()
+    backwards.Free()
+    return {**found, "owner's": got.decode()}
+
+
+def refused() -> list[str]:
+    from mpi4py import MPI
+
+    said = []
+    for wrong in ("world", MPI.COMM_NULL):
+        try:
+            un.Communicator.from_mpi(wrong)
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def reductions() -> dict[str, str]:
+    """Sums that MPI forms wrongly, and what it does not know: "right", or what came instead."""
+    found = {}
+    with un.init("mpi", timeout=60) as comm:
+        pair = comm.size
+        for name, tensor, op, wanted in (
+            ("int16 wraps", torch.full((2049,), 20000, dtype=torch.int16), "sum", pair * 20000),
+            ("int8 wraps", torch.full((100,), 100, dtype=torch.int8), "sum", pair * 100),
+            ("uint8 wraps", torch.full((100,), 200, dtype=torch.uint8), "sum", pair * 200),
+            ("bfloat16", torch.full((33,), 1.5, dtype=torch.bfloat16), "sum", pair * 1.5),
+            ("float16", torch.full((33,), 2.0, dtype=torch.float16), "product", 2.0**pair),
+            ("bool", torch.tensor([comm.rank == 0]), "sum", True),
+        ):
+            comm.all_reduce(tensor, op)
+            found[name] = _said(tensor, torch.full_like(tensor, 0) + torch.tensor(wanted).to(tensor.dtype))
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            nan, zero = torch.nan if comm.rank else 1.0, -0.0 if comm.rank else 0.0
+            for op, wanted in (("max", 0.0), ("min", -0.0)):
+                tensor = torch.tensor([nan, zero, comm.rank], dtype=dtype)
+                comm.all_reduce(tensor, op)
+                right = tensor[0].isnan() and tensor[1].signbit() == torch.tensor(wanted).signbit()
+                found[f"{op} of {dtype}"] = "right" if right else str(tensor)
+    return found
+
+
+def _said(tensor: torch.Tensor, wanted: torch.Tensor) -> str:
+    return "right" if torch.equal(tensor, wanted) else f"{tensor[:3].tolist()} instead of {wanted[:3].tolist()}"
+
+
+def long_ones() -> dict[str, bool]:
+    """As if MPI could count no further than 1000: everything is cut."""
+    before = _mpi_parts.LONGEST
+    _mpi_parts.LONGEST = 1000
+    found = {}
+    try:
+        with un.init("mpi", timeout=60) as comm:
+            whole = torch.arange(5001.0) * (comm.rank + 1)
+            comm.all_reduce(whole)
+            found["all_reduce"] = torch.equal(whole, torch.arange(5001.0) * 3)
+            comm.broadcast(whole, 1)
+            sent, got = torch.arange(5001.0), torch.zeros(5001)
+            other = 1 - comm.rank
+            comm.sendrecv(sent, other, got, other)
+            found["messages"] = torch.equal(sent, got)
+            ring = torch.ones(5001)
+            comm.all_reduce(ring, algorithm="ring")
+            found["schedules"] = torch.equal(ring, torch.full((5001,), 2.0))
+    finally:
+        _mpi_parts.LONGEST = before
+    return found
+
+
+def timeouts() -> list[str]:
+    """A wait for who does not come ends; the next communicator works."""
+    said = []
+    with un.init("mpi", timeout=60) as comm:
+        part = comm.dup()
+        if comm.rank == 0:
+            for call in (lambda: part.barrier(timeout=0.2), part.barrier):
+                try:
+                    call()
+                except un.errors.CommTimeoutError as error:
+                    said.append(str(error))
+        comm.barrier()
+    return said
+
+
+def main() -> None:
+    parts: dict[str, Callable[[], Any]] = {
+        part.__name__: part for part in (bootstraps, local_rank, adopted, refused, reductions, long_ones, timeouts)
+    }
+    found = {name: part() for name, part in parts.items()}
+    print(f"\n=== {json.dumps(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

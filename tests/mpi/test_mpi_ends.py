@@ -1,0 +1,118 @@
+"""How jobs end that mpirun has started: by an exception, a death, or the wrong launcher."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import mpi_jobs
+import pytest
+
+# A job ends within this time of what has ended it; to start one took some seconds more.
+SOON_S = 10.0
+
+STARTED = """
+import os, signal, sys, time
+backend, culprit = sys.argv[1], int(sys.argv[2])
+comm = un.init(backend, timeout=60)
+comm.barrier()
+print(f"rank {comm.rank} works at {time.time()}", flush=True)
+comm.barrier()
+"""
+RAISES = """
+if comm.rank == culprit:
+    raise KeyError("my own mistake")
+"""
+DIES = """
+if comm.rank == culprit:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+GOES_ON = """
+t = torch.ones(2)
+while True:
+    comm.all_reduce(t, "max")
+"""
+SURVIVES = """
+t = torch.ones(1 << 18)
+try:
+    while True:
+        comm.all_reduce(t, "max")
+except un.errors.PeerLostError as error:
+    print(f"rank {comm.rank} lost {error.peer}", flush=True)
+"""
+
+
+def since_it_worked(ended: mpi_jobs.Ended) -> float:
+    """Seconds from when the ranks worked to the job's end, at most: the test's own end counts, too."""
+    import time
+
+    works = [float(moment) for moment in re.findall(r"works at ([\d.]+)", ended.out)]
+    assert works, ended.err
+    return time.time() - max(works)
+
+
+def test_an_exception_ends_the_job_and_is_the_first_to_be_told(tmp_path: Path) -> None:
+    ended = mpi_jobs.mpirun(tmp_path, STARTED + RAISES + GOES_ON, arguments=("mpi", "1"))
+    assert ended.status == 1
+    assert not ended.left
+    first = ended.err[: ended.err.index("Traceback")]
+    assert "rank 1 of 2 ends the job" in first
+    trace = ended.err[ended.err.index("Traceback") :]
+    assert "KeyError: 'my own mistake'" in trace.split("Traceback")[1]
+    assert since_it_worked(ended) < SOON_S
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_an_exception_ends_the_job_whatever_the_backend(tmp_path: Path, backend: str) -> None:
+    ended = mpi_jobs.mpirun(tmp_path, STARTED + RAISES + GOES_ON, 3, arguments=(backend, "0"))
+    assert ended.status == 1
+    assert not ended.left
+    assert "KeyError: 'my own mistake'" in ended.err.split("Traceback")[1]
+    assert "rank 0 of 3 ends the job" in ended.err.split("Traceback")[0]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_a_killed_rank_ends_the_job(tmp_path: Path, backend: str, culprit: int) -> None:
+    ended = mpi_jobs.mpirun(tmp_path, STARTED + DIES + GOES_ON, 3, arguments=(backend, str(culprit)))
+    assert ended.status != 0
+    assert not ended.left
+    assert re.search(rf"rank {culprit}\b.*(lost|exited|\n)", ended.err), ended.err
+    assert since_it_worked(ended) < SOON_S
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_survivors_are_told_who_is_lost(tmp_path: Path, culprit: int) -> None:
+    program = STARTED + DIES + SURVIVES
+    ended = mpi_jobs.mpirun(tmp_path, program, 3, flags=("--with-ft", "ulfm"), arguments=("mpi", str(culprit)))
+    for rank in {0, 1, 2} - {culprit}:
+        assert f"rank {rank} lost {culprit}" in ended.out, ended.out + ended.err
+    assert not ended.left
+    assert since_it_worked(ended) < SOON_S
+
+
+@pytest.mark.soak
+def test_torchrun_knows_nothing_of_mpi(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import unisono as un\nun.init('mpi', timeout=30)\n")
+    ended = mpi_jobs.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)])
+    assert ended.status != 0
+    assert "torchrun knows nothing of MPI" in ended.err
+    assert "mpirun -n 2" in ended.err
+
+
+def test_a_launcher_of_another_mpi_is_explained(tmp_path: Path) -> None:
+    # To the library here, what another launcher tells means nothing: its world is of one.
+    ended = mpi_jobs.run(
+        [sys.executable, "-c", "import unisono as un; un.init('mpi', timeout=30)"],
+        PMI_RANK="0",
+        PMI_SIZE="2",
+        MPI_LOCALNRANKS="2",
+    )
+    assert ended.status != 0
+    assert "an MPI world of its own" in ended.err
+    assert "mpiexec" in ended.err.splitlines()[-1]

@@ -1,0 +1,78 @@
+"""One job under mpirun, in which every rank tries many things; what came of each is told here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import mpi_jobs
+import pytest
+
+from unisono.mpilib import find_mpirun
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """What each rank has found."""
+    program = str(Path(__file__).with_name("mpi_program.py"))
+    ended = mpi_jobs.run([str(find_mpirun()), "-n", str(RANKS), sys.executable, program])
+    assert ended.status == 0, ended.err
+    assert not ended.left
+    told = [json.loads(line.removeprefix("=== ")) for line in ended.out.splitlines() if line.startswith("=== ")]
+    assert len(told) == RANKS, ended.out
+    return sorted(told, key=lambda one: one["bootstraps"]["mpi"][0])
+
+
+@pytest.mark.parametrize(("asked", "backend"), [("gloo", "gloo"), ("shm", "shm"), ("auto", "shm"), ("mpi", "mpi")])
+def test_every_backend_works_under_mpirun(found: list[dict[str, Any]], asked: str, backend: str) -> None:
+    for rank, one in enumerate(found):
+        assert one["bootstraps"][asked] == [rank, RANKS, backend, [[0, 1]], [2.0, 1.0]]
+
+
+def test_mpi_may_be_insisted_on(found: list[dict[str, Any]]) -> None:
+    assert [one["bootstraps"]["mpi://"] for one in found] == [[0, 2], [1, 2]]
+
+
+def test_the_local_rank_is_mpis(found: list[dict[str, Any]]) -> None:
+    assert [one["local_rank"] for one in found] == [0, 1]
+
+
+def test_communicators_of_users_are_adopted_and_left_alone(found: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(found):
+        assert one["adopted"] == {
+            "world": [rank, 2, [0, 1], 1],
+            "backwards": [1 - rank, 2, [1, 0], 1],
+            "alone": [0, 1, [rank], 1],
+            "owner's": "mine",
+        }
+
+
+def test_what_is_no_communicator_is_refused(found: list[dict[str, Any]]) -> None:
+    wrong, null = found[0]["refused"]
+    assert wrong.startswith("TypeError")
+    assert "mpi4py" in wrong
+    assert null.startswith("ValueError")
+    assert "COMM_NULL" in null
+
+
+def test_reductions_are_right_where_mpis_are_not(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        wrong = {name: said for name, said in one["reductions"].items() if said != "right"}
+        assert not wrong
+        assert len(one["reductions"]) == 14
+
+
+def test_what_mpi_cannot_count_is_cut(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert one["long_ones"] == {"all_reduce": True, "messages": True, "schedules": True}
+
+
+def test_who_does_not_come_is_named(found: list[dict[str, Any]]) -> None:
+    said = found[0]["timeouts"]
+    assert len(said) == 2
+    assert all("rank 1" in sentence for sentence in said), said
+    assert "0.2 s" in said[0]

@@ -1,0 +1,50 @@
+"""Looks whether a message has come, and then waits without looking again: it may have come in between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from unisono.errors import CommTimeoutError
+from unisono.transport import Transport
+from unisono.types import Message, Work
+from unisono.wrappers.wrapper import Wrapper
+
+COMPLAINT = "nobody can move|waited"
+
+
+class Hasty(Work):
+    def __init__(self, inner: Work) -> None:
+        self._inner = inner
+        self._changed = threading.Condition()
+        inner.get_future().add_done_callback(lambda _: self._tell())
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._inner.is_completed():
+            with self._changed:
+                if not self._changed.wait(timeout):
+                    raise CommTimeoutError("waited for a message", waited_s=timeout)
+        self._inner.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return self._inner.exception()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._inner.get_future()
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return Hasty(self.inner.post(batch))

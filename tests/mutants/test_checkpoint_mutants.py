@@ -1,0 +1,214 @@
+"""Checkpoints that are saved or loaded wrongly; a unit test kills each."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from loading import load
+
+from unisono.checkpoint import background, loading, manifest, places, reader, restore, saving, team
+from unisono.checkpoint.storage import local
+from unisono.errors import CommError
+
+UNIT = Path(__file__).parents[1] / "unit"
+Patch = pytest.MonkeyPatch
+
+
+@cache
+def unit(name: str) -> ModuleType:
+    """The unit tests, by the end of their file's name."""
+    return load(UNIT / f"test_checkpoint_{name}.py")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        yield Path(name)
+
+
+def power(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        unit("crashes").test_loss_of_power_at_any_instant(folder, patch, 1)
+
+
+def damages(folder: Path) -> None:
+    unit("damage").damages(folder, 40)
+
+
+def no_space(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        unit("crashes").test_a_full_disk_leaves_nothing_behind(folder, patch)
+
+
+def differences(folder: Path) -> None:
+    unit("ranks").test_ranks_that_differ_are_named_and_nothing_is_written(
+        folder, lambda s: s["big"].__setitem__(60_000, 0.5), "'big': rank 1 differs from ranks 0, 2"
+    )
+
+
+# -- saving ------------------------------------------------------------------------------------
+
+
+def files_are_not_synced(patch: Patch) -> None:
+    patch.setattr(local.LocalSink, "settle", lambda self: os.close(self._fd))
+
+
+def directories_are_not_synced(patch: Patch) -> None:
+    patch.setattr(local, "_sync_directory", lambda path: None)
+
+
+def the_manifest_is_overwritten(patch: Patch) -> None:
+    def publish(self: local.LocalStorage, name: str, data: bytes) -> None:
+        fd = os.open(self._root / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.write(fd, data)
+        os.fsync(fd)
+        os.close(fd)
+
+    patch.setattr(local.LocalStorage, "publish", publish)
+
+
+def old_files_go_before_the_new_manifest(patch: Patch) -> None:
+    real = saving._publish
+
+    def publish(snapshot: Any, parts: Any, storage: Any, save_id: str, extra: Any) -> None:
+        saving._tidy(storage, save_id)
+        real(snapshot, parts, storage, save_id, extra)
+
+    patch.setattr(saving, "_publish", publish)
+
+
+def the_manifest_comes_before_the_files_are_durable(patch: Patch) -> None:
+    real = local.LocalSink.settle
+
+    def settle(self: local.LocalSink) -> None:
+        if self._path.suffix == ".safetensors":
+            os.close(self._fd)
+        else:
+            real(self)
+
+    patch.setattr(local.LocalSink, "settle", settle)
+
+
+def what_failed_stays(patch: Patch) -> None:
+    patch.setattr(local.LocalSink, "abandon", lambda self: os.close(self._fd))
+    patch.setattr(local.LocalStorage, "remove", lambda self, *names: None)
+
+
+def ranks_are_not_compared(patch: Patch) -> None:
+    patch.setattr(team.Team, "compare", lambda self, what, describe, told: None)
+
+
+def only_shapes_are_compared(patch: Patch) -> None:
+    patch.setattr(saving, "digest", lambda data: "0" * 32)
+
+
+def the_copy_is_a_view(patch: Patch) -> None:
+    real = saving._take
+    patch.setattr(saving, "_take", lambda flat, copy, hashed: real(flat, False, hashed))
+
+
+def saves_overtake_each_other(patch: Patch) -> None:
+    patch.setattr(background, "finish_earlier", lambda path, comm: None)
+    patch.setattr("unisono.checkpoint.calls.finish_earlier", lambda path, comm: None)
+
+
+# -- loading -----------------------------------------------------------------------------------
+
+
+def bytes_are_not_checked(patch: Patch) -> None:
+    patch.setattr(reader.Files, "accuse", lambda self, bad: None)
+
+
+def headers_are_not_checked(patch: Patch) -> None:
+    real = reader.Files.accuse
+    patch.setattr(reader.Files, "accuse", lambda self, bad: real(self, [block for block in bad if block.name]))
+
+
+def sizes_are_not_checked(patch: Patch) -> None:
+    patch.setattr(manifest.Manifest, "check_sizes", lambda self, sizes: None)
+
+
+def the_manifest_is_believed(patch: Patch) -> None:
+    patch.setattr(manifest, "_check_tiling", lambda whole: None)
+
+
+def every_rank_reads_all(patch: Patch) -> None:
+    patch.setattr(loading, "_host", lambda comm: None)
+
+
+def strided_memory_is_forgotten(patch: Patch) -> None:
+    patch.setattr(places.Landing, "tensor", lambda self: self._made if self._place is None else self._place)
+
+
+def shapes_do_not_matter(patch: Patch) -> None:
+    real = restore.Restoration._match_tensor
+    patch.setattr(
+        restore.Restoration,
+        "_match_tensor",
+        lambda self, target, name, path, mode: real(self, target, name, path, "loose"),
+    )
+
+
+def unchecked_sizes(folder: Path) -> None:
+    unit("damage").damages(folder, 25)
+
+
+def hostile(folder: Path) -> None:
+    unit("damage").fuzz(folder, 150)
+
+
+def in_background(folder: Path) -> None:
+    unit("ranks").test_async_save_saves_what_there_was_when_it_was_called(folder)
+
+
+def one_after_another(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        unit("ranks").test_async_save_keeps_what_was_there(folder, patch)
+
+
+def once(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        unit("ranks").test_each_byte_is_read_once_on_a_host(folder, patch)
+
+
+MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [
+    (files_are_not_synced, power),
+    (directories_are_not_synced, power),
+    (the_manifest_is_overwritten, power),
+    (old_files_go_before_the_new_manifest, power),
+    (the_manifest_comes_before_the_files_are_durable, power),
+    (what_failed_stays, no_space),
+    (ranks_are_not_compared, differences),
+    (only_shapes_are_compared, differences),
+    (the_copy_is_a_view, in_background),
+    (saves_overtake_each_other, one_after_another),
+    (bytes_are_not_checked, damages),
+    (headers_are_not_checked, lambda folder: unit("damage").test_the_header_counts_too(folder)),
+    (sizes_are_not_checked, unchecked_sizes),
+    (the_manifest_is_believed, hostile),
+    (every_rank_reads_all, once),
+    (strided_memory_is_forgotten, lambda folder: unit("state").test_memory_of_every_form(folder)),
+    (shapes_do_not_matter, lambda folder: unit("state").test_the_wrong_model_changes_nothing(folder)),
+]
+
+
+@pytest.mark.parametrize(("mutant", "test"), MUTANTS, ids=lambda entry: getattr(entry, "__name__", ""))
+def test_killed(mutant: Callable[[Patch], None], test: Callable[[Path], None], folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch)
+        with pytest.raises((AssertionError, CommError, LookupError, pytest.fail.Exception)):
+            test(folder)
+
+
+@pytest.mark.parametrize("test", [power, no_space, differences, in_background, once], ids=lambda test: test.__name__)
+def test_what_is_right_survives(test: Callable[[Path], None], folder: Path) -> None:
+    test(folder)
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,64 @@
+"""Mistakes that real threads hardly ever show, which some seed shows and shows again; and schedulers that are wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from random import SystemRandom
+
+import pytest
+import torch
+from loading import load, mutants
+
+import unisono as un
+from unisono.testing import chaos
+from unisono.virtual import Scheduler
+
+MUTANTS = mutants("simulated")
+SEEDS = range(60)
+
+
+def program(comm: un.Communicator) -> float:
+    t = torch.ones(100)
+    for algorithm in ("ring", "direct", "tree"):
+        comm.all_reduce(t, algorithm=algorithm)
+    return t.sum().item()
+
+
+def complaints(seed: int, wrap: object = None) -> list[str]:
+    run = un.simulate(program, 3, seed=seed, preempt=0.2, wrap=wrap, timeout=10.0, on_failure="continue")  # type: ignore[arg-type]
+    return [str(end) for end in run.results if isinstance(end, BaseException)]
+
+
+@pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
+def test_a_seed_kills(path: Path) -> None:
+    mutant = load(path)
+    killed = next((seed for seed in SEEDS if complaints(seed, mutant.Mutant)), None)
+    assert killed is not None, f"none of {len(SEEDS)} seeds shows the mistake"
+    for _ in range(2):
+        assert any(re.search(mutant.COMPLAINT, said) for said in complaints(killed, mutant.Mutant))
+
+
+def test_without_a_mistake_no_seed_complains() -> None:
+    assert [seed for seed in SEEDS[:20] if complaints(seed)] == []
+
+
+def test_there_are_mutants() -> None:
+    assert len(MUTANTS) >= 3
+
+
+# -- schedulers ------------------------------------------------------------------------------------
+def picks_by_itself(scheduler: Scheduler, among: int) -> int:
+    return SystemRandom().randrange(among)
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"), [("pick", picks_by_itself), ("chance", lambda scheduler: SystemRandom().random())]
+)
+def test_a_scheduler_that_does_not_follow_its_seed_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, method: str, wrong: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(Scheduler, method, wrong)
+    with pytest.raises(chaos.ChaosError, match="does not run the same way twice"):
+        chaos.check(program, 3, seeds=range(10))

@@ -1,0 +1,114 @@
+"""Evaluation counts every sample once, and means do not depend on the number of ranks, to the last bit."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unisono as un
+from unisono.data import PartitionSampler, gather_metrics, gather_samples
+from unisono.errors import MismatchError
+from unisono.testing import run_ranks
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+class Told:
+    """A communicator whose ranks have said what they say."""
+
+    def __init__(self, said: list[Any]) -> None:
+        self.said = said
+
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        return self.said
+
+
+def over_ranks(parts: list[list[float]]) -> float:
+    from unisono.data import metrics
+
+    said = [{"it": metrics._summed("it", torch.tensor(part, dtype=torch.float64), None)} for part in parts]
+    return gather_metrics(Told(said), {"it": parts[0]})["it"]
+
+
+@given(values=st.lists(FINITE, min_size=1, max_size=40), cuts=st.lists(st.integers(0, 40), max_size=4))
+def test_a_mean_is_the_nearest_float_however_samples_are_shared(values: list[float], cuts: list[int]) -> None:
+    ends = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
+    parts = [values[start:stop] for start, stop in pairwise(ends)]
+    assert over_ranks(parts) == float(sum(map(Fraction, values)) / len(values))
+
+
+def test_what_is_not_finite_shows() -> None:
+    assert math.isnan(over_ranks([[1.0, math.nan], [2.0]]))
+    assert over_ranks([[1.0], [math.inf]]) == math.inf
+    assert math.isnan(over_ranks([[-math.inf], [math.inf]]))
+    assert math.isnan(over_ranks([[], []]))
+
+
+def test_evaluation_of_uneven_parts() -> None:
+    values = torch.rand(23, generator=torch.Generator().manual_seed(0))
+
+    def evaluate(comm: un.Communicator) -> tuple[dict[str, float], list[float]]:
+        indices = list(PartitionSampler(values, comm, shuffle=False))
+        mine = values[indices]
+        found = gather_metrics(comm, {"value": mine, "high": mine > 0.5, "sum": mine.double().sum()}, count=len(mine))
+        return found, gather_samples(comm, mine, indices, count=23).tolist()
+
+    alone = evaluate_alone(values)
+    for size in (1, 2, 4):
+        for found, gathered in run_ranks(evaluate, size):
+            assert {name: found[name] for name in alone} == alone
+            assert found["sum"] == pytest.approx(alone["value"], rel=1e-14)
+            assert gathered == values.tolist()
+
+
+def evaluate_alone(values: torch.Tensor) -> dict[str, float]:
+    return gather_metrics(None, {"value": values, "high": values > 0.5})
+
+
+def test_more_ranks_than_samples() -> None:
+    def evaluate(comm: un.Communicator) -> tuple[dict[str, float], Any]:
+        indices = list(PartitionSampler(range(2), comm))
+        outputs = [f"sample {index}" for index in indices]
+        ones = torch.ones(len(indices))
+        return gather_metrics(comm, {"one": ones}), gather_samples(comm, outputs, indices, 2, dst=2)
+
+    assert [found for found, _ in run_ranks(evaluate, 4)] == [{"one": 1.0}] * 4
+    gathered = [outputs for _, outputs in run_ranks(evaluate, 4)]
+    assert gathered == [None, None, ["sample 0", "sample 1"], None]
+
+
+def test_rows_come_in_the_order_of_the_dataset() -> None:
+    def evaluate(comm: un.Communicator) -> torch.Tensor:
+        indices = list(PartitionSampler(range(5), comm, seed=4))
+        rows = torch.tensor(indices, dtype=torch.float16).unsqueeze(1).expand(-1, 3)
+        gathered: torch.Tensor = gather_samples(comm, rows, indices)
+        return gathered
+
+    for rows in run_ranks(evaluate, 2):
+        assert rows.dtype == torch.float16
+        assert rows.tolist() == [[float(i)] * 3 for i in range(5)]
+
+
+def test_what_does_not_fit_is_refused_on_every_rank() -> None:
+    def names(comm: un.Communicator) -> None:
+        with pytest.raises(MismatchError, match=r"rank 0 gave the metrics \['a'\], rank 1 \['b'\]"):
+            gather_metrics(comm, {"ab"[comm.rank]: torch.ones(1)})
+        with pytest.raises(ValueError, match="1 samples are there more than once, the first of them 7"):
+            gather_samples(comm, torch.ones(1), [7])
+        with pytest.raises(ValueError, match="3 samples, 0 to 2, but 2 came"):
+            gather_samples(comm, torch.ones(1), [comm.rank], count=3)
+        with pytest.raises(ValueError, match="rank 1 gave 1 outputs for indices of shape"):
+            gather_samples(comm, torch.ones(1), [0] * (1 + comm.rank), dst=0)
+
+    run_ranks(names, 2)
+    with pytest.raises(ValueError, match="'a' is a sum: say count"):
+        gather_metrics(None, {"a": 3.0})
+    with pytest.raises(ValueError, match="'a' must be one number a sample"):
+        gather_metrics(None, {"a": torch.ones(2, 2)})

@@ -1,0 +1,109 @@
+"""Which hosts there are, by proof, and by which address each is reached."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from unisono import hosts
+from unisono.control import LocalHub
+from unisono.group import Group
+from unisono.surroundings import best
+from unisono.transports import TRANSPORTS, _shm_memory
+
+NOBODY: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    ("named", "environment", "expected"),
+    [
+        (None, NOBODY, None),
+        ("ib0", {"UNISONO_INTERFACE": "lo"}, ("ib0", "interface=")),
+        (None, {"UNISONO_INTERFACE": "ib0", "GLOO_SOCKET_IFNAME": "lo"}, ("ib0", "UNISONO_INTERFACE")),
+        (None, {"GLOO_SOCKET_IFNAME": "ib0,lo", "NCCL_SOCKET_IFNAME": "lo"}, ("lo", "GLOO_SOCKET_IFNAME")),
+        (None, {"UNISONO_INTERFACE": " "}, None),
+        (None, {"NCCL_SOCKET_IFNAME": "=lo"}, ("lo", "NCCL_SOCKET_IFNAME")),
+        (None, {"NCCL_SOCKET_IFNAME": "=l"}, None),
+        (None, {"NCCL_SOCKET_IFNAME": "ib,l"}, ("lo", "NCCL_SOCKET_IFNAME")),
+    ],
+)
+def test_who_asks_first_names_the_interface(
+    named: str | None, environment: dict[str, str], expected: tuple[str, str] | None
+) -> None:
+    assert hosts.interface_wanted(named, environment) == expected
+
+
+def test_an_interface_has_an_address_and_the_other_way_round() -> None:
+    assert hosts.address_of("lo") == "127.0.0.1"
+    assert hosts.interface_of("127.0.0.1") == "lo"
+    assert hosts.interface_of("192.0.2.77") is None
+    with pytest.raises(ValueError, match=r"no network interface 'ib7'; it has .*lo"):
+        hosts.address_of("ib7")
+
+
+def test_an_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UNISONO_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(
+        hosts,
+        "address_towards",
+        lambda host, port=9: {"me": "127.0.1.1", "192.0.2.1": "10.1.2.3"}.get(host, "127.0.0.1"),
+    )
+    # Who says loopback means it; a name that leads there is what many systems give to themselves.
+    assert hosts.address_for_others("127.0.0.1") == "127.0.0.1"
+    assert hosts.address_for_others("localhost") == "127.0.0.1"
+    assert hosts.address_for_others("me") == "10.1.2.3"
+    monkeypatch.setenv("UNISONO_INTERFACE", "lo")
+    assert hosts.address_for_others("me") == "127.0.0.1"
+
+
+def neighbours(size: int) -> list[Any]:
+    """What each of so many ranks finds, each a thread of this process."""
+    hub, found = LocalHub(), [None] * size
+
+    def run(rank: int) -> None:
+        control, group = hub.control(), Group.world(rank, size)
+        control.join(group, lambda cause: None)
+        found[rank] = TRANSPORTS["shm"].neighbours(group, control, 10.0)
+        control.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_ranks_that_see_each_others_memory_are_neighbours() -> None:
+    assert neighbours(3) == [((0, 1, 2),)] * 3
+
+
+def test_who_finds_another_number_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in another container under the same kernel: everything but the proof says that the host is the same."""
+    opened, shown = _shm_memory._open, threading.Lock()
+    seen: list[int] = []
+
+    def other(pid: int, number: int, size: int, proof: bytes) -> Any:
+        with shown:
+            seen.append(number)
+            wrong = len(seen) == 2
+        return opened(pid, number, size, bytes(16) if wrong else proof)
+
+    monkeypatch.setattr(_shm_memory, "_open", other)
+    found = neighbours(3)
+    assert found == [found[0]] * 3
+    assert sorted(map(len, found[0])) == [1, 2]
+
+
+def test_where_memory_cannot_be_shared_all_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_shm_memory, "shm_obstacle", lambda: "an obstacle")
+    assert neighbours(3) == [((0,), (1,), (2,))] * 3
+
+
+def test_the_best_backend() -> None:
+    assert best(((0,),), gpus=False) == "thread"
+    assert best(((0, 1), (2, 3)), gpus=False) == "shm+gloo"
+    assert best(((0,), (1,), (2,)), gpus=False) == "gloo"

@@ -1,0 +1,148 @@
+"""The control plane as a pure state machine: questions to all, waits that end with their group, groups made anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.control.state import ControlState
+
+OK, FAILED = "ok", "failed"
+
+
+def world(size: int) -> ControlState:
+    state = ControlState()
+    for rank in range(size):
+        state.handle(rank, 1, ("join", "world", rank, size))
+    return state
+
+
+def rebuild(state: ControlState, rank: int, attempt: int = 1, grow: int = 0, size: int = 3) -> list[Any]:
+    return state.handle(rank, 100 + rank, ("rebuild", "world", attempt, grow, list(range(size)), b"terms"))
+
+
+def test_a_survey_is_answered_when_all_have() -> None:
+    state = world(2)
+    asked = state.handle(0, 7, ("survey", "world"))
+    assert asked == [(0, (0, "asked", 1)), (1, (0, "asked", 1))]
+    assert state.handle(1, 0, ("answer", 1, b"one")) == []
+    answer = state.handle(0, 0, ("answer", 1, b"zero"))
+    assert answer == [(0, (7, OK, [(("world", 0), b"zero"), (("world", 1), b"one")]))]
+    assert state.handle(0, 0, ("answer", 1, b"late")) == []
+
+
+def test_who_does_not_answer_holds_nobody_up() -> None:
+    state = world(3)
+    state.handle(0, 7, ("survey", None))
+    state.handle(0, 0, ("answer", 1, b"zero"))
+    state.lost(2)
+    out = state.handle(0, 8, ("enough", 7))
+    assert out == [(0, (7, OK, [(("world", 0), b"zero"), (("world", 1), None)])), (0, (8, OK, None))]
+
+
+def test_strangers_cannot_answer() -> None:
+    state = world(1)
+    state.handle(0, 7, ("survey", "world"))
+    assert state.handle(5, 0, ("answer", 1, b"forged")) == []
+
+
+def test_a_wait_for_a_key_ends_with_its_group() -> None:
+    state = world(2)
+    assert state.handle(0, 7, ("get", "x", "world")) == []
+    out = state.lost(1)
+    assert [reply[2][:2] for client, reply in out if client == 0 and reply[0] == 7] == [("PeerLostError", 1)]
+    assert state.handle(0, 8, ("get", "x", "world"))[0][1][1] == FAILED
+    assert state.handle(0, 9, ("set", "x", b"")) == [(0, (9, OK, None))]
+
+
+def test_keys_go_with_their_group() -> None:
+    state = world(1)
+    for key in ("world/a", "torch/world/b", "world1/c", "world/1.0/d"):
+        state.handle(0, 2, ("set", key, b""))
+    state.handle(0, 3, ("join", "world/1.0", 0, 1))
+    state.handle(0, 4, ("leave", "world"))
+    assert state.handle(0, 5, ("check", ["world1/c", "world/1.0/d"]))[0][1][2] is True
+    assert state.handle(0, 5, ("num_keys",))[0][1][2] == 2
+    state.handle(0, 6, ("leave", "world/1.0"))
+    assert state.handle(0, 7, ("num_keys",))[0][1][2] == 1
+
+
+def test_who_wants_to_leave_last_is_told_when_all_have() -> None:
+    state = world(2)
+    assert state.handle(0, 5, ("leave", "world", True)) == []
+    assert state.handle(1, 6, ("leave", "world", True)) == [(0, (5, OK, None)), (1, (6, OK, None))]
+    state = world(2)
+    state.handle(0, 5, ("leave", "world", True))
+    assert (0, (5, OK, None)) in state.lost(1)
+
+
+def test_survivors_get_a_group_in_their_old_order() -> None:
+    state = world(3)
+    assert rebuild(state, 2) == []
+    state.lost(1)
+    assert rebuild(state, 0) == [(0, (100, OK, ("world~1", [0, 2]))), (2, (102, OK, ("world~1", [0, 2])))]
+
+
+def test_a_death_that_all_others_waited_for() -> None:
+    state = world(3)
+    rebuild(state, 0)
+    rebuild(state, 2)
+    assert [(c, r[2]) for c, r in state.lost(1) if r[0] > 99] == [(0, ("world~1", [0, 2])), (2, ("world~1", [0, 2]))]
+
+
+def test_a_death_before_the_new_group_was_joined_is_noticed_there() -> None:
+    state = world(3)
+    for rank in range(3):
+        rebuild(state, rank)
+    told = [reply for client, reply in state.lost(1) if client == 0 and reply[2][0] == "world~1"]
+    assert told
+    assert told[0][2][1] == "PeerLostError"
+
+
+def test_who_does_not_come_is_left_out() -> None:
+    state = world(3)
+    rebuild(state, 0)
+    rebuild(state, 2)
+    out = state.handle(0, 9, ("without", "world", 1, 2.0))
+    assert (0, (100, OK, ("world~1", [0, 2]))) in out
+    late = rebuild(state, 1)
+    assert late[0][1][1] == FAILED
+    assert late[0][1][2][0] == "AbortedError"
+
+
+def test_newcomers_get_the_last_ranks_and_new_numbers() -> None:
+    state = world(3)
+    state.lost(2)
+    assert state.handle(8, 1, ("apply",)) == []
+    rebuild(state, 0, grow=2)
+    rebuild(state, 1, grow=2)
+    out = state.handle(9, 1, ("apply",))
+    members = [0, 1, 3, 4]
+    assert (0, (100, OK, ("world~1", members))) in out
+    assert (8, (1, OK, ("world~1", members, 2, b"terms"))) in out
+    assert (9, (1, OK, ("world~1", members, 3, b"terms"))) in out
+
+
+def test_newcomers_that_do_not_come() -> None:
+    state = world(1)
+    rebuild(state, 0, grow=1, size=1)
+    out = state.handle(0, 9, ("without", "world", 1, 2.0))
+    assert out[0][1][1] == FAILED
+    assert "for 1 newcomers, of whom 0 have come" in out[0][1][2][2]
+    state.handle(5, 1, ("apply",))
+    state.handle(5, 2, ("forget", 1))
+    assert rebuild(state, 0, attempt=2, grow=1, size=1) == []
+
+
+@given(order=st.permutations(range(5)), dead=st.sets(st.integers(0, 4), max_size=4), when=st.integers(0, 4))
+def test_whatever_the_order_all_survivors_are_told_the_same(order: list[int], dead: set[int], when: int) -> None:
+    state, told = world(5), {}
+    for index, rank in enumerate(order):
+        out = [reply for victim in dead for reply in state.lost(victim)] if index == when else []
+        if rank not in dead:
+            out += rebuild(state, rank, size=5)
+        told.update({client: reply[2] for client, reply in out if reply[0] > 99 and reply[1] == OK})
+    alive = sorted(set(range(5)) - dead)
+    assert told == dict.fromkeys(alive, ("world~1", alive))

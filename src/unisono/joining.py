@@ -10,6 +10,7 @@ import torch
 from unisono import wire
 from unisono.bootstrap.running import find_running
 from unisono.communicator import Communicator
+from unisono.compose import transport_named
 from unisono.control import Cause
 from unisono.control.client import SocketControl
 from unisono.errors import AbortedError, CommError, MismatchError
@@ -17,7 +18,6 @@ from unisono.failing import cause_of
 from unisono.group import Group
 from unisono.startup import TIMEOUT_S, Wrap
 from unisono.transport import Options
-from unisono.transports import TRANSPORTS
 
 __all__ = ["join"]
 
@@ -81,7 +81,7 @@ def _taken_in(
         _log.info("unisono: rank %d of %d, taken into %s", rank, group.size, group.name)
         control.join(group, _ignore)
         try:
-            transport = TRANSPORTS[backend].connect(group, control, options)
+            transport = transport_named(backend).connect(group, control, options)
             comm = Communicator(wrap(transport) if wrap else transport, control, options, check=check)
             control.exchange(group, "rebuilt", None, max(1.0, deadline - time.monotonic()))
         except BaseException as error:

@@ -100,7 +100,7 @@ def name_of(mpi: Any) -> str:
         'Open MPI v5.0.11'
     """
     first = str(mpi.Get_library_version()).strip("\0 \n").splitlines()[0]
-    return " ".join(first.split(",")[0].split())
+    return " ".join(word for word in first.split(",")[0].split() if word != "Version:")
 
 
 def check_world(mpi: Any, size: int) -> None:

@@ -89,6 +89,10 @@ class PostMailbox(Mailbox):
         self._rung: list[int] = []
         self._locks = [threading.Lock() for _ in range(transport.size)]
         self._incoming = {peer: _Incoming(peer) for peer in range(transport.size) if peer != transport.rank}
+        # Some transports connect two ranks with their first message, one pair after another: all in one order, then.
+        for peer in _partners(transport.rank, transport.size):
+            hello = torch.zeros(2, 1, dtype=torch.uint8)
+            transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()
         for incoming in self._incoming.values():
             self._post(incoming)
 
@@ -152,8 +156,12 @@ class PostMailbox(Mailbox):
             incoming.work = None
             self.lose(incoming.peer, error)
             return
-        mail = incoming.arrived()
-        self._post(incoming)
+        try:
+            mail = incoming.arrived()
+            self._post(incoming)
+        except (CommError, TypeError, RuntimeError, MemoryError, struct.error) as failure:
+            self.lose(incoming.peer, failure)
+            return
         if mail is not None:
             mails.append(mail)
 
@@ -173,6 +181,21 @@ class PostMailbox(Mailbox):
             self.closed = True
             self._transport.close()
         super().close()
+
+
+def _partners(rank: int, size: int) -> list[int]:
+    """The other ranks, in an order in which all ranks can meet two by two: as teams of a league do."""
+    even = size + size % 2
+    found = []
+    for day in range(even - 1):
+        if rank == even - 1:
+            partner = next(other for other in range(even - 1) if 2 * other % (even - 1) == day)
+        else:
+            partner = (day - rank) % (even - 1)
+            partner = even - 1 if partner == rank else partner
+        if partner < size:
+            found.append(partner)
+    return found
 
 
 def _most_inline() -> int:

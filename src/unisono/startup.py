@@ -119,14 +119,14 @@ def launch(
     chunk_bytes: int = CHUNK_BYTES,
     wrap: Wrap | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
+    seed: int | None = None,
 ) -> list[Any]:
     """Run `fn(comm, *args, **kwargs)` on `nprocs` ranks of this host, and return each rank's result.
 
     Ranks are processes of a forkserver that has torch in memory (about 1 s for the first, 0.05 s for
-    each further one), or threads of this process with backend "thread" ("sim" as by
-    `simulate`). Works from a script (call it
-    under `if __name__ == "__main__":`), from `python -`, from tests and from a notebook: functions
-    that a process cannot import travel by value.
+    each further one), or threads of this process with backend "thread" (which take turns with "sim":
+    see `simulate`). Works from a script (call it under `if __name__ == "__main__":`), from `python -`,
+    from tests and from a notebook: functions that a process cannot import travel by value.
 
     Args:
         fn: The program of every rank.
@@ -146,6 +146,7 @@ def launch(
         wrap: As for `init`.
         hosts: Ranks that are to be taken for one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
             to try what runs on several hosts.
+        seed: With backend "sim": of the order in which ranks go on. UNISONO_SEED, or 0, if None.
 
     Raises:
         Exception: What the first failing rank raised.
@@ -170,7 +171,9 @@ def launch(
     options = replace(_options(name, device, None, timeout, chunk_bytes, "127.0.0.1"), hosts=given)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
     if job.transport.simulated:
-        return run_simulated(job, nprocs, on_failure, seed_of(None)).results
+        return run_simulated(job, nprocs, on_failure, seed_of(seed)).results
+    if seed is not None:
+        raise ValueError(f"only simulated ranks have a seed: use backend 'sim', not {name!r}")
     if job.transport.in_process:
         ended = run_threads(job, nprocs, on_failure)
     elif job.transport.launcher == "mpirun":

@@ -75,8 +75,10 @@ class Staging:
 
     def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Uninitialised flat memory of a tensor's dtype, where the transport can use it."""
-        device = "cpu" if like.device.type in self._away else like.device
-        return torch.empty(numel, dtype=like.dtype, device=device)
+        if like.device.type in self._away:
+            # Pinned memory is what a GPU copies to and from at full speed.
+            return torch.empty(numel, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Notice it if the tensor changes before the call is over; whoever wants that makes it so."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unisono.control import Control
     from unisono.mailbox import Mailbox
 
-__all__ = ["Options", "PointToPoint", "Quick", "Transport"]
+__all__ = ["Declared", "Options", "PointToPoint", "Quick", "Transport"]
 
 
 class PointToPoint(Protocol):
@@ -62,6 +62,15 @@ class Options:
     chunk_bytes: int = 2 << 20
     hosts: tuple[tuple[int, ...], ...] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a transport says of itself before it is connected; the attributes are those of `Transport`."""
+
+    devices: frozenset[str]
+    staged: frozenset[str]
+    native: frozenset[str]
 
 
 class Quick(Protocol):
@@ -123,6 +132,11 @@ class Transport(ABC):
     def connect(cls, group: Group, control: Control, options: Options) -> Self:
         """Join the group's other members, who all call this; return when messages can be posted."""
         raise UnavailableError(f"{cls.__name__} can wrap other transports, but cannot be started by name")
+
+    @classmethod
+    def declared(cls, backend: str) -> Declared:
+        """What it can under this name, for those that have several."""
+        return Declared(cls.devices, cls.staged, cls.native)
 
     @classmethod
     def neighbours(cls, group: Group, control: Control, timeout: float) -> tuple[tuple[int, ...], ...]:

@@ -316,6 +316,7 @@ def _(comm: Any) -> None:
     impossible={
         "shm": "rings of 128 KiB take short messages in; see the next row",
         "gloo": "short messages are taken in; see the next row",
+        "mpi": "short messages are taken in; see the next row",
     },
 )
 def _(comm: Any) -> None:

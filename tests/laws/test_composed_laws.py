@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.testing import TransportLaws
+from unisono.testing import Faulty, TransportLaws
+from unisono.transport import Transport
 
 
 class TestThreadsOnTwoHosts(TransportLaws):
@@ -30,3 +31,15 @@ class TestSharedMemoryAndGloo(TransportLaws):
 class TestSharedMemoryAndGlooOnTwoHosts(TransportLaws):
     backend = "shm+gloo"
     hosts = ((0, 1), (2, 3))
+
+
+@pytest.mark.soak
+class TestDelaysOverTwoHosts(TransportLaws):
+    """A wrapper hides what the pair does itself; then all goes by messages, each on its way."""
+
+    backend = "thread+thread"
+    hosts = ((0, 2), (1, 3))
+
+    @staticmethod
+    def wrap(inner: Transport) -> Transport:
+        return Faulty(inner, seed=0, delay=0.1, delay_s=0.002)

@@ -105,6 +105,7 @@ def test_torchrun_knows_nothing_of_mpi(tmp_path: Path) -> None:
     assert "mpirun -n 2" in ended.err
 
 
+@pytest.mark.soak
 def test_a_launcher_of_another_mpi_is_explained(tmp_path: Path) -> None:
     # To the library here, what another launcher tells means nothing: its world is of one.
     ended = mpi_jobs.run(

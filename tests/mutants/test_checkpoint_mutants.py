@@ -176,7 +176,7 @@ def one_after_another(folder: Path) -> None:
 
 def once(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("ranks").test_each_byte_is_read_once_on_a_host(folder, patch)
+        unit("ranks").test_each_byte_is_read_once_on_a_host(folder, patch, 0)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [

@@ -182,7 +182,7 @@ def test_the_same_between_processes(backend: str) -> None:
         [((1, 2, 0), "shared", (0, 1), "sync"), ((2, 1), "mix", (2, 0, 1), "remote"), ((1,), "drop", (3, 4), "async")],
         [((1, 0, 1, 2), "in place", (0, 1), "sync"), ((0, 1), "detach", (2, 3), "async")],
     ]
-    for found, steps in zip(pool(backend, 3).run(program, plans)[0][0], plans, strict=True):
+    for found, steps in zip(pool(backend).run(program, plans, size=3)[0][0], plans, strict=True):
         compare(found, expected(steps, 3))
 
 
@@ -226,7 +226,7 @@ def _with(agent: Any, action: Any, number: int) -> None:
 
 @pytest.mark.parametrize("backend", ["thread", "shm"])
 def test_contexts_do_not_mix(backend: str) -> None:
-    assert max(pool(backend, 3).run(both_at_once)) < 1e-12
+    assert max(pool(backend).run(both_at_once, size=3)) < 1e-12
 
 
 def passes(comm: un.Communicator) -> Any:

@@ -138,7 +138,7 @@ def all_values() -> bool:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_arrive_as_they_were(backend: str) -> None:
-    assert pool(backend, 3).run(on_rank_0(all_values), size=2)[0]
+    assert pool(backend).run(on_rank_0(all_values), size=2)[0]
 
 
 def arguments_are_copies() -> list[float]:
@@ -153,7 +153,7 @@ def arguments_are_copies() -> list[float]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_was_sent_may_be_changed(backend: str) -> None:
-    assert pool(backend, 3).run(on_rank_0(arguments_are_copies), size=2)[0] == [2.0, 1.0]
+    assert pool(backend).run(on_rank_0(arguments_are_copies), size=2)[0] == [2.0, 1.0]
 
 
 def names() -> Any:
@@ -198,7 +198,7 @@ def errors() -> bool:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_errors_are_raised_at_the_caller(backend: str) -> None:
-    assert pool(backend, 3).run(on_rank_0(errors), size=2)[0]
+    assert pool(backend).run(on_rank_0(errors), size=2)[0]
 
 
 def test_an_error_has_its_own_class_and_fields() -> None:
@@ -254,7 +254,7 @@ def test_only_public_methods_of_exposed_classes_are_called() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_calls_go_back_and_forth_deeper_than_there_are_workers(backend: str) -> None:
     program = on_rank_0(lambda: rpc.rpc_sync(1, bounce, (12,)), workers=2)
-    assert pool(backend, 3).run(program, size=2)[0] == 12
+    assert pool(backend).run(program, size=2)[0] == 12
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -262,7 +262,7 @@ def test_a_function_may_answer_later(backend: str) -> None:
     def program() -> list[int]:
         return [f.wait() for f in [rpc.rpc_async(1, later, (i, 0)) for i in range(50)]]
 
-    assert pool(backend, 3).run(on_rank_0(program), size=2)[0] == [2 * (i + 1) for i in range(50)]
+    assert pool(backend).run(on_rank_0(program), size=2)[0] == [2 * (i + 1) for i in range(50)]
 
 
 def many() -> list[Any]:
@@ -280,7 +280,7 @@ def many() -> list[Any]:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_ten_thousand_calls_in_flight(backend: str) -> None:
-    assert pool(backend, 3).run(on_rank_0(many), size=2)[0] == [True, True]
+    assert pool(backend).run(on_rank_0(many), size=2)[0] == [True, True]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -292,7 +292,7 @@ def test_long_functions_hold_nothing_up(backend: str) -> None:
         quick = time.monotonic() - started
         return [f.wait() for f in long] == [1.0] * 4 and quick < 0.9
 
-    assert pool(backend, 3).run(on_rank_0(program), size=2)[0]
+    assert pool(backend).run(on_rank_0(program), size=2)[0]
 
 
 def test_calls_have_times() -> None:
@@ -353,7 +353,17 @@ def from_a_thread() -> Any:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_threads_of_a_process_find_its_agent(backend: str) -> None:
     program = on_rank_0(lambda: rpc.rpc_sync(1, from_a_thread))
-    assert pool(backend, 3).run(program, size=2)[0] == 42
+    assert pool(backend).run(program, size=2)[0] == 42
+
+
+def test_an_agent_starts_threads_of_its_rank() -> None:
+    def program(comm: un.Communicator) -> Any:
+        agent, found = rpc.init(comm), list[Any]()
+        agent.thread(lambda number: found.append(rpc.get_worker_info().id + number), 10).join()
+        rpc.shutdown()
+        return found
+
+    assert run_ranks(program, 2) == [[10], [11]]
 
 
 def test_a_thread_that_belongs_to_no_rank_is_told_so() -> None:
@@ -376,7 +386,7 @@ def test_a_thread_that_belongs_to_no_rank_is_told_so() -> None:
         return found
 
     for text, answer in run_ranks(program, 2):
-        assert "copy_context" in text
+        assert "its method thread()" in text
         assert answer == 2
     with pytest.raises(CommError, match=r"rpc\.init"):
         rpc.rpc_sync(0, add)

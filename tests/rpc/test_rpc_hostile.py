@@ -23,7 +23,7 @@ from unisono.group import Group
 from unisono.mailbox import Mail
 from unisono.rpc import frames
 from unisono.rpc.frames import HEADER, NO_CONTEXT
-from unisono.testing import run_ranks
+from unisono.testing import pool, run_ranks
 from unisono.transports._tcp_mailbox import TcpMailbox
 from unisono.transports._tcp_meeting import Link, meet
 
@@ -143,6 +143,25 @@ def test_bytes_in_a_connection_that_the_peer_did_not_make(what: str) -> None:
         there.send(0, b"answer", (), 1.0)
     here.close()
     there.close()
+
+
+def test_nonsense_in_shared_memory_loses_who_wrote_it() -> None:
+    def program(comm: un.Communicator) -> Any:
+        box, _ = comm.mailbox()
+        found = ""
+        if comm.rank == 0:
+            out = box._out[1]  # type: ignore[attr-defined]
+            out.put(struct.pack("<II", 8, 2**31) + bytes(8))
+            box.nudge()
+        comm.barrier()
+        if comm.rank == 1:
+            assert box.poll() == []
+            found = str(box.lost[0])
+        comm.barrier()
+        box.close()
+        return found
+
+    assert "no message" in pool("shm").run(program, size=2)[1]
 
 
 @given(

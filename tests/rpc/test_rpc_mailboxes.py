@@ -81,7 +81,7 @@ def exchange(comm: un.Communicator) -> int:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_messages_of_all_sizes_arrive_in_order(backend: str) -> None:
-    assert pool(backend, 3).run(exchange) == [2 * len(SIZES)] * 3
+    assert pool(backend).run(exchange, size=3) == [2 * len(SIZES)] * 3
 
 
 def test_any_transport_has_a_mailbox() -> None:
@@ -121,7 +121,7 @@ def one_gone(comm: un.Communicator) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_who_is_lost_is_no_matter_of_the_others(backend: str) -> None:
-    assert pool(backend, 3).run(one_gone) == ["rank 1 was lost", "", "rank 1 was lost"]
+    assert pool(backend).run(one_gone, size=3) == ["rank 1 was lost", "", "rank 1 was lost"]
 
 
 def waits(comm: un.Communicator) -> tuple[bool, bool, bool]:
@@ -155,7 +155,7 @@ def waits(comm: un.Communicator) -> tuple[bool, bool, bool]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_waits_end(backend: str) -> None:
-    assert pool(backend, 3).run(waits, size=2) == [(True, True, True)] * 2
+    assert pool(backend).run(waits, size=2) == [(True, True, True)] * 2
 
 
 def hushed(comm: un.Communicator) -> bool:
@@ -190,4 +190,4 @@ def hushed(comm: un.Communicator) -> bool:
 
 
 def test_who_polls_is_not_disturbed() -> None:
-    assert pool("shm", 3).run(hushed, size=2) == [True, True]
+    assert pool("shm").run(hushed, size=2) == [True, True]

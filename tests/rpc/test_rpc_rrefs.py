@@ -111,7 +111,7 @@ def life(comm: un.Communicator) -> Any:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_life_of_a_reference(backend: str) -> None:
-    assert all(pool(backend, 3).run(life))
+    assert all(pool(backend).run(life, size=3))
 
 
 def kept_elsewhere(comm: un.Communicator) -> Any:
@@ -139,7 +139,7 @@ def kept_elsewhere(comm: un.Communicator) -> Any:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_whoever_holds_it_keeps_it(backend: str) -> None:
-    assert all(pool(backend, 3).run(kept_elsewhere))
+    assert all(pool(backend).run(kept_elsewhere, size=3))
 
 
 def test_what_making_it_raised_is_raised_to_who_wants_it() -> None:

@@ -1,6 +1,6 @@
 """A program that crashes while it saves, again and again, and looks at what is left each time.
 
-    python checkpoint_crasher.py DIRECTORY calls|kills RANKS COUNT
+    python checkpoint_crasher.py DIRECTORY calls:RANKS:EACH|kills:RANKS:COUNT ...
 
 It forks, since a new interpreter would take seconds each time. Prints its findings at the end.
 """
@@ -85,16 +85,16 @@ def child(work: Callable[[], None]) -> int:
 
 
 def calls(folder: Path, ranks: int, count: int) -> dict[str, int]:
-    """Crash at each call of a save over an old one, and of a save to a new name."""
-    del count
+    """Crash at each call, or each `count`-th, of a save over an old one, and of a save to a new name."""
     found = {"crashes": 0, "old": 0, "new": 0}
     save(folder / "base", 1, ranks)
     for target in ("same", "fresh"):
         for half in (False, True):
-            call = 0
+            # Half of a call after the whole of another one, so that together they are dense.
+            call = 1 - count + half % count
             finished = False
             while not finished:
-                call += 1
+                call += count
                 shutil.rmtree(folder / "run", ignore_errors=True)
                 shutil.copytree(folder / "base", folder / "run" / "same")
                 before = names(folder / "run")
@@ -156,5 +156,10 @@ def kills(folder: Path, ranks: int, count: int) -> dict[str, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    work = {"calls": calls, "kills": kills}[sys.argv[2]]
-    print(json.dumps(work(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]))))
+    found = []
+    for number, what in enumerate(sys.argv[2:]):
+        how, ranks, count = what.split(":")
+        place = Path(sys.argv[1]) / str(number)
+        place.mkdir()
+        found.append({"calls": calls, "kills": kills}[how](place, int(ranks), int(count)))
+    print(json.dumps(found))

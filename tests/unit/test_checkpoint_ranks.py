@@ -62,8 +62,9 @@ def test_processes(tmp_path: Path, backend: str) -> None:
     assert pool(backend, 4).run(program, str(tmp_path), size=2) == [True, True]
 
 
-def test_each_byte_is_read_once_on_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.checkpoint.loading._SMALL", 0)
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_each_byte_is_read_once_on_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+    monkeypatch.setattr("unisono.checkpoint.loading._SMALL", small)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 16)
     read = dict[Path, int]()
     real, lock = LocalSource.read, threading.Lock()

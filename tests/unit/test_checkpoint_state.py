@@ -70,6 +70,7 @@ def alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@settings(max_examples=25)
 @given(values)
 def test_values_come_back_as_they_were(value: Any) -> None:
     packer = Packer()
@@ -77,7 +78,7 @@ def test_values_come_back_as_they_were(value: Any) -> None:
     assert alike(unpack(tree, packer.tensors.__getitem__), value)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
 @given(value=st.dictionaries(st.text(string.printable + "$@", min_size=1), values, max_size=4))
 def test_values_survive_a_file(tmp_path: Path, value: dict[str, Any]) -> None:
     un.checkpoint.save(tmp_path, value)

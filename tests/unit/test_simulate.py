@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,13 @@ def test_the_seed_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
         un.simulate(all_reduce, 3)
 
 
+def test_launch_takes_a_seed_too() -> None:
+    with pytest.raises(DeadlockError, match="seed 7"):
+        un.launch(lambda comm: comm.recv(torch.ones(1), 1 - comm.rank), 2, "sim", seed=7)
+    with pytest.raises(ValueError, match="only simulated ranks have a seed: use backend 'sim', not 'thread'"):
+        un.launch(all_reduce, 2, "thread", seed=7)
+
+
 @pytest.mark.parametrize("error", [KeyError("mine"), PeerLostError("mine")])
 def test_a_failure_tells_its_seed(error: Exception) -> None:
     def program(comm: un.Communicator) -> None:
@@ -86,14 +94,14 @@ def test_a_failure_tells_its_seed(error: Exception) -> None:
 
 
 def test_random_generators_are_of_each_rank() -> None:
-    def program(comm: un.Communicator) -> tuple[list[float], float]:
+    def program(comm: un.Communicator) -> list[float]:
         drawn = []
         for _ in range(3):
-            drawn.append(torch.rand(()).item())
+            drawn += [torch.rand(()).item(), random.random(), np.random.rand()]
             comm.barrier()
-        return drawn, random.random()
+        return drawn
 
-    before = torch.get_rng_state(), random.getstate()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
     runs = [un.simulate(program, 3, seed=seed).results for seed in (1, 1, 2)]
     # As in processes of their own: the same on all ranks, whatever their order.
     assert runs[0] == [runs[0][0]] * 3
@@ -101,6 +109,7 @@ def test_random_generators_are_of_each_rank() -> None:
     assert runs[0] != runs[2]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[union-attr]
 
 
 # -- time ------------------------------------------------------------------------------------------
@@ -279,6 +288,22 @@ def test_threads_of_a_rank_take_turns_in_virtual_time() -> None:
     assert un.simulate(with_threads, 2, network=FREE).trace == run.trace
 
 
+def test_what_threads_do_is_in_the_trace_and_the_same_every_time() -> None:
+    def program(comm: un.Communicator) -> None:
+        part = comm.dup()
+        part.share()
+        works = [lambda: part.send(torch.ones(1), 1), lambda: part.recv(torch.ones(1), 0)]
+        threads = [threading.Thread(target=works[comm.rank]) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    runs = [un.simulate(program, 2, seed=4) for _ in range(2)]
+    assert runs[0].trace == runs[1].trace
+    assert any(" rank 0.3: world/1.0: 4 B to rank 1" in line for line in runs[0].trace)
+
+
 def test_thread_pools_and_futures_work() -> None:
     def program(comm: un.Communicator) -> list[int]:
         with concurrent.futures.ThreadPoolExecutor(3) as crew:
@@ -329,6 +354,24 @@ def test_all_is_taken_back() -> None:
     assert [getattr(*name) for name in names] == before
 
 
+def test_simulations_may_run_beside_and_within_each_other() -> None:
+    alone = un.simulate(all_reduce, 3, seed=7)
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(un.simulate(all_reduce, 3, seed=7))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    def outer(comm: un.Communicator) -> str:
+        comm.barrier()
+        return un.simulate(all_reduce, 3, seed=7).digest
+
+    found += [un.simulate(all_reduce, 3, seed=7)]
+    assert {run.digest for run in found} == {alone.digest}
+    assert un.simulate(outer, 2).results == [alone.digest] * 2
+
+
 # -- ends ------------------------------------------------------------------------------------------
 def lose_threads(comm: un.Communicator) -> None:
     threading.Thread(target=threading.Event().wait).start()
@@ -342,7 +385,7 @@ def test_no_thread_is_left(backend: str) -> None:
     before = set(threading.enumerate())
     with pytest.raises(KeyError, match="mine"):
         un.simulate(lose_threads, 3, backend=backend)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_who_goes_on_after_a_failure_is_ended_after_a_while() -> None:
@@ -494,7 +537,7 @@ def test_groups_that_are_closed_leave_nothing(backend: str, count: int) -> None:
         assert left <= 3
         assert broken == 0
         assert waiting <= 6
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 # -- bad input -------------------------------------------------------------------------------------

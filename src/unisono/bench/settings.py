@@ -9,10 +9,10 @@ import torch
 
 from unisono.bench.peers import PEERS
 from unisono.bench.problem import COLLECTIVES, REDUCING, Problem
+from unisono.compose import transport_named
 from unisono.hosts import shm_obstacle
 from unisono.reduction import check_reducible, parse_op
 from unisono.schedules import SCHEDULES
-from unisono.transports import TRANSPORTS
 
 __all__ = ["Settings"]
 
@@ -73,14 +73,14 @@ class Settings:
             raise ValueError(f"unknown {self.collective} algorithm {self.algorithm!r}; known: {', '.join(known)}")
         if self.chosen_backend == "nccl":
             raise ValueError("the benchmark measures tensors in this host's memory; use shm, gloo or thread")
-        TRANSPORTS[self.chosen_backend]
+        transport_named(self.chosen_backend)
         if len(set(self.against)) != len(self.against):
             raise ValueError(f"{', '.join(self.against)} names a peer twice")
         for name in self.against:
             obstacle = PEERS[name].obstacle(self.problem(self.sizes[0]))
             if obstacle is not None:
                 raise ValueError(obstacle)
-        if self.started_by_mpi and TRANSPORTS[self.chosen_backend].in_process:
+        if self.started_by_mpi and transport_named(self.chosen_backend).in_process:
             raise ValueError(f"MPI's ranks are processes, those of backend {self.backend!r} threads; use backend shm")
 
     def _check_numbers(self) -> None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Wishes", "load_state"]
 
 _ATTEMPTS = 5
-_AHEAD = 5
 _SMALL = 4 << 20
 """Up to so many bytes a rank, all is checked before anything is changed."""
 
@@ -121,7 +120,7 @@ def _whole(files: Files, windows: list[Window], wishes: Wishes) -> None:
         files.open(index)
     total = sum(window.stop - window.start for window in windows)
     if wishes.check == "first" or (wishes.check and total <= _SMALL):
-        files.check(windows, lambda count: None)
+        files.check(windows, lambda count: None, hold=total <= _SMALL)
 
 
 class _Filling:
@@ -143,11 +142,12 @@ class _Filling:
         self._total = sum(window.stop - window.start for windows in (*shares, own) for window in windows)
         if self._host is None:
             for number, window in enumerate(shares[0]):
-                self._files.prefetch(shares[0][number + 1 : number + _AHEAD])
+                self._files.prefetch(shares[0], number)
                 self._directly(window)
         else:
             for number in range(max(map(len, shares))):
-                self._round(self._host, [windows[number : number + _AHEAD] for windows in shares])
+                self._files.prefetch(shares[self._host.rank], number)
+                self._round(self._host, [windows[number] if number < len(windows) else None for windows in shares])
         for window in own:
             self._directly(window)
         self._files.accuse(self._bad)
@@ -164,19 +164,16 @@ class _Filling:
                 self._landings[block.name].put(block.offset, self._scratch(length))
         self._tell(window)
 
-    def _round(self, host: Communicator, coming: list[list[Window]]) -> None:
+    def _round(self, host: Communicator, coming: list[Window | None]) -> None:
         """All ranks read the next window of theirs, and then give it to the others."""
         mine = coming[host.rank]
-        read = torch.empty(0, dtype=torch.uint8)
-        if mine:
-            self._files.prefetch(mine[1:])
-            read = self._scratch(mine[0].stop - mine[0].start, "read")
-            memory = memory_of(read)
-            for block in mine[0].blocks:
-                self._read(block, memory[block.start - mine[0].start : block.stop - mine[0].start])
-        for reader, windows in enumerate(coming):
-            if windows:
-                window = windows[0]
+        read = self._scratch(mine.stop - mine.start if mine else 0, "read")
+        memory = memory_of(read)
+        if mine is not None:
+            for block in mine.blocks:
+                self._read(block, memory[block.start - mine.start : block.stop - mine.start])
+        for reader, window in enumerate(coming):
+            if window is not None:
                 data = read if reader == host.rank else self._scratch(window.stop - window.start)
                 self._share(host, reader, window, data.to(host.device))
 

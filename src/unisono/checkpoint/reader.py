@@ -18,6 +18,8 @@ from unisono.checkpoint.writer import Tell
 __all__ = ["Block", "Files", "Window", "deal", "names_in_headers", "read_manifest", "windows_of"]
 
 _MOST_MANIFEST = 1 << 30
+_AHEAD = 16
+"""Windows that the disk is asked for in advance: while ranks wait for each other, it goes on."""
 _MOST_HEADER = 4 << 20
 
 
@@ -100,6 +102,7 @@ class Files:
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage, self._manifest = storage, manifest
         self._open: dict[int, Source] = {}
+        self._held: dict[Block, memoryview] = {}
         self._stack = ExitStack()
 
     def open(self, index: int) -> Source:
@@ -118,6 +121,9 @@ class Files:
 
     def read(self, block: Block, into: memoryview, *, check: bool = True) -> bool:
         """Fill memory of its size with a block; whether the bytes are those that were saved, if that is asked."""
+        if block in self._held:
+            into[:] = self._held[block]
+            return True
         source, state = self.open(block.file), hasher()
         for low in range(0, len(into), CHUNK):
             chunk = into[low : low + CHUNK]
@@ -126,24 +132,30 @@ class Files:
                 state.update(chunk)
         return not check or state.hexdigest() == block.digest
 
-    def prefetch(self, windows: Iterable[Window]) -> None:
-        """These are wanted soon."""
-        for window in windows:
+    def prefetch(self, windows: Sequence[Window], number: int) -> None:
+        """Window `number` is read next, and then the others: have the disk read some ahead of that."""
+        for window in windows[:_AHEAD] if not number else windows[number + _AHEAD - 1 : number + _AHEAD]:
             self.open(window.file).prefetch(window.start, window.stop)
 
-    def check(self, windows: Sequence[Window], tell: Tell) -> None:
-        """Read all of these windows, and raise as `accuse` if some are damaged."""
+    def check(self, windows: Sequence[Window], tell: Tell, *, hold: bool = False) -> None:
+        """Read all of these windows, and raise as `accuse` if some are damaged.
+
+        Args:
+            windows: What to check.
+            tell: Called with the bytes of each.
+            hold: Keep their bytes in memory, so that they are not read again.
+        """
         bad, spare = [], memoryview(bytearray(BLOCK))
         for number, window in enumerate(windows):
-            self.prefetch(windows[number + 1 : number + 5])
+            self.prefetch(windows, number)
             for block in window.blocks:
-                # Headers may be longer than blocks.
                 length = block.stop - block.start
-                bad += (
-                    []
-                    if self.read(block, spare[:length] if length <= BLOCK else memoryview(bytearray(length)))
-                    else [block]
-                )
+                # Headers may be longer than blocks.
+                into = spare[:length] if length <= BLOCK and not hold else memoryview(bytearray(length))
+                if not self.read(block, into):
+                    bad.append(block)
+                elif hold:
+                    self._held[block] = into
             tell(window.stop - window.start)
         self.accuse(bad)
 

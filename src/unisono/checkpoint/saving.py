@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from unisono.checkpoint.digest import CHUNK, blocks, digest, hasher
-from unisono.checkpoint.dtypes import as_bytes, memory_of, name_of
+from unisono.checkpoint.dtypes import as_bytes, dtype_of, memory_of, name_of
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.layout import Slice, shares
 from unisono.checkpoint.manifest import FILE, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
@@ -226,7 +226,7 @@ def _publish(snapshot: Snapshot, parts: list[Any], storage: Storage, save_id: st
         tensors={n: TensorEntry(e.dtype, e.shape, e.device, tuple(found[n])) for n, e in tensors.items()},
         state=snapshot.tree,
         per_rank=tuple(tuple(part["trees"]) for part in parts),
-        extra={"unisono": version("unisono"), "torch": str(torch.__version__), **extra},
+        extra={"unisono": _version(), "torch": str(torch.__version__), **extra},
     )
     names = [file.name for file in files]
     try:
@@ -244,9 +244,14 @@ def _publish(snapshot: Snapshot, parts: list[Any], storage: Storage, save_id: st
         raise
 
 
-def _read_entry(dtype: str, shape: list[int], device: str) -> TensorEntry:
-    from unisono.checkpoint.dtypes import dtype_of
+def _version() -> str:
+    try:
+        return version("unisono")
+    except PackageNotFoundError:
+        return "not installed"
 
+
+def _read_entry(dtype: str, shape: list[int], device: str) -> TensorEntry:
     return TensorEntry(dtype_of(dtype), tuple(shape), device)
 
 

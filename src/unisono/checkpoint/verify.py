@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from unisono.checkpoint.digest import BLOCK, CHUNK, blocks, hasher
+from unisono.checkpoint.digest import CHUNK, blocks, hasher
 from unisono.checkpoint.errors import CheckpointError, CorruptError
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.reader import Files, read_manifest, windows_of
@@ -16,6 +16,7 @@ from unisono.checkpoint.team import Team
 __all__ = ["complete", "last_good", "latest", "verify"]
 
 _OFFERED = 3
+_AHEAD = 64 << 20
 _QUICKLY = 8 << 30
 
 
@@ -56,8 +57,8 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
         for index, file in enumerate(manifest.files):
             source, whole, spare = files.open(index), hasher(), memoryview(bytearray(CHUNK))
             for start, stop in blocks(0, file.size, CHUNK):
-                if start % BLOCK == 0:
-                    source.prefetch(start + BLOCK, min(start + 5 * BLOCK, file.size))
+                if start % (_AHEAD // 2) == 0:
+                    source.prefetch(start, min(start + _AHEAD, file.size))
                 chunk = spare[: stop - start]
                 source.read(start, chunk)
                 whole.update(chunk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NoReturn
 
 import torch
 
@@ -18,6 +19,7 @@ from unisono.errors import ClosedError, CommTimeoutError, UnavailableError
 from unisono.fingerprint import Fingerprint
 from unisono.group import Group
 from unisono.lanes import meet
+from unisono.mailbox import Mailbox
 from unisono.transport import Options, Transport
 from unisono.types import Call, Message, Work
 
@@ -48,6 +50,7 @@ class Hierarchical(Transport):
         hosts: For each host, its ranks in the group.
         inner: Made for the group of this host's ranks, if there are several.
         outer: Made for all ranks.
+        anew: Makes a transport of the same kinds for other ranks, with nothing of this one.
     """
 
     checks = True
@@ -61,7 +64,9 @@ class Hierarchical(Transport):
         hosts: Hosts,
         inner: Callable[[Group], Transport],
         outer: Callable[[Group], Transport],
+        anew: Callable[[Group], Transport],
     ) -> None:
+        self._anew = anew
         self.group, self._control, self._options, self._hosts = group, control, options, hosts
         self._broken: BaseException | None = None
         self._now: Fingerprint | None = None
@@ -156,7 +161,24 @@ class Hierarchical(Transport):
             tuple(place for place in hosts if place),
             inner=lambda part: outer.split(part) if inner is None else _bare(inner).split(part),
             outer=outer.split,
+            anew=self._anew,
         )
+
+    def mailbox(self, group: Group) -> Mailbox:
+        # The outer transport reaches everybody, and one place for messages can be waited at, two cannot.
+        return self.outer.mailbox(group)
+
+    def renew(self, group: Group) -> Transport:
+        """Where everybody is, newcomers too, is found out again."""
+        return self._anew(group)
+
+    def leave(self) -> None:
+        if self.inner is not None:
+            self.inner.leave()
+        self.outer.leave()
+
+    def die(self, error: BaseException) -> NoReturn:
+        self.outer.die(error)
 
     def close(self) -> None:
         self._end(ClosedError("the communicator is closed"))
@@ -181,6 +203,7 @@ def over(
     hosts: Hosts,
     inner: Callable[[Group], Transport],
     outer: Callable[[Group], Transport],
+    anew: Callable[[Group], Transport],
 ) -> Transport:
     """The transport of these hosts: of both kinds, or of one of them if that is all that is needed.
 
@@ -190,12 +213,13 @@ def over(
         hosts: For each host, its ranks in the group.
         inner: Makes the transport of the ranks of one host.
         outer: Makes one of ranks of several hosts.
+        anew: Makes one of the same kinds for ranks of which nothing is known.
     """
     if len(hosts) == 1:
         return inner(group)
     if len(hosts) == group.size:
         return outer(group)
-    return Hierarchical(group, control, options, _in_order(hosts), inner, outer)
+    return Hierarchical(group, control, options, _in_order(hosts), inner, outer, anew)
 
 
 def _in_order(hosts: Hosts) -> Hosts:

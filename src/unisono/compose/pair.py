@@ -51,6 +51,7 @@ class Pair:
             _within(hosts, group.size),
             lambda part: TRANSPORTS[self.inner].connect(part, control, replace(options, backend=self.inner)),
             lambda part: TRANSPORTS[self.outer].connect(part, control, replace(options, backend=self.outer)),
+            lambda new: self.connect(new, control, replace(options, hosts=None)),
         )
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 import unisono as un
+from unisono.compose import transport_named
 from unisono.demo.batches import Batches
 from unisono.demo.data import Pictures, load, split
 from unisono.demo.model import accuracy, build
 from unisono.demo.proof import difference, largest, one_rank, ring_error, several_ranks
 from unisono.demo.train import train
 from unisono.hosts import shm_obstacle
-from unisono.transports import TRANSPORTS
 
 __all__ = ["Ready", "Settings", "prepare", "show"]
 
@@ -86,7 +86,7 @@ def _backend(settings: Settings) -> str:
         raise ValueError("--backend nccl carries tensors of GPUs only: add --device cuda")
     if settings.backend != "auto":
         # An unknown name is an error that lists the known ones.
-        TRANSPORTS[settings.backend]
+        transport_named(settings.backend)
         return settings.backend
     # NCCL wants a GPU for each rank; the others let ranks share one.
     enough = settings.device == "cuda" and torch.cuda.device_count() >= settings.ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from unisono.wrappers.fault import Faulty
 __all__ = ["Simulated", "run_simulated", "seed_of", "simulate"]
 
 _SEED = "UNISONO_SEED"
-_State = tuple[torch.Tensor, Any]
+_State = tuple[torch.Tensor, Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def simulate(
     who goes on. Time is virtual: it passes only while everybody waits, so that timeouts of minutes cost
     nothing. Numbers are real. The same seed gives the same run, step by step; another seed, another order.
     Inside, `time`, `threading` and `queue` are those of the simulation, each rank has random generators of
-    its own (torch's and Python's), and threads that a rank starts take turns, too.
+    its own (torch's, Python's and numpy's), and threads that a rank starts take turns, too.
 
     If nobody can move, every rank gets `DeadlockError` at once, which says who waits for what. A wait that
     was told a time of its own ends at that time by `CommTimeoutError`.
@@ -98,7 +99,8 @@ def simulate(
     Raises:
         Exception: What the first failing rank raised; a note tells the seed.
 
-    Cost: about 0.1 ms for a message. What waits for something real (a process, a socket) stops everybody.
+    Cost: a few switches between threads for a message. What waits for something real (a process, a socket) stops
+    everybody. Of programs that draw from global generators, run one simulation at a time.
 
     Example:
         >>> def program(comm):
@@ -207,14 +209,16 @@ def _mark(error: BaseException | None, seed: int) -> None:
 @contextmanager
 def _generators(seed: int, size: int) -> Iterator[Callable[[int | None, int], None]]:
     """Random generators as each of the ranks would have them in a process of its own."""
-    before: _State = torch.get_rng_state(), random.getstate()
+    before = _state()
     torch.random.default_generator.manual_seed(seed & (2**63 - 1))
     random.seed(seed)
-    states: list[_State] = [(torch.get_rng_state(), random.getstate())] * size
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & (2**32 - 1))
+    states = [_state()] * size
 
     def switch(old: int | None, new: int) -> None:
         if old is not None:
-            states[old] = torch.get_rng_state(), random.getstate()
+            states[old] = _state()
         _load(states[new])
 
     try:
@@ -223,6 +227,13 @@ def _generators(seed: int, size: int) -> Iterator[Callable[[int | None, int], No
         _load(before)
 
 
+def _state() -> _State:
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
 def _load(state: _State) -> None:
     torch.set_rng_state(state[0])
     random.setstate(state[1])
+    if state[2] is not None:
+        sys.modules["numpy"].random.set_state(state[2])

@@ -128,6 +128,17 @@ class Agent:
         """Of a name or rank; of this rank if None."""
         return self.infos[self.rank if name is None else self.rank_of(name)]
 
+    def thread(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> threading.Thread:
+        """Start a thread of this rank: in it the functions of `unisono.rpc` act on this agent. Daemonic; returned."""
+
+        def live() -> None:
+            self._adopt_thread()
+            target(*args, **kwargs)
+
+        thread = threading.Thread(target=live, name=f"unisono rpc {self.name} thread", daemon=True)
+        thread.start()
+        return thread
+
     def wait_known(self, outcome: Outcome, timeout: float | None) -> None:
         """Wait for an object of this rank that is being made."""
         limit, known = self.timeout if timeout is None else timeout, threading.Event()

@@ -53,7 +53,7 @@ def current_agent() -> Agent:
         several = len(_open) > 1
         raise CommError(
             "this thread belongs to none of the ranks of this process: use the methods of the agent that rpc.init "
-            "returned, or start the thread by contextvars.copy_context().run"
+            "returned, or start the thread by its method thread()"
             if several
             else "there is no RPC agent here: call unisono.rpc.init(comm) on every rank first"
         )

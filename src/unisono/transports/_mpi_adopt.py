@@ -8,11 +8,10 @@ from typing import Any
 
 from unisono.bootstrap.mpi import find_on
 from unisono.control import Control
-from unisono.errors import CommTimeoutError
 from unisono.group import Group
-from unisono.mpilib import library, until
+from unisono.mpilib import library
 from unisono.transport import Options
-from unisono.transports._mpi_comms import Comms
+from unisono.transports._mpi_comms import Base, Comms
 from unisono.transports.mpi import MpiTransport
 
 __all__ = ["adopt"]
@@ -37,25 +36,13 @@ def adopt(comm: Any, timeout_s: float, chunk_bytes: int) -> tuple[MpiTransport, 
         raise ValueError("comm is an intercommunicator; merge its two groups first: comm.Merge()")
     rank, size = comm.Get_rank(), comm.Get_size()
     deadline = time.monotonic() + timeout_s
-    meeting = _twin(comm, deadline)
-    place = find_on(meeting, f"rank {rank} of {size} of an MPI communicator", deadline)
-    meeting.Free()
+    base = Base.twin(comm, deadline)
+    place = find_on(base.comm, f"rank {rank} of {size} of an MPI communicator", deadline)
     try:
         options = Options("mpi", "cpu", timeout_s, place.address, chunk_bytes)
-        comms = Comms(comm, range(size), place.name)
+        comms = Comms(base, range(size), place.name)
         transport = MpiTransport(Group.world(rank, size, place.name), comms, place.control, options)
     except BaseException:
         place.close()
         raise
     return transport, place.control, options, place.close
-
-
-def _twin(comm: Any, deadline: float) -> Any:
-    """A communicator of the same ranks, on which nobody else waits for messages."""
-    twin, request = comm.Idup()
-    if not until(request.Test, deadline, spins=1):
-        raise CommTimeoutError(
-            f"not all of the {comm.Get_size()} members of the MPI communicator have called from_mpi in time. "
-            "Are they alive, and does each of them call it?"
-        )
-    return twin

@@ -10,21 +10,59 @@ from typing import Any
 
 import xxhash
 
-from unisono.errors import CommError, PeerLostError
-from unisono.mpilib import library
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
+from unisono.mpilib import library, until
 
-__all__ = ["Comms"]
+__all__ = ["Base", "Comms"]
 
 # Where MPI allows one thread at a time, all of this process's communicators take turns.
 _turns = threading.RLock()
 _unused: list[Any] = []
 
 
+class Base:
+    """A communicator of our own, from which those of groups are made, and on which nothing else is ever sent.
+
+    Open MPI takes messages of its own, by which it makes a communicator from another one, for messages to a
+    receive of any tag that the owner of the other one has posted there.
+
+    Args:
+        comm: Freed when nothing is left that was made of it.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def __del__(self) -> None:
+        _unused.append(self.comm)
+
+    @classmethod
+    def twin(cls, comm: Any, deadline: float) -> Base:
+        """Of the same ranks as another one, all of which call this. `CommTimeoutError` if not all have in time."""
+        made, request = comm.Idup()
+        if not until(request.Test, deadline, spins=1):
+            raise CommTimeoutError(
+                f"not all of the {comm.Get_size()} ranks of the MPI communicator have come in time. "
+                "Are they alive, and does each of them make the call?"
+            )
+        return cls(made)
+
+    @classmethod
+    def part(cls, comm: Any, ranks: Sequence[int], tag: int) -> Base:
+        """Of some of the ranks of another one, who all call this."""
+        whole = comm.Get_group()
+        members = whole.Incl(list(ranks))
+        made = comm.Create_group(members, tag)
+        members.Free()
+        whole.Free()
+        return cls(made)
+
+
 class Comms:
     """Two communicators of the same ranks, which nobody else uses.
 
     Args:
-        base: An MPI communicator of which these ranks are members; it stays its owner's.
+        base: Of which these ranks are members.
         ranks: Of the base, in the order that they have here. All of them call this, and nobody else does.
         name: Of the group, by which those that are made at the same time are told apart.
 
@@ -36,18 +74,18 @@ class Comms:
         largest_tag: That users may give; each message takes two of MPI's.
     """
 
-    def __init__(self, base: Any, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, base: Base, ranks: Sequence[int], name: str) -> None:
         mpi = self.mpi = library()
         several = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self.turn: AbstractContextManager[Any] = nullcontext() if several else _turns
         with self.turn:
             _free_unused()
-            whole = base.Get_group()
-            members = whole.Incl(list(ranks))
             # The least that every MPI has for tags is 32767.
             tag = 2 * (xxhash.xxh3_64_intdigest(name.encode()) % 16000)
-            self.users = base.Create_group(members, tag)
-            self.own = base.Create_group(members, tag + 1)
+            whole = base.comm.Get_group()
+            members = whole.Incl(list(ranks))
+            self.users = base.comm.Create_group(members, tag)
+            self.own = base.comm.Create_group(members, tag + 1)
             for comm in (self.users, self.own):
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
             members.Free()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from unisono.control import Control
-from unisono.errors import CommTimeoutError
+from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.group import Group
 from unisono.mailbox import Mail, Mailbox
 from unisono.transports._shm_memory import PAGE_BYTES, meet
@@ -68,7 +69,7 @@ class ShmMailbox(Mailbox):
         self._out = {peer: Outgoing(*end(rank * size + peer)) for peer in peers}
         self._in = [Incoming(*end(peer * size + rank), peer) for peer in peers]
         self._fence = threading.Lock()
-        self._hushed = self._dozing = False
+        self._hushed = self._dozing = self._nudged = False
 
     # -- sending -------------------------------------------------------------------------------
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
@@ -124,12 +125,24 @@ class ShmMailbox(Mailbox):
         mails: list[Mail] = []
         for incoming in self._in:
             if incoming.words[0] != incoming.base:
-                incoming.take(mails)
+                try:
+                    incoming.take(mails)
+                except (ValueError, RuntimeError, MemoryError, struct.error) as error:
+                    self._lose_for_nonsense(incoming, error)
         return mails
+
+    def _lose_for_nonsense(self, incoming: Incoming, error: Exception) -> None:
+        """What lies in the ring is no message: nothing more is read there."""
+        self._in = [other for other in self._in if other is not incoming]
+        self.lose(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote what is no message: {error}"))
 
     def wait(self, timeout: float) -> None:
         words, own = self._words, self._own
         heard = words[own + _BELL]
+        if self._nudged:
+            # Since it was last looked at; from now on the bell tells.
+            self._nudged = False
+            return
         self._dozing = True
         if not self._hushed:
             words[own + _ASLEEP] = 1
@@ -162,6 +175,7 @@ class ShmMailbox(Mailbox):
             self.nudge()
 
     def nudge(self) -> None:
+        self._nudged = True
         self._ring(self.group.rank)
 
     def _ring(self, rank: int) -> None:

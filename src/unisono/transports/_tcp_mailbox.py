@@ -195,7 +195,7 @@ class TcpMailbox(Mailbox):
             error = PeerLostError(
                 f"rank {stream.peer} has closed its connection: it died, or shut down", peer=stream.peer
             )
-        except (OSError, ValueError, struct.error) as failure:
+        except (OSError, ValueError, TypeError, RuntimeError, MemoryError, struct.error) as failure:
             error = PeerLostError(f"the connection to rank {stream.peer} has failed: {failure}", peer=stream.peer)
         self._watch.unregister(number)
         del self._streams[number]

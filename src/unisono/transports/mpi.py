@@ -16,7 +16,7 @@ from unisono.group import Group
 from unisono.mpilib import check_world, library
 from unisono.transport import Options, Transport
 from unisono.transports._mpi_agreement import Agreement, word_of
-from unisono.transports._mpi_comms import Comms
+from unisono.transports._mpi_comms import Base, Comms
 from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import NATIVE, Native, carries
 from unisono.transports._mpi_quick import QuickCalls
@@ -74,7 +74,7 @@ class MpiTransport(Transport):
         mpi = library()
         check_world(mpi, group.size)
         if group.size == 1:
-            return cls(group, Comms(mpi.COMM_SELF, [0], group.name), control, options)
+            return cls(group, Comms(Base.part(mpi.COMM_SELF, [0], 0), [0], group.name), control, options)
         world = mpi.COMM_WORLD
         control.join(group, _ignore)
         cards = control.exchange(group, "MPI's world", (world.Get_rank(), world.Get_size()), options.timeout_s)
@@ -84,7 +84,12 @@ class MpiTransport(Transport):
                 f"these {group.size} ranks are not of one MPI world (their ranks in it: {ranks}, its sizes: "
                 f"{sorted(sizes)}); start all of them by one mpirun"
             )
-        return cls(group, Comms(world, ranks, group.name), control, options)
+        if group.size < world.Get_size():
+            base = Base.part(world, ranks, 0)
+            ranks = list(range(group.size))
+        else:
+            base = Base.twin(world, time.monotonic() + options.timeout_s)
+        return cls(group, Comms(base, ranks, group.name), control, options)
 
     def split(self, group: Group) -> MpiTransport:
         ranks = [self.group.members.index(member) for member in group.members]

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ import torch.distributed as dist
 
 from unisono.control import Control
 from unisono.control.store import ControlStore
+from unisono.crew import Crew
 from unisono.errors import ClosedError, CommError, PeerLostError, UnavailableError
 from unisono.group import Group
 from unisono.mailbox import Mailbox
-from unisono.transport import Options, Transport
+from unisono.transport import Declared, Options, Transport
 from unisono.transports._tcp_mailbox import TcpMailbox
 from unisono.transports._torch_messages import Envelopes
 from unisono.transports._torch_native import NATIVE, carries, start
@@ -26,6 +28,8 @@ from unisono.work import Completion, late
 
 __all__ = ["TRANSPORT", "TorchTransport", "translated"]
 
+_LOOK_EVERY_S = 0.02
+_crew = Crew("unisono torch")
 _FIRST_TAG = 1 << 28
 """Above the tags that the owner of a wrapped group is likely to use."""
 
@@ -47,13 +51,20 @@ class TorchTransport(Transport):
         self._owned = owned
         self._upward: Any = None
         self._sockets = Sockets()
+        self._flying: list[Any] = []
         self._stores: list[ControlStore] = []
-        self._cuda = options.backend not in ("gloo", "mpi")
-        self.devices = frozenset({"cuda"} if self._cuda else {"cpu", "cuda"})
-        self.staged = frozenset() if self._cuda else frozenset({"cuda"})
+        declared = self.declared(options.backend)
+        self.devices, self.staged = declared.devices, declared.staged
+        self._cuda = "cpu" not in self.devices
         self.tags = not self._cuda
         self._broken: BaseException | None = None
         self._envelopes = Envelopes(self)
+
+    @classmethod
+    def declared(cls, backend: str) -> Declared:
+        if backend in ("gloo", "mpi"):
+            return Declared(frozenset({"cpu", "cuda"}), frozenset({"cuda"}), cls.native)
+        return Declared(frozenset({"cuda"}), frozenset(), cls.native)
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> TorchTransport:
@@ -136,6 +147,8 @@ class TorchTransport(Transport):
             work = start(self._backend, call)
         except RuntimeError as error:
             raise translated(error, []) from error
+        if work is not None and self._owned:
+            self._flying = [known for known in self._flying if not known.is_completed()] + [work]
         return _Waits([(None, work)] if work is not None else [], self._options.timeout_s)
 
     # -- end -----------------------------------------------------------------------------------
@@ -148,6 +161,8 @@ class TorchTransport(Transport):
         self._envelopes.close(cause)
         # Ends gloo's own waits, here and at the peers.
         self._sockets.shut()
+        if self._flying:
+            _crew.run(partial(_bury, (self._backend, self._upward), self._flying, self._sockets))
         self._let_go(cause)
 
     def _let_go(self, cause: BaseException) -> None:
@@ -156,6 +171,14 @@ class TorchTransport(Transport):
             self._upward = _Gone(cause)
         if self._owned:
             self._backend = _Gone(cause)
+
+
+def _bury(_kept: object, works: Sequence[Any], sockets: Sockets) -> None:
+    """Keep a group of gloo's until its collectives have ended: to let go of it before would stop the whole process."""
+    while not all(work.is_completed() for work in works):
+        # Connections that are made when first used may come only now.
+        sockets.shut()
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _sends_first(message: Message) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
@@ -67,24 +67,30 @@ class Timer(Event):
         wake(self._doer)
 
 
+_Entry = tuple[int, float, int, Event]
+
+
 class Calendar:
     """Events in the order of their times; those of the same time in any order, by the seed."""
 
     def __init__(self, random: Random) -> None:
         self._random, self._count = random, count()
-        self._entries: list[tuple[int, float, int, Event]] = []
+        # Ends of patience apart from all else.
+        self._patient: list[_Entry] = []
+        self._others: list[_Entry] = []
 
     def add(self, when: int, event: Event) -> None:
         """It will happen at this time, in nanoseconds."""
-        heappush(self._entries, (when, self._random.random(), next(self._count), event))
+        heap = self._patient if event.patient else self._others
+        heappush(heap, (when, self._random.random(), next(self._count), event))
 
     def next(self) -> tuple[int, Event] | None:
         """The first event, which is taken out; None if there are only ends of patience left."""
-        live = [entry for entry in self._entries if entry[-1].live()]
-        if len(live) < len(self._entries):
-            self._entries = live
-            heapify(live)
-        if all(entry[-1].patient for entry in live):
+        for heap in (self._patient, self._others):
+            while heap and not heap[0][-1].live():
+                heappop(heap)
+        if not self._others:
             return None
-        when, _, _, event = heappop(self._entries)
+        heap = self._patient if self._patient and self._patient[0] < self._others[0] else self._others
+        when, _, _, event = heappop(heap)
         return when, event

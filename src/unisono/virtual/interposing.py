@@ -146,7 +146,9 @@ def _threads() -> list[_Patch]:
         parent = here()
         if parent is None:
             return real_start(thread)
-        task = Task(parent.scheduler, thread.name, parent.rank, False)
+        # Not its own name: those of unnamed threads count all threads of the process.
+        parent.children += 1
+        task = Task(parent.scheduler, f"{parent.name}.{parent.children}", parent.rank, False)
         task.thread = thread
         run = thread.run
         thread.__dict__.update(_unisono_task=task, run=lambda: parent.scheduler.live(task, run))

@@ -67,7 +67,7 @@ class Scheduler:
         self._due: list[Action] = []
         self._rank: int | None = None
         self._running: Task | None = None
-        self._turns = 0
+        self._turns = self._left = 0
         self._over = False
         self._failure: BaseException | None = None
         self._driver = _thread.allocate_lock()
@@ -88,6 +88,7 @@ class Scheduler:
         """A task whose thread is about to call `live`."""
         self._tasks.append(task)
         self._ready.append(task)
+        self._left += task.main
 
     def run(self) -> None:
         """Until the last rank's program has ended. No thread is left when this returns, or raises.
@@ -197,6 +198,7 @@ class Scheduler:
             pass
         finally:
             task.done = True
+            self._left -= task.main
             for joiner in task.joiners:
                 self.wake(joiner)
             self._pass_to(self._choose())
@@ -228,7 +230,7 @@ class Scheduler:
     def _choose(self) -> Task | None:
         """Who goes on; None if the simulation is over."""
         self._turns += 1
-        while not self._over and any(task.main and not task.done for task in self._tasks):
+        while not self._over and self._left:
             if self._ready:
                 task = self._ready.pop(self.pick(len(self._ready)))
                 if task.rank is not None and task.rank != self._rank:

@@ -21,7 +21,7 @@ class Task:
     """A thread that runs only while it holds the baton.
 
     Attributes:
-        name: Of the thread, for the trace.
+        name: For the trace.
         rank: Of the process that it would belong to; None for what belongs to no rank.
         main: Whether it runs a rank's program, without which the simulation is over.
         ident: The thread's number, once it has run.
@@ -33,6 +33,7 @@ class Task:
         waits: What it waits for, innermost last.
         hasty: How many of these end at their time, however long that is.
         polls: How often it has looked, since it last let others run.
+        children: How many threads it has started.
         joiners: Who waits for its end.
         done: Whether it has ended.
         thread: Its thread.
@@ -45,7 +46,7 @@ class Task:
         self.thread: threading.Thread | None = None
         self.ident: int | None = None
         self.done = self.blocked = self.woken = False
-        self.number = self.polls = self.hasty = 0
+        self.number = self.polls = self.hasty = self.children = 0
         self.pending: BaseException | None = None
         self.waits: list[Wait] = []
         self.joiners: list[Task] = []

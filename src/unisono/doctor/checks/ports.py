@@ -63,7 +63,11 @@ def _obstacle(host: str, port: int) -> int | None:
     """Why nobody may listen there, as a number of `errno`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=0 if host else socket.AI_PASSIVE, family=socket.AF_INET
+            host or None,
+            port,
+            type=socket.SOCK_STREAM,
+            flags=0 if host else socket.AI_PASSIVE,
+            family=0 if host else socket.AF_INET,
         )[0]
     except (OSError, UnicodeError):
         return errno.EADDRNOTAVAIL

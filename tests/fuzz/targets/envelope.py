@@ -1,0 +1,29 @@
+"""Messages of RPC over any transport: the envelope that comes first."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from unisono.errors import CommError
+from unisono.post_mailbox import _ENVELOPE_BYTES, _Incoming
+
+# Each ends the way to that rank, which counts as lost.
+REFUSALS = (CommError, TypeError, RuntimeError, MemoryError, struct.error)
+MEMORY = (1 << 19, 20)
+
+
+def seeds() -> list[bytes]:
+    return [
+        struct.pack("<II", 5, 0) + b"hello",
+        struct.pack("<II3Q", 2, 3, 1, 0, 7) + b"xx",
+        struct.pack("<II", 5000, 0),
+    ]
+
+
+def run(data: bytes) -> None:
+    incoming = _Incoming(1)
+    content = bytearray(data[:_ENVELOPE_BYTES].ljust(_ENVELOPE_BYTES, b"\0"))
+    incoming.envelope = torch.frombuffer(content, dtype=torch.uint8)
+    incoming.arrived()

@@ -123,7 +123,7 @@ def findings(each: int, found: Figures) -> list[Finding]:
     listed = [Finding(f"{what}, {nbytes >> 10} KiB, gloo/own", spread(found[f"{nbytes} B"]), short) for nbytes in SHORT]
     listed.append(Finding(f"{what}, {LONG >> 20} MiB, gloo/own", spread(found[f"{LONG} B"]), long))
     listed.append(Finding(f"{what}, bytes over the line, own/ring", spread(found["bytes"]), most, most=True))
-    listed.append(Finding(f"{what}, training step, DDP on gloo/own", spread(found["step"]), 1.2))
+    listed.append(Finding(f"{what}, training step, DDP on gloo/own", spread(found["step"]), 1.1))
     return listed
 
 

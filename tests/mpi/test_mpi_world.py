@@ -68,7 +68,9 @@ def test_reductions_are_right_where_mpis_are_not(found: list[dict[str, Any]]) ->
 
 def test_what_mpi_cannot_count_is_cut(found: list[dict[str, Any]]) -> None:
     for one in found:
-        assert one["long_ones"] == {"all_reduce": True, "messages": True, "schedules": True}
+        wrong = {name for name, right in one["long_ones"].items() if not right}
+        assert not wrong
+        assert len(one["long_ones"]) == 9
 
 
 def test_who_does_not_come_is_named(found: list[dict[str, Any]]) -> None:

@@ -86,12 +86,14 @@ def run(folder: Path, ranks: list[int], chance: random.Random, kills: int, given
         lines = os.fdopen(reader)
         left = chance.randint(1, 12) if killed < kills else STEPS
         for line in lines:
+            if not line.endswith("\n"):
+                break
             step, samples = json.loads(line)
             assert steps.setdefault(step, samples) == samples, f"step {step} again, on other samples"
             left -= 1
+            # What it has told until then is read to the end.
             if left == 0 and killed < kills:
                 os.kill(pid, signal.SIGKILL)
-                break
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code == 0:
             return steps, killed

@@ -57,7 +57,11 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
         warnings.simplefilter("ignore")
         convert(tmp_path / "first", tmp_path / name)
         convert(tmp_path / name, tmp_path / "last")
-    assert alike(whole, un.checkpoint.load(tmp_path / "last"))
+    last = un.checkpoint.load(tmp_path / "last")
+    assert alike(whole, last)
+    fresh = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1.0, momentum=0.5)
+    un.checkpoint.load(tmp_path / "last", {"optimizer": fresh})
+    assert alike(fresh.state_dict(), whole["optimizer"])
 
 
 def test_safetensors_hold_tensors_by_path(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import string
 import struct
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import unisono as un
-from unisono.checkpoint import RNG, PerRank, StateError
+from unisono.checkpoint import RNG, CorruptError, PerRank, StateError
 from unisono.checkpoint.dtypes import as_bytes
 from unisono.checkpoint.layout import shares
 from unisono.checkpoint.tree import Packer, unpack
@@ -420,3 +421,11 @@ def test_samplers_generators_and_codecs_need_no_word(tmp_path: Path) -> None:
         )
 
     assert run_ranks(program, 3) == [(0, True), (1, True), (2, True)]
+
+
+def test_errors_travel_and_say_where() -> None:
+    error = CorruptError("damaged: 'w'", path="runs/7", tensors=["w"], rank=1, size=4)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is CorruptError
+    assert (str(copy), copy.tensors, copy.path) == (str(error), ("w",), "runs/7")
+    assert str(error) == "rank 1 of 4: checkpoint runs/7: damaged: 'w'"

@@ -134,6 +134,9 @@ def test_streams_are_sent_elsewhere() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
+        def __len__(self) -> int:
+            return 3
+
     with pytest.raises(TypeError, match="StreamPartition"):
         PartitionSampler(Stream())  # type: ignore[arg-type]
 

@@ -177,6 +177,7 @@ def test_run_ranks_passes_arguments_and_options() -> None:
 
     assert run_ranks(program, 2, "thread", 10, 100) == [110, 111]
     with pytest.raises(CommTimeoutError, match="rank 1"):
-        run_ranks(lambda comm: comm.barrier() if comm.rank == 0 else comm.recv(torch.ones(1), 0, timeout=5), 2, timeout=0.1)
+        # Rank 1 is busy elsewhere meanwhile.
+        run_ranks(lambda comm: comm.recv(torch.ones(1), 0, timeout=5) if comm.rank else comm.barrier(), 2, timeout=0.1)
     with pytest.raises(ValueError, match=r"unknown transport 'threads'; known: .*thread"):
         run_ranks(program, 2, "threads")

@@ -40,7 +40,7 @@ class CheckpointError(CommError):
 
     def __str__(self) -> str:
         said = super().__str__()
-        return said if self.path is None else said.replace(self.message, f"checkpoint {self.path}: {self.message}")
+        return said if self.path is None else f"{said.removesuffix(self.message)}checkpoint {self.path}: {self.message}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, (kind, message, fields) = super().__reduce__()

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence, Sized
 from typing import Any
 
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from unisono.data.deal import Deal, Evening, Phase, added, deal
 from unisono.data.partitioner import Partitioner, resolve
@@ -82,8 +82,8 @@ class PartitionSampler(Sampler[Any]):
     ) -> None:
         if isinstance(comm, int):
             raise TypeError("comm must have a rank and a size; num_replicas and rank are given by name")
-        if not hasattr(dataset, "__len__"):
-            raise TypeError(f"a {type(dataset).__name__} has no length: use un.data.StreamPartition for streams")
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise TypeError(f"a {type(dataset).__name__} has no places: use un.data.StreamPartition for streams")
         if drop_last and padding:
             raise ValueError("drop_last and padding exclude each other")
         if operator.index(seed) < 0:

@@ -109,7 +109,7 @@ class Receiver:
                 # The deputy receives by now.
                 return
             now = time.monotonic()
-            if moved:
+            if moved and box.eager:
                 quiet_at = now + _LINGER_S
             if now > look_at or (not moved and now > quiet_at):
                 # What has come from a rank counts, even if that rank is lost by now: so first the messages, then this.
@@ -117,7 +117,7 @@ class Receiver:
                 look_at = now + _TICK_S
                 if tasks:
                     self._todo.extend((task, True) for task in tasks)
-                elif not moved and (now > quiet_at or not box.eager):
+                elif not moved and now > quiet_at:
                     box.wait(min(due - now, _NAP_S))
             elif not moved:
                 os.sched_yield()

@@ -20,7 +20,7 @@ from unisono.transports._mpi_reductions import Reductions, reducible
 from unisono.transports._mpi_watch import Watch
 from unisono.types import Call
 
-__all__ = ["NATIVE", "Native", "carries"]
+__all__ = ["NATIVE", "Native", "carries", "too_long"]
 
 _MOST_BYTES = 2**31 - 1
 _REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
@@ -39,6 +39,11 @@ def carries(call: Call, size: int) -> bool:
         tensor = (call.inputs if call.name == "gather" else call.outputs)[0]
         return tensor.nbytes * size <= _MOST_BYTES
     return sum(t.nbytes for t in (call.outputs if call.name == "all_gather" else call.inputs)) <= _MOST_BYTES
+
+
+def too_long(sends: Sequence[int], receives: Sequence[int], dtype: str | None) -> bool:
+    """Whether what a rank gives or gets in an all_to_all is more than MPI can count; other ranks may have less."""
+    return bool(dtype) and max(sum(sends), sum(receives)) * getattr(torch, str(dtype)).itemsize > _MOST_BYTES
 
 
 class Native:

@@ -61,7 +61,7 @@ class Bare(Part):
 
     def start(self) -> None:
         start = self._comms.own.Irecv if isinstance(self.message, Recv) else self._comms.own.Isend
-        for part, nbytes in cut(self._comms, self.message.tensor):
+        for part, nbytes in _cut(self._comms, self.message.tensor):
             self.requests.append(start(part, self.message.peer, nbytes % self._comms.largest_tag))
 
 
@@ -83,7 +83,7 @@ class Sent(Part):
         send, message, byte = self._comms.users.Isend, self.message, self._comms.mpi.BYTE
         self.requests.append(send([self._envelope, byte], message.peer, 2 * message.tag))
         if not self._inline:
-            for part, _ in cut(self._comms, message.tensor):
+            for part, _ in _cut(self._comms, message.tensor):
                 self.requests.append(send(part, message.peer, 2 * self._number + 1))
 
 
@@ -115,11 +115,11 @@ class Received(Part):
             content = bytes(memoryview(self._envelope)[_HEADER.size : _HEADER.size + tensor.nbytes])
             ctypes.memmove(tensor.data_ptr(), content, tensor.nbytes)
             return
-        for part, _ in cut(self._comms, tensor):
+        for part, _ in _cut(self._comms, tensor):
             self.requests.append(self._comms.users.Irecv(part, message.peer, 2 * number + 1))
 
 
-def cut(comms: Comms, tensor: torch.Tensor) -> Iterator[tuple[list[Any], int]]:
+def _cut(comms: Comms, tensor: torch.Tensor) -> Iterator[tuple[list[Any], int]]:
     """A tensor's memory in pieces that MPI can count, at least one."""
     total = tensor.nbytes
     for at in range(0, total, LONGEST) if total else (0,):

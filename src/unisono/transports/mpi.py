@@ -18,10 +18,10 @@ from unisono.transport import Options, Transport
 from unisono.transports._mpi_agreement import Agreement, word_of
 from unisono.transports._mpi_comms import Base, Comms
 from unisono.transports._mpi_messages import Messages
-from unisono.transports._mpi_native import NATIVE, Native, carries
+from unisono.transports._mpi_native import NATIVE, Native, carries, too_long
 from unisono.transports._mpi_quick import QuickCalls
 from unisono.transports._mpi_watch import Watch
-from unisono.types import Call, Message, Work
+from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
 from unisono.work import Completion
 
 if TYPE_CHECKING:
@@ -108,18 +108,20 @@ class MpiTransport(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
-        self._fingerprint = fingerprint
-        rows = 0
-        if fingerprint.sends or fingerprint.receives:
-            rows = self._agreement.rows_of(fingerprint.sends, fingerprint.receives)
-        self._agree(word_of(fingerprint.compared()[1:]), time.monotonic() + timeout, rows)
+        self._fingerprint, deadline = fingerprint, time.monotonic() + timeout
+        word, sends, receives = word_of(fingerprint.compared()[1:]), fingerprint.sends, fingerprint.receives
+        if sends or receives:
+            rows = self._agreement.rows_of(sends, receives)
+            self._agree(word, deadline, rows, too_long(sends, receives, fingerprint.dtype))
+        else:
+            self._agree(word, deadline)
 
-    def _agree(self, word: int, deadline: float, rows: int = 0) -> None:
+    def _agree(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> None:
         """Return when all ranks have come to the same call."""
         if self._broken is not None:
             raise self._broken
         try:
-            same = self._agreement.reach(word, deadline, rows)
+            same = self._agreement.reach(word, deadline, rows, count)
         except CommTimeoutError as error:
             raise self._late(error) from None
         if not same:
@@ -129,7 +131,18 @@ class MpiTransport(Transport):
         return call.name in self.native and carries(call, self.size)
 
     def collective(self, call: Call) -> Work:
-        return Deferred(lambda deadline: self._native.run(call, deadline), self._options.timeout_s)
+        return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
+
+    def _run(self, call: Call, deadline: float) -> None:
+        if call.name != "all_to_all" or not self._agreement.counted:
+            self._native.run(call, deadline)
+            return
+        # For some rank it is more than MPI can count; our own messages are cut.
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        call.outputs[self.rank].copy_(call.inputs[self.rank])
+        batch: list[Message] = [Recv(call.outputs[rank], rank, COLLECTIVE_TAG) for rank in others]
+        batch += [Send(call.inputs[rank], rank, COLLECTIVE_TAG) for rank in others]
+        self.post(batch).wait(max(0.0, deadline - time.monotonic()))
 
     def _differ(self) -> None:
         """Words differ, which all ranks see: quote what each was about to do."""

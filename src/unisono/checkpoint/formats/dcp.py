@@ -130,4 +130,7 @@ def _lists(value: Any) -> Any:
     inner = {key: _lists(item) for key, item in value.items()}
     if inner and set(inner) == set(range(len(inner))) and all(type(key) is int for key in inner):
         return [inner[index] for index in range(len(inner))]
+    if inner.keys() == {"state", "param_groups"} and isinstance(inner["state"], dict):
+        # An optimizer's parameters are numbered; DCP has made names of the numbers.
+        inner["state"] = {int(key) if key.isdecimal() else key: item for key, item in inner["state"].items()}
     return inner

@@ -1,0 +1,103 @@
+"""What is bounded: calls under way, their bytes, functions that run at once; and that no bound is a deadlock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.rpc.calls import Window
+from unisono.rpc.workers import Workers
+from unisono.testing import pool
+
+rpc = un.rpc
+LIMIT_S = 20.0
+
+
+def test_a_window_lets_so_many_in() -> None:
+    window = Window(2, 100)
+    now = time.monotonic()
+    assert window.enter(60, now, nullcontext)
+    assert not window.enter(60, now, nullcontext), "more bytes than it may hold"
+    assert window.enter(40, now, nullcontext)
+    assert not window.enter(0, now, nullcontext), "more calls than it may hold"
+    window.leave(60)
+    window.leave(40)
+    assert window.enter(1000, now, nullcontext), "a single call may be longer"
+
+
+def test_who_waits_for_a_window_goes_on_when_there_is_room() -> None:
+    window, entered = Window(1, 100), threading.Event()
+    assert window.enter(1, 0.0, nullcontext)
+
+    def wait() -> None:
+        if window.enter(1, time.monotonic() + LIMIT_S, nullcontext):
+            entered.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    window.leave(1)
+    assert entered.wait(LIMIT_S)
+    thread.join()
+
+
+def test_workers_run_no_more_at_once_but_those_that_wait() -> None:
+    workers = Workers("test", 2, lambda: None)
+    lock, go, done = threading.Lock(), threading.Event(), threading.Semaphore(0)
+    running, most = 0, 0
+
+    def task(blocks: bool) -> None:
+        nonlocal running, most
+        if blocks:
+            with workers.blocked():
+                go.wait(LIMIT_S)
+        else:
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.001)
+            with lock:
+                running -= 1
+        done.release()
+
+    for number in range(40):
+        workers.run(lambda blocks=number < 20: task(blocks))  # type: ignore[misc]
+    # All of the second half come through, while the first half waits.
+    for _ in range(20):
+        assert done.acquire(timeout=LIMIT_S)
+    assert most <= 2
+    go.set()
+    for _ in range(20):
+        assert done.acquire(timeout=LIMIT_S)
+    workers.close()
+
+
+@rpc.expose
+def weigh(tensor: torch.Tensor, depth: int) -> int:
+    """Each call makes two more, to and fro."""
+    if not depth:
+        return int(tensor.numel())
+    peer = 1 - rpc.get_worker_info().id
+    return sum(torch.futures.wait_all([rpc.rpc_async(peer, weigh, (tensor, depth - 1)) for _ in range(2)]))
+
+
+def narrow(comm: un.Communicator, calls: int, nbytes: int) -> Any:
+    agent = rpc.init(comm, timeout=LIMIT_S, workers=2)
+    for window in agent.caller._windows:
+        window._most_calls, window._most_bytes = calls, nbytes
+    comm.barrier()
+    futures = [rpc.rpc_async(1 - comm.rank, weigh, (torch.ones(20_000), 3)) for _ in range(12)]
+    total = sum(future.wait() for future in futures)
+    rpc.shutdown(timeout=LIMIT_S)
+    return total
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_narrow_windows_hold_calls_up_but_not_for_ever(backend: str) -> None:
+    # A call waits for room while those that it waits for need room too: so there must be some for each depth.
+    assert pool(backend).run(narrow, 40, 200_000, size=2) == [12 * 8 * 20_000] * 2

@@ -203,7 +203,7 @@ class Transport(ABC):
         """Called before a collective moves anything. Raise `MismatchError` if ranks differ."""
 
     def end(self, fingerprint: Fingerprint, call: Call, timeout: float) -> None:
-        """Called when a collective has moved everything. Raise `CorruptedError` if something else arrived than was sent."""
+        """Called when a collective has moved everything. Raise `CorruptedError` if not what was sent has arrived."""
 
     def carries(self, call: Call) -> bool:
         """Whether `collective` can do this call. Every rank must come to the same answer."""

@@ -115,9 +115,11 @@ class Job:
     def first_named(self) -> int:
         """The rank that the first error of all is about; where it happened, "rank 0 of 2, ...", is no blame."""
         text = re.sub(r"rank \d of 2(, [^:\n]*)?:", "", self.said)
-        match = re.search(r"rank (\d)[^\n]*?(?:was lost|left|ended by|SIGKILL|signal 9|exited|exitcode)", text)
+        own = r"rank (\d)[^\n]*?(?:was lost|left|ended by|SIGKILL|signal 9)"
+        # torchrun may end the others before they have said a word.
+        match = re.search(rf"{own}|\(exitcode: -9\) local_rank: (\d)", text)
         assert match, self.said
-        return int(match[1])
+        return int(match[1] or match[2])
 
 
 @pytest.fixture

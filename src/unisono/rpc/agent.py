@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,12 +131,12 @@ class Agent:
 
     def thread(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> threading.Thread:
         """Start a thread of this rank: in it the functions of `unisono.rpc` act on this agent. Daemonic; returned."""
-
-        def live() -> None:
-            self._adopt_thread()
-            target(*args, **kwargs)
-
-        thread = threading.Thread(target=live, name=f"unisono rpc {self.name} thread", daemon=True)
+        # What a function starts is part of the call that it serves.
+        context = copy_context()
+        context.run(self._adopt_thread)
+        thread = threading.Thread(
+            target=lambda: context.run(target, *args, **kwargs), name=f"unisono rpc {self.name} thread", daemon=True
+        )
         thread.start()
         return thread
 

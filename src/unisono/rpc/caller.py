@@ -12,7 +12,7 @@ from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.mailbox import Mail
 from unisono.rpc import frames
 from unisono.rpc.calls import Call, CallFuture, Window
-from unisono.rpc.current import context
+from unisono.rpc.current import context, request
 from unisono.rpc.exposing import name_of
 from unisono.rpc.frames import HEADER
 from unisono.rpc.office import SEND_S, take_back
@@ -100,7 +100,8 @@ class Caller:
             raise self.closed()
         head, bodies, undo = pack(agent, peer, kind, call.number, context.get(), values)
         call.nbytes = len(head) + sum([body.numel() for body in bodies])
-        if not self._windows[peer].enter(call.nbytes, call.started + call.timeout, agent.workers.blocked):
+        nested, deadline = request.get() is not None, call.started + call.timeout
+        if not self._windows[peer].enter(call.nbytes, deadline, agent.workers.blocked, nested):
             take_back(undo)
             raise call.late()
         self._calls.add(call)

@@ -111,16 +111,18 @@ class Window:
         self._calls = self._bytes = 0
         self._room = threading.Condition(threading.Lock())
 
-    def enter(self, nbytes: int, deadline: float, blocked: Callable[[], Any]) -> bool:
+    def enter(self, nbytes: int, deadline: float, blocked: Callable[[], Any], nested: bool = False) -> bool:
         """Count one more call, when there is room for it; False if there is none by the deadline.
 
         Args:
             nbytes: Its size.
             deadline: On the monotonic clock.
             blocked: A context manager to be in while waiting.
+            nested: It is part of another call, which has been let in somewhere and ends only after this one: so it
+                does not wait, for else calls that wait for each other could hold all the room there is.
         """
         with self._room:
-            if self._fits(nbytes):
+            if nested or self._fits(nbytes):
                 self._count(nbytes)
                 return True
         with blocked(), self._room:

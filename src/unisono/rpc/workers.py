@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,13 +11,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 __all__ = ["Workers"]
 
 _IDLE_S = 5.0
+_STUCK_S = 0.02
+"""Tasks wait, and none has ended for this long: those that run may be waiting for those that wait."""
 _NOT_HERE = nullcontext()
 
 
 class Workers:
     """Runs tasks in order of arrival, at most so many at once; one that waits for another rank does not count.
 
-    Since who waits does not count, calls that call back, however deep, cannot use up the threads.
+    Since who waits does not count, calls that call back, however deep, cannot use up the threads. Who waits in a way
+    that is not seen here (for a lock, or in torch's own code) does count; so when tasks wait and none has ended for
+    a while, one more thread is let in.
 
     Args:
         name: Of the threads.
@@ -29,7 +34,8 @@ class Workers:
         self._tasks: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
-        self._running = self._idle = 0
+        self._running = self._idle = self._ended = self._further = 0
+        self._watched = False
         self._working: set[int] = set()
         self._closed = False
 
@@ -72,13 +78,30 @@ class Workers:
 
     def _staff(self) -> None:
         """See that somebody takes the first task, if one more may run. Call with the lock held."""
-        if not self._tasks or self._running >= self._most or self._closed:
+        if not self._tasks or self._closed:
             return
-        if self._idle:
+        if self._running >= self._most + self._further:
+            if not self._watched:
+                self._watched = True
+                threading.Thread(target=self._watch, name=self._name, daemon=True).start()
+        elif self._idle:
             self._wanted.notify()
         else:
             self._idle += 1
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def _watch(self) -> None:
+        """While tasks wait: let one more in whenever none has ended for some time."""
+        while True:
+            seen = self._ended
+            time.sleep(_STUCK_S)
+            with self._lock:
+                if not self._tasks or self._closed:
+                    self._watched = False
+                    return
+                if self._ended == seen:
+                    self._further += 1
+                    self._staff()
 
     def _work(self) -> None:
         self._prepare()
@@ -93,11 +116,14 @@ class Workers:
                 with self._lock:
                     self._running -= 1
                     self._idle += 1
+                    self._ended += 1
+                    if self._running < self._most:
+                        self._further = 0
 
     def _next(self) -> Callable[[], None] | None:
         """The next task; None when there has been none for a while. The caller counts as idle."""
         with self._lock:
-            while not self._tasks or self._running >= self._most:
+            while not self._tasks or self._running >= self._most + self._further:
                 if self._closed or not self._wanted.wait(_IDLE_S):
                     self._idle -= 1
                     # A task may have come while the time ran out.

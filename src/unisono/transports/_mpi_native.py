@@ -139,6 +139,7 @@ class Native:
             return
         _place(call.outputs[self._rank], call.inputs[0])
         pieces = _Pieces(self._comms, call.outputs)
+        pieces.copy_in(self._rank)
         self._comm.Gatherv(self._mpi.IN_PLACE, pieces.described(), call.root)
         pieces.copy_out()
 

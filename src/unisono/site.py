@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from importlib.util import find_spec
 from types import CodeType, FrameType
-
-import torch
 
 __all__ = ["call_site", "line_of", "nearest", "site_of", "users_frame"]
 
-_OTHERS = tuple(os.path.dirname(os.path.abspath(module)) + os.sep for module in (__file__, torch.__file__))
+# Torch is found without being loaded: processes that only speak to the control plane need none.
+_TORCH = getattr(find_spec("torch"), "origin", None) or __file__
+_OTHERS = tuple(os.path.dirname(os.path.abspath(module)) + os.sep for module in (__file__, _TORCH))
 _NOT_THE_USERS = (*_OTHERS, threading.__file__)
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
@@ -35,7 +36,7 @@ def nearest(frame: FrameType | None) -> FrameType | None:
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of what somebody writes who uses libraries: outside of Python's own, and of installed ones."""
+    """The innermost frame of what the user writes: outside of Python's own library, too, and of installed ones."""
     inner = nearest(frame)
     found = inner
     while found is not None and (found.f_code.co_filename.startswith(_LIBRARY) or _installed(found.f_code.co_filename)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -32,7 +33,8 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No ranks in the environment, an own secret, and no server that outlives a test."""
-    for name in (*VARIABLES, "UNISONO_SECRET"):
+    others = [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI"))]
+    for name in (*VARIABLES, "UNISONO_SECRET", *others):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     yield
@@ -193,7 +195,7 @@ def test_rank_0_may_be_the_last(port: int) -> None:
         (("tcp://127.0.0.1:1", 2, 2), {}, "rank 2 is not among"),
         (("tcp://127.0.0.1:1", "0", 2), {}, "rank has to be a whole number, not '0'"),
         (("tcp://127.0.0.1:1", True, 2), {}, "rank has to be a whole number"),
-        (("udp://127.0.0.1:1", 0, 2), {}, "unknown init_method 'udp://127.0.0.1:1'; known: env://, file://, tcp://"),
+        (("udp://127.0.0.1:1", 0, 2), {}, "unknown init_method 'udp://127.0.0.1:1'; known: env://, file://, mpi://, tcp://"),
         (("127.0.0.1:1", 0, 2), {}, "unknown init_method"),
         (("file://relative/path", 0, 2), {}, "with three slashes"),
         (("file:///no/such/directory/file", 0, 2), {}, "there is no directory /no/such/directory"),

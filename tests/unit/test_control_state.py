@@ -97,3 +97,21 @@ def test_enrol() -> None:
 def test_requests_out_of_form_are_refused(words: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         ControlState().handle(1, 1, words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("set", "key", 10**12),
+        ("set", 5, b"value"),
+        ("compare_set", "key", b"", 10**12),
+        ("exchange", "world", "topic", [1, 2], True),
+        ("exchange", "world", 7, b"mine", True),
+    ],
+)
+def test_what_is_no_bytes_is_refused_at_once(words: tuple[object, ...]) -> None:
+    """A number would become as many bytes, and others would get the error of a comparison."""
+    state = ControlState()
+    state.handle(1, 1, ("join", "world", 0, 2))
+    with pytest.raises(TypeError, match="are no"):
+        state.handle(1, 2, words)

@@ -114,6 +114,9 @@ class ControlState:
         return [*self._groups.leave(client, name), *self._rebuilds.look(name), (client, (request, "ok", None))]
 
     def _on_exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
+        # Compared with those of others later, and then an error would be theirs.
+        if not isinstance(topic, str) or not isinstance(content, bytes):
+            raise TypeError(f"a {type(topic).__name__} and a {type(content).__name__} are no topic and value")
         return self._groups.exchange(client, request, name, topic, content, agree)
 
     def _on_withdraw(

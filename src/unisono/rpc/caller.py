@@ -165,7 +165,6 @@ class Caller:
                 future.set_exception(raised)
         # The last, so that who wakes finds the future complete.
         call.end()
-        self._agent.closing.look()
 
     def _result(self, call: Call) -> Any:
         if call.mail is None:

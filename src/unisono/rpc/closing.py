@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Closing"]
 
 _Report = tuple[list[int], list[int]]
-_SLICE_S = 0.5
+_SEND_S = 0.5
+_SHORTEST_S, _LONGEST_S = 0.01, 0.2
 
 
 class Closing:
@@ -45,12 +46,13 @@ class Closing:
     def wait(self, timeout: float | None) -> None:
         """Return when everybody is done. Raises CommTimeoutError that names who is not."""
         self._wanted = True
-        self.look()
+        self._summon()
         limit = None if timeout is None else time.monotonic() + timeout
+        pause = _SHORTEST_S
         with self._agent.workers.blocked():
-            while not self._ended.wait(_SLICE_S if limit is None else min(_SLICE_S, max(limit - time.monotonic(), 0))):
-                # What may have been missed is looked at again.
-                self.look()
+            while not self._ended.wait(pause if limit is None else min(pause, max(limit - time.monotonic(), 0))):
+                # Looked at now and then, rather than after each call: a rank that only serves waits here all its life.
+                pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
                 if limit is not None and time.monotonic() >= limit:
                     raise CommTimeoutError(
                         f"waited {timeout:.1f} s in rpc.shutdown for all ranks to come to an end of their calls. "
@@ -58,27 +60,38 @@ class Closing:
                         waited_s=timeout,
                     )
 
+    def _summon(self) -> None:
+        """This rank wants to end: if it is the one that decides, ask how things are now."""
+        rank, alive = self._agent.rank, self._agent.alive()
+        if rank == min(alive):
+            with self._lock:
+                self._wave += 1
+                self._reports.clear()
+                wave = self._wave
+            for other in alive:
+                if other != rank:
+                    self._send(other, SUMMON, wave)
+        self.look()
+
     def finish(self) -> None:
         """The agent is closed: nobody waits any more."""
         self._ended.set()
 
-    def look(self) -> None:
-        """Something has come to an end: perhaps this rank has nothing left to do."""
+    def look(self) -> bool:
+        """If this rank has nothing left to do, say so; whether there was something new to be said."""
         if not self._wanted or self._ended.is_set() or not self._agent.idle():
-            return
+            return False
         size = range(self._agent.size)
         report = [self._agent.caller.sent[r] for r in size], [self._agent.serving.served[r] for r in size]
         chief = min(self._agent.alive())
         with self._lock:
-            told = chief, self._wave, report
-            if told == self._told and chief != self._agent.rank:
-                return
-            self._told = told
             wave = self._wave
+            new, self._told = (chief, wave, report) != self._told, (chief, wave, report)
         if chief == self._agent.rank:
             self._heard(chief, wave, report)
-        else:
+        elif new:
             self._send(chief, IDLE, wave, *report)
+        return new
 
     def arrived(self, peer: int, kind: int, words: tuple[Any, ...]) -> None:
         """A message about the end has come."""
@@ -126,7 +139,7 @@ class Closing:
 
     def _send(self, peer: int, kind: int, *words: Any) -> None:
         try:
-            self._agent.box.send(peer, HEADER.pack(kind, 0, NO_CONTEXT, 0) + wire.encode(words), (), _SLICE_S)
+            self._agent.box.send(peer, HEADER.pack(kind, 0, NO_CONTEXT, 0) + wire.encode(words), (), _SEND_S)
         except CommError:
             # It is gone, or will be called so soon: then somebody else decides, or it does not count.
             return

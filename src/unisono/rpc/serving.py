@@ -201,7 +201,6 @@ class Serving:
         with self._lock:
             if self._open.pop((asked.peer, asked.number), None) is not None:
                 self.served[asked.peer] += 1
-        self._agent.closing.look()
 
 
 class _Later:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +15,8 @@ from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.mpilib import library, until
 
 __all__ = ["Base", "Comms"]
+
+_NOTICED_S = 1.0
 
 # Where MPI allows one thread at a time, all of this process's communicators take turns.
 _turns = threading.RLock()
@@ -57,6 +60,22 @@ class Base:
         whole.Free()
         return cls(made)
 
+    def dead(self) -> set[int]:
+        """The ranks that MPI knows to be dead; none, if this MPI does not outlive them."""
+        mpi = library()
+        with contextlib.suppress(mpi.Exception):
+            # MPI takes notice of the dead only while it looks for messages.
+            self.comm.Iprobe()
+        try:
+            failed, whole = self.comm.Get_failed(), self.comm.Get_group()
+            return set(failed.Translate_ranks(list(range(failed.Get_size())), whole))
+        except (NotImplementedError, mpi.Exception):
+            return set()
+
+    def shrunk(self) -> Base:
+        """Of those that live, in their order, who all call this."""
+        return Base(self.comm.Shrink())
+
 
 class Comms:
     """Two communicators of the same ranks, which nobody else uses.
@@ -97,6 +116,23 @@ class Comms:
     def part(self, ranks: Sequence[int], name: str) -> Comms:
         """The communicators of some of these ranks, who all call this. These ones may be broken."""
         return Comms(self._base, [self._ranks[rank] for rank in ranks], name)
+
+    def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> Comms:
+        """As `part`, where the others of the base may have died.
+
+        Args:
+            ranks: Those that live and go on.
+            name: Of their group.
+            union: What any of these ranks knows, from what this one knows.
+        """
+        going_on = {self._ranks[rank] for rank in ranks}
+        missing = set(range(self._base.comm.Get_size())) - going_on
+        until(lambda: self._base.dead() >= missing, time.monotonic() + _NOTICED_S, spins=1)
+        if not missing or union(sorted(self._base.dead())) < missing:
+            # Somebody lives but does not go on: MPI can do without only those who call.
+            return self.part(ranks, name)
+        order = sorted(going_on)
+        return Comms(self._base.shrunk(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
         """Let go of them, soon: nothing is under way any more. From any thread, at any moment."""

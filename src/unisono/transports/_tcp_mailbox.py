@@ -135,19 +135,14 @@ class TcpMailbox(Mailbox):
             sealed = channel.seal(sizes + head)
             content = _SIZE.pack(len(sealed)) + sealed
             try:
-                sent = line.send(content)
-                if sent < len(content) or bodies:
-                    rest = [memoryview(content)[sent:], *(view_of(body) for body in bodies if body.numel())]
-                    self._send_rest(line, peer, rest, timeout)
-            except BlockingIOError:
-                self._send_rest(line, peer, [memoryview(content), *(view_of(b) for b in bodies if b.numel())], timeout)
+                # All at once: the receiver is woken once, and finds more than a head.
+                self._send_all(line, peer, [memoryview(content), *(view_of(b) for b in bodies if b.numel())], timeout)
             except OSError as error:
                 self.lose(peer, PeerLostError(f"the connection to rank {peer} has ended: {error}", peer=peer))
                 self.check(peer)
 
-    def _send_rest(self, line: socket.socket, peer: int, rest: list[memoryview], timeout: float) -> None:
+    def _send_all(self, line: socket.socket, peer: int, rest: list[memoryview], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        rest = [part for part in rest if part]
         while rest:
             try:
                 sent = line.sendmsg(rest[:_MOST_VECTORS])

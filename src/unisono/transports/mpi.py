@@ -95,6 +95,16 @@ class MpiTransport(Transport):
         ranks = [self.group.members.index(member) for member in group.members]
         return MpiTransport(group, self._comms.part(ranks, group.name), self._control, self._options)
 
+    def renew(self, group: Group) -> MpiTransport:
+        def union(mine: list[int]) -> set[int]:
+            return {rank for known in self._control.exchange(group, "MPI's dead", mine, timeout) for rank in known}
+
+        timeout = self._options.timeout_s
+        self._control.join(group, _ignore)
+        ranks = [self.group.members.index(member) for member in group.members]
+        comms = self._comms.renewed(ranks, group.name, union)
+        return MpiTransport(group, comms, self._control, self._options)
+
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
         if self._broken is not None:

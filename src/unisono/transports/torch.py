@@ -167,6 +167,8 @@ class TorchTransport(Transport):
 
     def _let_go(self, cause: BaseException) -> None:
         """A group of gloo's that is let go of while it waits holds everything up until it waits no more."""
+        # Works keep what they work with.
+        self._flying = []
         if self._upward is not None:
             self._upward = _Gone(cause)
         if self._owned:

@@ -42,7 +42,8 @@ def run(data: bytes) -> None:
         request, words = wire.decode(data)
         state.handle(1, request, words)
     finally:
-        # Whatever that was, it has harmed nobody else.
+        # Whatever that was, it has harmed nobody else: neither who exchanges with it, nor who reads what it has set.
+        state.handle(2, 3, ("exchange", "world", "topic", b"mine", True))
         state.lost(1)
         told = [reply for reply in state.handle(3, 9, ("set", "answer", b"42")) if reply[0] == 2]
         assert all(reply[1][1:] == ("ok", b"42") for reply in told)

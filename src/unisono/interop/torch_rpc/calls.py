@@ -12,26 +12,26 @@ from unisono.interop.torch_rpc.constants import UNSET_RPC_TIMEOUT, seconds
 
 __all__ = ["get_worker_info", "remote", "rpc_async", "rpc_sync"]
 
-To = str | int | rpc.WorkerInfo
-Function = Callable[..., Any]
-Arguments = Sequence[Any] | None
-Named = Mapping[str, Any] | None
+_To = str | int | rpc.WorkerInfo
+_Function = Callable[..., Any]
+_Arguments = Sequence[Any] | None
+_Named = Mapping[str, Any] | None
 
 
-def rpc_sync(to: To, func: Function, args: Arguments = None, kwargs: Named = None, timeout: float = -1.0) -> Any:
+def rpc_sync(to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = -1.0) -> Any:
     """Call a function on a rank, and return what it returns. `timeout`: seconds; -1 the default, 0 for ever."""
     return rpc.rpc_sync(to, _checked(func), args or (), kwargs, seconds(timeout))
 
 
 def rpc_async(
-    to: To, func: Function, args: Arguments = None, kwargs: Named = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> torch.futures.Future[Any]:
     """The same, but return a future at once."""
     return rpc.rpc_async(to, _checked(func), args or (), kwargs, seconds(timeout))
 
 
 def remote(
-    to: To, func: Function, args: Arguments = None, kwargs: Named = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> rpc.RRef[Any]:
     """The same, but the result stays where it is made: return a reference to it at once."""
     return rpc.remote(to, _checked(func), args or (), kwargs, seconds(timeout))
@@ -42,7 +42,7 @@ def get_worker_info(worker_name: str | None = None) -> rpc.WorkerInfo:
     return rpc.get_worker_info(worker_name)
 
 
-def _checked(func: Function) -> Function:
+def _checked(func: _Function) -> _Function:
     if not callable(func):
         raise TypeError(f"function should be callable, not a {type(func).__name__}")
     return func

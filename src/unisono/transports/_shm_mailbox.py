@@ -117,7 +117,10 @@ class ShmMailbox(Mailbox):
         while out.words[_LINE] == before:
             self.check(peer)
             if time.monotonic() > deadline:
-                raise CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)
+                # Half a message has gone: nothing can follow it.
+                error = CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)
+                self.lose(peer, error)
+                raise error
             time.sleep(_NAP_S)
 
     # -- receiving -----------------------------------------------------------------------------

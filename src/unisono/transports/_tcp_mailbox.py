@@ -15,7 +15,7 @@ import torch
 from unisono.control import Control
 from unisono.control.channel import Channel
 from unisono.control.sockets import close_after_fork
-from unisono.errors import CommTimeoutError, PeerLostError
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.group import Group
 from unisono.mailbox import Mail, Mailbox
 from unisono.transports._tcp_meeting import meet
@@ -137,6 +137,9 @@ class TcpMailbox(Mailbox):
             try:
                 # All at once: the receiver is woken once, and finds more than a head.
                 self._send_all(line, peer, [memoryview(content), *(view_of(b) for b in bodies if b.numel())], timeout)
+            except CommError:
+                # These are OSErrors too, and say what they mean.
+                raise
             except OSError as error:
                 self.lose(peer, PeerLostError(f"the connection to rank {peer} has ended: {error}", peer=peer))
                 self.check(peer)

@@ -195,7 +195,11 @@ def test_rank_0_may_be_the_last(port: int) -> None:
         (("tcp://127.0.0.1:1", 2, 2), {}, "rank 2 is not among"),
         (("tcp://127.0.0.1:1", "0", 2), {}, "rank has to be a whole number, not '0'"),
         (("tcp://127.0.0.1:1", True, 2), {}, "rank has to be a whole number"),
-        (("udp://127.0.0.1:1", 0, 2), {}, "unknown init_method 'udp://127.0.0.1:1'; known: env://, file://, mpi://, tcp://"),
+        (
+            ("udp://127.0.0.1:1", 0, 2),
+            {},
+            "unknown init_method 'udp://127.0.0.1:1'; known: env://, file://, mpi://, tcp://",
+        ),
         (("127.0.0.1:1", 0, 2), {}, "unknown init_method"),
         (("file://relative/path", 0, 2), {}, "with three slashes"),
         (("file:///no/such/directory/file", 0, 2), {}, "there is no directory /no/such/directory"),

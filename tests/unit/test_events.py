@@ -139,7 +139,10 @@ def test_status_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_door_tells_where_the_control_plane_is(monkeypatch: pytest.MonkeyPatch) -> None:
     # This process may have a part in other jobs, whose doors come first.
     monkeypatch.setattr("unisono.control.door._name", lambda pid, number: f"\0unisono test/{pid}/{number}")
-    with closing(Server(b"of the tests")) as server, closing(SocketControl(server.address, b"of the tests", 10.0)) as me:
+    with (
+        closing(Server(b"of the tests")) as server,
+        closing(SocketControl(server.address, b"of the tests", 10.0)) as me,
+    ):
         assert find_control(os.getpid()) == (server.address, b"of the tests")
         me.set("x", b"y")
         assert find_control(os.getpid())[0] == server.address

@@ -29,7 +29,7 @@ from unisono.errors import (
 
 SIZE = 3
 ODD = 1
-SHORT_S = 0.4
+SHORT_S = 0.8
 LONG_S = 20.0
 MISMATCH_S, DEATH_S, LATE_S, TOGETHER_S = 0.2, 0.5, 0.5, 0.3
 LEAVE_S = 1.5

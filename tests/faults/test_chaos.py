@@ -46,7 +46,7 @@ def own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s == 0 else pytest.mark.soak) for s in SEEDS])
 def test_kill_9(seed: int, backend: str) -> None:
     un.launch(lambda comm: None, 1, backend)

@@ -16,7 +16,7 @@ from unisono.errors import CommTimeoutError
 from unisono.testing import run_ranks
 from unisono.testing.pools import pool
 
-SHORT_S = 0.3
+SHORT_S = 1.0
 Bug = Callable[[Any, threading.Event], None]
 BUGS: dict[str, tuple[Bug, int]] = {}
 

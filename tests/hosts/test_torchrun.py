@@ -67,7 +67,8 @@ def undisturbed(size: int, backend: str, hosts: list[list[int]], folder: Path) -
     return weights
 
 
-@pytest.mark.parametrize(("way", "per_host"), [(numbered, 1), pytest.param(met, 2, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("way", "per_host"), [(numbered, 1), (met, 2)])
 def test_a_killed_worker_is_restarted_and_training_resumes(
     network: Network, tmp_path: Path, way: Way, per_host: int
 ) -> None:

@@ -50,6 +50,7 @@ def test_an_unchanged_program_learns_the_same() -> None:
     assert alive == also_alive == [0, 0]
 
 
+@pytest.mark.soak
 def test_torchrun_starts_it() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     with reserved_ports(1) as (port,):

@@ -92,6 +92,7 @@ def launched(comm: un.Communicator, folder: Path, ports: list[int]) -> list[list
     return try_all(comm.rank, comm.size, folder, ports)
 
 
+@pytest.mark.soak
 def test_processes_of_torch_multiprocessing(tmp_path: Path) -> None:
     with reserved_ports(len(WAYS)) as ports:
         multiprocessing.spawn(spawned, (2, tmp_path, ports), nprocs=2)

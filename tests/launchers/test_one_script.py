@@ -123,6 +123,7 @@ def test_launch(first: Weights) -> None:
     assert far(first, reference()) < 1e-6
 
 
+@pytest.mark.soak
 def test_slurm(first: Weights, ways: Ways) -> None:
     assert same(first, ways.slurm())
 

@@ -89,6 +89,7 @@ class TestFaultyWithoutFaults(TransportLaws):
         return Faulty(inner, seed=0)
 
 
+@pytest.mark.soak
 class TestFaultyWithDelays(TransportLaws):
     backend = "thread"
 
@@ -97,6 +98,7 @@ class TestFaultyWithDelays(TransportLaws):
         return Faulty(inner, seed=0, delay=0.2, delay_s=0.002)
 
 
+@pytest.mark.soak
 class TestTwoWrappers(TransportLaws):
     backend = "gloo"
 

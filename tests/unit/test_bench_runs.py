@@ -73,6 +73,7 @@ def test_mpi_beside_unisono() -> None:
     assert found.wrong == found.against["mpi"].wrong == 0
 
 
+@pytest.mark.soak
 def test_an_error_in_a_rank_under_mpi_ends_all_of_them() -> None:
     with pytest.raises(CommError, match="mpirun ended with status 1"):
         bench.on_ranks(_fail_on_rank_1, 2, "shm", (), mpi=True)

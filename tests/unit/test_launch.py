@@ -146,7 +146,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("way", ["file", "pipe", "-c"])
+@pytest.mark.parametrize("way", ["file", *(pytest.param(way, marks=pytest.mark.soak) for way in ("pipe", "-c"))])
 def test_from_a_script_a_pipe_and_the_command_line(way: str, tmp_path: object) -> None:
     text = textwrap.dedent(SCRIPT)
     path = tmp_path / "script with spaces.py"

@@ -113,6 +113,7 @@ def test_init_methods(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert importlib.import_module("init_methods").main(2, method) == 0
 
 
+@pytest.mark.soak
 def test_as_scripts() -> None:
     # At the same time, for most of it is the import of torch.
     commands = [["init_methods.py", "--ranks", "2", "--method", "tcp"], ["blocking.py", "--ranks", "2"]]

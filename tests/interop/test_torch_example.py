@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import reserved_ports

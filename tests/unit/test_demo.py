@@ -38,6 +38,7 @@ def demo(*options: object) -> int:
 
 
 # -- the whole of it -------------------------------------------------------------------------------
+@pytest.mark.soak
 def test_as_users_run_it() -> None:
     command = [sys.executable, "-W", "error", "-m", "unisono", "demo"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)

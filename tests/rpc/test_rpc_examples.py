@@ -63,7 +63,8 @@ def test_the_agent_plays_in_gymnasium() -> None:
     assert all(reward >= 1 for reward in curve)
 
 
-@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.soak), 4])
+@pytest.mark.soak
+@pytest.mark.parametrize("parts", [1, 4])
 def test_the_pipeline_learns_the_same_however_a_batch_is_cut(parts: int) -> None:
     losses, _ = launch("pipeline", 3, "shm", steps=8, parts=parts)
     whole, _ = launch("pipeline", 1, "thread", steps=8, parts=1)

@@ -23,11 +23,15 @@ class Stage:
     """A part of the model, and where it lives."""
 
     def __init__(self, widths: list[int], last: bool, seed: int) -> None:
-        torch.manual_seed(seed)
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):
             layers += [nn.Linear(before, after), nn.ReLU()]
         self._layers = nn.Sequential(*(layers[:-1] if last else layers)).double()
+        # A generator of its own: stages that are made at the same time in one process share torch's.
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self._layers.parameters():
+                parameter.uniform_(-1 / 8, 1 / 8, generator=generator)
 
     def forward(self, given: torch.Tensor | rpc.RRef[torch.Tensor]) -> torch.Tensor:
         return self._layers(given.to_here() if isinstance(given, rpc.RRef) else given)

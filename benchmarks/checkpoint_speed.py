@@ -124,10 +124,10 @@ def saves(clock: Clock, folder: Path, state: State, *, turned: bool) -> None:
     running.clear()
     clean(comm, folder / "background")
     clock.time("async dcp", lambda: running.append(dcp.async_save(dict(state), checkpoint_id=folder / "background")))
-    running.pop().result()  # type: ignore[attr-defined]
+    running.pop().result()  # type: ignore[attr-defined]  # not in the annotations of what it is
     clean(comm, folder / "background")
     clock.time("async ours", lambda: running.append(un.checkpoint.async_save(folder / "background", state, comm)))
-    running.pop().wait()  # type: ignore[attr-defined]
+    running.pop().wait()  # type: ignore[attr-defined]  # not in the annotations of what it is
     clean(comm, folder / "background")
 
 

@@ -147,6 +147,7 @@ def main() -> None:
     with Network(2, given.rate) as network:
         for each in given.ranks:
             options = {"timeout": 120.0}
+            # Called within the loop.
             with HostRanks(network, (each, each), rank, given.seconds, options=lambda _: options) as ranks:  # noqa: B023
                 found = ranks.results(600.0)
             for its in found:

@@ -71,4 +71,5 @@ def wait_until_as(before: Held, *kinds: str, within_s: float = 10.0) -> str:
 
 def _more(now: list[str], before: list[str]) -> list[str]:
     left = list(before)
+    # None is what is wanted of it.
     return [name for name in now if name not in left or left.remove(name)]  # type: ignore[func-returns-value]

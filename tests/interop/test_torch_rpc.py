@@ -142,6 +142,7 @@ def errors() -> dict[str, str]:
         "remote": lambda: rpc.remote("worker1", fail).to_here(),
         "late": lambda: rpc.rpc_sync("worker1", slow, timeout=0.05),
         "nobody": lambda: rpc.rpc_sync("worker7", echo, (1,)),
+        # Wrong or narrower on purpose.
         "no function": lambda: rpc.rpc_sync("worker1", "echo"),  # type: ignore[arg-type]
         "not the owner": lambda: rpc.remote("worker1", echo, (1,)).local_value(),
         "no context": lambda: dist_autograd.get_gradients(12345),
@@ -217,7 +218,7 @@ def remote_module() -> dict[str, Any]:
     after = [ref.to_here().detach() for ref in module.remote_parameters()]
     again = RemoteModule.init_from_module_rref("rank:1", module.get_module_rref())
     with pytest.raises(ValueError, match="subclass"):
-        RemoteModule("worker1", echo)  # type: ignore[arg-type]
+        RemoteModule("worker1", echo)  # type: ignore[arg-type]  # wrong or narrower on purpose
     return {
         "shape": list(out.shape),
         "moved": (after[0] - before[0]).flatten().tolist(),

@@ -126,7 +126,7 @@ def agreements(size: int) -> list[Agreement]:
     for rank in range(size):
         own = SimpleNamespace(Get_rank=lambda rank=rank: rank, Get_size=lambda: size, Iallreduce=None)
         comms = SimpleNamespace(mpi=SimpleNamespace(IN_PLACE=0, UINT64_T=0, SUM=0), own=own, turn=None)
-        found.append(Agreement(comms, lambda peers: None, 1))  # type: ignore[arg-type]
+        found.append(Agreement(comms, lambda peers: None, 1))  # type: ignore[arg-type]  # wrong or narrower on purpose
     return found
 
 

@@ -27,6 +27,7 @@ def program(comm: un.Communicator) -> float:
 
 
 def complaints(seed: int, wrap: object = None) -> list[str]:
+    # Wrong or narrower on purpose.
     run = un.simulate(program, 3, seed=seed, preempt=0.2, wrap=wrap, timeout=10.0, on_failure="continue")  # type: ignore[arg-type]
     return [str(end) for end in run.results if isinstance(end, BaseException)]
 

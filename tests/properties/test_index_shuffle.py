@@ -176,7 +176,7 @@ def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"at most 2\^62"):
         IndexShuffle(2**62 + 1)
     with pytest.raises(TypeError):
-        IndexShuffle(1.5)  # type: ignore[arg-type]
+        IndexShuffle(1.5)  # type: ignore[arg-type]  # wrong or narrower on purpose
     with pytest.raises(IndexError, match="10 samples"):
         IndexShuffle(10)[10]
 

@@ -251,7 +251,7 @@ def passes(comm: un.Communicator) -> Any:
         with autograd.context() as context:
             for wrong in ([x], x.sum(), [], [torch.ones(1)]):
                 with pytest.raises(ValueError, match="root"):
-                    autograd.backward(context, wrong)  # type: ignore[arg-type]
+                    autograd.backward(context, wrong)  # type: ignore[arg-type]  # wrong or narrower on purpose
             # Nothing crossed any rank.
             autograd.backward(context, [(x * x).sum(), x.sum()])
             assert torch.equal(autograd.get_gradients(context)[x], 2 * x + 1)
@@ -340,7 +340,7 @@ def test_wrong_arguments_of_the_optimizer() -> None:
         rpc.init(comm)
         ref = rpc.RRef(torch.ones(2, requires_grad=True))
         with pytest.raises(TypeError, match="class of torch optimizers"):
-            rpc.DistributedOptimizer(dict, [ref])  # type: ignore[arg-type]
+            rpc.DistributedOptimizer(dict, [ref])  # type: ignore[arg-type]  # wrong or narrower on purpose
         with pytest.raises(ValueError, match="no parameters"):
             rpc.DistributedOptimizer(torch.optim.SGD, [], lr=0.1)
         with pytest.raises(ValueError, match="learning rate"):

@@ -69,6 +69,7 @@ def test_workers_run_no_more_at_once_but_those_that_wait(monkeypatch: pytest.Mon
         done.release()
 
     for number in range(40):
+        # Mypy cannot type a lambda's default.
         workers.run(lambda blocks=number < 20: task(blocks))  # type: ignore[misc]
     # All of the second half come through, while the first half waits.
     for _ in range(20):

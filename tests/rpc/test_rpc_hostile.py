@@ -150,7 +150,7 @@ def test_nonsense_in_shared_memory_loses_who_wrote_it() -> None:
         box, _ = comm.mailbox()
         found = ""
         if comm.rank == 0:
-            out = box._out[1]  # type: ignore[attr-defined]
+            out = box._out[1]  # type: ignore[attr-defined]  # not in the annotations of what it is
             out.put(struct.pack("<II", 8, 2**31) + bytes(8))
             box.nudge()
         comm.barrier()

@@ -132,7 +132,7 @@ def test_hosts_that_make_no_sense_are_refused() -> None:
 
 def test_pairs_that_carry_nothing_in_common_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = frozenset({"cuda"})
-    split = ThreadTransport.connect.__func__  # type: ignore[attr-defined]
+    split = ThreadTransport.connect.__func__  # type: ignore[attr-defined]  # not in the annotations of what it is
 
     def connect(cls: type[ThreadTransport], group: Any, control: Any, options: Any) -> ThreadTransport:
         made: ThreadTransport = split(cls, group, control, options)

@@ -140,4 +140,4 @@ def test_a_buffer_changed_before_wait_is_found(name: str) -> None:
 
 def test_the_check_is_agreed_on() -> None:
     with pytest.raises(ValueError, match="check must be"):
-        un.init(check="most")  # type: ignore[arg-type]
+        un.init(check="most")  # type: ignore[arg-type]  # wrong or narrower on purpose

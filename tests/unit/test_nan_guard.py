@@ -19,6 +19,7 @@ def model() -> torch.nn.Module:
 
 
 def ended(program: object, size: int = 3) -> list[NotFiniteError]:
+    # Wrong or narrower on purpose.
     ends = run_ranks(program, size, "sim", on_failure="continue")  # type: ignore[arg-type]
     assert all(isinstance(end, NotFiniteError) for end in ends), ends
     return ends
@@ -26,7 +27,7 @@ def ended(program: object, size: int = 3) -> list[NotFiniteError]:
 
 def poison(net: torch.nn.Module, value: float) -> None:
     """From now on, the gradient of the last layer's bias is this, and that of its weight."""
-    net[2].bias.register_hook(lambda gradient: gradient * value)  # type: ignore[index]
+    net[2].bias.register_hook(lambda gradient: gradient * value)  # type: ignore[index]  # a module of a list
 
 
 @pytest.mark.parametrize("hooks", [False, True])
@@ -42,7 +43,7 @@ def test_the_first_is_named_before_averaging_spreads_it(hooks: bool, value: floa
         if averager is None:
             un.average_gradients(net, comm)
         # By now all ranks have it.
-        assert not net[2].bias.grad.isfinite().all()  # type: ignore[index]
+        assert not net[2].bias.grad.isfinite().all()  # type: ignore[index]  # a module of a list
         guard.check()
 
     for rank, error in enumerate(ended(program)):
@@ -95,8 +96,8 @@ def test_parameters_now() -> None:
         assert_finite(net, comm)
         with torch.no_grad():
             if comm.rank == 2:
-                net[0].weight[1, 2] = INF  # type: ignore[index]
-                net[2].weight[0, 0] = NAN  # type: ignore[index]
+                net[0].weight[1, 2] = INF  # type: ignore[index]  # a module of a list
+                net[2].weight[0, 0] = NAN  # type: ignore[index]  # a module of a list
         assert_finite(net, comm)
 
     for error in ended(program):
@@ -106,7 +107,7 @@ def test_parameters_now() -> None:
 def test_buffers_if_asked_for() -> None:
     def program(comm: un.Communicator, buffers: bool) -> None:
         norm = torch.nn.BatchNorm1d(2)
-        norm.running_var[1] = NAN  # type: ignore[index]
+        norm.running_var[1] = NAN  # type: ignore[index]  # a module of a list
         assert_finite(norm, comm, buffers=buffers)
 
     run_ranks(program, 2, "sim", False)

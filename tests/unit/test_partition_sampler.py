@@ -138,7 +138,7 @@ def test_streams_are_sent_elsewhere() -> None:
             return 3
 
     with pytest.raises(TypeError, match="StreamPartition"):
-        PartitionSampler(Stream())  # type: ignore[arg-type]
+        PartitionSampler(Stream())  # type: ignore[arg-type]  # wrong or narrower on purpose
 
 
 def test_a_dataset_may_grow_between_epochs() -> None:

@@ -101,6 +101,7 @@ def test_random_generators_are_of_each_rank() -> None:
             comm.barrier()
         return drawn
 
+    # Numpy's state is a tuple here.
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
     runs = [un.simulate(program, 3, seed=seed).results for seed in (1, 1, 2)]
     # As in processes of their own: the same on all ranks, whatever their order.
@@ -109,7 +110,7 @@ def test_random_generators_are_of_each_rank() -> None:
     assert runs[0] != runs[2]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
-    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[union-attr]
+    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[union-attr]  # numpy's state is a tuple here
 
 
 # -- time ------------------------------------------------------------------------------------------
@@ -529,7 +530,7 @@ def test_groups_that_are_closed_leave_nothing(backend: str, count: int) -> None:
             with comm.dup() as part:
                 part.barrier()
         comm.barrier()
-        mail = comm._plain()._mail  # type: ignore[attr-defined]
+        mail = comm._plain()._mail  # type: ignore[attr-defined]  # not in the annotations of what it is
         return [len(mail.left), len(mail.broken), len(mail.waiting)]
 
     for left, broken, waiting in un.simulate(program, 3, backend=backend).results:

@@ -209,5 +209,5 @@ def _end_job_on_error(mpi: Any, rank: int, size: int) -> None:
             os._exit(1)
         mpi.COMM_WORLD.Abort(1)
 
-    hook.ends_mpi_job = True  # type: ignore[attr-defined]
+    hook.ends_mpi_job = True  # type: ignore[attr-defined]  # not in the annotations of what it is
     sys.excepthook = hook

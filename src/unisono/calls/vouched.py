@@ -27,6 +27,7 @@ def vouch(engine: Engine, messages: Sequence[Message], awaited: Sequence[Awaited
         source, target = (peer, rank) if isinstance(message, Recv) else (rank, peer)
         key = f"{engine.group.name}/message {number} of tag {tag} from {source} to {target}"
         if isinstance(message, Recv):
+            # Mypy cannot type a lambda's default.
             checks.append(lambda message=message, key=key: _compare(engine, message, key))  # type: ignore[misc]
         else:
             engine.control.set(key, _DIGEST.pack(digest(message.tensor)))

@@ -164,7 +164,7 @@ def _settled(
             for part in ended.value() or ():
                 part.value()
         except Exception as error:
-            future.set_exception(told(error))  # type: ignore[arg-type]
+            future.set_exception(told(error))  # type: ignore[arg-type]  # torch takes any exception
         else:
             future.set_result(None)
 

@@ -76,7 +76,7 @@ class Call:
         return AbortedError(message, peer=self.peer, operation="rpc")
 
 
-class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
+class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # torch's is generic for checkers only
     """The result of a call that was made by `rpc_async`; also knows how to `cancel` it."""
 
     def __init__(self) -> None:

@@ -151,7 +151,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 # -- anything, among those who trust each other ----------------------------------------------------
-class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
     """Pickles, but lets tensors and references travel as in any other call."""
 
     def __init__(self, file: io.BytesIO, parts: Packing) -> None:

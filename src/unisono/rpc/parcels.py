@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Packing", "Unpacking"]
 
 
-class Packing(list):  # type: ignore[type-arg]
+class Packing(list):  # type: ignore[type-arg]  # generic for checkers only
     """The parts of a message that is being made, and what belongs to it.
 
     Attributes:

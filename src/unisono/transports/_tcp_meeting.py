@@ -102,6 +102,7 @@ def _await(
         with contextlib.suppress(TimeoutError):
             line, _ = listener.accept()
             if strangers.acquire(blocking=False):
+                # Mypy cannot type a lambda's default.
                 crew.run(lambda line=line: _hear(line, secret, known, strangers))  # type: ignore[misc]
             else:
                 line.close()

@@ -106,7 +106,8 @@ def _reader(name: str, base_ns: int, *, whole: bool = False) -> Callable[[], flo
 # -- locks and queues ------------------------------------------------------------------------------
 def _locks() -> list[_Patch]:
     real_lock, real_rlock, real_is_set = threading.Lock, threading.RLock, threading.Event.is_set
-    python_rlock: Any = threading._PyRLock  # type: ignore[attr-defined]
+    python_rlock: Any = threading._PyRLock  # type: ignore[attr-defined]  # not in the annotations of what it is
+    # Not in the annotations of what it is.
     real_queue, python_queue = queue.SimpleQueue, queue._PySimpleQueue  # type: ignore[attr-defined]
 
     def lock() -> Any:

@@ -65,6 +65,7 @@ class Late:
                 served = len(waiting) > 1
                 self._changed.notify_all()
             if not served:
+                # Mypy cannot type a lambda's default.
                 self._crew.run(lambda stream=stream: self._serve(stream))  # type: ignore[misc]
         return work
 

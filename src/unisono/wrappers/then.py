@@ -47,7 +47,7 @@ class Then(Work):
                 if self._error is not None:
                     raise self._error
             except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]
+                future.set_exception(error)  # type: ignore[arg-type]  # torch takes any exception
             else:
                 future.set_result(None)
 

@@ -70,7 +70,7 @@ def departure(tensors: list[torch.Tensor]) -> Sent:
     """Record that these leave, in this order."""
     record = Sent()
     with torch.enable_grad():
-        record.token = _Departure.apply(record, *tensors)  # type: ignore[no-untyped-call]
+        record.token = _Departure.apply(record, *tensors)  # type: ignore[no-untyped-call]  # torch's apply has no types
     return record
 
 
@@ -79,6 +79,7 @@ def arrival(record: Received, tensor: torch.Tensor) -> torch.Tensor:
     trigger = torch.zeros((), requires_grad=True)
     place = len(record.triggers)
     record.triggers.append(trigger)
+    # Torch's apply has no types.
     arrived: torch.Tensor = _Arrival.apply(trigger, record, place, [tensor])  # type: ignore[no-untyped-call]
     return arrived
 

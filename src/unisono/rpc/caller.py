@@ -183,5 +183,6 @@ class Caller:
         return value
 
     def _drop(self, mail: Mail) -> None:
+        # Nobody waits for it, so nobody hears of its errors; but references in it have to be counted, and dropped.
         with contextlib.suppress(Exception):
             self._read(mail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -34,12 +35,12 @@ def even_edges(numel: int, parts: int) -> list[int]:
     return [i * quotient + min(i, rest) for i in range(parts + 1)]
 
 
-class Layout:
+class Layout(ABC):
     """A buffer of chunks. Both ends of a message cut it alike, whatever their memory looks like."""
 
+    @abstractmethod
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         """The non-empty messages, of at most `segment_bytes`, that chunks `start` to `stop` travel in."""
-        raise NotImplementedError
 
 
 class Flat(Layout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from unisono.communicator import Communicator
@@ -10,7 +11,7 @@ from unisono.gradients.schedule import BucketSchedule
 __all__ = ["Moving"]
 
 
-class Moving:
+class Moving(ABC):
     """Base of the averager: its state, and its moves."""
 
     _schedule: BucketSchedule
@@ -48,9 +49,9 @@ class Moving:
         self._attach(comm, sync_parameters=False)
         self._steps[-1] = steps
 
+    @abstractmethod
     def remove(self) -> None:
         """Take the hooks off."""
-        raise NotImplementedError
 
-    def _attach(self, comm: Communicator, *, sync_parameters: bool) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _attach(self, comm: Communicator, *, sync_parameters: bool) -> None: ...

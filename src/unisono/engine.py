@@ -24,7 +24,7 @@ from unisono.plan import Plan
 from unisono.reduction import combine
 from unisono.schedules import SCHEDULES, chunks_of
 from unisono.select import NATIVE
-from unisono.transport import Options, Transport
+from unisono.transport import Options, Tensors, Transport
 from unisono.types import ReduceOp, Work
 from unisono.work import Completion
 from unisono.wrappers.trace import is_traced
@@ -104,22 +104,27 @@ class Engine:
         return error.locate(rank=group.rank, size=group.size, group=group.name, operation=operation, call=call)
 
     # -- collectives ---------------------------------------------------------------------------
-    def quickly(self, tensor: torch.Tensor | None, op: str, timeout: float | None) -> bool:
-        """All-reduce a tensor, or pass a barrier if None, by the transport's shorter way; whether it was taken."""
+    def quickly(
+        self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float | None
+    ) -> bool:
+        """Make a call by the transport's shorter way, as `Quick.call`; whether it was taken."""
         quick = self._quick
-        if quick is None or self._pending or self._broken is not None or self.closed or is_traced():
+        if quick is None or name not in quick.names:
+            return False
+        if self._pending or self._broken is not None or self.closed or is_traced():
             return False
         limit = self.options.timeout_s if timeout is None else timeout
-        name, caller, activity = "barrier" if tensor is None else "all_reduce", _getframe(2), self.activity
+        caller, activity = _getframe(3), self.activity
+        detail = op if root is None else f"root {root}"
         # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
-        noted = activity.now = (name, self._calls + 1, op, (caller.f_code, caller.f_lasti))
+        noted = activity.now = (name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
         # As `enter`, `note` and `leave` do, without the calls: there is less than a microsecond for it.
         if activity.record is None:
             activity.since, activity.inside = monotonic(), True
         else:
             activity.enter(noted)
         try:
-            done = quick.barrier(limit) if tensor is None else quick.all_reduce(tensor, op, limit)
+            done = quick.call(name, target, source, op, root, limit)
             if done:
                 activity.calls = self._calls = self._calls + 1
                 activity.latest.append(noted)

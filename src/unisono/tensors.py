@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 
-__all__ = ["Staging", "check_apart", "check_tensor"]
+__all__ = ["Staging", "check_apart", "check_tensor", "is_plain"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor that may be read and written as it lies in the CPU's memory, with no check and no copy."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
+    )
 
 
 def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> None:

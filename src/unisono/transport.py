@@ -7,7 +7,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
 
 from unisono.errors import UnavailableError
 from unisono.fingerprint import Fingerprint
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from unisono.control import Control
     from unisono.mailbox import Mailbox
 
-__all__ = ["Declared", "Options", "PointToPoint", "Quick", "Transport"]
+__all__ = ["Declared", "Options", "PointToPoint", "Quick", "Tensors", "Transport"]
+
+Tensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor] | None"
 
 
 class PointToPoint(Protocol):
@@ -74,18 +76,29 @@ class Declared:
 
 
 class Quick(Protocol):
-    """A shorter way for calls that need no preparation, which a transport may offer.
+    """A shorter way for blocking calls that need no preparation, which a transport may offer.
 
     It takes the same part in the collective as `Transport.collective` does, so that it does not matter
     which ranks take it, and compares fingerprints itself.
+
+    Attributes:
+        names: The methods of `Communicator` for which there is one.
     """
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> bool:
-        """Do it in place and return True; or return False, with nothing done, if the tensor needs preparation."""
-        ...
+    @property
+    def names(self) -> frozenset[str]: ...
 
-    def barrier(self, timeout: float) -> bool:
-        """Likewise."""
+    def call(self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float) -> bool:
+        """Make the call and return True; or return False, with nothing done, if it needs more than is done here.
+
+        Args:
+            name: One of `names`.
+            target: What is written, as the caller gave it: a tensor or one a rank; None where nothing is.
+            source: What is read, where that is something else.
+            op: As the caller gave it, where there is one.
+            root: Likewise.
+            timeout: Seconds.
+        """
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Literal, Required, TypedDict
 
 import torch
@@ -13,6 +14,7 @@ from unisono.errors import CommError
 from unisono.guarded import Guarded
 from unisono.site import call_site
 from unisono.tensors import Staging, check_apart, check_tensor
+from unisono.transport import Tensors
 
 __all__ = ["ANYONE", "Async", "Blocking", "Caller", "others"]
 
@@ -60,7 +62,7 @@ class Caller:
 
     def _own(self, operation: str) -> None:
         """Raise unless this thread may call."""
-        here = threading.get_ident()
+        here = get_ident()
         if self._owner is None:
             self._owner = self._engine.activity.owner = here
         if self._owner not in (here, ANYONE):
@@ -69,6 +71,19 @@ class Caller:
                 "call hand_over() there first, or use dup() for a second communicator"
             )
             raise self._engine.located(error, operation)
+
+    def _quickly(
+        self,
+        name: str,
+        target: Tensors,
+        source: Tensors = None,
+        op: str = "",
+        root: int | None = None,
+        timeout: float | None = None,
+    ) -> bool:
+        """Make a blocking call by the transport's shorter way, if there is one; False if it is still to be made."""
+        mine = self._owner == get_ident() or self._owner == ANYONE
+        return mine and self._engine.quickly(name, target, source, op, root, timeout)
 
     def _staging(self) -> Staging:
         away = self._engine.transport.staged

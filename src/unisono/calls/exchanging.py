@@ -47,6 +47,8 @@ class Exchanging(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")[0]
             [[0.0], [1.0, 1.0]]
         """
+        if algorithm is None and not async_op and self._quickly("all_gather", tensor_list, tensor, timeout=timeout):
+            return None
         self._enter("all_gather")
         self._check_tensor(tensor, "the tensor")
         self._check_list(tensor_list, "tensor_list", tensor, written=True)
@@ -73,6 +75,8 @@ class Exchanging(Caller):
         timeout: float | None = None,
     ) -> Work | None:
         """As `all_gather`, into one tensor of p times `input`'s elements, rank 0's first."""
+        if algorithm is None and not async_op and self._quickly("all_gather_single", output, input, timeout=timeout):
+            return None
         self._enter("all_gather_single")
         self._check_tensor(input, "input")
         self._check_tensor(output, "output", written=True)
@@ -116,6 +120,8 @@ class Exchanging(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[0.0, 10.0], [1.0, 11.0]]
         """
+        if algorithm is None and not async_op and self._quickly("all_to_all", output_list, input_list, timeout=timeout):
+            return None
         self._enter("all_to_all")
         if not isinstance(input_list, Sequence) or not input_list:
             raise TypeError(f"input_list must be a list of {self.size} tensors")
@@ -153,13 +159,16 @@ class Exchanging(Caller):
         timeout: float | None = None,
     ) -> Work | None:
         """As `all_to_all`, with rows of one tensor: split along dimension 0, evenly or as the sizes say."""
-        self._enter("all_to_all_single")
+        name, even = "all_to_all_single", output_split_sizes is None and input_split_sizes is None
+        if even and algorithm is None and not async_op and self._quickly(name, output, input, timeout=timeout):
+            return None
+        self._enter(name)
         self._check_tensor(input, "input")
         self._check_tensor(output, "output", written=True)
         self._check_like(output, "output", input)
         outputs = self._split_rows(output, output_split_sizes, "output")
         inputs = self._split_rows(input, input_split_sizes, "input")
-        return self._all_to_all("all_to_all_single", outputs, inputs, algorithm, async_op, timeout)
+        return self._all_to_all(name, outputs, inputs, algorithm, async_op, timeout)
 
     def _all_to_all(
         self,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import get_ident
 from typing import overload
 
 import torch
 from typing_extensions import Unpack
 
 from unisono import plan as plans
-from unisono.calls.caller import ANYONE, Async, Blocking, Caller
+from unisono.calls.caller import Async, Blocking, Caller
 from unisono.reduction import check_reducible, parse_op
 from unisono.types import ReduceOp, Work
 
@@ -61,9 +60,7 @@ class Reducing(Caller):
             >>> un.launch(program, nprocs=4, backend="thread")[3]
             [10.0, 20.0]
         """
-        # One call less than a method that asks for both: there are few microseconds in all.
-        mine = self._owner == get_ident() or self._owner == ANYONE
-        if mine and algorithm is None and not async_op and self._engine.quickly(tensor, op, timeout):
+        if algorithm is None and not async_op and self._quickly("all_reduce", tensor, None, op, None, timeout):
             return None
         self._enter("all_reduce")
         self._check_tensor(tensor, "the tensor", written=True)
@@ -96,6 +93,8 @@ class Reducing(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")
             [1, 3, 3]
         """
+        if algorithm is None and not async_op and self._quickly("reduce", tensor, None, op, dst, timeout):
+            return None
         self._enter("reduce")
         self._check_rank(dst, "dst")
         self._check_tensor(tensor, "the tensor", written=self.rank == dst)
@@ -137,7 +136,10 @@ class Reducing(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")
             [0.0, 20.0]
         """
-        return self._reduce_scatter("reduce_scatter", output, input_list, op, algorithm, async_op, timeout)
+        name = "reduce_scatter"
+        if algorithm is None and not async_op and self._quickly(name, output, input_list, op, None, timeout):
+            return None
+        return self._reduce_scatter(name, output, input_list, op, algorithm, async_op, timeout)
 
     @overload
     def reduce_scatter_single(
@@ -158,14 +160,17 @@ class Reducing(Caller):
         timeout: float | None = None,
     ) -> Work | None:
         """As `reduce_scatter`, of one input: p times as many elements as `output`, the first part for rank 0."""
-        self._enter("reduce_scatter_single")
+        name = "reduce_scatter_single"
+        if algorithm is None and not async_op and self._quickly(name, output, input, op, None, timeout):
+            return None
+        self._enter(name)
         self._check_tensor(input, "input")
         if input.numel() != output.numel() * self.size:
             raise ValueError(
                 f"input must have {self.size} times the {output.numel()} elements of output, not {input.numel()}"
             )
         parts = input.detach().reshape(-1).split(max(1, output.numel())) if input.numel() else [input] * self.size
-        return self._reduce_scatter("reduce_scatter_single", output, parts, op, algorithm, async_op, timeout)
+        return self._reduce_scatter(name, output, parts, op, algorithm, async_op, timeout)
 
     def _reduce_scatter(
         self,
@@ -198,8 +203,7 @@ class Reducing(Caller):
         self, *, algorithm: str | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
         """Return when every rank has come. Collective. Cost: ceil(log2 p) rounds of one byte."""
-        mine = self._owner == get_ident() or self._owner == ANYONE
-        if mine and algorithm is None and not async_op and self._engine.quickly(None, "", timeout):
+        if algorithm is None and not async_op and self._quickly("barrier", None, timeout=timeout):
             return None
         self._enter("barrier")
         return self._engine.run(plans.barrier(), "barrier", algorithm, async_op, timeout)

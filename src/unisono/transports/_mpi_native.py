@@ -67,14 +67,12 @@ class Native:
             with self._watched(deadline):
                 _RUN[call.name](self, call)
 
-    def all_reduce(self, tensor: torch.Tensor, kind: Any, op: Any, deadline: float) -> None:
-        """Of a tensor that needs no preparation, with what `Reductions.plain` says."""
-        count = tensor.numel()
-        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), count * tensor.itemsize)
+    def make(self, function: Callable[..., object], arguments: tuple[Any, ...], deadline: float) -> None:
+        """Call one of MPI's functions for collectives, watched."""
         self._watch.enter(deadline)
         try:
             with self._comms.turn:
-                self._comm.Allreduce(self._mpi.IN_PLACE, [memory, count, kind], op)
+                function(*arguments)
         except self._mpi.Exception as error:
             raise self._comms.error_of(error) from error
         finally:

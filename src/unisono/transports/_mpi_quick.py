@@ -1,107 +1,184 @@
-"""The shorter way by MPI: all_reduce and barrier with nothing made anew for each call."""
+"""The shorter way by MPI: blocking calls on plain dense tensors, with nothing made anew for each call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.fingerprint import Fingerprint
 from unisono.reduction import HALVES, check_reducible, parse_op
 from unisono.site import call_site
-from unisono.transports._mpi_agreement import word_of
+from unisono.tensors import is_plain
+from unisono.transport import Tensors
+from unisono.transports._mpi_agreement import Agreement, word_of
+from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_native import Native
 from unisono.transports._mpi_parts import LONGEST
-from unisono.types import ReduceOp
+from unisono.transports._mpi_ways import WAYS, Kind, Way
+from unisono.types import Call, ReduceOp
 
 __all__ = ["QuickCalls"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST = 256
+_ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
+_BY_SOURCE = frozenset({"all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "gather"})
+"""Those of which what is read has the shape that messages tell."""
 
-_Recipe = tuple[int, Any, Any, int]
+_Key = tuple[str, str, "int | None", torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+class _Recipe(NamedTuple):
+    """What depends on a call's key alone: what ranks agree on, how it is made, and by what the result is divided."""
+
+    word: int
+    rows: int
+    way: Way
+    divisor: int
 
 
 class QuickCalls:
-    """Calls on plain dense tensors: what depends on dtype, length and operation alone is kept.
+    """Calls on plain dense tensors: what depends on dtype, lengths, operation and root alone is kept.
 
     Args:
-        agree: What `MpiTransport` does before a call: takes the call's word, and a deadline.
+        agree: What `MpiTransport` does before a call: takes the call's word, a deadline, and rows.
+        agreement: Where it is told whether what ranks give in an all_to_all can be counted by MPI.
         native: Makes the call.
-        size: How many ranks there are.
+        comms: Of the ranks.
+        carry: Makes a call that another rank's lengths keep from MPI.
     """
 
-    def __init__(self, agree: Callable[[int, float], None], native: Native, size: int) -> None:
-        self._agree, self._native, self._size = agree, native, size
-        self._recipes: dict[tuple[str, torch.dtype, int], _Recipe] = {}
-        self._now: tuple[str, str, torch.Tensor | None] | None = None
-        self._barrier = word_of(_fingerprint("barrier", ReduceOp.BOR, None).compared()[1:])
+    names = frozenset({*WAYS, "barrier"})
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> bool:
-        """As `Quick.all_reduce`."""
-        if type(tensor) not in _PLAIN or tensor.requires_grad or not tensor.is_contiguous() or not tensor.is_cpu:
-            return False
-        key = (op, tensor.dtype, tensor.numel())
-        recipe = self._recipes.get(key) or self._prepare(key)
+    def __init__(
+        self,
+        agree: Callable[[int, float, int], None],
+        agreement: Agreement,
+        native: Native,
+        comms: Comms,
+        carry: Callable[[Call, float], None],
+    ) -> None:
+        self._agree, self._agreement, self._native, self._comms, self._carry = agree, agreement, native, comms, carry
+        self._size = comms.own.Get_size()
+        self._recipes: dict[_Key, _Recipe] = {}
+        self._now: tuple[str, Any, Any, Any, int | None] | None = None
+        self._barrier = word_of(Fingerprint(0, "barrier", ReduceOp.BOR.value, algorithm="native").compared()[1:])
+
+    def call(self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float) -> bool:
+        """As `Quick.call`."""
+        deadline = monotonic() + timeout
+        if name == "barrier":
+            self._now = (name, None, None, ReduceOp.BOR, None)
+            self._agree(self._barrier, deadline, 0)
+            self._now = None
+            return True
+        key = _key(name, target, source, op, root)
+        recipe = None if key is None else self._recipes.get(key) or self._prepare(key)
         if recipe is None:
             return False
-        word, kind, by, divisor = recipe
-        deadline = monotonic() + timeout
-        self._now = ("all_reduce", op, tensor)
-        self._agree(word, deadline)
+        way = recipe.way
+        arguments = way.describe(target, source)
+        if arguments is None:
+            return False
+        self._now = (name, target, source, op, root)
+        self._agree(recipe.word, deadline, recipe.rows)
         self._now = None
-        self._native.all_reduce(tensor, kind, by, deadline)
-        if divisor:
-            tensor.div_(divisor)
-        return True
-
-    def barrier(self, timeout: float) -> bool:
-        """As `Quick.barrier`."""
-        self._now = ("barrier", ReduceOp.BOR.value, None)
-        self._agree(self._barrier, monotonic() + timeout)
-        self._now = None
+        if way.sends and self._agreement.counted:
+            self._carry(_all_to_all(target, source, way), deadline)
+            return True
+        if way.place is not None:
+            way.place(target, source)
+        self._native.make(way.begin, arguments, deadline)
+        if recipe.divisor:
+            target.div_(recipe.divisor)  # type: ignore[union-attr]
         return True
 
     def fingerprint(self) -> Fingerprint | None:
         """Of the call that is being made this way, if any."""
         if self._now is None:
             return None
-        name, op, tensor = self._now
-        return _fingerprint(name, parse_op(op), tensor)
+        name, target, source, op, root = self._now
+        if name == "barrier":
+            return Fingerprint(0, name, op.value, algorithm="native", site=call_site())
+        key = _key(name, target, source, op, root)
+        assert key is not None
+        given = source if name in _BY_SOURCE else target
+        shape = (given if isinstance(given, torch.Tensor) else given[0]).shape
+        return _fingerprint(key, self._recipes[key].way, tuple(shape), call_site())
 
-    def _prepare(self, key: tuple[str, torch.dtype, int]) -> _Recipe | None:
-        """What calls of this kind need; None if they need more preparation than is made here."""
-        name, dtype, count = key
-        op = parse_op(name)
-        check_reducible(op, dtype)
-        if (op is ReduceOp.AVG and dtype in HALVES) or count > LONGEST or not count:
+    def _prepare(self, key: _Key) -> _Recipe | None:
+        """What calls of this kind need; None if they need more than is done here, or are wrong."""
+        name, op_name, root, dtype, targets, sources = key
+        if name in _ROOTED and not (type(root) is int and 0 <= root < self._size):
             return None
-        by = ReduceOp.SUM if op is ReduceOp.AVG else op
-        found = self._native.reductions.plain(dtype, by)
-        if found is None:
+        if str(dtype).startswith("torch.q"):
+            # Quantized.
             return None
-        example = torch.empty(0, dtype=dtype).expand(0)
-        word = word_of(_fingerprint("all_reduce", op, example, count).compared()[1:])
+        kind, divisor = Kind(self._comms, dtype, targets, sources, root), 0
+        if op_name:
+            op = parse_op(op_name)
+            check_reducible(op, dtype)
+            if op is ReduceOp.AVG and dtype in HALVES:
+                return None
+            found = self._native.reductions.plain(dtype, ReduceOp.SUM if op is ReduceOp.AVG else op)
+            if found is None:
+                return None
+            kind = Kind(self._comms, dtype, targets, sources, root, *found)
+            divisor = self._size if op is ReduceOp.AVG and root in (None, kind.rank) else 0
+        way = WAYS[name](kind) if 0 < kind.nbytes <= LONGEST else None
+        if way is None:
+            return None
+        word = word_of(_fingerprint(key, way).compared()[1:])
+        rows = self._agreement.rows_of(way.sends, way.receives) if way.sends else 0
         if len(self._recipes) >= _MOST:
             self._recipes.clear()
-        recipe = self._recipes[key] = word, *found, self._size if op is ReduceOp.AVG else 0
+        recipe = self._recipes[key] = _Recipe(word, rows, way, divisor)
         return recipe
 
 
-def _fingerprint(name: str, op: ReduceOp, tensor: torch.Tensor | None, count: int | None = None) -> Fingerprint:
+def _key(name: str, target: Any, source: Any, op: str, root: int | None) -> _Key | None:
+    """What is alike in calls of one kind; None if a tensor is not plain, or they differ in dtype."""
+    dtype, counts = None, []
+    for given in (target, source):
+        tensors = () if given is None else (given,) if isinstance(given, torch.Tensor) else given
+        if type(tensors) not in (tuple, list):
+            return None
+        for tensor in tensors:
+            if not is_plain(tensor):
+                return None
+            if tensor.dtype is not dtype:
+                if dtype is not None:
+                    return None
+                dtype = tensor.dtype
+        counts.append(tuple([tensor.numel() for tensor in tensors]))
+    return None if dtype is None else (name, op, root, dtype, counts[0], counts[1])
+
+
+def _fingerprint(key: _Key, way: Way, shape: tuple[int, ...] | None = None, site: str | None = None) -> Fingerprint:
     """The same as the engine makes of a call that goes the long way."""
-    if tensor is None:
-        return Fingerprint(0, name, op.value, algorithm="native", site=call_site())
+    name, op, root, dtype, *_ = key
     return Fingerprint(
         0,
         name,
-        op.value,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        counts=(tensor.numel() if count is None else count,),
-        device="cpu",
-        algorithm="native",
-        shape=tuple(tensor.shape),
-        site=call_site(),
+        parse_op(op).value if op else None,
+        root,
+        str(dtype).removeprefix("torch."),
+        way.counts,
+        "cpu",
+        "native",
+        way.sends,
+        way.receives,
+        shape,
+        site,
     )
+
+
+def _all_to_all(target: Any, source: Any, way: Way) -> Call:
+    """The call as it passes the door."""
+    sides = [
+        side.view(-1).split(counts) if isinstance(side, torch.Tensor) else [t.view(-1) for t in side]
+        for side, counts in ((source, way.sends), (target, way.receives))
+    ]
+    return Call(name="all_to_all", inputs=tuple(sides[0]), outputs=tuple(sides[1]))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from time import monotonic
+from typing import Any
 
 import torch
 
 from unisono.fingerprint import Fingerprint
 from unisono.reduction import HALVES, check_reducible, combine, parse_op
 from unisono.site import call_site
+from unisono.tensors import is_plain
+from unisono.transport import Tensors
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_marks import Mark, mark_of
 from unisono.transports._shm_rounds import Rounds
@@ -16,7 +19,6 @@ from unisono.types import ReduceOp
 
 __all__ = ["QuickRounds"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST = 256
 _BARRIER = mark_of("barrier", ReduceOp.BOR, None, None, ())
 
@@ -26,14 +28,19 @@ _Recipe = tuple[ReduceOp, int, Mark, tuple[list[torch.Tensor], list[torch.Tensor
 class QuickRounds:
     """Calls on plain dense tensors: what depends on dtype, length and operation alone is kept."""
 
+    names = frozenset({"all_reduce", "barrier"})
+
     def __init__(self, board: Board, rounds: Rounds) -> None:
         self._board, self._rounds = board, rounds
         self._recipes: dict[tuple[str, torch.dtype, int], _Recipe] = {}
         self._now: tuple[str, str | None, torch.Tensor | None] | None = None
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> bool:
-        """As `Quick.all_reduce`."""
-        if type(tensor) not in _PLAIN or tensor.requires_grad or not tensor.is_contiguous() or not tensor.is_cpu:
+    def call(self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float) -> bool:
+        """As `Quick.call`."""
+        return self._all_reduce(target, op, timeout) if name == "all_reduce" else self._barrier(timeout)
+
+    def _all_reduce(self, tensor: Any, op: str, timeout: float) -> bool:
+        if not is_plain(tensor):
             return False
         key = (op, tensor.dtype, tensor.numel())
         recipe = self._recipes.get(key) or self._prepare(key)
@@ -63,8 +70,7 @@ class QuickRounds:
         self._now = None
         return True
 
-    def barrier(self, timeout: float) -> bool:
-        """As `Quick.barrier`."""
+    def _barrier(self, timeout: float) -> bool:
         self._now = ("barrier", None, None)
         self._rounds.first(_BARRIER, monotonic() + timeout)
         self._now = None

@@ -67,7 +67,7 @@ class MpiTransport(Transport):
         self._agreement = Agreement(comms, self._look, spins)
         self._watch = Watch(comms.mpi, lambda: self._broken, self._give_up)
         self._native = Native(comms, self._watch)
-        self.quick = self._quick = QuickCalls(self._agree, self._native, group.size)
+        self.quick = self._quick = QuickCalls(self._agree, self._agreement, self._native, comms, self._run)
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> MpiTransport:

@@ -48,7 +48,7 @@ class Engine:
         self.group = transport.group
         self.activity = Activity(self.group)
         self.closed = False
-        self._quick = transport.quick
+        self.quick = transport.quick
         self._spare = Spare()
         self._broken: Cause | None = None
         self._calls = 0
@@ -58,6 +58,11 @@ class Engine:
         self._thread: threading.Thread | None = None
 
     # -- state ---------------------------------------------------------------------------------
+    @property
+    def open(self) -> bool:
+        """Whether calls can be made."""
+        return self._broken is None and not self.closed
+
     def check(self, operation: str) -> None:
         """Raise if nothing can be called any more."""
         if self.closed:
@@ -108,10 +113,10 @@ class Engine:
         self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float | None
     ) -> bool:
         """Make a call by the transport's shorter way, as `Quick.call`; whether it was taken."""
-        quick = self._quick
+        quick = self.quick
         if quick is None or name not in quick.names:
             return False
-        if self._pending or self._broken is not None or self.closed or is_traced():
+        if self._pending or not self.open or is_traced():
             return False
         limit = self.options.timeout_s if timeout is None else timeout
         caller, activity = _getframe(3), self.activity

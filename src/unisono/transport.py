@@ -82,7 +82,7 @@ class Quick(Protocol):
     which ranks take it, and compares fingerprints itself.
 
     Attributes:
-        names: The methods of `Communicator` for which there is one.
+        names: The methods of `Communicator` for which there is one; "send" and "recv" are `carry`.
     """
 
     @property
@@ -99,6 +99,10 @@ class Quick(Protocol):
             root: Likewise.
             timeout: Seconds.
         """
+        ...
+
+    def carry(self, message: Message, timeout: float) -> bool:
+        """Likewise of one message of a tensor that `is_plain`, from its beginning to its end."""
         ...
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import unisono as un
-from unisono.transports import _mpi_native, _mpi_parts
+from unisono.transports import _mpi_native, _mpi_parts, _mpi_quick
 
 torch.set_num_threads(1)
 
@@ -108,8 +108,8 @@ def _said(tensor: torch.Tensor, wanted: torch.Tensor) -> str:
 
 def long_ones() -> dict[str, bool]:
     """As if MPI could count no further than 1000: everything is cut."""
-    before = _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_native._MOST_BYTES
-    _mpi_parts.LONGEST = _mpi_native.LONGEST = _mpi_native._MOST_BYTES = 1000
+    before = _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_quick.LONGEST, _mpi_native._MOST_BYTES
+    _mpi_parts.LONGEST = _mpi_native.LONGEST = _mpi_quick.LONGEST = _mpi_native._MOST_BYTES = 1000
     found = {}
     try:
         with un.init("mpi", timeout=60) as comm:
@@ -146,7 +146,7 @@ def long_ones() -> dict[str, bool]:
             comm.all_to_all(apart, [mine, mine * 10], algorithm="native")
             found["exchanged"] = far.sum().item() == (75 if comm.rank == 0 else 750)
     finally:
-        _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_native._MOST_BYTES = before
+        _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_quick.LONGEST, _mpi_native._MOST_BYTES = before
     return found
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from sys import _getframe
+from threading import get_ident
 
 import torch
 
 from unisono.activity import Awaited, Noted
-from unisono.calls.caller import Caller
+from unisono.calls.caller import ANYONE, Caller
 from unisono.calls.vouched import vouch
 from unisono.engine import Engine
 from unisono.errors import CommError, CommTimeoutError
 from unisono.failing import explained
 from unisono.site import call_site
-from unisono.tensors import check_apart
+from unisono.tensors import check_apart, is_plain
 from unisono.types import MAX_TAG, Message, Recv, Send, Work
 from unisono.work import readable
-from unisono.wrappers.trace import traced
+from unisono.wrappers.trace import is_traced, traced
 
 __all__ = ["Messages"]
 
@@ -50,11 +52,15 @@ class Messages(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[7.0, 7.0], [7.0, 7.0]]
         """
-        self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
+        message = Send(tensor, dst, tag)
+        if not self._carried("send", message, timeout):
+            self._post("send", [message]).wait_or_break(timeout)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int = 0, *, timeout: float | None = None) -> int:
         """Receive a tensor from rank `src` in place, and return `src`. Otherwise as `send`."""
-        self._post("recv", [Recv(tensor, src, tag)]).wait_or_break(timeout)
+        message = Recv(tensor, src, tag)
+        if not self._carried("recv", message, timeout):
+            self._post("recv", [message]).wait_or_break(timeout)
         return src
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
@@ -88,6 +94,34 @@ class Messages(Caller):
         if not messages or not all(isinstance(m, Send | Recv) for m in messages):
             raise TypeError("batch_isend_irecv needs a list of unisono.types.Send and Recv, at least one")
         return [self._post("batch_isend_irecv", messages)]
+
+    def _carried(self, name: str, message: Message, timeout: float | None) -> bool:
+        """Whether the transport's shorter way has carried the message; any failure on it breaks the communicator."""
+        engine, peer, tag = self._engine, message.peer, message.tag
+        quick, activity, group = engine.quick, engine.activity, engine.group
+        if quick is None or name not in quick.names or self._owner not in (get_ident(), ANYONE):
+            return False
+        # What is wrong is told on the longer way.
+        if type(peer) is not int or type(tag) is not int or not 0 <= tag <= MAX_TAG:
+            return False
+        if peer == group.rank or not 0 <= peer < group.size or not is_plain(message.tensor):
+            return False
+        if not engine.open or is_traced():
+            return False
+        caller = _getframe(2)
+        noted = (name, None, f"rank {peer}", (caller.f_code, caller.f_lasti))
+        activity.note(noted)
+        number = activity.messages
+        activity.enter(noted, (activity.post(name, peer, tag),))
+        try:
+            return quick.carry(message, engine.options.timeout_s if timeout is None else timeout)
+        except BaseException as error:
+            told = engine.failed(error, name, number)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            activity.leave()
 
     def _post(self, operation: str, messages: Sequence[Message]) -> _Posted:
         self._enter(operation)

@@ -68,9 +68,31 @@ class Messages:
             self._open.add(work)
             work.when_done(lambda: self._open.discard(work))
             if len(self._open) > _MANY:
-                for other in list(self._open):
-                    other.move()
+                self.move()
         return work
+
+    def carry(self, message: Message, timeout: float) -> None:
+        """One message, from its beginning to its end: as `post` and `wait`, with less to be made for it."""
+        began, part = time.monotonic(), self._part(message)
+        try:
+            with self.comms.turn:
+                part.start()
+            if until(lambda: self._is_over(part), began + timeout, lambda: self.look([message.peer]), self.spins):
+                return
+        except self.comms.mpi.Exception as error:
+            raise self.comms.error_of(error) from error
+        except PeerLostError:
+            # What it sent before it left may be here.
+            if not any(self._is_over(part) for _ in range(_LAST_LOOKS)):
+                raise
+            return
+        finally:
+            _keep([part])
+        raise late([message], time.monotonic() - began)
+
+    def _is_over(self, part: Part) -> bool:
+        with self.comms.turn:
+            return part.move()
 
     def _part(self, message: Message) -> Part:
         if message.tag == COLLECTIVE_TAG:
@@ -84,11 +106,18 @@ class Messages:
         for work in list(self._open):
             work.give_up(cause)
 
+    def move(self) -> None:
+        """See what has come of all that is under way: to be called in every long wait, whatever it is for.
+
+        A long message arrives in two steps, and the second is posted here: others may wait for this rank to take it.
+        """
+        for work in list(self._open):
+            work.move()
+
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        for work in list(self._open):
-            work.move()
+        self.move()
         return not self._open
 
 
@@ -115,13 +144,9 @@ class Posted(Countdown):
         return self._done.is_set()
 
     def _advance(self, part: Part) -> None:
-        while part.requests:
-            if not part.requests[0].Test():
-                return
-            del part.requests[0]
-            part.arrived()
-        self._parts.remove(part)
-        self.arrived(part.message)
+        if part.move():
+            self._parts.remove(part)
+            self.arrived(part.message)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -137,10 +162,8 @@ class Posted(Countdown):
 
     def keep(self) -> None:
         """Hold on to the memory of what is under way, though nobody waits for it any more."""
-        for part in self._parts:
-            _limbo.extend((request, part.held) for request in part.requests)
-        self._parts = []
-        _limbo[:] = [(request, held) for request, held in _limbo if not _is_done(request)]
+        parts, self._parts = self._parts, []
+        _keep(parts)
 
     def give_up(self, cause: BaseException) -> None:
         """End it, whatever has come."""
@@ -177,6 +200,13 @@ class Posted(Countdown):
     def _see_through(self) -> None:
         with contextlib.suppress(CommError):
             self.wait(_FOREVER_S)
+
+
+def _keep(parts: Sequence[Part]) -> None:
+    """Hold on to the memory of what is under way."""
+    under_way = [(request, part.held) for part in parts for request in part.requests]
+    if under_way or _limbo:
+        _limbo[:] = [(request, held) for request, held in [*_limbo, *under_way] if not _is_done(request)]
 
 
 def _is_done(request: Any) -> bool:

@@ -6,6 +6,7 @@ import ctypes
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from unisono.transports._mpi_comms import Comms
@@ -47,6 +48,15 @@ class Part(ABC):
     def start(self) -> None:
         """Begin."""
 
+    def move(self) -> bool:
+        """See what has come; whether all is over. Raises as `arrived`."""
+        while self.requests:
+            if not self.requests[0].Test():
+                return False
+            del self.requests[0]
+            self.arrived()
+        return True
+
     def arrived(self) -> None:
         """The first of the requests is done. Raises `MismatchError` if what comes does not fit."""
 
@@ -71,8 +81,7 @@ class Sent(Part):
     def __init__(self, comms: Comms, message: Send, number: int) -> None:
         self._comms, self.message = comms, message
         tensor, self._number = message.tensor, number
-        name = str(tensor.dtype).removeprefix("torch.").encode()
-        self._envelope = _HEADER.pack(tensor.numel(), number, name)
+        self._envelope = _HEADER.pack(tensor.numel(), number, _name_of(tensor.dtype))
         self._inline = tensor.nbytes <= _INLINE_BYTES
         if self._inline:
             self._envelope += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
@@ -107,9 +116,8 @@ class Received(Part):
         self._opened = True
         message, tensor = self.message, self.message.tensor
         numel, number, name = _HEADER.unpack_from(self._envelope)
-        sent = elements(numel, name.rstrip(b"\0").decode())
-        expected = elements(tensor.numel(), str(tensor.dtype))
-        if sent != expected:
+        if numel != tensor.numel() or name.rstrip(b"\0") != _name_of(tensor.dtype):
+            sent, expected = elements(numel, name.rstrip(b"\0").decode()), elements(tensor.numel(), str(tensor.dtype))
             raise misfit(message.peer, sent, self._comms.own.Get_rank(), expected, message.tag, message.peer)
         if tensor.nbytes <= _INLINE_BYTES:
             content = bytes(memoryview(self._envelope)[_HEADER.size : _HEADER.size + tensor.nbytes])
@@ -117,6 +125,11 @@ class Received(Part):
             return
         for part, _ in _cut(self._comms, tensor):
             self.requests.append(self._comms.users.Irecv(part, message.peer, 2 * number + 1))
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> bytes:
+    return str(dtype).removeprefix("torch.").encode()
 
 
 def _cut(comms: Comms, tensor: torch.Tensor) -> Iterator[tuple[list[Any], int]]:

@@ -15,10 +15,11 @@ from unisono.tensors import is_plain
 from unisono.transport import Tensors
 from unisono.transports._mpi_agreement import Agreement, word_of
 from unisono.transports._mpi_comms import Comms
+from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import Native
 from unisono.transports._mpi_parts import LONGEST
 from unisono.transports._mpi_ways import WAYS, Kind, Way
-from unisono.types import Call, ReduceOp
+from unisono.types import Call, Message, ReduceOp
 
 __all__ = ["QuickCalls"]
 
@@ -46,21 +47,24 @@ class QuickCalls:
         agree: What `MpiTransport` does before a call: takes the call's word, a deadline, and rows.
         agreement: Where it is told whether what ranks give in an all_to_all can be counted by MPI.
         native: Makes the call.
+        messages: Carries those of users.
         comms: Of the ranks.
-        carry: Makes a call that another rank's lengths keep from MPI.
+        run: Makes a call that another rank's lengths keep from MPI.
     """
 
-    names = frozenset({*WAYS, "barrier"})
+    names = frozenset({*WAYS, "barrier", "send", "recv"})
 
     def __init__(
         self,
         agree: Callable[[int, float, int], None],
         agreement: Agreement,
         native: Native,
+        messages: Messages,
         comms: Comms,
-        carry: Callable[[Call, float], None],
+        run: Callable[[Call, float], None],
     ) -> None:
-        self._agree, self._agreement, self._native, self._comms, self._carry = agree, agreement, native, comms, carry
+        self._agree, self._agreement, self._native, self._messages = agree, agreement, native, messages
+        self._comms, self._run = comms, run
         self._size = comms.own.Get_size()
         self._recipes: dict[_Key, _Recipe] = {}
         self._now: tuple[str, Any, Any, Any, int | None] | None = None
@@ -86,13 +90,20 @@ class QuickCalls:
         self._agree(recipe.word, deadline, recipe.rows)
         self._now = None
         if way.sends and self._agreement.counted:
-            self._carry(_all_to_all(target, source, way), deadline)
+            self._run(_all_to_all(target, source, way), deadline)
             return True
         if way.place is not None:
             way.place(target, source)
         self._native.make(way.begin, arguments, deadline)
         if recipe.divisor:
             target.div_(recipe.divisor)  # type: ignore[union-attr]
+        return True
+
+    def carry(self, message: Message, timeout: float) -> bool:
+        """As `Quick.carry`."""
+        if message.tag > self._comms.largest_tag:
+            return False
+        self._messages.carry(message, timeout)
         return True
 
     def fingerprint(self) -> Fingerprint | None:

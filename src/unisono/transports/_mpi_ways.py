@@ -9,13 +9,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from unisono.transports._mpi_comms import Comms
-from unisono.transports._mpi_parts import LONGEST
+from unisono.transports._mpi_lists import Parts, copy, touch
 
 __all__ = ["WAYS", "Kind", "Way"]
 
@@ -109,7 +108,7 @@ def _reduce_scatter_single(kind: Kind) -> Way | None:
         return None
 
     def describe(target: torch.Tensor, source: torch.Tensor) -> Arguments | None:
-        if _touch(target, source):
+        if touch(target, source):
             return None
         return [whole(source), element], [whole(target), element], op
 
@@ -142,7 +141,7 @@ def _all_gather_single(kind: Kind) -> Way | None:
     ahead = kind.rank * kind.sources[0] * kind.dtype.itemsize
 
     def describe(target: torch.Tensor, source: torch.Tensor) -> Arguments | None:
-        if _touch(target, source) and source.data_ptr() != target.data_ptr() + ahead:
+        if touch(target, source) and source.data_ptr() != target.data_ptr() + ahead:
             return None
         return in_place, [whole(target), byte]
 
@@ -163,7 +162,7 @@ def _all_to_all_single(kind: Kind) -> Way | None:
 
     def describe(target: torch.Tensor, source: torch.Tensor) -> Arguments | None:
         # It is rows that are given and taken.
-        if _touch(target, source) or any(not t.dim() or t.shape[0] % len(counts) for t in (target, source)):
+        if touch(target, source) or any(not t.dim() or t.shape[0] % len(counts) for t in (target, source)):
             return None
         return [whole(source), counts, places, byte], [whole(target), counts, places, byte]
 
@@ -178,16 +177,19 @@ def _all_to_all(kind: Kind) -> Way | None:
     rank = kind.rank
     if not len(kind.targets) == len(kind.sources) == kind.size or kind.targets[rank] != kind.sources[rank]:
         return None
-    taken, given = _Parts(kind, kind.targets, without=rank), _Parts(kind, kind.sources, without=rank)
+    taken, given = (
+        Parts(kind.comms, kind.dtype, kind.targets, without=rank),
+        Parts(kind.comms, kind.dtype, kind.sources, without=rank),
+    )
 
     def describe(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Arguments | None:
         into, out = taken.described(targets), given.described(sources)
-        if into is None or out is None or any(_touch(t, s) for t in targets for s in sources):
+        if into is None or out is None or any(touch(t, s) for t in targets for s in sources):
             return None
         return out, into
 
     def place(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        _copy(targets[rank], sources[rank])
+        copy(targets[rank], sources[rank])
 
     return Way(kind.comms.own.Alltoallv, describe, (), place, kind.sources, kind.targets)
 
@@ -196,14 +198,14 @@ def _all_gather(kind: Kind) -> Way | None:
     rank, in_place = kind.rank, kind.comms.mpi.IN_PLACE
     if len(kind.targets) != kind.size or kind.sources != kind.targets[rank : rank + 1]:
         return None
-    gathered = _Parts(kind, kind.targets)
+    gathered = Parts(kind.comms, kind.dtype, kind.targets)
 
     def describe(targets: Sequence[torch.Tensor], source: torch.Tensor) -> Arguments | None:
         into = gathered.described(targets, source)
         return into and (in_place, into)
 
     def place(targets: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        _copy(targets[rank], source)
+        copy(targets[rank], source)
 
     return Way(kind.comms.own.Allgatherv, describe, kind.targets, place)
 
@@ -215,14 +217,14 @@ def _gather(kind: Kind) -> Way | None:
         return None if kind.targets else Way(begin, lambda _, s: ([whole(s), byte], None, root), kind.sources)
     if kind.targets != kind.sources * kind.size:
         return None
-    gathered = _Parts(kind, kind.targets)
+    gathered = Parts(kind.comms, kind.dtype, kind.targets)
 
     def describe(targets: Sequence[torch.Tensor], source: torch.Tensor) -> Arguments | None:
         into = gathered.described(targets, source)
         return into and (in_place, into, root)
 
     def place(targets: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        _copy(targets[rank], source)
+        copy(targets[rank], source)
 
     return Way(begin, describe, kind.sources, place)
 
@@ -234,61 +236,16 @@ def _scatter(kind: Kind) -> Way | None:
         return None if kind.sources else Way(begin, lambda t, _: (None, [whole(t), byte], root), kind.targets)
     if kind.sources != kind.targets * kind.size:
         return None
-    scattered = _Parts(kind, kind.sources)
+    scattered = Parts(kind.comms, kind.dtype, kind.sources)
 
     def describe(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> Arguments | None:
         given = scattered.described(sources, target)
         return given and (given, in_place, root)
 
     def place(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        _copy(target, sources[rank])
+        copy(target, sources[rank])
 
     return Way(begin, describe, kind.targets, place)
-
-
-class _Parts:
-    """Tensors of given lengths, one a rank, as MPI takes them: as they lie, from the first to the last.
-
-    Args:
-        kind: Of the call.
-        counts: Elements of each.
-        without: Whose part does not pass through MPI.
-    """
-
-    def __init__(self, kind: Kind, counts: tuple[int, ...], without: int | None = None) -> None:
-        self._kind, self._sizes = kind, [count * kind.dtype.itemsize for count in counts]
-        self._close = [0, *accumulate(self._sizes[:-1])]
-        self._counts = [0 if rank == without else nbytes for rank, nbytes in enumerate(self._sizes)]
-
-    def described(self, tensors: Sequence[torch.Tensor], own: torch.Tensor | None = None) -> Any:
-        """None if some share memory, or lie too far apart; or if `own` touches them, but in this rank's place."""
-        first, sizes = tensors[0].data_ptr(), self._sizes
-        places = [tensor.data_ptr() - first for tensor in tensors]
-        extent = self._close[-1] + sizes[-1]
-        if places != self._close:
-            spans = sorted(zip(places, sizes, strict=True))
-            if any(place + nbytes > after for (place, nbytes), (after, _) in pairwise(spans)):
-                return None
-            low = spans[0][0]
-            first, extent, places = first + low, sum(spans[-1]) - low, [place - low for place in places]
-            if extent > LONGEST:
-                return None
-        if own is not None:
-            ahead = own.data_ptr() - first
-            if -own.nbytes < ahead < extent and ahead != places[self._kind.rank]:
-                return None
-        mpi = self._kind.comms.mpi
-        return [mpi.buffer.fromaddress(first, extent), self._counts, places, mpi.BYTE]
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-
-
-def _touch(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
-    ahead = other.data_ptr() - one.data_ptr()
-    return -other.nbytes < ahead < one.nbytes
 
 
 WAYS: dict[str, Callable[[Kind], Way | None]] = {

@@ -15,7 +15,7 @@ from unisono.transport import Tensors
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_marks import Mark, mark_of
 from unisono.transports._shm_rounds import Rounds
-from unisono.types import ReduceOp
+from unisono.types import Message, ReduceOp
 
 __all__ = ["QuickRounds"]
 
@@ -38,6 +38,10 @@ class QuickRounds:
     def call(self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float) -> bool:
         """As `Quick.call`."""
         return self._all_reduce(target, op, timeout) if name == "all_reduce" else self._barrier(timeout)
+
+    def carry(self, message: Message, timeout: float) -> bool:
+        """As `Quick.carry`."""
+        return False
 
     def _all_reduce(self, tensor: Any, op: str, timeout: float) -> bool:
         if not is_plain(tensor):

@@ -67,7 +67,8 @@ class MpiTransport(Transport):
         self._agreement = Agreement(comms, self._look, spins)
         self._watch = Watch(comms.mpi, lambda: self._broken, self._give_up)
         self._native = Native(comms, self._watch)
-        self.quick = self._quick = QuickCalls(self._agree, self._agreement, self._native, comms, self._run)
+        quick = QuickCalls(self._agree, self._agreement, self._native, self._messages, comms, self._run)
+        self.quick = self._quick = quick
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> MpiTransport:
@@ -183,9 +184,10 @@ class MpiTransport(Transport):
 
     # -- long waits ----------------------------------------------------------------------------
     def _look(self, peers: Sequence[int]) -> None:
-        """Raise if the wait for these ranks is in vain: the communicator is broken, or one of them has left."""
+        """In a long wait: go on with messages; raise if it is in vain, since this is broken or one of the ranks left."""
         if self._broken is not None:
             raise self._broken
+        self._messages.move()
         now = time.monotonic()
         if now < self._looked_s + _LOOK_EVERY_S:
             return

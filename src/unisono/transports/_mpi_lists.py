@@ -1,0 +1,61 @@
+"""Lists of tensors, one a rank, as MPI takes them on the shorter way: where they lie, with no copy."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from unisono.transports._mpi_comms import Comms
+from unisono.transports._mpi_parts import LONGEST
+
+__all__ = ["Parts", "copy", "touch"]
+
+
+class Parts:
+    """Tensors of given lengths, one a rank, as MPI takes them: as they lie, from the first to the last.
+
+    Args:
+        comms: Of the ranks.
+        dtype: Of all of them.
+        counts: Elements of each.
+        without: Whose part does not pass through MPI.
+    """
+
+    def __init__(self, comms: Comms, dtype: torch.dtype, counts: tuple[int, ...], without: int | None = None) -> None:
+        self._mpi, self._rank = comms.mpi, comms.own.Get_rank()
+        self._sizes = [count * dtype.itemsize for count in counts]
+        self._close = [0, *accumulate(self._sizes[:-1])]
+        self._counts = [0 if rank == without else nbytes for rank, nbytes in enumerate(self._sizes)]
+
+    def described(self, tensors: Sequence[torch.Tensor], own: torch.Tensor | None = None) -> Any:
+        """None if some share memory, or lie too far apart; or if `own` touches them, but in this rank's place."""
+        first, sizes = tensors[0].data_ptr(), self._sizes
+        places = [tensor.data_ptr() - first for tensor in tensors]
+        extent = self._close[-1] + sizes[-1]
+        if places != self._close:
+            spans = sorted(zip(places, sizes, strict=True))
+            if any(place + nbytes > after for (place, nbytes), (after, _) in pairwise(spans)):
+                return None
+            low = spans[0][0]
+            first, extent, places = first + low, sum(spans[-1]) - low, [place - low for place in places]
+            if extent > LONGEST:
+                return None
+        if own is not None and own.data_ptr() - first != places[self._rank]:
+            ahead, behind = own.data_ptr() - first, own.data_ptr() - first + own.nbytes
+            if any(ahead < place + nbytes and place < behind for place, nbytes in zip(places, sizes, strict=True)):
+                return None
+        return [self._mpi.buffer.fromaddress(first, extent), self._counts, places, self._mpi.BYTE]
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def touch(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    ahead = other.data_ptr() - one.data_ptr()
+    return -other.nbytes < ahead < one.nbytes

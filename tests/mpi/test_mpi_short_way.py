@@ -1,0 +1,147 @@
+"""The shorter way of the MPI backend: it gives what the longer way gives, and ranks may take either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unisono as un
+from unisono.testing.cases import CALLS, Case
+from unisono.testing.check import Report, check_case, check_reports
+from unisono.testing.pools import RankPool
+from unisono.testing.strategies import cases
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(RANKS, "mpi", timeout=30) as pool:
+        yield pool
+
+
+@given(case=cases(RANKS), long=st.sets(st.integers(0, RANKS - 1), max_size=RANKS - 1))
+def test_ranks_on_either_way_meet(ranks: RankPool, case: Case, long: set[int]) -> None:
+    def program(comm: un.Communicator, case: Case, long: set[int]) -> Report:
+        return check_case(comm, replace(case, async_op=comm.rank in long))
+
+    case = replace(case, algorithm=None)
+    check_reports(case, ranks.run(program, case, long))
+
+
+def test_plain_tensors_take_the_shorter_way(ranks: RankPool) -> None:
+    def program(comm: un.Communicator, calls: tuple[str, ...]) -> list[str]:
+        # The first call makes this thread the owner.
+        comm.barrier()
+        quick, taken = comm._engine.quick, []
+        assert quick is not None
+        make = quick.call
+        quick.call = lambda name, *rest: (done := make(name, *rest)) and taken.append(name) is None and done
+        try:
+            for call in calls:
+                if call not in ("all_to_all_single", "reduce_scatter"):
+                    check_case(comm, Case(call, comm.size, 5))
+            rows = torch.arange(2.0 * comm.size)
+            comm.all_to_all_single(rows.clone(), rows)
+            comm.reduce_scatter(torch.zeros(2), rows.split(2))
+            comm.barrier()
+        finally:
+            quick.call = make
+        return taken
+
+    for taken in ranks.run(program, CALLS):
+        assert sorted(taken) == sorted([*CALLS, "barrier"])
+
+
+def test_results_may_be_made_where_this_ranks_own_part_lies(ranks: RankPool) -> None:
+    def program(comm: un.Communicator) -> list[list[float]]:
+        found, me = [], float(comm.rank)
+        whole = torch.full((2 * comm.size,), -1.0)
+        parts = whole.split(2)
+        parts[comm.rank].fill_(me)
+        comm.all_gather_single(whole, parts[comm.rank])
+        found.append(whole.tolist())
+        for turned in (parts, [part.clone() for part in reversed(parts)]):
+            turned[comm.rank].fill_(me)
+            comm.all_gather(turned, turned[comm.rank])
+            found.append(torch.cat(list(turned)).tolist())
+        rows = torch.arange(2.0 * comm.size) + 10 * me
+        swapped = torch.zeros(2 * comm.size)
+        comm.all_to_all_single(swapped, rows)
+        found.append(swapped.tolist())
+        return found
+
+    in_order = [float(rank) for rank in range(RANKS) for _ in range(2)]
+    for rank, found in enumerate(ranks.run(program)):
+        swapped = [10.0 * source + 2 * rank + i for source in range(RANKS) for i in range(2)]
+        assert found == [in_order, in_order, in_order, swapped]
+
+
+def test_what_shares_memory_is_refused_and_breaks_nothing(ranks: RankPool) -> None:
+    def program(comm: un.Communicator) -> tuple[list[str], float]:
+        memory, said = torch.zeros(3 * comm.size), []
+        everything = memory[: 2 * comm.size]
+        calls = (
+            lambda: comm.all_gather_single(everything, memory[1:3]),
+            lambda: comm.all_gather([memory[:2], memory[1:3], memory[4:6]], memory[7:9]),
+            lambda: comm.all_gather(list(everything.split(2)), memory[1:3]),
+            lambda: comm.all_to_all_single(everything, memory[3:]),
+            lambda: comm.all_to_all(list(everything.split(2)), list(memory[3:].split(2))),
+        )
+        for call in calls:
+            try:
+                call()
+            except ValueError as error:
+                said.append(str(error))
+        one = torch.ones(1)
+        comm.all_reduce(one)
+        return said, one.item()
+
+    for said, total in ranks.run(program):
+        assert len(said) == 5
+        assert all("share memory" in sentence for sentence in said)
+        assert total == RANKS
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 7, 1014, 1015, 5000]), min_size=1, max_size=4),
+    tags=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    later=st.lists(st.booleans(), min_size=8, max_size=8),
+)
+def test_messages_on_either_way_meet(ranks: RankPool, sizes: list[int], tags: list[int], later: list[bool]) -> None:
+    def program(comm: un.Communicator, sizes: list[int], tags: list[int], later: list[bool]) -> list[bool]:
+        right = []
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for number, (size, tag) in enumerate(zip(sizes, tags, strict=False)):
+            sent, got = torch.arange(float(size)) + comm.rank, torch.zeros(size)
+            receive = comm.irecv(got, before, tag) if comm.rank == 0 or later[2 * number + 1] else None
+            send = comm.isend(sent, after, tag) if later[2 * number] else comm.send(sent, after, tag)
+            comm.recv(got, before, tag) if receive is None else receive.wait()
+            if send is not None:
+                send.wait()
+            right.append(torch.equal(got, torch.arange(float(size)) + before))
+        return right
+
+    for right in ranks.run(program, sizes, tags, later):
+        assert right == [True] * len(sizes)
+
+
+def test_a_message_that_does_not_fit_is_named_on_the_shorter_way(ranks: RankPool) -> None:
+    def program(comm: un.Communicator) -> str:
+        try:
+            if comm.rank == 0:
+                comm.send(torch.zeros(3), 1)
+            if comm.rank == 1:
+                comm.recv(torch.zeros(3, dtype=torch.int32), 0)
+            comm.barrier()
+        except un.errors.CommError as error:
+            return str(error)
+        return ""
+
+    for said in ranks.run(program):
+        assert "rank 0 sent 3 elements of float32, but the receive on rank 1 is for 3 elements of int32" in said

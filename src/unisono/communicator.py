@@ -14,6 +14,7 @@ from unisono.calls.objects import Objects
 from unisono.calls.parts import Parts
 from unisono.calls.watching import Watching
 from unisono.control import Cause, Control
+from unisono.ending import CLOSE_S
 from unisono.engine import Engine
 from unisono.errors import MismatchError
 from unisono.group import Group
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Check", "Communicator"]
 
 Check = Literal["auto", "full", "off"]
-_CLOSE_S = 1.0
 
 
 @final
@@ -65,12 +65,11 @@ class Communicator(Objects, Parts, Watching, Mailing):
         self._control, self._options = control, options
         self._owner = None
         self._splits = self._rebuilds = self._barriers = 0
-        self._closers: list[Callable[[], None]] = []
         self._parts: list[weakref.ref[Communicator]] = []
         self._successor: Communicator | None = None
         group = transport.group
-        early: list[Cause] = []
-        control.join(group, lambda cause: self._told(cause, early))
+        news = _News()
+        control.join(group, news.tell)
         try:
             self.hosts = self._introduce(transport, group)
         except BaseException:
@@ -80,15 +79,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
             transport = Checked(transport, control, full=check == "full")
         self._engine = Engine(transport, control, options)
         control.watch(self._engine.activity)
-        for cause in early:
-            self._engine.on_failure(cause)
-
-    def _told(self, cause: Cause, early: list[Cause]) -> None:
-        engine = getattr(self, "_engine", None)
-        if engine is None:
-            early.append(cause)
-        else:
-            engine.on_failure(cause)
+        news.lead_to(self._engine)
 
     def _introduce(self, transport: Transport, group: Group) -> tuple[tuple[int, ...], ...]:
         """Agree with the others on what all can do; which ranks share a host."""
@@ -210,21 +201,21 @@ class Communicator(Objects, Parts, Watching, Mailing):
     def close(self) -> None:
         """Let go of everything, also of the parts made of this one. Every rank calls it when it is done.
 
-        Waits up to a second for the others, so that nothing in flight is cut off. Again is harmless.
+        Waits up to a second for the others, so that nothing in flight is cut off. Again is harmless. A communicator
+        that nobody holds any more, nor parts or unfinished works of it, is closed in the background.
         """
         if self._successor is not None:
             for part in self._open_parts():
                 part._close(0.0)
             self._successor.close()
         if not self._engine.closed:
-            self._close(_CLOSE_S)
+            self._close(CLOSE_S)
 
     def _close(self, patience: float) -> None:
         self._engine.close(patience)
         for part in self._open_parts():
             part._close(0.0)
-        for closer in self._closers:
-            closer()
+        self._engine.ending.finish()
 
     def _fail(self, error: BaseException) -> None:
         """Whoever waits for this rank learns why it does not come, also in the parts made of this one."""
@@ -233,13 +224,14 @@ class Communicator(Objects, Parts, Watching, Mailing):
         self._engine.failed(error, "the program")
         for part in self._open_parts():
             part._fail(error)
+        self._engine.ending.fail(error)
 
     def _open_parts(self) -> list[Communicator]:
         return [part for ref in self._parts if (part := ref()) is not None and not part._engine.closed]
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Also do this at the end of `close`; for whoever made the communicator."""
-        self._closers.append(action)
+        self._engine.ending.closers.append(action)
 
     def __enter__(self) -> Self:
         return self
@@ -256,3 +248,29 @@ class Communicator(Objects, Parts, Watching, Mailing):
 
     def __reduce__(self) -> Any:
         raise TypeError("a Communicator lives in one process; make one in each rank by init or launch")
+
+
+class _News:
+    """Leads failures from the control plane to the engine, without holding it; keeps those that come before it."""
+
+    def __init__(self) -> None:
+        self._told: list[Cause] = []
+        self._engine: Callable[[], Engine | None] = _nobody
+
+    def tell(self, cause: Cause) -> None:
+        self._told.append(cause)
+        self._pass_on()
+
+    def lead_to(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            for cause in self._told:
+                engine.on_failure(cause)
+
+
+def _nobody() -> None:
+    """There is no engine yet."""

@@ -1,12 +1,13 @@
-"""Daemon threads that are kept for the next task: for waits that cannot be interrupted."""
+"""Daemon threads for tasks: some that are kept for the next one, one that does them in order, one for a finalizer."""
 
 from __future__ import annotations
 
+import _thread
 import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "Helper", "aside"]
 
 _IDLE_S = 5.0
 
@@ -50,3 +51,46 @@ class Crew:
                         return
                 # Every free thread has been promised a task: this one's is on its way.
                 task = self._tasks.get()
+
+
+class Helper:
+    """Does tasks one after another, on one thread that is made when first needed.
+
+    The thread holds a task only while it does it, so that nothing lives on for its sake.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Have it done after those before it; it must handle its own errors."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_do, args=(self._tasks,), name=self._name, daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
+
+    def end(self) -> None:
+        """Let the thread end after the last task. Takes no lock: a finalizer may call it."""
+        if self._thread is not None:
+            self._tasks.put(None)
+
+    def join(self, timeout: float) -> None:
+        """Wait until it has ended; from within a task, return at once."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+
+def _do(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task
+
+
+def aside(task: Callable[[], None], name: str) -> None:
+    """Run a task soon, on a thread of its own. For finalizers, which may come while this thread holds any lock.
+
+    To start a `threading.Thread` takes a lock of `threading`; so a bare thread, which holds none, does that.
+    """
+    _thread.start_new_thread(lambda: threading.Thread(target=task, name=name, daemon=True).start(), ())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +16,9 @@ import torch
 from unisono.activity import Activity
 from unisono.calling import Calling, called
 from unisono.control import Cause, Control, error_of
+from unisono.crew import Helper
 from unisono.deferred import Deferred
+from unisono.ending import Ending
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
 from unisono.execute import Spare, execute
 from unisono.failing import cause_of, explained
@@ -41,6 +43,12 @@ class Engine:
 
     A blocking call drives itself. An asynchronous one is driven by one thread, made when first needed;
     a blocking call that comes while that thread is busy takes its turn there.
+
+    Whoever makes calls by it, or waits for their works, holds it. If nobody does any more, and it was not
+    closed, `ending` sees to it that its threads end.
+
+    Attributes:
+        above: What must not end before this one does: the engine of the communicator that it is a part of.
     """
 
     def __init__(self, transport: Transport, control: Control, options: Options) -> None:
@@ -52,10 +60,14 @@ class Engine:
         self._spare = Spare()
         self._broken: Cause | None = None
         self._calls = 0
-        self._jobs: queue.SimpleQueue[tuple[Calling, Completion] | None] = queue.SimpleQueue()
+        self._helper = Helper(f"unisono {self.group.name} rank {self.group.rank}")
         self._pending = 0
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self.above: Engine | None = None
+        self.ending = Ending(transport, control, self._helper, options.timeout_s)
+        self._dropped = weakref.finalize(self, self.ending.drop)
+        # What is open at the end of the process is closed then by its control plane's handle.
+        self._dropped.atexit = False
 
     # -- state ---------------------------------------------------------------------------------
     @property
@@ -157,8 +169,7 @@ class Engine:
             self._perform(job)
             return None
         work = Completion(job.timeout)
-        self._start_thread()
-        self._jobs.put((job, work))
+        self._helper.run(partial(self._progress, job, work))
         if async_op:
             return work
         work.wait(job.timeout + self.options.timeout_s)
@@ -235,52 +246,47 @@ class Engine:
             action()
 
     # -- the progress thread -------------------------------------------------------------------
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            name = f"unisono {self.group.name} rank {self.group.rank}"
-            self._thread = threading.Thread(target=self._progress, name=name, daemon=True)
-            self._thread.start()
+    def _progress(self, job: Calling, work: Completion) -> None:
+        error: BaseException | None = None
+        self.activity.aside = True
+        try:
+            self.check(job.fingerprint.operation)
+            with torch.inference_mode(job.inference):
+                self._perform(job)
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._pending -= 1
+        self.activity.aside = False
+        work.complete(error)
 
-    def _progress(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, work = item
-            error: BaseException | None = None
-            self.activity.aside = True
-            try:
-                self.check(job.fingerprint.operation)
-                with torch.inference_mode(job.inference):
-                    self._perform(job)
-            except BaseException as raised:
-                error = raised
-            with self._lock:
-                self._pending -= 1
-            self.activity.aside = False
-            work.complete(error)
-
+    # -- end -----------------------------------------------------------------------------------
     def close(self, patience: float) -> None:
         """Take no more calls, finish what was started, and leave; waits a little for the others to leave too."""
         self.closed = self.activity.closed = True
         if self._broken is None:
             self.activity.tell("end", "closed")
-        if self._thread is not None:
-            self._jobs.put(None)
-            if self._thread is not threading.current_thread():
-                self._thread.join(self.options.timeout_s)
-        try:
-            self.transport.leave()
-            # Whoever waits for this rank is told at once; but what it has sent is not cut off before all have left.
-            self.control.leave(self.group, 0.0 if self._broken is not None else patience)
-        except CommError:
-            # The control plane went first; there is nobody left to tell.
-            pass
-        self.transport.close()
+        self._dropped.detach()
+        self.ending.close(0.0 if self._broken is not None else patience)
 
     def retire(self) -> None:
         """Take no more calls, and end what is under way; another group takes the place of this one."""
         if self.closed:
             return
-        self.closed = self.activity.closed = True
+        self.closed = self.activity.closed = self.ending.over = True
+        self._dropped.detach()
         self.transport.abort(ClosedError("the communicator was rebuilt; use the new one"))
-        if self._thread is not None:
-            self._jobs.put(None)
+        self._helper.end()
         self.transport.close()
+
+    def succeed(self, other: Engine) -> None:
+        """Take the place of one that has retired; whatever is made of that one lives as long as this."""
+        if other.above is not None:
+            self.belong(other.above)
+        other.above = self
+        self.ending.inherit(other.ending)
+
+    def belong(self, whole: Engine) -> None:
+        """Be a part: live no longer than the whole, which lives as long as its parts."""
+        self.above = whole
+        whole.ending.adopt(self.ending)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from unisono.calls.caller import Caller
 from unisono.control import Cause, error_of
+from unisono.engine import Engine
 from unisono.group import Group
 from unisono.mailbox import Mailbox
 from unisono.wrappers.check import Checked
@@ -60,8 +62,8 @@ class Mailing(Caller):
             raise
         finally:
             control.leave(group)
-        for pair in pairs:
-            box.on_close(partial(control.leave, pair))
+        # The open mailbox holds the engine, and by that the control plane, whatever becomes of the communicator.
+        box.on_close(partial(_leave, engine, pairs))
         return box, cards
 
 
@@ -71,8 +73,18 @@ def _pair(group: Group, peer: int) -> Group:
     return group.child(f"{low}-{high}", (low, high))
 
 
+def _leave(engine: Engine, pairs: Sequence[Group]) -> None:
+    for pair in pairs:
+        engine.control.leave(pair)
+
+
 def _loser(box: Mailbox, peer: int, group: Group) -> Callable[[Cause], None]:
+    known = weakref.ref(box)
+
     def lose(cause: Cause) -> None:
+        box = known()
+        if box is None:
+            return
         # In the pair ranks are 0 and 1, so the cause's own text would name the wrong ones.
         told = Cause("PeerLostError", peer, f"rank {peer} was lost: its process ended, or failed, or the way to it")
         box.lose(peer, error_of(told, group))

@@ -27,7 +27,6 @@ class Parts(Caller):
     _splits: int
     _rebuilds: int
     _parts: list[weakref.ref[Any]]
-    _closers: list[Callable[[], None]]
     _successor: Any
 
     @overload
@@ -59,16 +58,20 @@ class Parts(Caller):
             if not isinstance(value, int) and (value is not None or name == "key"):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
         self._splits += 1
-        group, timeout = self._engine.group, self._options.timeout_s
+        group, timeout, ending = self._engine.group, self._options.timeout_s, self._engine.ending
         try:
-            wishes = self._control.exchange(group, f"split #{self._splits}", (color, key), timeout)
+            wishes = self._control.exchange(
+                group, f"split #{self._splits}", (color, key, ending.dropped_parts()), timeout
+            )
         except CommError as error:
             raise self._engine.failed(error, "split", self._splits) from error
+        ending.release([wish[2] for wish in wishes])
         if color is None:
             return None
-        ranks = sorted((r for r, (c, _) in enumerate(wishes) if c == color), key=lambda r: (wishes[r][1], r))
+        ranks = sorted((r for r, wish in enumerate(wishes) if wish[0] == color), key=lambda r: (wishes[r][1], r))
         child = group.child(f"{self._splits}.{color}", ranks)
         part = self._alike(self._plain().split(child), check)
+        part._engine.belong(self._engine)
         self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
         return part
 
@@ -160,7 +163,8 @@ class Parts(Caller):
         made = self._attempt(grow, deadline)
         while made is None:
             made = self._attempt(grow, deadline)
-        made._closers, self._closers, self._successor = self._closers, [], made
+        made._engine.succeed(self._engine)
+        self._successor = made
         self._control.leave(self._engine.group)
         return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
 import time
@@ -14,13 +13,13 @@ from unisono.control.sockets import listen, tune
 from unisono.errors import CommError
 from unisono.group import Group
 from unisono.hosts import INTERFACE, interface_of, is_loopback
+from unisono.lanes.strangers import TOKEN_BYTES, Strangers, introduction
 from unisono.lanes.swapping import Lanes
 
 __all__ = ["check_ways", "meet"]
 
 _REACH_WITHIN_S = 10.0
 _LOOK_EVERY_S = 0.25
-_TOKEN_BYTES = 32
 
 
 def meet(group: Group, control: Control, hosts: Sequence[Sequence[int]], address: str, timeout: float) -> Lanes | None:
@@ -86,7 +85,7 @@ class _Meeting:
 
     def gather(self) -> str:
         """Reach the hosts of lower numbers, and be reached by those of higher ones; what went wrong, or nothing."""
-        token = os.urandom(_TOKEN_BYTES)
+        token = os.urandom(TOKEN_BYTES)
         try:
             listener = listen(self._address, 0)
         except CommError as error:
@@ -123,7 +122,7 @@ class _Meeting:
             peer = socket.create_connection((host, port), left_s)
             self.peers[other] = peer
             tune(peer)
-            peer.sendall(token + self._here.to_bytes(4, "little"))
+            peer.sendall(introduction(token, self._here))
         except OSError as error:
             self._control.set(self._gave_up(self._here), b"")
             return _unreachable(self._group.rank, self._address, self._firsts[other], host, port, error)
@@ -132,36 +131,18 @@ class _Meeting:
     def _receive(self, listener: socket.socket, token: bytes) -> set[int]:
         """Wait for the hosts of higher numbers; who has not come."""
         expected = set(range(self._here + 1, len(self._firsts)))
-        while expected and (left_s := self._deadline - time.monotonic()) > 0:
-            listener.settimeout(min(left_s, _LOOK_EVERY_S))
-            try:
-                peer, where = listener.accept()
-            except TimeoutError:
-                if any(self._control.check([self._gave_up(other)]) for other in expected):
+        with Strangers(listener, token) as strangers:
+            while expected and (left_s := self._deadline - time.monotonic()) > 0:
+                came = strangers.introduced(min(left_s, _LOOK_EVERY_S))
+                for other, peer, where in came:
+                    if other in expected:
+                        expected.remove(other)
+                        self.peers[other], self.where[other] = peer, where
+                    else:
+                        peer.close()
+                if not came and any(self._control.check([self._gave_up(other)]) for other in expected):
                     break
-                continue
-            other = self._introduced(peer, token)
-            if other in expected:
-                expected.remove(other)
-                self.peers[other], self.where[other] = peer, f"{where[0]}:{where[1]}"
-            else:
-                peer.close()
         return expected
-
-    def _introduced(self, peer: socket.socket, token: bytes) -> int:
-        """The number of the host that has come, -1 if it is a stranger."""
-        said = b""
-        try:
-            tune(peer)
-            peer.settimeout(max(0.1, self._deadline - time.monotonic()))
-            while len(said) < _TOKEN_BYTES + 4:
-                more = peer.recv(_TOKEN_BYTES + 4 - len(said))
-                if not more:
-                    return -1
-                said += more
-        except OSError:
-            return -1
-        return int.from_bytes(said[_TOKEN_BYTES:], "little") if hmac.compare_digest(said[:_TOKEN_BYTES], token) else -1
 
     def give_up(self) -> None:
         """Nothing comes of it."""

@@ -1,12 +1,14 @@
-"""To wait for what nobody tells of: look again and again, but not for ever."""
+"""Waits that end: for what nobody tells of, and for several calls at once."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-__all__ = ["until"]
+__all__ = ["together", "until"]
 
 _LOOK_EVERY_S = 0.005
 
@@ -20,3 +22,16 @@ def until(condition: Callable[[], object], within_s: float = 20.0) -> bool:
         gc.collect()
         time.sleep(_LOOK_EVERY_S)
     return True
+
+
+def together(*calls: Callable[[], Any], within_s: float = 40.0) -> list[Any]:
+    """What each call returned or raised, all of them at the same time."""
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(within_s) for future in [pool.submit(outcome, call) for call in calls]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from doctor_kit import ALONE, DOCTOR, Seen
+from templates_kit import TRAIN
 
 PREFIXES = ("SLURM", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "MASTER_", "UNISONO_")
 NAMES = (
@@ -72,3 +75,39 @@ def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as placeholder:
         number: int = placeholder.getsockname()[1]
         return number
+
+
+@pytest.fixture
+def doctor(start: Start) -> Callable[..., Seen]:
+    """Run it as a user would; `before` is what the command line begins with."""
+
+    def run(*words: str, before: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Seen:
+        process = start([*before, *DOCTOR, *words, "--json"], env)
+        out, err = process.communicate(timeout=320)
+        assert out, err
+        said = json.loads(out)
+        assert said["ok"] == (process.returncode == 0)
+        return Seen(process.returncode, said["findings"])
+
+    return run
+
+
+@pytest.fixture
+def namespaces() -> Callable[[str], tuple[str, ...]]:
+    """The beginning of a command that runs after some lines of shell, in namespaces of its own."""
+    tried = subprocess.run([*ALONE, "true"], capture_output=True, text=True, timeout=20, check=False)
+    if tried.returncode:
+        pytest.skip(f"this kernel or user may not make namespaces: {tried.stderr.strip()}")
+
+    def begin(lines: str) -> tuple[str, ...]:
+        return (*ALONE, "sh", "-ec", f'{lines}\nexec "$@"', "sh")
+
+    return begin
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a user is: a script, and programs of the system in bin, which go before all others."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "bin").mkdir()
+    return tmp_path

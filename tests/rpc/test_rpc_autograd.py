@@ -1,4 +1,4 @@
-"""Gradients over several ranks equal those of one process, whatever way the tensors went."""
+"""Backward passes across ranks: gradients of random graphs, contexts, passes and ends."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import Phase, given, settings
+from rpc_graphs import (
+    OPS,
+    N,
+    Step,
+    begin,
+    call,
+    chosen,
+    expected,
+    gradients,
+    loss_of,
+    own_parameters,
+    start_values,
+)
 
 import unisono as un
 from unisono.errors import CommError
@@ -17,103 +30,11 @@ from unisono.rpc import autograd
 from unisono.testing import pool, run_ranks
 
 rpc = un.rpc
-N = 5
-OWN = 2
-"""Parameters of each rank."""
-
-# A step: the ranks it goes along, what each does, which earlier values go in, how the call is made.
-Step = tuple[tuple[int, ...], str, tuple[int, ...], str]
-PARAMETERS: dict[int, list[torch.Tensor]] = {}
-
-
-def parameters(rank: int) -> list[torch.Tensor]:
-    seeded = torch.Generator().manual_seed(rank)
-    return [torch.randn(N, dtype=torch.float64, generator=seeded).requires_grad_() for _ in range(OWN)]
-
-
-def apply(op: str, own: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    first = inputs[0]
-    if op == "shared":
-        # One leaf, used twice, and with every input.
-        return [value * own[0] + torch.sin(own[0]) for value in inputs]
-    if op == "mix":
-        return [sum(inputs[1:], start=first) * own[1] + first, *inputs[1:]]
-    if op == "drop":
-        # Others came for nothing.
-        return [torch.tanh(first)]
-    if op == "swap":
-        return [*inputs[1:], first.flip(0)]
-    if op == "in place":
-        return [(value * 1.5).add_(own[0]) if i else value.clone().mul_(own[1]) for i, value in enumerate(inputs)]
-    return [value.detach() if i % 2 else value * 2 for i, value in enumerate(inputs)]
-
-
-OPS = ["shared", "mix", "drop", "swap", "in place", "detach"]
-
-
-def own_parameters() -> list[torch.Tensor]:
-    return PARAMETERS[rpc.get_worker_info().id]
-
-
-@rpc.expose
-def walk(path: tuple[int, ...], op: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Do something, let the next one do the same, and do it again to what comes back."""
-    values = apply(op, own_parameters(), inputs)
-    if path:
-        values = rpc.rpc_sync(path[0], walk, (path[1:], op, values))
-        values = apply(op, own_parameters(), values)
-    return values
-
-
-@rpc.expose
-def gradients(context: int) -> list[torch.Tensor | None]:
-    found = autograd.get_gradients(context)
-    return [found.get(parameter) for parameter in own_parameters()]
-
-
-def locally(path: tuple[int, ...], op: str, inputs: list[torch.Tensor], here: int, all_own: Any) -> Any:
-    values = apply(op, all_own[here], inputs)
-    if path:
-        values = apply(op, all_own[here], locally(path[1:], op, values, path[0], all_own))
-    return values
-
-
-def call(step: Step, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    path, op, _, how = step
-    arguments = path[0], walk, (path[1:], op, inputs)
-    if how == "sync":
-        return list(rpc.rpc_sync(*arguments))
-    if how == "async":
-        return list(rpc.rpc_async(*arguments).wait())
-    return list(rpc.remote(*arguments).to_here())
-
-
-def start_values() -> list[torch.Tensor]:
-    return [torch.linspace(0.1, k + 1.0, N, dtype=torch.float64).requires_grad_() for k in range(2)]
-
-
-def chosen(values: list[torch.Tensor], step: Step) -> list[torch.Tensor]:
-    return [values[i % len(values)] for i in step[2]]
-
-
-def loss_of(values: list[torch.Tensor]) -> torch.Tensor:
-    # Of the last few; what was computed before may be for nothing.
-    return torch.stack([value.sum() for value in values[-3:]]).sum() + values[0].sum()
-
-
-def expected(steps: list[Step], size: int) -> list[list[torch.Tensor | None]]:
-    all_own = {rank: parameters(rank) for rank in range(size)}
-    values = start_values()
-    leaves = [*values, *(p for rank in range(size) for p in all_own[rank])]
-    for step in steps:
-        values = values + locally(step[0][1:], step[1], chosen(values, step), step[0][0], all_own)
-    found = list(torch.autograd.grad(loss_of(values), leaves, allow_unused=True))
-    return [found[:2], *(found[2 + OWN * rank : 2 + OWN * (rank + 1)] for rank in range(size))]
 
 
 def program(comm: un.Communicator, plans: list[list[Step]]) -> Any:
     rpc.init(comm, timeout=20.0)
-    PARAMETERS[comm.rank] = parameters(comm.rank)
+    begin(comm.rank)
     comm.barrier()
     results = []
     if comm.rank == 0:
@@ -194,7 +115,7 @@ def times(value: torch.Tensor) -> torch.Tensor:
 def both_at_once(comm: un.Communicator) -> float:
     """Every rank has contexts of its own at the same time, over the same parameters."""
     rpc.init(comm, timeout=20.0)
-    PARAMETERS[comm.rank] = parameters(comm.rank)
+    begin(comm.rank)
     comm.barrier()
     worst = []
 
@@ -231,7 +152,7 @@ def test_contexts_do_not_mix(backend: str) -> None:
 
 def passes(comm: un.Communicator) -> Any:
     rpc.init(comm, timeout=20.0)
-    PARAMETERS[comm.rank] = parameters(comm.rank)
+    begin(comm.rank)
     comm.barrier()
     results = None
     if comm.rank == 0:
@@ -268,7 +189,7 @@ def test_one_pass_after_another() -> None:
 def test_a_reference_can_be_the_root() -> None:
     def program(comm: un.Communicator) -> Any:
         rpc.init(comm)
-        PARAMETERS[comm.rank] = parameters(comm.rank)
+        begin(comm.rank)
         comm.barrier()
         result = None
         if comm.rank == 0:
@@ -282,76 +203,10 @@ def test_a_reference_can_be_the_root() -> None:
     assert run_ranks(program, 2)[0] == [1.0] * N
 
 
-class Fancy(torch.optim.Adagrad):
-    """Somebody's own."""
-
-
-def steps_with(comm: un.Communicator, name: str, options: dict[str, Any]) -> Any:
-    rpc.init(comm, timeout=20.0, expose=[read_parameters])
-    PARAMETERS[comm.rank] = parameters(comm.rank)
-    comm.barrier()
-    found = None
-    if comm.rank == 0:
-        refs = [r for rank in range(comm.size) for r in rpc.rpc_sync(rank, references)]
-        cls = Fancy if name == "Fancy" else getattr(torch.optim, name)
-        optimizer = rpc.DistributedOptimizer(cls, refs, **options)
-        for _ in range(3):
-            with autograd.context() as context:
-                x = torch.ones(N, dtype=torch.float64)
-                loss = rpc.rpc_sync(1, walk, ((0,), "shared", [x]))[0].pow(2).sum()
-                autograd.backward(context, [loss])
-                optimizer.step(context)
-        found = [rpc.rpc_sync(rank, read_parameters) for rank in range(comm.size)]
-    rpc.shutdown(timeout=20.0)
-    return found
-
-
-@rpc.expose
-def references() -> list[Any]:
-    return [rpc.RRef(parameter) for parameter in own_parameters()]
-
-
-@rpc.expose
-def read_parameters() -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in own_parameters()]
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adam", {"lr": 0.05}), ("Fancy", {"lr": 0.3})],
-)
-def test_the_optimizer_equals_a_local_one(name: str, options: dict[str, Any]) -> None:
-    found = run_ranks(steps_with, 2, "thread", name, options)[0]
-    all_own = {rank: parameters(rank) for rank in range(2)}
-    cls = Fancy if name == "Fancy" else getattr(torch.optim, name)
-    optimizer = cls([p for own in all_own.values() for p in own], **options)
-    for _ in range(3):
-        optimizer.zero_grad()
-        x = torch.ones(N, dtype=torch.float64)
-        locally((0,), "shared", [x], 1, all_own)[0].pow(2).sum().backward()
-        optimizer.step()
-    for rank in range(2):
-        for mine, other in zip(found[rank], all_own[rank], strict=True):
-            assert torch.allclose(mine, other, rtol=1e-9, atol=1e-9)
-
-
-def test_wrong_arguments_of_the_optimizer() -> None:
-    with un.init() as comm:
-        rpc.init(comm)
-        ref = rpc.RRef(torch.ones(2, requires_grad=True))
-        with pytest.raises(TypeError, match="class of torch optimizers"):
-            rpc.DistributedOptimizer(dict, [ref])  # type: ignore[arg-type]  # wrong or narrower on purpose
-        with pytest.raises(ValueError, match="no parameters"):
-            rpc.DistributedOptimizer(torch.optim.SGD, [], lr=0.1)
-        with pytest.raises(ValueError, match="learning rate"):
-            rpc.DistributedOptimizer(torch.optim.SGD, [ref], lr=-1.0)
-        rpc.shutdown()
-
-
 def test_a_lost_rank_ends_the_pass() -> None:
     def program(comm: un.Communicator) -> Any:
         agent = rpc.init(comm)
-        PARAMETERS[comm.rank] = parameters(comm.rank)
+        begin(comm.rank)
         comm.barrier()
         text = ""
         if comm.rank == 0:

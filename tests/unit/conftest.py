@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from unisono import wire
+from unisono.bootstrap import hosting
+from unisono.control import LocalHub
 from unisono.control.client import SocketControl
+from unisono.control.requester import Requester
 from unisono.control.server import Server
 
 # A bare package in the place of unisono: its front door imports torch, which takes seconds in each process.
@@ -21,6 +25,9 @@ import sys, types
 sys.modules["unisono"] = types.ModuleType("unisono")
 sys.modules["unisono"].__path__ = [{str(Path(wire.__file__).parents[1])!r}]
 """
+
+Make = Callable[[], Requester]
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -65,3 +72,42 @@ def client(server: Server) -> Iterator[SocketControl]:
     yield control
     control.close()
     assert not control._reader.is_alive()
+
+
+@pytest.fixture(params=["local", "socket"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """One more rank's handle; all of a test lead to the same control plane."""
+    made: list[Requester] = []
+    hub, server = (LocalHub(), None) if request.param == "local" else (None, Server(b"of the tests"))
+
+    def one() -> Requester:
+        made.append(SocketControl(server.address, b"of the tests", 10.0) if server is not None else hub.control())
+        return made[-1]
+
+    yield one
+    for control in made:
+        control.close()
+    if server is not None:
+        server.close()
+        assert not server._thread.is_alive()
+
+
+@pytest.fixture
+def nobody_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No ranks in the environment, an own secret, and no server that outlives a test."""
+    others = [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI"))]
+    for name in (*VARIABLES, "UNISONO_SECRET", *others):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    yield
+    for lease in list(hosting._leases.values()):
+        lease.server.close()
+    hosting._leases.clear()
+
+
+@pytest.fixture
+def port() -> int:
+    """One that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as placeholder:
+        number: int = placeholder.getsockname()[1]
+        return number

@@ -1,75 +1,35 @@
-"""Ranks find each other, by every way there is, or learn in one sentence why they do not."""
+"""Ranks find each other, by every way there is, and part again."""
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bootstrap_kit import SOON, meet
+from patience import together
 
-from unisono.bootstrap import Place, find, hosting, meeting
+from unisono.bootstrap import Place, find
 from unisono.control.client import SocketControl
 from unisono.control.secret import find_secret
 from unisono.control.server import Server
-from unisono.errors import CommError, CommTimeoutError, MismatchError, PeerLostError
+from unisono.errors import PeerLostError
 from unisono.group import Group
 
-SOON = 20.0
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No ranks in the environment, an own secret, and no server that outlives a test."""
-    others = [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI"))]
-    for name in (*VARIABLES, "UNISONO_SECRET", *others):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    yield
-    for lease in list(hosting._leases.values()):
-        lease.server.close()
-    hosting._leases.clear()
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as placeholder:
-        number: int = placeholder.getsockname()[1]
-        return number
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What each call returned or raised, all of them at the same time."""
-
-    def outcome(call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(SOON * 2) for future in [pool.submit(outcome, call) for call in calls]]
-
-
-def meet(method: str, size: int, timeout_s: float = SOON) -> list[Place]:
-    """All ranks' places, each rank a thread."""
-    places = together(*[lambda rank=rank: find(method, rank, size, timeout_s) for rank in range(size)])
-    for place in places:
-        if isinstance(place, Exception):
-            raise place
-    return places
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 # -- the ways --------------------------------------------------------------------------------------
@@ -168,106 +128,6 @@ def test_rank_0_may_be_the_last(port: int) -> None:
     for place in places:
         place.close()
         place.close()
-
-
-# -- bad input -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("arguments", "env", "words"),
-    [
-        ((), {"WORLD_SIZE": "2"}, "WORLD_SIZE is known but RANK is not"),
-        ((), {"RANK": "0"}, "RANK is known but WORLD_SIZE is not"),
-        ((None, 1), {}, "RANK is known but WORLD_SIZE is not"),
-        (("env://",), {}, "neither RANK nor WORLD_SIZE is set"),
-        ((), {"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', which is not a number"),
-        ((), {"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not among 0 to 1"),
-        ((), {"RANK": "-1", "WORLD_SIZE": "2"}, "rank -1 is not among"),
-        ((), {"RANK": "0", "WORLD_SIZE": "0"}, "at least 1, not 0"),
-        ((), {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set; set MASTER_ADDR to the host of rank 0"),
-        ((), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, "MASTER_PORT is not set"),
-        ((), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "a"}, "MASTER_PORT is 'a'"),
-        ((), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "0"}, "from 1 to 65535"),
-        (("tcp://127.0.0.1:1",), {}, "pass rank and world_size too"),
-        (("tcp://127.0.0.1:1", 0), {}, "pass rank and world_size too"),
-        (("tcp://127.0.0.1", 0, 2), {}, "write tcp://host:port"),
-        (("tcp://127.0.0.1:99999", 0, 2), {}, "write tcp://host:port"),
-        (("tcp://:80", 0, 2), {}, "write tcp://host:port"),
-        (("tcp://0.0.0.0:80", 0, 2), {}, "names no host that others can reach"),
-        (("tcp://127.0.0.1:1", 2, 2), {}, "rank 2 is not among"),
-        (("tcp://127.0.0.1:1", "0", 2), {}, "rank has to be a whole number, not '0'"),
-        (("tcp://127.0.0.1:1", True, 2), {}, "rank has to be a whole number"),
-        (
-            ("udp://127.0.0.1:1", 0, 2),
-            {},
-            "unknown init_method 'udp://127.0.0.1:1'; known: env://, file://, mpi://, tcp://",
-        ),
-        (("127.0.0.1:1", 0, 2), {}, "unknown init_method"),
-        (("file://relative/path", 0, 2), {}, "with three slashes"),
-        (("file:///no/such/directory/file", 0, 2), {}, "there is no directory /no/such/directory"),
-    ],
-)
-def test_what_makes_no_sense(
-    monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], env: dict[str, str], words: str
-) -> None:
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=words):
-        find(*arguments, timeout_s=1.0)
-
-
-def test_unreachable_master(port: int) -> None:
-    with pytest.raises(CommTimeoutError, match=f"rank 1 of 2, init: nobody answers at 127.0.0.1:{port} after 0.3 s"):
-        find(f"tcp://127.0.0.1:{port}", 1, 2, 0.3)
-
-
-def test_occupied_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(CommError, match=f"cannot listen at 127.0.0.1:{port}: .* taken by another program"):
-            find(f"tcp://127.0.0.1:{port}", 0, 2, 1.0)
-
-
-def test_missing_ranks_are_named(port: int) -> None:
-    with pytest.raises(CommTimeoutError, match=r"waited 0.\d s in init for rank 1 \(and 2\), which have not come"):
-        find(f"tcp://127.0.0.1:{port}", 0, 3, 0.3)
-
-
-def test_wrong_secret(port: int) -> None:
-    url = f"tcp://127.0.0.1:{port}"
-    outcomes = together(lambda: find(url, 0, 2, 1.0, "one"), lambda: find(url, 1, 2, SOON, "two"))
-    assert isinstance(outcomes[0], CommTimeoutError)
-    assert "the secrets differ: set UNISONO_SECRET" in str(outcomes[1])
-
-
-@pytest.fixture
-def as_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each call pass for a process of its own."""
-    monkeypatch.setattr(meeting, "_process", lambda number: uuid.uuid4().hex)
-
-
-@pytest.mark.usefixtures("as_processes")
-def test_two_processes_with_one_rank(port: int) -> None:
-    outcomes = together(*[lambda rank=rank: find(f"tcp://127.0.0.1:{port}", rank, 3, SOON) for rank in (0, 1, 1)])
-    assert [type(outcome) for outcome in outcomes] == [MismatchError] * 3
-    assert all("two processes claim to be rank 1" in str(outcome) for outcome in outcomes)
-
-
-@pytest.mark.usefixtures("as_processes")
-def test_a_late_double_is_refused_alone(port: int) -> None:
-    url = f"tcp://127.0.0.1:{port}"
-    places = meet(url, 2)
-    late = together(lambda: find(url, 1, 2, SOON))[0]
-    assert isinstance(late, MismatchError)
-    values = together(*[lambda p=p: p.control.agree(Group.world(p.rank, 2, p.name), "x", 1, SOON) for p in places])
-    assert values == [None, None]
-    for place in places:
-        place.close()
-
-
-def test_different_sizes(port: int) -> None:
-    url = f"tcp://127.0.0.1:{port}"
-    outcomes = together(lambda: find(url, 0, 2, SOON), lambda: find(url, 1, 3, SOON))
-    assert [type(outcome) for outcome in outcomes] == [MismatchError] * 2
-    assert all("start all of them with the same number" in str(outcome) for outcome in outcomes)
 
 
 # -- ends ------------------------------------------------------------------------------------------

@@ -6,64 +6,22 @@ import queue
 import socket
 import stat
 import subprocess
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bootstrap_kit import SOON, meet
+from patience import together
 
-from unisono.bootstrap import Place, find, hosting
+from unisono.bootstrap import Place, find
 from unisono.control.client import SocketControl
 from unisono.control.server import Server
 from unisono.errors import CommError, CommTimeoutError
 
-SOON = 20.0
+pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
 Start = Callable[..., "subprocess.Popen[str]"]
-
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No ranks in the environment, an own secret, and no server that outlives a test."""
-    for name in (*VARIABLES, "UNISONO_SECRET"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    yield
-    for lease in list(hosting._leases.values()):
-        lease.server.close()
-    hosting._leases.clear()
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as placeholder:
-        number: int = placeholder.getsockname()[1]
-        return number
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What each call returned or raised, all of them at the same time."""
-
-    def outcome(call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(SOON * 2) for future in [pool.submit(outcome, call) for call in calls]]
-
-
-def meet(method: str, size: int, timeout_s: float = SOON) -> list[Place]:
-    """All ranks' places, each rank a thread."""
-    places = together(*[lambda rank=rank: find(method, rank, size, timeout_s) for rank in range(size)])
-    for place in places:
-        if isinstance(place, Exception):
-            raise place
-    return places
 
 
 def test_an_empty_file_is_taken_over_and_left_empty(tmp_path: Path) -> None:

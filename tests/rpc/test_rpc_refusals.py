@@ -1,0 +1,128 @@
+"""What a call raises, and what is not called at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rpc_functions import BACKENDS, RAN, OddError, Point, add, echo, not_a_future, on_rank_0, raises, unexposed
+
+import unisono as un
+from unisono.testing import pool, run_ranks
+
+rpc = un.rpc
+
+
+def errors() -> bool:
+    with pytest.raises(KeyError) as caught:
+        rpc.rpc_sync(1, raises, ("a key",))
+    assert isinstance(caught.value, rpc.RemoteError)
+    assert caught.value.args == ("a key",)
+    text = str(caught.value)
+    assert "On rank 1" in text
+    assert "in raises" in text
+    assert "KeyError: 'a key'" in text
+    with pytest.raises(KeyError, match="in raises"):
+        rpc.rpc_async(1, raises, ("a key",)).wait()
+    with pytest.raises(rpc.RemoteError, match="SystemExit: 3"):
+        rpc.rpc_sync(1, raises, ("exit",))
+    with pytest.raises(TypeError, match=r"add\(\) missing 1 required"):
+        rpc.rpc_sync(1, add)
+    with pytest.raises(TypeError, match=r"must return a torch\.futures\.Future, not int"):
+        rpc.rpc_sync(1, not_a_future)
+    with pytest.raises(rpc.RemoteError, match="code 7"):
+        rpc.rpc_sync(1, raises, ("odd",))
+    assert rpc.rpc_sync(1, add, (1,)) == 2
+    return True
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_errors_are_raised_at_the_caller(backend: str) -> None:
+    assert pool(backend).run(on_rank_0(errors), size=2)[0]
+
+
+def test_an_error_has_its_own_class_and_fields() -> None:
+    def program() -> Any:
+        with pytest.raises(OddError) as caught:
+            rpc.rpc_sync(1, raises, ("odd",))
+        return caught.value.code, caught.value.rank, type(caught.value).__name__
+
+    assert run_ranks(on_rank_0(program), 2)[0] == (7, 1, "OddError")
+
+
+def test_what_is_not_exposed_is_not_called() -> None:
+    def program() -> None:
+        for call in (rpc.rpc_sync, lambda *a: rpc.rpc_async(*a).wait(), lambda *a: rpc.remote(*a).to_here()):
+            with pytest.raises(rpc.NotExposedError, match=r"unexposed is not exposed.*nothing ran.*rpc\.expose"):
+                call(1, unexposed)
+        with pytest.raises(rpc.NotExposedError, match=r"system is not exposed"):
+            rpc.rpc_sync(1, __import__("os").system, ("true",))
+        with pytest.raises(PermissionError):
+            rpc.rpc_sync(1, echo, (unexposed,))
+
+    run_ranks(on_rank_0(program), 2)
+    assert not RAN
+
+
+def test_only_public_methods_of_exposed_classes_are_called() -> None:
+    class Plain:
+        def method(self) -> int:
+            return RAN.append(1) or 1  # type: ignore[func-returns-value]  # None is what is wanted of it
+
+        @rpc.expose
+        def open(self) -> int:
+            return 2
+
+    def program(comm: un.Communicator) -> Any:
+        agent = rpc.init(comm, expose=[Point, echo])
+        if comm.rank == 0:
+            point = rpc.remote(1, Point, (5, torch.ones(2)))
+            with pytest.raises(rpc.NotExposedError, match="_secret"):
+                point.rpc_sync()._secret()
+            tensor = rpc.remote(1, echo, (torch.ones(2, 3),))
+            assert tensor.rpc_sync().size() == torch.Size([2, 3])
+        agent.shutdown()
+
+    run_ranks(program, 2)
+    agent_free = rpc.exposing.Exposed(trusted=False)
+    with pytest.raises(rpc.NotExposedError, match=r"Plain\.method"):
+        agent_free.method(Plain(), "method")
+    assert agent_free.method(Plain(), "open")() == 2
+    assert not RAN
+
+
+def test_who_trusts_takes_anything() -> None:
+    secret = 5
+
+    def program(comm: un.Communicator) -> Any:
+        rpc.init(comm, trusted=True)
+        result = None
+        if comm.rank == 0:
+            lock = type("Local", (), {"value": torch.ones(2)})
+            result = [
+                rpc.rpc_sync(1, lambda x: x + secret, (torch.ones(1),)).item(),
+                rpc.rpc_sync(1, torch.add, (torch.ones(2), 2)).tolist(),
+                rpc.rpc_sync(1, lambda kind: kind.value.sum().item(), (lock,)),
+                rpc.rpc_sync(1, divmod, (7, 2)),
+            ]
+            module = torch.nn.Linear(2, 3)
+            assert torch.equal(rpc.rpc_sync(1, getattr, (module, "weight")), module.weight)
+        rpc.shutdown()
+        return result
+
+    assert run_ranks(program, 2)[0] == [6.0, [3.0, 3.0], 2.0, (3, 1)]
+
+
+def test_who_does_not_trust_takes_no_pickle() -> None:
+    def program(comm: un.Communicator) -> Any:
+        rpc.init(comm, trusted=comm.rank == 0, expose=[echo])
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="pickled value came"):
+                rpc.rpc_sync(1, echo, (type("Local", (), {}),))
+            with pytest.raises(rpc.RemoteError, match=r"pickled value came|trusts its peers"):
+                rpc.rpc_sync(1, lambda: RAN.append(1))
+        rpc.shutdown()
+
+    run_ranks(program, 2)
+    assert not RAN

@@ -1,0 +1,20 @@
+"""Ranks that meet, each of them a thread."""
+
+from __future__ import annotations
+
+from patience import together
+
+from unisono.bootstrap import Place, find
+
+__all__ = ["SOON", "meet"]
+
+SOON = 20.0
+
+
+def meet(method: str, size: int, timeout_s: float = SOON) -> list[Place]:
+    """All ranks' places, each rank a thread."""
+    places = together(*[lambda rank=rank: find(method, rank, size, timeout_s) for rank in range(size)])
+    for place in places:
+        if isinstance(place, Exception):
+            raise place
+    return places

@@ -1,0 +1,140 @@
+"""Who is missing, dies, leaves or contradicts: the control plane tells all, behind sockets and between threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from control_kit import SOON, Make, Told, die, everywhere, world
+from patience import together
+
+from unisono.control import Cause, error_of
+from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
+from unisono.group import Group
+
+
+def test_timeout_names_who_is_missing_to_all(make: Make) -> None:
+    controls, groups, told = world(make, 4)
+    waiting = [
+        lambda: controls[0].exchange(groups[0], "all_reduce #3", 1, 0.2),
+        lambda: controls[2].exchange(groups[2], "all_reduce #3", 1, SOON),
+        lambda: controls[1].cause(groups[1], SOON),
+    ]
+    first, second, cause = together(*waiting)
+    words = (
+        "waited 0.2 s in all_reduce #3 for rank 1 (and 3), which have not come. "
+        "Are they alive, or did they skip a call?"
+    )
+    assert cause == Cause("CommTimeoutError", 1, words)
+    assert (type(first), str(first)) == (CommTimeoutError, f"rank 0 of 4: {words}")
+    assert (type(second), str(second)) == (CommTimeoutError, f"rank 2 of 4: {words}")
+    late = together(lambda: controls[3].exchange(groups[3], "all_reduce #3", 1, SOON))[0]
+    assert isinstance(late, CommTimeoutError)
+    assert everywhere(controls, groups, lambda c, g: c.cause(g, SOON)) == [cause] * 4
+    assert [heard.only() for heard in told] == [cause] * 4
+
+
+def test_a_death_is_told_to_who_waits_and_who_does_not(make: Make) -> None:
+    controls, groups, told = world(make, 3)
+    waiting = together(lambda: controls[0].exchange(groups[0], "x", 1, SOON), lambda: die(controls[1]))[0]
+    assert isinstance(waiting, PeerLostError)
+    assert str(waiting) == "rank 0 of 3: rank 1 was lost: its process ended without closing the communicator"
+    assert (waiting.peer, waiting.rank) == (1, 0)
+    cause = controls[2].cause(groups[2], SOON)
+    assert cause is not None
+    assert (cause.kind, cause.rank) == ("PeerLostError", 1)
+    assert told[2].only() == cause
+
+
+def test_the_first_cause_stays(make: Make) -> None:
+    controls, groups, told = world(make, 2)
+    first = Cause("MismatchError", 1, "rank 1 differs")
+    assert controls[0].cause(groups[0]) is None
+    assert controls[1].fail(groups[1], first) == first
+    assert controls[0].cause(groups[0], SOON) == first
+    assert controls[0].fail(groups[0], Cause("AbortedError", 0, "later")) == first
+    die(controls[1])
+    with pytest.raises(MismatchError, match="rank 0 of 2: rank 1 differs"):
+        controls[0].agree(groups[0], "x", 1, SOON)
+    assert told[0].only() == first
+
+
+def test_who_joins_late_is_told(make: Make) -> None:
+    early, late, heard = make(), make(), Told()
+    early.join(Group.world(0, 2), lambda cause: None)
+    cause = early.fail(Group.world(0, 2), Cause("AbortedError", 0, "enough"))
+    late.join(Group.world(1, 2), heard)
+    assert late.cause(Group.world(1, 2), SOON) == cause
+    assert heard.only() == cause
+    assert make().cause(Group.world(0, 2)) == cause
+
+
+def test_to_leave_in_peace(make: Make) -> None:
+    controls, groups, told = world(make, 3)
+    left, waiting = together(lambda: controls[1].leave(groups[1]), lambda: controls[0].agree(groups[0], "x", 1, SOON))
+    assert left is None
+    assert isinstance(waiting, PeerLostError)
+    assert "rank 1 has left (it closed the communicator)" in str(waiting)
+    with pytest.raises(PeerLostError, match="rank 1 has left"):
+        controls[2].exchange(groups[2], "y", 1, SOON)
+    assert all(heard.nothing() for heard in told)
+    controls[1].leave(groups[1])
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "words"), [(0, 2, "two processes claim to be rank 0"), (1, 3, "has 3 ranks, others say 2")]
+)
+def test_contradictions_end_a_group_that_is_gathering(make: Make, rank: int, size: int, words: str) -> None:
+    first, second = make(), make()
+    first.join(Group.world(0, 2), lambda cause: None)
+    with pytest.raises(MismatchError, match=words):
+        second.join(Group.world(rank, size), lambda cause: None)
+    with pytest.raises(MismatchError, match=words):
+        first.exchange(Group.world(0, 2), "x", 1, SOON)
+
+
+def test_contradictions_do_not_harm_a_group_that_is_complete(make: Make) -> None:
+    controls, groups, told = world(make, 2)
+    with pytest.raises(MismatchError, match="two processes claim to be rank 1"):
+        make().join(Group.world(1, 2), lambda cause: None)
+    assert everywhere(controls, groups, lambda c, g: c.agree(g, "x", 1, SOON)) == [None, None]
+    assert all(heard.nothing() for heard in told)
+
+
+def test_after_close(make: Make) -> None:
+    controls, groups, _ = world(make, 2)
+    controls[0].close()
+    controls[0].close()
+    controls[0].leave(groups[0])
+    with pytest.raises(ClosedError, match="closed"):
+        controls[0].get("x", SOON)
+    with pytest.raises(PeerLostError, match="rank 0 has left"):
+        controls[1].agree(groups[1], "x", 1, SOON)
+
+
+def test_close_ends_a_wait(make: Make) -> None:
+    control = make()
+    started = threading.Event()
+
+    def wait() -> bytes:
+        started.set()
+        return control.get("never", SOON)
+
+    def close() -> None:
+        started.wait(SOON)
+        control.close()
+
+    assert isinstance(together(wait, close)[0], ClosedError)
+
+
+def test_give_up_tells_why(make: Make) -> None:
+    controls, groups, _ = world(make, 2)
+    controls[1].give_up(ValueError("no data"))
+    with pytest.raises(PeerLostError, match="rank 0 of 2: rank 1 failed: ValueError: no data"):
+        controls[0].agree(groups[0], "x", 1, SOON)
+
+
+def test_error_of() -> None:
+    assert type(error_of(Cause("ClosedError", None, "x"))) is ClosedError
+    assert type(error_of(Cause("ValueError", None, "x"))) is CommError
+    assert type(error_of(Cause("annotations", None, "x"))) is CommError

@@ -1,0 +1,97 @@
+"""The transport of simulated ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from simulated_programs import all_reduce
+
+import unisono as un
+from unisono.transports.sim import Link, Network
+from unisono.types import Recv, Send
+
+
+def test_a_buffer_that_is_changed_too_early_is_seen() -> None:
+    def program(comm: un.Communicator) -> float:
+        t = torch.ones(1)
+        if comm.rank == 0:
+            work = comm.isend(t, 1)
+            time.sleep(1e-6)
+            t.fill_(2.0)
+            work.wait()
+        else:
+            comm.recv(t, 0)
+        return t.item()
+
+    network = Network(Link(1.0, 0.0), request_s=0.0)
+    assert un.simulate(program, 2, network=network).results[1] == 2.0
+
+
+def test_an_abort_while_a_message_is_on_its_way() -> None:
+    def program(comm: un.Communicator) -> tuple[bool, float]:
+        part, t = comm.dup(), torch.full((1,), float(comm.rank))
+        work = part.isend(t, 1) if comm.rank == 0 else part.irecv(t, 0)
+        if comm.rank == 0:
+            # Both ends are there, and the message is on its way.
+            time.sleep(0.5)
+            part.abort("enough")
+        with pytest.raises(un.CommError, match="enough"):
+            work.wait()
+        t.fill_(7.0)
+        time.sleep(10.0)
+        return work.is_completed(), t.item()
+
+    network = Network(links={(0, 1): Link(1.0, 0.0)})
+    assert un.simulate(program, 2, network=network).results == [(True, 7.0)] * 2
+
+
+def test_the_bits_are_those_of_threads() -> None:
+    def program(comm: un.Communicator) -> torch.Tensor:
+        t = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
+        comm.all_reduce(t, algorithm="ring")
+        return t
+
+    found = [un.launch(program, 3, backend) for backend in ("thread", "sim")]
+    assert all(torch.equal(t, found[0][0]) for results in found for t in results)
+
+
+def test_threads_as_transport_can_be_simulated_too() -> None:
+    runs = [un.simulate(all_reduce, 3, seed=3, backend="thread") for _ in range(2)]
+    assert runs[0].results == [12.0] * 3
+    assert runs[0].trace == runs[1].trace
+
+
+def test_batches_of_messages_work() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        got, right, left = torch.zeros(2), (comm.rank + 1) % 3, (comm.rank - 1) % 3
+        sent = torch.full((2,), float(comm.rank))
+        batch = [Recv(got, left), Send(sent, right)]
+        for work in comm.batch_isend_irecv(batch):
+            work.wait()
+        return got.tolist()
+
+    assert un.simulate(program, 3).results == [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("backend", ["sim", "thread"])
+def test_groups_that_are_closed_leave_nothing(backend: str, count: int) -> None:
+    before = set(threading.enumerate())
+
+    def program(comm: un.Communicator) -> list[int]:
+        for _ in range(count):
+            with comm.dup() as part:
+                part.barrier()
+        comm.barrier()
+        mail = comm._plain()._mail  # type: ignore[attr-defined]  # not in the annotations of what it is
+        return [len(mail.left), len(mail.broken), len(mail.waiting)]
+
+    for left, broken, waiting in un.simulate(program, 3, backend=backend).results:
+        # The last one may not be over yet, and nor is the barrier.
+        assert left <= 3
+        assert broken == 0
+        assert waiting <= 6
+    assert set(threading.enumerate()) <= before

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from patience import until
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "launchers" / "train.py"
 
@@ -47,7 +48,4 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> str:
 
 def wait_until(true: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
     """Look again and again, and fail if it never comes true."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s in vain: {what}"
-        time.sleep(0.02)
+    assert until(true, timeout_s), f"waited {timeout_s} s in vain: {what}"

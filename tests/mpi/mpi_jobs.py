@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from patience import until
+
 from unisono.mpilib import find_mpirun, unlaunched
 
 LIMIT_S = 100.0
@@ -93,7 +95,5 @@ def members(session: int) -> list[int]:
 
 def gone(session: int, within_s: float = 10.0) -> list[int]:
     """Who of a session is left when it has had a little time to end."""
-    deadline = time.monotonic() + within_s
-    while (left := members(session)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
+    until(lambda: not members(session), within_s)
+    return members(session)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,14 @@ __all__ = [
     "Point",
     "add",
     "bounce",
+    "census",
     "echo",
+    "hold",
     "later",
-    "nap",
     "not_a_future",
     "on_rank_0",
     "raises",
+    "release",
     "served",
     "unexposed",
 ]
@@ -66,9 +69,20 @@ def raises(error: str) -> None:
 
 
 @rpc.expose
-def nap(seconds: float) -> float:
-    time.sleep(seconds)
-    return seconds
+def hold(key: str) -> bool:
+    """Return when somebody lets it go: whether that was so."""
+    return HELD.setdefault(key, threading.Event()).wait(60.0)
+
+
+@rpc.expose
+def release(key: str) -> None:
+    HELD.setdefault(key, threading.Event()).set()
+
+
+@rpc.expose
+def census() -> int:
+    """How many objects of its own the rank called keeps for others."""
+    return len(rpc.current.current_agent().references)
 
 
 @rpc.expose
@@ -97,11 +111,13 @@ def unexposed() -> None:
 
 
 RAN: list[int] = []
+HELD: dict[str, threading.Event] = {}
 
 
 def served(program: Callable[[un.Communicator], Any], **options: Any) -> Callable[[un.Communicator], Any]:
-    """A program between init and shutdown."""
+    """A program between init and shutdown. It passes for a part of the program's module, which goes along to ranks."""
 
+    @functools.wraps(program)
     def run(comm: un.Communicator) -> Any:
         rpc.init(comm, f"worker{comm.rank}", **{"timeout": 20.0, **options})
         result = program(comm)
@@ -112,4 +128,8 @@ def served(program: Callable[[un.Communicator], Any], **options: Any) -> Callabl
 
 
 def on_rank_0(program: Callable[[], Any], **options: Any) -> Callable[[un.Communicator], Any]:
-    return served(lambda comm: program() if comm.rank == 0 else None, **options)
+    @functools.wraps(program)
+    def alone(comm: un.Communicator) -> Any:
+        return program() if comm.rank == 0 else None
+
+    return served(alone, **options)

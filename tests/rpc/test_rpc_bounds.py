@@ -53,6 +53,7 @@ def test_workers_run_no_more_at_once_but_those_that_wait(monkeypatch: pytest.Mon
     workers = Workers("test", 2, lambda: None)
     lock, go, done = threading.Lock(), threading.Event(), threading.Semaphore(0)
     running, most = 0, 0
+    pair = threading.Barrier(2)
 
     def task(blocks: bool) -> None:
         nonlocal running, most
@@ -63,7 +64,8 @@ def test_workers_run_no_more_at_once_but_those_that_wait(monkeypatch: pytest.Mon
             with lock:
                 running += 1
                 most = max(most, running)
-            time.sleep(0.001)
+            # Two are let in at a time, and only together they get on.
+            pair.wait(LIMIT_S)
             with lock:
                 running -= 1
         done.release()
@@ -74,7 +76,7 @@ def test_workers_run_no_more_at_once_but_those_that_wait(monkeypatch: pytest.Mon
     # All of the second half come through, while the first half waits.
     for _ in range(20):
         assert done.acquire(timeout=LIMIT_S)
-    assert most <= 2
+    assert most == 2
     go.set()
     for _ in range(20):
         assert done.acquire(timeout=LIMIT_S)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
+import uuid
 from typing import Any
 
 import pytest
 import torch
-from rpc_functions import BACKENDS, Point, add, bounce, echo, later, nap, on_rank_0
+from patience import until
+from rpc_functions import BACKENDS, Point, add, bounce, echo, hold, later, on_rank_0, release
 
 import unisono as un
 from unisono.errors import AbortedError, CommTimeoutError
@@ -116,28 +117,32 @@ def test_ten_thousand_calls_in_flight(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_long_functions_hold_nothing_up(backend: str) -> None:
-    def program() -> bool:
-        long = [rpc.rpc_async(1, nap, (1.0,)) for _ in range(4)]
-        started = time.monotonic()
+    def program() -> list[bool]:
+        key = uuid.uuid4().hex
+        long = [rpc.rpc_async(1, hold, (key,)) for _ in range(4)]
         assert rpc.rpc_sync(1, add, (1,)) == 2
-        quick = time.monotonic() - started
-        return [f.wait() for f in long] == [1.0] * 4 and quick < 0.9
+        assert not any(f.done() for f in long)
+        rpc.rpc_sync(1, release, (key,))
+        return [f.wait() for f in long]
 
-    assert pool(backend).run(on_rank_0(program), size=2)[0]
+    assert pool(backend).run(on_rank_0(program), size=2)[0] == [True] * 4
 
 
 def test_calls_have_times() -> None:
     def program() -> Any:
-        with pytest.raises(CommTimeoutError, match=r"waited 0\.\d s for rank 1 to answer .*nap"):
-            rpc.rpc_sync(1, nap, (0.5,), timeout=0.1)
-        future = rpc.rpc_async(1, nap, (0.5,), timeout=0.1)
+        key = uuid.uuid4().hex
+        with pytest.raises(CommTimeoutError, match=r"waited 0\.\d s for rank 1 to answer .*hold"):
+            rpc.rpc_sync(1, hold, (key,), timeout=0.1)
+        future = rpc.rpc_async(1, hold, (key,), timeout=0.1)
         with pytest.raises(TimeoutError):
             future.wait()
         with pytest.raises(TimeoutError):
-            rpc.remote(1, nap, (0.5,)).to_here(timeout=0.05)
-        return rpc.rpc_sync(1, nap, (0.2,), timeout=float("inf"))
+            rpc.remote(1, hold, (key,)).to_here(timeout=0.05)
+        patient = rpc.rpc_async(1, hold, (key,), timeout=float("inf"))
+        rpc.rpc_sync(1, release, (key,), timeout=float("inf"))
+        return patient.wait()
 
-    assert run_ranks(on_rank_0(program), 2)[0] == 0.2
+    assert run_ranks(on_rank_0(program), 2)[0] is True
 
 
 def test_calls_can_be_cancelled() -> None:
@@ -148,8 +153,7 @@ def test_calls_can_be_cancelled() -> None:
     def work(name: str) -> bool:
         begun.append(name)
         go.wait(20.0)
-        while name == "first" and not rpc.cancelled():
-            time.sleep(0.001)
+        assert name != "first" or until(rpc.cancelled)
         seen.set()
         return True
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
 import time
+import uuid
 from typing import Any
 
 import pytest
+from patience import until
+from rpc_functions import add, census, hold, release
 
 import unisono as un
 from unisono.errors import ClosedError, CommError, CommTimeoutError, PeerLostError
@@ -18,16 +20,6 @@ from unisono.testing import run_ranks
 rpc = un.rpc
 SOON_S = 1.0
 KEPT: list[Any] = []
-
-
-@rpc.expose
-def add(x: int, y: int = 1) -> int:
-    return x + y
-
-
-@rpc.expose
-def nap(seconds: float) -> None:
-    time.sleep(seconds)
 
 
 @rpc.expose
@@ -40,33 +32,19 @@ def keep(rref: Any) -> None:
     KEPT.append(rref)
 
 
-@rpc.expose
-def census() -> int:
-    return len(rpc.current.current_agent().references)
-
-
-def until(condition: Any) -> bool:
-    deadline = time.monotonic() + 20.0
-    while not condition() and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.005)
-    return bool(condition())
-
-
 def killed(comm: un.Communicator) -> Any:
     """Rank 2 is killed while rank 0 calls it, and holds an object of rank 1, and another one of rank 0."""
     agent = rpc.init(comm, timeout=30.0)
     if comm.rank != 0:
         rpc.shutdown(timeout=30.0)
         return comm.rank
-    before = [rpc.rpc_async(2, nap, (60.0,)), rpc.rpc_async(1, nap, (0.5,))]
+    key = uuid.uuid4().hex
+    before = [rpc.rpc_async(rank, hold, (key,)) for rank in (2, 1)]
     mine, theirs = rpc.RRef([1]), rpc.remote(1, add, (1,))
     for rref in (mine, theirs):
         rpc.rpc_sync(2, keep, (rref,))
     del mine, theirs, rref
-    gc.collect()
-    time.sleep(0.05)
-    assert (census(), rpc.rpc_sync(1, census)) == (1, 1)
+    assert until(lambda: (census(), rpc.rpc_sync(1, census)) == (1, 1))
     started = time.monotonic()
     took = []
     for call in (lambda: rpc.rpc_sync(2, die), before[0].wait, lambda: rpc.rpc_sync(2, add, (1,))):
@@ -76,7 +54,8 @@ def killed(comm: un.Communicator) -> Any:
         took.append(time.monotonic() - started)
     assert max(took) < SOON_S
     # Other calls go on, those that were under way too; the communicator as a whole does not.
-    before[1].wait()
+    rpc.rpc_sync(1, release, (key,))
+    assert before[1].wait()
     assert rpc.rpc_sync(1, add, (1,)) == 2
     with pytest.raises(PeerLostError):
         comm.barrier()
@@ -100,10 +79,10 @@ def _continued(program: Any, size: int, backend: str) -> list[Any]:
 
 
 def leader_dies(comm: un.Communicator) -> Any:
-    """The rank that decides when all end is gone before they do."""
-    rpc.init(comm, timeout=30.0)
+    """The rank that decides when all end is gone while they wait for its word."""
+    agent = rpc.init(comm, timeout=30.0)
     if comm.rank == 0:
-        time.sleep(0.3)
+        assert until(lambda: {1, 2} <= {rank for reports in list(agent.closing._reports.values()) for rank in reports})
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     rpc.shutdown(timeout=30.0)
@@ -122,7 +101,7 @@ def test_who_fails_is_lost_to_the_others() -> None:
             rpc.rpc_sync(0, add, (1,))
             raise KeyError("a mistake")
         with pytest.raises(PeerLostError, match="rank 1"):
-            rpc.rpc_sync(1, nap, (20.0,))
+            rpc.rpc_sync(1, hold, (uuid.uuid4().hex,))
         rpc.shutdown(timeout=20.0)
         return True
 
@@ -150,18 +129,19 @@ def test_half_an_init_ends_for_all() -> None:
 
 def test_shutdown_waits_for_what_is_under_way() -> None:
     done: list[int] = []
+    agents: list[Any] = []
 
     @rpc.expose
     def chain(depth: int) -> None:
-        """Nobody waits for the next one."""
-        time.sleep(0.02)
+        """Nobody waits for the next one. All ranks want to end before the first one is through."""
+        assert until(lambda: len(agents) == 3 and all(agent.closing._wanted for agent in agents))
         done.append(depth)
         if depth:
             me = rpc.get_worker_info().id
             rpc.rpc_async((me + 1) % 3, chain, (depth - 1,))
 
     def program(comm: un.Communicator) -> int:
-        rpc.init(comm, expose=[chain])
+        agents.append(rpc.init(comm, expose=[chain]))
         if comm.rank == 0:
             rpc.rpc_async(1, chain, (7,))
             rpc.remote(2, chain, (0,))
@@ -172,17 +152,20 @@ def test_shutdown_waits_for_what_is_under_way() -> None:
 
 
 def test_shutdown_without_grace_waits_for_nobody() -> None:
+    key = uuid.uuid4().hex
+
     def program(comm: un.Communicator) -> Any:
         agent = rpc.init(comm)
         comm.barrier()
         if comm.rank == 0:
-            future = agent.rpc_async(1, nap, (0.2,))
+            future = agent.rpc_async(1, hold, (key,))
             agent.shutdown(graceful=False)
             with pytest.raises(ClosedError):
                 future.wait()
             return True
         with pytest.raises(PeerLostError, match=r"rank 0 (serves no more: it shut|has gone)"):
-            agent.rpc_sync(0, nap, (20.0,))
+            agent.rpc_sync(0, hold, (key,))
+        release(key)
         agent.shutdown(timeout=20.0)
         return True
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 import pytest
 import torch
+from patience import until
+from rpc_functions import census
 
 import unisono as un
 from unisono.testing import pool, run_ranks
@@ -63,20 +64,6 @@ def hand_on(rref: Any, peer: int) -> Any:
 @rpc.expose
 def is_mine(rref: Any) -> bool:
     return bool(rref.is_owner() and rref.local_value().total == rref.to_here().total)
-
-
-@rpc.expose
-def census() -> int:
-    return len(rpc.current.current_agent().references)
-
-
-def until(condition: Any) -> bool:
-    """Counting takes messages, of which nobody waits for the last."""
-    deadline = time.monotonic() + 20.0
-    while not condition() and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.005)
-    return bool(condition())
 
 
 def life(comm: un.Communicator) -> Any:

@@ -14,26 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch_ranks import on_ranks
+from torch_ranks import SHORT, message, on_ranks, summed
 
 import unisono as un
-
-SHORT = timedelta(seconds=0.5)
-
-
-def message(call: Callable[[], object]) -> str:
-    """What an error says, and its class."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def summed(group: Any = None) -> float:
-    t = torch.tensor([10.0 ** dist.get_rank()])
-    dist.all_reduce(t, group=group)
-    return t.item()
 
 
 def mismatches() -> list[str]:

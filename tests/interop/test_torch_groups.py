@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,28 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch_ranks import on_ranks
+from torch_ranks import message, on_ranks, summed
 
 import unisono as un
 from unisono.interop import GroupOptions, register
 from unisono.interop.works import TorchWork
-
-SHORT = timedelta(seconds=0.5)
-
-
-def message(call: Callable[[], object]) -> str:
-    """What an error says, and its class."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def summed(group: Any = None) -> float:
-    t = torch.tensor([10.0 ** dist.get_rank()])
-    dist.all_reduce(t, group=group)
-    return t.item()
 
 
 def test_registering_again_is_harmless() -> None:

@@ -6,17 +6,20 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import unisono as un
 from unisono.interop import GroupOptions
 
-__all__ = ["on_ranks", "reserved_ports"]
+__all__ = ["SHORT", "message", "on_ranks", "reserved_ports", "summed"]
 
 Program = Callable[..., Any]
+SHORT = timedelta(seconds=0.5)
 
 
 def on_ranks(program: Program, size: int, folder: Path, *args: Any, transport: str = "auto", **how: Any) -> list[Any]:
@@ -50,3 +53,18 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(("127.0.0.1", 0))
         yield [one.getsockname()[1] for one in held]
+
+
+def message(call: Callable[[], object]) -> str:
+    """What an error says, and its class."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def summed(group: Any = None) -> float:
+    t = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(t, group=group)
+    return t.item()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import torch
+from relayed import Relayed
 
 from unisono.errors import CommTimeoutError
 from unisono.transport import Transport
@@ -15,9 +15,9 @@ from unisono.wrappers.wrapper import Wrapper
 COMPLAINT = "nobody can move|waited"
 
 
-class Hasty(Work):
+class Hasty(Relayed):
     def __init__(self, inner: Work) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._changed = threading.Condition()
         inner.get_future().add_done_callback(lambda _: self._tell())
 
@@ -26,20 +26,11 @@ class Hasty(Work):
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> None:
-        if not self._inner.is_completed():
+        if not self.is_completed():
             with self._changed:
                 if not self._changed.wait(timeout):
                     raise CommTimeoutError("waited for a message", waited_s=timeout)
-        self._inner.wait(timeout)
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
-
-    def exception(self) -> BaseException | None:
-        return self._inner.exception()
-
-    def get_future(self) -> torch.futures.Future[None]:
-        return self._inner.get_future()
+        super().wait(timeout)
 
 
 class Mutant(Wrapper):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from relayed import Relayed
 
 from unisono.transport import Transport
 from unisono.types import Message, Work
@@ -14,21 +14,9 @@ LAW = "a_work_knows_whether_it_is_done"
 COMPLAINT = r"done before, done after, error: \(True, "
 
 
-class Early(Work):
-    def __init__(self, inner: Work) -> None:
-        self._inner = inner
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._inner.wait(timeout)
-
+class Early(Relayed):
     def is_completed(self) -> bool:
         return True
-
-    def exception(self) -> BaseException | None:
-        return self._inner.exception()
-
-    def get_future(self) -> torch.futures.Future[None]:
-        return self._inner.get_future()
 
 
 class Mutant(Wrapper):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-import torch
+from relayed import Relayed
 
 from unisono.errors import CommTimeoutError
 from unisono.transport import Transport
@@ -16,22 +16,10 @@ LAW = "a_wait_that_timed_out_may_be_repeated"
 COMPLAINT = "^nothing was raised"
 
 
-class Silent(Work):
-    def __init__(self, inner: Work) -> None:
-        self._inner = inner
-
+class Silent(Relayed):
     def wait(self, timeout: float | None = None) -> None:
         with suppress(CommTimeoutError):
-            self._inner.wait(timeout)
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
-
-    def exception(self) -> BaseException | None:
-        return self._inner.exception()
-
-    def get_future(self) -> torch.futures.Future[None]:
-        return self._inner.get_future()
+            super().wait(timeout)
 
 
 class Mutant(Wrapper):

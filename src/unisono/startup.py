@@ -54,8 +54,7 @@ def init(
             else "shm+gloo".
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
-        rank: This process's number; from the environment if None.
-        world_size: How many there are; from the environment if None.
+        rank, world_size: This process's number, and how many there are; from the environment if None.
         timeout: Seconds for joining, and the default for every operation.
         device: Where this rank's tensors live; "cuda:<local rank>" with nccl, else "cpu".
         secret: What ranks prove to each other that they belong together. If None, the variable
@@ -133,17 +132,13 @@ def launch(
         nprocs: How many ranks.
         backend: A transport's name; "auto" is nccl where each rank has a GPU, else shared memory ("gloo"
             where the platform has none).
-        args: Passed on to `fn`; pickled for ranks that are processes.
-        kwargs: Likewise.
+        args, kwargs: Passed on to `fn`; pickled for ranks that are processes.
         timeout: The default of every operation of the communicator, in seconds; not of the whole run.
         on_failure: "end": after a rank's exception the others have 3 s to end by their own error, then
             are ended, and the first error is raised here, with that rank's traceback before it.
             "continue": the results of the survivors are returned; a failed rank's place holds its error.
-        check: As for `init`.
-        device: As for `init`.
+        check, device, chunk_bytes, wrap: As for `init`.
         threads: Torch threads of each rank; OMP_NUM_THREADS or an equal share of the cores if None.
-        chunk_bytes: As for `init`.
-        wrap: As for `init`.
         hosts: Ranks that are to be taken for one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
             to try what runs on several hosts.
         seed: With backend "sim": of the order in which ranks go on. UNISONO_SEED, or 0, if None.
@@ -170,10 +165,17 @@ def launch(
     name = best(sharing, gpus=torch.cuda.device_count() >= nprocs) if backend == "auto" else backend
     options = replace(_options(name, device, None, timeout, chunk_bytes, "127.0.0.1"), hosts=given)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
+    return _run(job, nprocs, on_failure, threads, seed)
+
+
+def _run(
+    job: Job, nprocs: int, on_failure: Literal["end", "continue"], threads: int | None, seed: int | None
+) -> list[Any]:
+    """Start ranks in the way that the transport wants."""
     if job.transport.simulated:
         return run_simulated(job, nprocs, on_failure, seed_of(seed)).results
     if seed is not None:
-        raise ValueError(f"only simulated ranks have a seed: use backend 'sim', not {name!r}")
+        raise ValueError(f"only simulated ranks have a seed: use backend 'sim', not {job.options.backend!r}")
     if job.transport.in_process:
         ended = run_threads(job, nprocs, on_failure)
     elif job.transport.launcher == "mpirun":

@@ -81,19 +81,14 @@ def simulate(
     Args:
         fn: The program of every rank.
         nprocs: How many ranks.
-        args: Passed on to `fn`.
-        kwargs: Likewise.
+        args, kwargs: Passed on to `fn`.
         seed: Of the order in which ranks go on, of the network's jitter and of faults. If None, the
             variable UNISONO_SEED, else 0.
         network: How long messages take; see `unisono.transports.sim.Network`.
         faults: Arguments of `unisono.testing.Faulty`, which then is around each rank's transport, inside of `wrap`.
         preempt: Chance that the seed decides anew at a lock, too, though that is free: to find out what goes wrong
             between a look and the lock.
-        timeout: As for `launch`, in virtual seconds.
-        on_failure: As for `launch`.
-        check: As for `launch`.
-        chunk_bytes: As for `launch`.
-        wrap: As for `launch`.
+        timeout, on_failure, check, chunk_bytes, wrap: As for `launch`; the timeout in virtual seconds.
         backend: "sim", or another transport whose ranks are threads.
 
     Raises:

@@ -65,6 +65,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
         self._control, self._options = control, options
         self._owner = None
         self._splits = self._rebuilds = self._barriers = 0
+        self._finishers: list[Callable[[], None]] = []
         self._parts: list[weakref.ref[Communicator]] = []
         self._successor: Communicator | None = None
         group = transport.group
@@ -201,7 +202,8 @@ class Communicator(Objects, Parts, Watching, Mailing):
     def close(self) -> None:
         """Let go of everything, also of the parts made of this one. Every rank calls it when it is done.
 
-        Waits up to a second for the others, so that nothing in flight is cut off. Again is harmless. A communicator
+        Waits up to a second for the others, so that nothing in flight is cut off; and before that, for saves in the
+        background, which end at once if the communicator is broken. Again is harmless. A communicator
         that nobody holds any more, nor parts or unfinished works of it, is closed in the background.
         """
         if self._successor is not None:
@@ -209,7 +211,15 @@ class Communicator(Objects, Parts, Watching, Mailing):
                 part._close(0.0)
             self._successor.close()
         if not self._engine.closed:
+            self._finish()
             self._close(CLOSE_S)
+
+    def _finish(self) -> None:
+        """Let what others do with it in the background come to its end, while all still works."""
+        while self._finishers:
+            self._finishers.pop()()
+        for part in self._open_parts():
+            part._finish()
 
     def _close(self, patience: float) -> None:
         self._engine.close(patience)
@@ -229,9 +239,9 @@ class Communicator(Objects, Parts, Watching, Mailing):
     def _open_parts(self) -> list[Communicator]:
         return [part for ref in self._parts if (part := ref()) is not None and not part._engine.closed]
 
-    def on_close(self, action: Callable[[], None]) -> None:
-        """Also do this at the end of `close`; for whoever made the communicator."""
-        self._engine.ending.closers.append(action)
+    def on_close(self, action: Callable[[], None], *, first: bool = False) -> None:
+        """Also do this at the end of `close`; or first, while all still works, for who uses it in the background."""
+        (self._finishers if first else self._engine.ending.closers).append(action)
 
     def __enter__(self) -> Self:
         return self

@@ -7,14 +7,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from loading import load
 
-from unisono.checkpoint import background, loading, manifest, places, reader, restore, saving, team
+from unisono.checkpoint import background, bounds, filling, loading, manifest, places, reader, restore, saving, team
 from unisono.checkpoint.storage import local
 from unisono.errors import CommError
 
@@ -25,7 +25,9 @@ Patch = pytest.MonkeyPatch
 @cache
 def unit(name: str) -> ModuleType:
     """The unit tests, by the end of their file's name."""
-    return load(UNIT / f"test_checkpoint_{name}.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(UNIT)
+        return load(UNIT / f"test_checkpoint_{name}.py")
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def folder() -> Iterator[Path]:
 
 def power(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("crashes").test_loss_of_power_at_any_instant(folder, patch, 1)
+        unit("power").test_loss_of_power_at_any_instant(folder, patch, 1)
 
 
 def damages(folder: Path) -> None:
@@ -144,6 +146,24 @@ def every_rank_reads_all(patch: Patch) -> None:
     patch.setattr(loading, "_host", lambda comm: None)
 
 
+def ranks_do_not_wait_for_each_other(patch: Patch) -> None:
+    real = filling.Filling._through_memory
+
+    def through_memory(self: filling.Filling, host: Any, shares: Any) -> None:
+        real(self, SimpleNamespace(rank=host.rank, size=host.size, barrier=lambda: None), shares)  # type: ignore[arg-type]
+
+    patch.setattr(filling.Filling, "_through_memory", through_memory)
+
+
+def values_may_take_any_memory(patch: Patch) -> None:
+    patch.setattr(bounds, "check_cost", lambda cost, nbytes: None)
+    patch.setattr(manifest, "check_cost", lambda cost, nbytes: None)
+
+
+def a_save_is_left_behind(patch: Patch) -> None:
+    patch.setattr(background._Lane, "_finish", lambda self: None)
+
+
 def strided_memory_is_forgotten(patch: Patch) -> None:
     patch.setattr(places.Landing, "tensor", lambda self: self._made if self._place is None else self._place)
 
@@ -161,22 +181,36 @@ def unchecked_sizes(folder: Path) -> None:
     unit("damage").damages(folder, 25)
 
 
-def hostile(folder: Path) -> None:
-    unit("damage").fuzz(folder, 150)
+def lies(folder: Path) -> None:
+    unit("hostile").test_a_manifest_that_does_not_fit_its_files(folder, "belong to none, or to two")
 
 
 def in_background(folder: Path) -> None:
-    unit("ranks").test_async_save_saves_what_there_was_when_it_was_called(folder)
+    unit("background").test_async_save_saves_what_there_was_when_it_was_called(folder)
 
 
 def one_after_another(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("ranks").test_async_save_keeps_what_was_there(folder, patch)
+        unit("background").test_async_save_keeps_what_was_there(folder, patch)
 
 
 def once(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         unit("ranks").test_each_byte_is_read_once_on_a_host(folder, patch, 0)
+
+
+def in_memory(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        unit("ranks").test_what_one_rank_reads_from_the_disk_others_find_in_memory(folder, patch, 0)
+
+
+def closing(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        unit("background").test_close_waits_for_a_save(folder, patch, False)
+
+
+def bomb(folder: Path) -> None:
+    unit("hostile").test_short_values_that_take_much_memory(folder, "strings")
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [
@@ -193,10 +227,13 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [
     (bytes_are_not_checked, damages),
     (headers_are_not_checked, lambda folder: unit("damage").test_the_header_counts_too(folder)),
     (sizes_are_not_checked, unchecked_sizes),
-    (the_manifest_is_believed, hostile),
+    (the_manifest_is_believed, lies),
     (every_rank_reads_all, once),
-    (strided_memory_is_forgotten, lambda folder: unit("state").test_memory_of_every_form(folder)),
-    (shapes_do_not_matter, lambda folder: unit("state").test_the_wrong_model_changes_nothing(folder)),
+    (ranks_do_not_wait_for_each_other, in_memory),
+    (values_may_take_any_memory, bomb),
+    (a_save_is_left_behind, closing),
+    (strided_memory_is_forgotten, lambda folder: unit("values").test_memory_of_every_form(folder)),
+    (shapes_do_not_matter, lambda folder: unit("objects").test_the_wrong_model_changes_nothing(folder)),
 ]
 
 
@@ -208,7 +245,9 @@ def test_killed(mutant: Callable[[Patch], None], test: Callable[[Path], None], f
             test(folder)
 
 
-@pytest.mark.parametrize("test", [power, no_space, differences, in_background, once], ids=lambda test: test.__name__)
+@pytest.mark.parametrize(
+    "test", [power, no_space, differences, in_background, once, in_memory], ids=lambda test: test.__name__
+)
 def test_what_is_right_survives(test: Callable[[Path], None], folder: Path) -> None:
     test(folder)
     assert torch.get_num_threads() == 1

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import traceback
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def attempt(folder: Path, ranks: int, given: tuple[torch.Tensor, torch.Tensor], 
     def tell(step: int, samples: list[int]) -> None:
         os.write(told, json.dumps([step, samples]).encode() + b"\n")
 
+    # After a fork torch makes its own threads anew when it first needs them, which two of ours must not do at once.
+    torch.set_num_threads(1)
     weights = un.launch(train, ranks, "thread", (folder, *given, tell))
     torch.save(weights[0], folder.with_suffix(".weights"))
 
@@ -80,6 +83,9 @@ def run(folder: Path, ranks: list[int], chance: random.Random, kills: int, given
             try:
                 attempt(folder, ranks[killed % len(ranks)], given, writer)
                 code = 0
+            except BaseException:
+                # Nobody else tells of it, as this process ends at once.
+                traceback.print_exc()
             finally:
                 os._exit(code)
         os.close(writer)

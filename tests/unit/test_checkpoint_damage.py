@@ -1,40 +1,22 @@
-"""Damaged and hostile files: each is reported, by the tensor's name; none loads, runs code or takes memory."""
+"""Damaged files: each is reported, by the tensor's name, and none loads; nor does what is no checkpoint of ours."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import resource
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from checkpoint_samples import rewrite, same, saved, state_of
 
 import unisono as un
 from unisono.checkpoint import CheckpointError, CorruptError, FormatError, NoCheckpointError, StateError
-from unisono.checkpoint.digest import digest
 from unisono.checkpoint.manifest import MANIFEST
 from unisono.testing import run_ranks
-
-MODEL = {"embedding": (40, 50), "weight": (30, 20), "bias": (30,), "scale": ()}
-
-
-def state_of(seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    model = {name: torch.randn(shape, generator=generator) for name, shape in MODEL.items()}
-    return {"model": model, "counts": torch.arange(500) + seed, "flags": torch.ones(99) > 0, "step": seed}
-
-
-def saved(path: Path, seed: int, ranks: int = 2) -> Path:
-    run_ranks(lambda comm: un.checkpoint.save(path, state_of(seed), comm), ranks)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +103,6 @@ def damages(folder: Path, count: int) -> int:
     return done
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    equal = all(torch.equal(one["model"][name], other["model"][name]) for name in MODEL)
-    return equal and torch.equal(one["counts"], other["counts"]) and one["step"] == other["step"]
-
-
 def test_damages(folder: Path) -> None:
     assert damages(folder / "short", 60) > 40
 
@@ -195,15 +172,6 @@ def test_a_large_one_says_that_the_state_is_partly_overwritten(folder: Path, mon
 # -- other things that are no checkpoint of ours --------------------------------------------------
 
 
-def rewrite(path: Path, change: Any) -> None:
-    """Change the manifest as somebody does who can compute digests."""
-    text = (path / MANIFEST).read_bytes()
-    whole = json.loads(text)["manifest"]
-    whole = change(whole) or whole
-    body = json.dumps(whole, separators=(",", ":")).encode()
-    (path / MANIFEST).write_bytes(b'{"digest":"' + digest(body).encode() + b'","manifest":' + body + b"}\n")
-
-
 def test_a_newer_format(folder: Path) -> None:
     path = saved(folder / "newer", 1)
     rewrite(path, lambda whole: whole.update(version=7, tensors="who knows"))
@@ -244,160 +212,6 @@ def test_links_and_pipes_are_no_files(folder: Path) -> None:
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(CorruptError, match=f"{file.name} is missing"):
-        un.checkpoint.load(path)
-
-
-HOSTILE = (
-    *(
-        -1,
-        0,
-        1 << 40,
-        1 << 62,
-        1 << 80,
-        0.5,
-        True,
-        None,
-        "",
-        "../../x",
-        "\ud800",
-        [],
-        {},
-        [[]] * 50,
-        {"$tensor": "nobody"},
-    ),
-    *(
-        {"$tuple": 3},
-        {"$range": [0, 1 << 60]},
-        {"$bytes": "!"},
-        {"$state": ["os.system", {}]},
-        {"$rank": [9, "modulo"]},
-    ),
-    *(
-        {"$generator": "model.bias"},
-        {"$numbers": "model.weight"},
-        {"$dict": [[[], 1]]},
-        {"$set": [[1]]},
-        {"$size": ["x"]},
-    ),
-    *(
-        {"$int": "0x" + "f" * 50},
-        {"$array": ["<f8", [1 << 50], "counts"]},
-        {"$device": "cuda:99"},
-        {"$dtype": "Tensor"},
-    ),
-    *({"$array": ["O", [1], "counts"]}, {"$complex": ["1", "x"]}, {"$unknown": 1}, {"$counter": [[1, "x"]]}, "float64"),
-)
-
-
-def places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in a tree, with each of its keys."""
-    for key in list(node) if isinstance(node, dict) else range(len(node)):
-        yield node, key
-        if isinstance(node[key], dict | list):
-            yield from places(node[key])
-
-
-def deep(levels: int) -> Any:
-    node: Any = 0
-    for _ in range(levels):
-        node = [node]
-    return node
-
-
-def corrupted(whole: Any, chance: random.Random) -> Any:
-    for _ in range(chance.randint(1, 3)):
-        container, key = chance.choice(list(places(whole)))
-        what = chance.random()
-        if what < 0.1:
-            del container[key]
-        elif what < 0.2:
-            container[key] = deep(chance.choice([50, 150, 300]))
-        elif what < 0.4:
-            other, place = chance.choice(list(places(whole)))
-            container[key] = json.loads(json.dumps(other[place]))
-        else:
-            container[key] = json.loads(json.dumps(chance.choice(HOSTILE)))
-    return whole
-
-
-RUN_CODE = ("exec", "compile", "pickle.find_class", "os.system", "os.exec", "subprocess.Popen", "os.posix_spawn")
-_watched: list[str] = []
-_guards: list[int] = []
-
-
-def watch(event: str, given: tuple[Any, ...]) -> None:
-    if not _guards or event not in RUN_CODE:
-        return
-    code = getattr(given[0], "co_filename", "") if given else ""
-    # A module of a library that is imported late.
-    if event != "exec" or not Path(code).is_file():
-        _watched.append(f"{event} {given}")
-
-
-@contextmanager
-def guarded(nbytes: int) -> Iterator[None]:
-    """No more memory than that, and no code."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, hard))
-    _guards.append(nbytes)
-    try:
-        yield
-    finally:
-        _guards.clear()
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def fuzz(folder: Path, count: int) -> dict[str, int]:
-    """Load so many hostile checkpoints; how each ended."""
-    sys.addaudithook(watch)
-    path = saved(folder / "victim", 1)
-    intact = {file.name: file.read_bytes() for file in path.iterdir()}
-    chance = random.Random(11)
-    ends: dict[str, int] = {}
-    target = state_of(5)
-    un.checkpoint.load(path, target)
-    # The interpreter's own arenas come in large pieces; the files have 16 KiB.
-    slack = 32 << 20
-    for number in range(count):
-        for name, data in intact.items():
-            (path / name).write_bytes(data)
-        if number % 4:
-            rewrite(path, lambda whole: corrupted(whole, chance))
-        else:
-            file = path / chance.choice(sorted(intact))
-            data = bytearray(file.read_bytes())
-            for _ in range(chance.randint(1, 20)):
-                data[chance.randrange(len(data))] = chance.randrange(256)
-            data[: chance.choice([0, 0, 8])] = chance.randbytes(8)
-            file.write_bytes(data)
-        for wanted in (None, state_of(5)):
-            with guarded(slack):
-                try:
-                    un.checkpoint.load(path, wanted)
-                    end = "loaded"
-                except CheckpointError as error:
-                    end = type(error).__name__
-            ends[end] = ends.get(end, 0) + 1
-    assert not _watched, _watched
-    return ends
-
-
-def test_hostile_files(folder: Path) -> None:
-    ends = fuzz(folder / "few", 150)
-    assert ends.keys() >= {"CorruptError", "FormatError", "StateError"}, ends
-
-
-@pytest.mark.soak
-def test_10000_hostile_files(folder: Path) -> None:
-    ends = fuzz(folder / "many", 10_000)
-    assert sum(ends.values()) == 20_000
-
-
-def test_a_small_manifest_cannot_ask_for_much_memory(folder: Path) -> None:
-    path = saved(folder / "bomb", 1)
-    rewrite(path, lambda whole: whole.update(state=[[]] * 3_000_000))
-    with guarded(64 << 20), pytest.raises(FormatError, match="too many"):
         un.checkpoint.load(path)
 
 

@@ -1,8 +1,7 @@
-"""Saved and loaded by ranks: equal shares, the same errors everywhere, in the background, and old ones put away."""
+"""Saved and loaded by ranks: any number of them, the same errors everywhere, and each byte from the disk once."""
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import nn
 
 import unisono as un
-from unisono.checkpoint import Checkpointer, CheckpointError, CorruptError, NoCheckpointError, PerRank
-from unisono.checkpoint.storage.local import LocalSink, LocalSource
+from unisono.checkpoint import Checkpointer, NoCheckpointError, PerRank, StorageError
+from unisono.checkpoint.storage.local import LocalSource, LocalStorage
 from unisono.errors import MismatchError
 from unisono.testing import pool, run_ranks
 
@@ -64,6 +63,8 @@ def test_processes(tmp_path: Path, backend: str) -> None:
 
 @pytest.mark.parametrize("small", [0, 1 << 20])
 def test_each_byte_is_read_once_on_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+    """From a storage of which the host's memory keeps nothing."""
+    monkeypatch.setattr(LocalStorage, "kept", False)
     monkeypatch.setattr("unisono.checkpoint.loading._SMALL", small)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 16)
     read = dict[Path, int]()
@@ -76,8 +77,107 @@ def test_each_byte_is_read_once_on_a_host(tmp_path: Path, monkeypatch: pytest.Mo
 
     run_ranks(lambda comm: un.checkpoint.save(tmp_path, state_of(1), comm), 3)
     monkeypatch.setattr(LocalSource, "read", counted)
-    run_ranks(lambda comm: un.checkpoint.load(tmp_path, state_of(2), comm), 4)
+    found = run_ranks(lambda comm: un.checkpoint.load(tmp_path, state_of(2), comm), 4)
+    assert all(same(state, state_of(1)) for state in found)
     assert read == {file: file.stat().st_size for file in tmp_path.iterdir()}
+
+
+class Reads:
+    """Who reads what of a checkpoint's files, while one rank is slow."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: dict[tuple[Path, int], list[int]] = {}
+        self.too_early: list[tuple[Path, int]] = []
+        self.most_kept = 0
+        # Of those, what is being read for the first time.
+        self._under_way: set[tuple[Path, int]] = set()
+        self._changed, self._real, self._slow = threading.Condition(), LocalSource.read, 0
+        monkeypatch.setattr(LocalSource, "read", self.reader())
+
+    def reader(self) -> Any:
+        """Bound to nothing, so that a class makes a method of it."""
+
+        def read(source: LocalSource, start: int, into: memoryview) -> None:
+            self._read(source, start, into)
+
+        return read
+
+    def _read(self, source: LocalSource, start: int, into: memoryview) -> None:
+        part, reader = (source._path, start), threading.get_ident()
+        with self._changed:
+            if part in self._under_way:
+                self.too_early.append(part)
+            self.begun.setdefault(part, []).append(reader)
+            if self.begun[part] == [reader]:
+                self._under_way.add(part)
+            self.most_kept = max(self.most_kept, sum(len(readers) < 4 for readers in self.begun.values()))
+            self._changed.notify_all()
+            if not self._slow and source._path.suffix == ".safetensors":
+                self._slow = reader
+                # Time for the others to go astray; if all is well, they wait.
+                self._changed.wait_for(lambda: self.too_early, 0.2)
+        self._real(source, start, into)
+        with self._changed:
+            if self.begun[part][0] == reader:
+                self._under_way.discard(part)
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_what_one_rank_reads_from_the_disk_others_find_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    monkeypatch.setattr("unisono.checkpoint.loading._SMALL", small)
+    monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
+    monkeypatch.setattr("unisono.checkpoint.filling._STRETCH", 2)
+    saved = {f"t{number}": torch.randn(2048) for number in range(64)}
+    un.checkpoint.save(tmp_path, saved)
+    reads = Reads(monkeypatch)
+    target = {name: torch.zeros(2048) for name in saved}
+    found = run_ranks(lambda comm: un.checkpoint.load(tmp_path, {k: v.clone() for k, v in target.items()}, comm), 4)
+    assert all(torch.equal(state[name], saved[name]) for state in found for name in saved)
+    tensors = {part: readers for part, readers in reads.begun.items() if part[0].suffix == ".safetensors"}
+    assert len(tensors) == 65
+    assert all(len(readers) == len(set(readers)) == 4 for readers in tensors.values())
+    assert not reads.too_early
+    if not small:
+        # Two stretches of each rank: of two windows of two tensors, and headers.
+        assert reads.most_kept <= 4 * 2 * 2 * 2 + 2
+
+
+def test_ranks_that_want_different_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.checkpoint.loading._SMALL", 0)
+    monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
+    saved = {f"t{number}": torch.full((2048,), float(number)) for number in range(9)}
+    run_ranks(lambda comm: un.checkpoint.save(tmp_path, saved, comm), 2)
+
+    def program(comm: un.Communicator) -> bool:
+        mine = {f"t{number}": torch.zeros(2048) for number in range(comm.rank, 9, 3)}
+        loaded = un.checkpoint.load(tmp_path, mine, comm)
+        return all(torch.equal(loaded[name], saved[name]) for name in mine)
+
+    assert run_ranks(program, 3) == [True] * 3
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_who_fails_while_reading_does_not_leave_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    monkeypatch.setattr(LocalStorage, "kept", kept)
+    monkeypatch.setattr("unisono.checkpoint.loading._SMALL", 0)
+    monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
+    monkeypatch.setattr("unisono.checkpoint.filling._STRETCH", 1)
+    un.checkpoint.save(tmp_path, {f"t{number}": torch.zeros(2048) for number in range(9)})
+
+    def program(comm: un.Communicator) -> int:
+        def tell(done: int, total: int) -> None:
+            if comm.rank == 1 and done * 2 > total:
+                raise OSError(5, "the disk is on fire")
+
+        with pytest.raises(StorageError, match=r"rank 1 of 3.*the disk is on fire"):
+            un.checkpoint.load(tmp_path, None, comm, progress=tell)
+        return len(un.checkpoint.load(tmp_path, None, comm))
+
+    assert run_ranks(program, 3) == [9] * 3
 
 
 def test_each_host_reads_for_itself(tmp_path: Path) -> None:
@@ -153,145 +253,6 @@ def test_sync_of_another_model_is_refused_everywhere() -> None:
 
     errors = run_ranks(program, 2, on_failure="continue")
     assert all("'net.weight' has shape (2, 2) in it, (3, 2) here" in str(error) for error in errors)
-
-
-# -- in the background -------------------------------------------------------------------------
-
-
-def test_async_save_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, real = threading.Event(), LocalSink.write
-
-    def held(self: LocalSink, data: memoryview) -> None:
-        assert gate.wait(30)
-        real(self, data)
-
-    monkeypatch.setattr(LocalSink, "write", held)
-
-    def program(comm: un.Communicator) -> bool:
-        state = {"big": torch.zeros(50_000), "turned": torch.zeros(30, 20).t(), "step": 1}
-        first = un.checkpoint.async_save(tmp_path, state, comm)
-        assert not first.done()
-        with pytest.raises(un.errors.CommTimeoutError, match="still under way after 0 s"):
-            first.wait(0)
-        state["big"] += 1
-        state["turned"] += 1
-        state["step"] = 2
-        comm.barrier()
-        gate.set()
-        second = un.checkpoint.async_save(tmp_path, state, comm)
-        assert first.done()
-        second.wait()
-        assert second.exception() is None
-        loaded = un.checkpoint.load(tmp_path, None, comm)
-        return bool((loaded["big"] == 1).all() and (loaded["turned"] == 1).all()) and loaded["step"] == 2
-
-    assert run_ranks(program, 2) == [True, True]
-
-
-def test_async_save_saves_what_there_was_when_it_was_called(tmp_path: Path) -> None:
-    def program(comm: un.Communicator) -> bool:
-        state = {"big": torch.zeros(50_000), "turned": torch.zeros(30, 20).t(), "step": 1}
-        saving = un.checkpoint.async_save(tmp_path, state, comm)
-        state["big"] += 1
-        state["turned"] += 1
-        saving.wait()
-        loaded = un.checkpoint.load(tmp_path, None, comm)
-        return not loaded["big"].any() and not loaded["turned"].any()
-
-    assert run_ranks(program, 2) == [True, True]
-    assert run_ranks(program, 1) == [True]
-
-
-def test_errors_in_the_background_are_raised_by_wait(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    def program(comm: un.Communicator) -> bool:
-        saving = un.checkpoint.async_save(tmp_path / "file" / "x", {}, comm)
-        assert isinstance(saving.exception(), CheckpointError)
-        with pytest.raises(CheckpointError, match=r"File exists|Not a directory"):
-            saving.wait()
-        un.checkpoint.async_save(tmp_path / "good", {}, comm).wait()
-        saving = un.checkpoint.async_save(tmp_path / "bad", {"x": object()} if comm.rank else {}, comm)
-        return isinstance(saving.exception(), TypeError)
-
-    assert run_ranks(program, 2) == [True, True]
-
-
-def test_a_tensor_that_changes_while_it_is_saved_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"w": torch.zeros(20_000)}
-    real = LocalSink.__init__
-
-    def change(self: LocalSink, path: Path) -> None:
-        state["w"][-1] = 1.0
-        state["w"][0] = 1.0
-        real(self, path)
-
-    monkeypatch.setattr(LocalSink, "__init__", change)
-    errors = run_ranks(lambda comm: un.checkpoint.save(tmp_path, state, comm), 2, on_failure="continue")
-    assert all(isinstance(error, CheckpointError) and "it was changed while" in str(error) for error in errors)
-    assert not list(tmp_path.iterdir())
-
-
-# -- many of a run -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_old_ones_are_put_away(tmp_path: Path, background: bool) -> None:
-    def program(comm: un.Communicator) -> list[int | None]:
-        state = {"w": torch.zeros(10), "step": 0}
-        with Checkpointer(tmp_path, comm, keep=2, every=5, background=background) as checkpointer:
-            found = [checkpointer.load(state)]
-            for step in range(1, 24):
-                state["w"] += 1
-                state["step"] = step
-                assert checkpointer.step(step, state) == (step % 5 == 0)
-            found.append(checkpointer.load(state))
-            assert state["w"][0] == state["step"] == 20
-            found.append(checkpointer.load(state, step=15))
-        return [*found, *checkpointer.steps()]
-
-    assert run_ranks(program, 2) == [[None, 20, 15, 15, 20]] * 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000015", "step-0000000020"]
-
-
-def test_what_crashes_left_is_put_away_and_others_files_stay(tmp_path: Path) -> None:
-    (tmp_path / "step-0000000003").mkdir()
-    (tmp_path / "step-0000000003" / ("0" * 16 + "-00000.safetensors")).write_text("half")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "read.me").write_text("mine")
-    checkpointer = Checkpointer(tmp_path, keep=1, background=False)
-    checkpointer.save(7, {"w": torch.ones(2)})
-    checkpointer.save(8, {"w": torch.ones(2)})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-0000000008"]
-    with pytest.raises(ValueError, match="keep=0"):
-        Checkpointer(tmp_path, keep=0)
-    with pytest.raises(NoCheckpointError, match=r"the last good checkpoint beside it is .*0008"):
-        checkpointer.load({}, step=9)
-
-
-def test_a_damaged_one_is_not_passed_over(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, background=False)
-    for step in (1, 2):
-        checkpointer.save(step, {"w": torch.full((9,), float(step))})
-    file = next((tmp_path / "step-0000000002").glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 4
-    file.write_bytes(data)
-    with pytest.raises(
-        CorruptError, match=r"'w' has other bytes .* the last good checkpoint beside it is .*step-0000000001"
-    ):
-        checkpointer.load({"w": torch.zeros(9)})
-    assert checkpointer.load({"w": torch.zeros(9)}, step=1) == 1
-
-
-def test_latest_is_by_time_and_passes_over_what_is_not_whole(tmp_path: Path) -> None:
-    for name in ("b", "a", "c"):
-        un.checkpoint.save(tmp_path / name, {"w": torch.ones(4)})
-    assert un.checkpoint.latest(tmp_path) == str(tmp_path / "c")
-    file = next((tmp_path / "c").glob("*.safetensors"))
-    os.truncate(file, 100)
-    assert un.checkpoint.latest(tmp_path) == str(tmp_path / "a")
-    assert un.checkpoint.latest(tmp_path / "nowhere") is None
 
 
 def test_progress_and_extra(tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ class _Lane:
         self.twin = comm.dup()
         self.twin.share()
         self.last: Saving | None = None
+        comm.on_close(self._finish, first=True)
+
+    def _finish(self) -> None:
+        """Nobody closes a communicator to lose a checkpoint. Why it failed has been logged, and `wait` says it."""
+        if self.last is not None:
+            self.last.exception()
 
 
 # What is under way belongs to a communicator, whose class knows nothing of checkpoints; without one, to a path.

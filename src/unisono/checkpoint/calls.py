@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.checkpoint.background import Saving, begin, finish_earlier
 from unisono.checkpoint.errors import CheckpointError, StateError
-from unisono.checkpoint.loading import Wishes, load_state
+from unisono.checkpoint.filling import Wishes
+from unisono.checkpoint.loading import load_state
 from unisono.checkpoint.places import MapLocation
 from unisono.checkpoint.saving import Progress, Snapshot, commit, prepare
 from unisono.checkpoint.storage import Storage, storage_at
@@ -79,8 +80,8 @@ def async_save(
 ) -> Saving:
     """As `save`, but returns when this rank's share is copied: training goes on while the copy is written.
 
-    A later save of the same communicator waits for this one. Call `wait()` on what is returned before the
-    communicator is closed: until then nobody knows that the checkpoint counts.
+    A later save of the same communicator waits for this one, and so does its `close`. Call `wait()` on what is
+    returned: until then you do not know that the checkpoint counts. That it failed is logged, too.
 
     Args:
         path, state, comm, extra, timeout, progress: As for `save`. `progress` is called from another thread.
@@ -153,7 +154,8 @@ def load(
     """Load a checkpoint into a state, in place, and return the state.
 
     Collective. Ranks may be more or fewer than saved it. Nothing is changed before it is known that the state fits and
-    that all files are there. On each host every byte is read by one rank, and broadcast to the others.
+    that all files are there. On each host every byte comes from the disk once: each rank reads a share, and takes the
+    others' from the host's memory; where that keeps no files, as with `s3://...`, by broadcasts.
 
     Args:
         path: As given to `save`.
@@ -180,7 +182,8 @@ def load(
     What is each rank's own is taken over by rank r from rank r, if as many ranks load as saved. Else rank r takes what
     rank r mod p had, but random generators from rank p on stay as they are (see `PerRank`).
 
-    Cost: each byte is read from the disk once on a host, hashed there, and broadcast once.
+    Cost: each byte leaves the disk once for a host, as long as its memory holds 32 MiB for each rank; on each rank it
+    is copied once, straight into its tensor, and hashed there.
 
     Example:
         >>> import tempfile

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 
+from unisono.checkpoint.bounds import check_cost, check_trees, cost_of
 from unisono.checkpoint.digest import ALGORITHM, BLOCK, digest
 from unisono.checkpoint.dtypes import dtype_of
 from unisono.checkpoint.errors import CorruptError, FormatError, listed
-from unisono.checkpoint.tree import MAX_DEPTH, Node
+from unisono.checkpoint.tree import Node
 
 __all__ = ["FILE", "MANIFEST", "VERSION", "FileEntry", "Manifest", "Piece", "TensorEntry"]
 
@@ -31,8 +32,7 @@ _FORMAT = "unisono.checkpoint"
 _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
 _BEGIN = len(_HEAD) + 32 + len(_MIDDLE)
 _HEX = re.compile(r"[0-9a-f]{32}")
-# What one value of parsed JSON takes at most, and what is granted to any manifest.
-_VALUE, _GRANTED = 100, 64 << 20
+_SAID = re.compile(rb'"format":"unisono.checkpoint","version":(\d{1,9})[,}]')
 _DIMENSIONS = 64
 
 
@@ -129,12 +129,12 @@ class Manifest:
             "state": self.state,
             "per_rank": self.per_rank,
         }
-        body = json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
-        _check_memory(body, self.nbytes)
+        body = json.dumps(whole, separators=(",", ":"), allow_nan=False).encode("ascii")
+        self.check_memory(cost_of(body))
         return b"".join((_HEAD, digest(body).encode(), _MIDDLE, body, _TAIL))
 
     @classmethod
-    def from_bytes(cls, data: bytes, nbytes: int = 0) -> Manifest:
+    def from_bytes(cls, data: bytes | bytearray, nbytes: int = 0) -> Manifest:
         """The manifest that was written, if that is one, and whole.
 
         Args:
@@ -158,9 +158,15 @@ class Manifest:
                 extra=dict(whole["extra"]),
             )
             _check_tiling(manifest)
+            manifest.check_memory(cost_of(data))
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
             raise FormatError(f"its manifest is not one that unisono writes ({_said(error)})") from None
         return manifest
+
+    def check_memory(self, text: int) -> None:
+        """`FormatError` if what is made of it takes more than is allowed, and `text` for the manifest itself."""
+        sizes = {name: (prod(entry.shape), entry.nbytes) for name, entry in self.tensors.items()}
+        check_trees(self.state, self.per_rank, sizes, text, self.nbytes)
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
         """`CorruptError` that names tensors, unless every file is there in full length."""
@@ -172,51 +178,30 @@ class Manifest:
                 raise CorruptError(f"{file.name} {what}; it is the file of {listed(names)}", tensors=names)
 
 
-def _opened(data: bytes, nbytes: int) -> dict[str, Any]:
-    """The manifest as JSON, if the digest fits and this version can read it."""
-    body = data[_BEGIN : -len(_TAIL)]
+def _opened(data: bytes | bytearray, nbytes: int) -> dict[str, Any]:
+    """The manifest as JSON, if the digest fits and this version can read it. Nothing else is parsed."""
+    view = memoryview(data)
     framed = data.startswith(_HEAD) and data[_BEGIN - len(_MIDDLE) : _BEGIN] == _MIDDLE and data.endswith(_TAIL)
+    body = view[_BEGIN : -len(_TAIL)]
     intact = framed and data[len(_HEAD) : len(_HEAD) + 32] == digest(body).encode()
-    _check_memory(body, nbytes)
-    try:
-        whole = json.loads(body) if framed else json.loads(data).get("manifest", {})
-        version, kind = whole["version"], whole["format"]
-    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-        raise CorruptError(f"{MANIFEST} is damaged: it cannot be read") from None
-    if kind == _FORMAT and isinstance(version, int) and version > VERSION:
+    said = _SAID.search(data, 0, _BEGIN + 200)
+    if said and int(said[1]) > VERSION:
         doubt = "" if intact else f", or {MANIFEST} is damaged: its digest does not fit"
         raise FormatError(
-            f"it has format version {version}, but this unisono reads versions up to {VERSION}; update unisono{doubt}"
+            f"it has format version {said[1].decode()}, but this unisono reads versions up to {VERSION}; "
+            f"update unisono{doubt}"
         )
     if not intact:
         raise CorruptError(f"{MANIFEST} is damaged: its digest does not fit")
+    check_cost(cost_of(data), nbytes)
+    try:
+        whole = json.loads(str(body, "ascii"))
+        version, kind = whole["version"], whole["format"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        raise FormatError(f"{MANIFEST} is none that unisono writes") from None
     if kind != _FORMAT or version != VERSION or whole.get("digest") != ALGORITHM:
-        raise FormatError(f"{MANIFEST} is of the unknown format {kind!r}, version {version!r}")
-    _check_depth(whole)
+        raise FormatError(f"{MANIFEST} is of the unknown format {kind!r:.80}, version {version!r:.80}")
     return dict(whole)
-
-
-def _check_memory(body: bytes, nbytes: int) -> None:
-    """Parsed JSON takes many times its length: bound it before it is parsed, by what a checkpoint may take."""
-    values = body.count(b",") + body.count(b"[") + body.count(b"{")
-    if values * _VALUE > max(_GRANTED, 2 * (nbytes + len(body))):
-        raise FormatError(
-            f"its manifest has about {values} values, too many beside {nbytes} bytes of tensors; "
-            "keep long lists as tensors"
-        )
-
-
-def _check_depth(whole: Node) -> None:
-    level = [whole]
-    for _ in range(4 * MAX_DEPTH):
-        level = [item for node in level if isinstance(node, (dict, list)) for item in _items(node)]
-        if not level:
-            return
-    raise FormatError(f"its manifest nests deeper than {4 * MAX_DEPTH}")
-
-
-def _items(node: dict[str, Any] | list[Any]) -> Iterator[Any]:
-    return iter(node.values()) if isinstance(node, dict) else iter(node)
 
 
 def _count(value: object) -> int:

@@ -57,6 +57,7 @@ class Landing:
             made = _blank(entry, device)
             flat = as_bytes(made)
         self._made, self._flat = made, flat
+        self._memory = memory_of(flat) if flat.device.type == "cpu" else None
 
     def put(self, offset: int, data: torch.Tensor) -> None:
         """These uint8 values are the tensor's bytes from `offset` on."""
@@ -64,9 +65,7 @@ class Landing:
 
     def memory(self, offset: int, length: int) -> memoryview | None:
         """Where those of its bytes go, to be written there; None if that is not in this computer's main memory."""
-        if self._flat.device.type != "cpu":
-            return None
-        return memory_of(self._flat[offset : offset + length])
+        return None if self._memory is None else self._memory[offset : offset + length]
 
     def tensor(self) -> torch.Tensor:
         """The tensor, filled."""

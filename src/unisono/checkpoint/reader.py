@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from unisono.checkpoint.bounds import GRANTED, cost_of
 from unisono.checkpoint.digest import BLOCK, CHUNK, blocks, hasher
 from unisono.checkpoint.errors import CorruptError, NoCheckpointError, listed
 from unisono.checkpoint.manifest import FILE, MANIFEST, Manifest
@@ -97,10 +98,16 @@ def deal(windows: Sequence[Window], ranks: int) -> list[list[Window]]:
 
 
 class Files:
-    """The files of a checkpoint, opened when first needed, and closed together."""
+    """The files of a checkpoint, opened when first needed, and closed together.
+
+    Attributes:
+        kept: Whether this host's memory keeps what one of its processes has read, for all.
+    """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage, self._manifest = storage, manifest
+        # A storage of a user need not know of it.
+        self.kept = bool(getattr(storage, "kept", False))
         self._open: dict[int, Source] = {}
         self._held: dict[Block, memoryview] = {}
         self._stack = ExitStack()
@@ -122,15 +129,18 @@ class Files:
     def read(self, block: Block, into: memoryview, *, check: bool = True) -> bool:
         """Fill memory of its size with a block; whether the bytes are those that were saved, if that is asked."""
         if block in self._held:
-            into[:] = self._held[block]
+            into[:] = self._held.pop(block)
             return True
-        source, state = self.open(block.file), hasher()
+        source = self.open(block.file)
+        if not check:
+            source.read(block.start, into)
+            return True
+        state = hasher()
         for low in range(0, len(into), CHUNK):
             chunk = into[low : low + CHUNK]
             source.read(block.start + low, chunk)
-            if check:
-                state.update(chunk)
-        return not check or state.hexdigest() == block.digest
+            state.update(chunk)
+        return bool(state.hexdigest() == block.digest)
 
     def prefetch(self, windows: Sequence[Window], number: int) -> None:
         """Window `number` is read next, and then the others: have the disk read some ahead of that."""
@@ -145,13 +155,13 @@ class Files:
             tell: Called with the bytes of each.
             hold: Keep their bytes in memory, so that they are not read again.
         """
-        bad, spare = [], memoryview(bytearray(BLOCK))
+        longest = max((block.stop - block.start for window in windows for block in window.blocks), default=0)
+        bad, spare = [], memoryview(bytearray(0 if hold else longest))
         for number, window in enumerate(windows):
             self.prefetch(windows, number)
             for block in window.blocks:
                 length = block.stop - block.start
-                # Headers may be longer than blocks.
-                into = spare[:length] if length <= BLOCK and not hold else memoryview(bytearray(length))
+                into = memoryview(bytearray(length)) if hold else spare[:length]
                 if not self.read(block, into):
                     bad.append(block)
                 elif hold:
@@ -184,7 +194,7 @@ class Files:
         self._stack.close()
 
 
-def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
+def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
     """The manifest of a checkpoint, and its bytes.
 
     Raises:
@@ -205,12 +215,12 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
     finally:
         source.close()
     try:
-        manifest = Manifest.from_bytes(bytes(data), sum(sizes.values()))
+        manifest = Manifest.from_bytes(data, sum(size for name, size in sizes.items() if FILE.fullmatch(name)))
     except CorruptError as error:
         error.tensors = tuple(names_in_headers(storage))
         error.message += f"; its tensors are {listed(error.tensors)}" if error.tensors else ""
         raise
-    return manifest, bytes(data)
+    return manifest, data
 
 
 def names_in_headers(storage: Storage) -> list[str]:
@@ -225,8 +235,9 @@ def names_in_headers(storage: Storage) -> list[str]:
                 data = bytearray(min(size, _MOST_HEADER))
                 source.read(0, memoryview(data))
                 length = int.from_bytes(data[:8], "little")
-                if length <= len(data) - 8:
-                    found = json.loads(data[8 : 8 + length])
+                text = data[8 : 8 + length]
+                if length == len(text) and cost_of(text) <= GRANTED:
+                    found = json.loads(text)
                     names.update(dict.fromkeys(str(n).partition("[")[0] for n in found if n != "__metadata__"))
             finally:
                 source.close()

@@ -27,6 +27,8 @@ class LocalStorage:
         path: The directory; it need not be there.
     """
 
+    kept = True
+
     def __init__(self, path: str) -> None:
         self.where = os.path.normpath(path)
         # A later change of the working directory must not move it.

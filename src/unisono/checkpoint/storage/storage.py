@@ -63,6 +63,10 @@ class Storage(Protocol):
     Attributes:
         where: The directory, as messages call it and as `storage_at` takes it.
         name: Its last part.
+
+    A storage may say `kept = True`: what one process has read of a file, this host's memory keeps for a while, for all
+    its processes, as it does for file systems. Then ranks read all that they want, one after another, instead of
+    telling each other.
     """
 
     where: str

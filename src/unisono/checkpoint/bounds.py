@@ -1,0 +1,85 @@
+"""How much memory a checkpoint may ask for: twice its files, and `GRANTED`. Counted before anything is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from unisono.checkpoint.errors import FormatError
+from unisono.checkpoint.tree import MAX_DEPTH, Node, tag_of
+
+__all__ = ["GRANTED", "HELD", "check_cost", "check_trees", "cost_of"]
+
+GRANTED = 16 << 20
+"""Bytes that any checkpoint may take beyond twice its files: Python's values are much longer than their JSON."""
+HELD = 4 << 20
+"""Up to so many bytes a rank, tensors are held in memory until all are known to be whole."""
+
+# What a mark of JSON stands for at most, in bytes of what is parsed and of what is then made of it; measured.
+_MARKS = {b",": 66, b"[": 118, b"{": 207, b'"': 48}
+# A number in a list: its place, and itself.
+_NUMBER = 40
+_COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
+
+
+def cost_of(text: bytes | bytearray) -> int:
+    """Bytes of memory that values may take beside the text that they are parsed from, and its copy."""
+    return len(text) + sum(text.count(mark) * cost for mark, cost in _MARKS.items())
+
+
+def check_cost(cost: int, nbytes: int) -> None:
+    """`FormatError` if so much is more than a checkpoint with so many bytes of tensors may take.
+
+    The text itself is there twice while it is parsed, and so are tensors that are held: twice the files already. Of
+    larger tensors there is one copy, so that what a second would take is left.
+    """
+    if cost > GRANTED + max(0, nbytes - HELD):
+        raise FormatError(
+            f"its values take about {cost >> 20} MiB of memory, too much beside {nbytes} bytes of files; "
+            "keep long lists and dicts as tensors"
+        )
+
+
+def check_trees(
+    state: Node, per_rank: Iterable[Iterable[Node]], sizes: Mapping[str, tuple[int, int]], text: int, nbytes: int
+) -> None:
+    """`FormatError` or `ValueError` if values of these trees are made again and again, or take too much.
+
+    Args:
+        state, per_rank: As in a manifest.
+        sizes: For each tensor, how many elements and bytes it has.
+        text: What the trees take as such.
+        nbytes: Of all files.
+    """
+    referred: set[Any] = set()
+    cost = text
+    trees = [tree for trees in per_rank for tree in trees]
+    for top in (state, trees):
+        for tag, body in _tagged(top):
+            if tag == "$numbers":
+                cost += sizes[body][0] * _NUMBER
+            elif tag in _COPIED and not isinstance(body, str):
+                cost += 2 * sizes[body["$tensor"] if isinstance(body, dict) else body[2]][1]
+            elif tag == "$rank":
+                if top is trees or type(body[0]) is not int or body[0] < 0 or body[0] in referred:
+                    raise ValueError("a value of one rank stands in two places")
+                referred.add(body[0])
+    check_cost(cost, nbytes)
+
+
+def _tagged(tree: Node) -> Iterator[tuple[str, Any]]:
+    """Every value with a tag; level by level, since a hostile tree is deep."""
+    level = [tree]
+    for _ in range(4 * MAX_DEPTH):
+        for node in level:
+            tag = tag_of(node)
+            if tag is not None:
+                yield tag, node[tag]
+        level = [item for node in level if isinstance(node, (dict, list)) for item in _items(node)]
+        if not level:
+            return
+    raise FormatError(f"its state nests deeper than {4 * MAX_DEPTH}")
+
+
+def _items(node: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    return iter(node.values()) if isinstance(node, dict) else iter(node)

@@ -1,0 +1,144 @@
+"""Saved in the background: what there was, one after another, and before the communicator is closed."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.checkpoint import CheckpointError, PerRank
+from unisono.checkpoint.storage.local import LocalSink
+from unisono.testing import run_ranks
+
+
+def test_async_save_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, real = threading.Event(), LocalSink.write
+
+    def held(self: LocalSink, data: memoryview) -> None:
+        assert gate.wait(30)
+        real(self, data)
+
+    monkeypatch.setattr(LocalSink, "write", held)
+
+    def program(comm: un.Communicator) -> bool:
+        state = {"big": torch.zeros(50_000), "turned": torch.zeros(30, 20).t(), "step": 1}
+        first = un.checkpoint.async_save(tmp_path, state, comm)
+        assert not first.done()
+        with pytest.raises(un.errors.CommTimeoutError, match="still under way after 0 s"):
+            first.wait(0)
+        state["big"] += 1
+        state["turned"] += 1
+        state["step"] = 2
+        comm.barrier()
+        gate.set()
+        second = un.checkpoint.async_save(tmp_path, state, comm)
+        assert first.done()
+        second.wait()
+        assert second.exception() is None
+        loaded = un.checkpoint.load(tmp_path, None, comm)
+        return bool((loaded["big"] == 1).all() and (loaded["turned"] == 1).all()) and loaded["step"] == 2
+
+    assert run_ranks(program, 2) == [True, True]
+
+
+def test_async_save_saves_what_there_was_when_it_was_called(tmp_path: Path) -> None:
+    def program(comm: un.Communicator) -> bool:
+        state = {"big": torch.zeros(50_000), "turned": torch.zeros(30, 20).t(), "step": 1}
+        saving = un.checkpoint.async_save(tmp_path, state, comm)
+        state["big"] += 1
+        state["turned"] += 1
+        saving.wait()
+        loaded = un.checkpoint.load(tmp_path, None, comm)
+        return not loaded["big"].any() and not loaded["turned"].any()
+
+    assert run_ranks(program, 2) == [True, True]
+    assert run_ranks(program, 1) == [True]
+
+
+def test_errors_in_the_background_are_raised_by_wait(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def program(comm: un.Communicator) -> bool:
+        saving = un.checkpoint.async_save(tmp_path / "file" / "x", {}, comm)
+        assert isinstance(saving.exception(), CheckpointError)
+        with pytest.raises(CheckpointError, match=r"File exists|Not a directory"):
+            saving.wait()
+        un.checkpoint.async_save(tmp_path / "good", {}, comm).wait()
+        saving = un.checkpoint.async_save(tmp_path / "bad", {"x": object()} if comm.rank else {}, comm)
+        return isinstance(saving.exception(), TypeError)
+
+    assert run_ranks(program, 2) == [True, True]
+
+
+def test_a_tensor_that_changes_while_it_is_saved_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.zeros(20_000)}
+    real = LocalSink.__init__
+
+    def change(self: LocalSink, path: Path) -> None:
+        state["w"][-1] = 1.0
+        state["w"][0] = 1.0
+        real(self, path)
+
+    monkeypatch.setattr(LocalSink, "__init__", change)
+    errors = run_ranks(lambda comm: un.checkpoint.save(tmp_path, state, comm), 2, on_failure="continue")
+    assert all(isinstance(error, CheckpointError) and "it was changed while" in str(error) for error in errors)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_close_waits_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: bool) -> None:
+    """Also for that of a part, which is closed along."""
+    closing, real = threading.Event(), LocalSink.write
+
+    def held(self: LocalSink, data: memoryview) -> None:
+        assert closing.wait(30)
+        real(self, data)
+
+    monkeypatch.setattr(LocalSink, "write", held)
+    done: list[bool] = []
+
+    def program(comm: un.Communicator) -> None:
+        used = comm.split(0) if part else comm
+        assert used is not None
+        saving = un.checkpoint.async_save(tmp_path, {"mine": PerRank(torch.ones(9))}, used)
+        if comm.rank == 0:
+            # The writes begin when this rank is closing.
+            comm.on_close(closing.set, first=True)
+        comm.close()
+        done.append(saving.done() and saving.exception() is None)
+
+    run_ranks(program, 2)
+    assert done == [True, True]
+    assert len(un.checkpoint.load(tmp_path)["mine"]) == 9
+
+
+def test_a_rank_that_fails_does_not_wait_for_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    un.checkpoint.save(tmp_path, {"w": torch.zeros(3)})
+    failed = threading.Event()
+
+    def program(comm: un.Communicator) -> None:
+        def wait(done: int, total: int) -> None:
+            assert failed.wait(30)
+
+        monkeypatch.setattr(comm, "_fail", lambda error, real=comm._fail: (real(error), failed.set()))
+        with comm:
+            saving = un.checkpoint.async_save(tmp_path, {"w": torch.ones(9000)}, comm, progress=wait)
+            if comm.rank == 1:
+                raise ArithmeticError("the program's own")
+            assert isinstance(saving.exception(), un.errors.CommError)
+
+    errors = run_ranks(program, 2, on_failure="continue")
+    assert isinstance(errors[1], ArithmeticError)
+    assert errors[0] is None
+    assert not un.checkpoint.load(tmp_path)["w"].any()
+
+
+def test_processes_end_after_their_saves(tmp_path: Path) -> None:
+    def program(comm: un.Communicator) -> None:
+        un.checkpoint.async_save(tmp_path, {"w": torch.arange(100_000)}, comm)
+
+    un.launch(program, 2, "gloo", threads=1)
+    assert torch.equal(un.checkpoint.load(tmp_path)["w"], torch.arange(100_000))

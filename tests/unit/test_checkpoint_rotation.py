@@ -1,0 +1,72 @@
+"""Many checkpoints of one run: the newest few stay, and the newest that is whole is found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.checkpoint import Checkpointer, CorruptError, NoCheckpointError
+from unisono.testing import run_ranks
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_old_ones_are_put_away(tmp_path: Path, background: bool) -> None:
+    def program(comm: un.Communicator) -> list[int | None]:
+        state = {"w": torch.zeros(10), "step": 0}
+        with Checkpointer(tmp_path, comm, keep=2, every=5, background=background) as checkpointer:
+            found = [checkpointer.load(state)]
+            for step in range(1, 24):
+                state["w"] += 1
+                state["step"] = step
+                assert checkpointer.step(step, state) == (step % 5 == 0)
+            found.append(checkpointer.load(state))
+            assert state["w"][0] == state["step"] == 20
+            found.append(checkpointer.load(state, step=15))
+        return [*found, *checkpointer.steps()]
+
+    assert run_ranks(program, 2) == [[None, 20, 15, 15, 20]] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000015", "step-0000000020"]
+
+
+def test_what_crashes_left_is_put_away_and_others_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "step-0000000003").mkdir()
+    (tmp_path / "step-0000000003" / ("0" * 16 + "-00000.safetensors")).write_text("half")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "read.me").write_text("mine")
+    checkpointer = Checkpointer(tmp_path, keep=1, background=False)
+    checkpointer.save(7, {"w": torch.ones(2)})
+    checkpointer.save(8, {"w": torch.ones(2)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-0000000008"]
+    with pytest.raises(ValueError, match="keep=0"):
+        Checkpointer(tmp_path, keep=0)
+    with pytest.raises(NoCheckpointError, match=r"the last good checkpoint beside it is .*0008"):
+        checkpointer.load({}, step=9)
+
+
+def test_a_damaged_one_is_not_passed_over(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, background=False)
+    for step in (1, 2):
+        checkpointer.save(step, {"w": torch.full((9,), float(step))})
+    file = next((tmp_path / "step-0000000002").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(
+        CorruptError, match=r"'w' has other bytes .* the last good checkpoint beside it is .*step-0000000001"
+    ):
+        checkpointer.load({"w": torch.zeros(9)})
+    assert checkpointer.load({"w": torch.zeros(9)}, step=1) == 1
+
+
+def test_latest_is_by_time_and_passes_over_what_is_not_whole(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        un.checkpoint.save(tmp_path / name, {"w": torch.ones(4)})
+    assert un.checkpoint.latest(tmp_path) == str(tmp_path / "c")
+    file = next((tmp_path / "c").glob("*.safetensors"))
+    os.truncate(file, 100)
+    assert un.checkpoint.latest(tmp_path) == str(tmp_path / "a")
+    assert un.checkpoint.latest(tmp_path / "nowhere") is None

@@ -1,0 +1,201 @@
+"""What goes in comes out: every kind of value and dtype, and memory of every form."""
+
+from __future__ import annotations
+
+import json
+import math
+import string
+import struct
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+import unisono as un
+from unisono.checkpoint.dtypes import as_bytes
+from unisono.checkpoint.tree import Packer, unpack
+from unisono.testing import run_ranks
+
+DTYPES = sorted({d for n in dir(torch) if isinstance(d := getattr(torch, n), torch.dtype)}, key=str)
+PLAIN = [d for d in DTYPES if not str(d).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))]
+SAVABLE = [d for d in PLAIN if str(d).removeprefix("torch.") not in {f"{s}int{n}" for s in ("", "u") for n in range(8)}]
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+    | st.just(torch.bfloat16)
+    | st.just(torch.Size([2, 3]))
+    | st.just(range(1, 9, 2))
+    | st.builds(torch.device, st.just("cuda:1")),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers(), st.text()), inner)
+        | st.dictionaries(st.text(), inner).map(OrderedDict)
+        | st.sets(st.integers() | st.text())
+        | st.frozensets(st.binary())
+        | st.dictionaries(st.text(), st.integers()).map(Counter)
+        | st.lists(st.integers(-(2**63), 2**63 - 1), min_size=64, max_size=70)
+        | st.lists(st.floats(allow_nan=False), min_size=64, max_size=70).map(tuple)
+    ),
+    max_leaves=15,
+)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Equal, of the same types all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, float):
+        return struct.pack("d", one) == struct.pack("d", other)
+    return bool(one == other)
+
+
+@settings(max_examples=25)
+@given(values)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    packer = Packer()
+    tree = json.loads(json.dumps(packer.pack(value)))
+    assert alike(unpack(tree, packer.tensors.__getitem__), value)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
+@given(value=st.dictionaries(st.text(string.printable + "$@", min_size=1), values, max_size=4))
+def test_values_survive_a_file(tmp_path: Path, value: dict[str, Any]) -> None:
+    un.checkpoint.save(tmp_path, value)
+    assert alike(un.checkpoint.load(tmp_path), value)
+
+
+def test_numbers_that_are_none(tmp_path: Path) -> None:
+    un.checkpoint.save(tmp_path, [math.nan, math.inf, -math.inf, -0.0, 2**200])
+    nan, *rest = un.checkpoint.load(tmp_path)
+    assert math.isnan(nan)
+    assert alike(rest, [math.inf, -math.inf, -0.0, 2**200])
+
+
+def sample(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Some bits of this dtype."""
+    size = math.prod(shape) * dtype.itemsize
+    flat = torch.randint(0, 2 if dtype is torch.bool else 256, (size,), dtype=torch.uint8)
+    return flat.view(dtype).view(shape)
+
+
+def test_every_dtype_and_shape(tmp_path: Path) -> None:
+    state = {f"{d}{list(s)}": sample(d, s) for d in SAVABLE for s in [(), (0, 3), (5,), (3, 4), (1, 1, 2)]}
+    assert len(state) >= 90
+    un.checkpoint.save(tmp_path, state)
+    loaded = un.checkpoint.load(tmp_path)
+    for name, tensor in state.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(as_bytes(loaded[name]), as_bytes(tensor)), name
+    with un.checkpoint.open(tmp_path) as archive:
+        for name, tensor in state.items():
+            assert torch.equal(as_bytes(archive[name]), as_bytes(tensor)), name
+
+
+def test_memory_of_every_form(tmp_path: Path) -> None:
+    base = torch.arange(60.0).view(6, 10)
+    state = {
+        "strided": base[::2, 1::3],
+        "turned": base.t(),
+        "spread": torch.ones(1).expand(4, 5),
+        "conjugate": torch.tensor([1 + 2j, 3j]).conj(),
+        "negative": torch.tensor([1 + 2j, 3j]).conj().imag,
+        "last": base.view(1, 6, 5, 2).to(memory_format=torch.channels_last),
+        "parameter": nn.Parameter(torch.ones(3)),
+    }
+    un.checkpoint.save(tmp_path, state)
+    for name, tensor in un.checkpoint.load(tmp_path).items():
+        assert torch.equal(tensor, state[name]), name
+    targets = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    targets["strided"] = torch.zeros(6, 10)[::2, 1::3]
+    targets["spread"] = torch.zeros(8, 5)[::2]
+    before = dict(targets)
+    un.checkpoint.load(tmp_path, targets)
+    for name, tensor in state.items():
+        assert targets[name] is before[name]
+        assert torch.equal(targets[name], tensor), name
+
+
+def test_shared_tensors_stay_shared_and_are_stored_once(tmp_path: Path) -> None:
+    weight = torch.randn(100, 100)
+    un.checkpoint.save(tmp_path, {"one": weight, "other": [weight, weight.view(100, 100)]})
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1.5 * weight.nbytes
+    loaded = un.checkpoint.load(tmp_path)
+    assert loaded["one"] is loaded["other"][0]
+    apart = un.checkpoint.load(tmp_path, {"one": torch.zeros(100, 100), "other": [torch.zeros(100, 100), None]})
+    assert torch.equal(apart["one"], weight)
+    assert torch.equal(apart["other"][0], weight)
+
+
+def test_the_files_are_safetensors(tmp_path: Path) -> None:
+    state = {"a": torch.randn(50, 60), "b": torch.arange(7), "c": torch.tensor(1j)}
+    un.checkpoint.save(tmp_path, state)
+    (file,) = tmp_path.glob("*.safetensors")
+    found = load_file(file)
+    assert torch.equal(found["a"], state["a"])
+    assert torch.equal(found["b"], state["b"])
+    assert found["c"].tolist() == [0.0, 1.0]
+
+
+def test_numpy(tmp_path: Path) -> None:
+    state = {
+        "array": np.arange(6, dtype=">i4").reshape(2, 3)[:, ::-1],
+        "scalar": np.float32(0.5),
+        "flag": np.bool_(True),
+    }
+    un.checkpoint.save(tmp_path, state)
+    loaded = un.checkpoint.load(tmp_path)
+    assert loaded["array"].tolist() == [[2, 1, 0], [5, 4, 3]]
+    assert (loaded["scalar"], type(loaded["scalar"])) == (0.5, np.float32)
+    assert type(loaded["flag"]) is np.bool_
+
+
+class Unsavable:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"a": [1, Unsavable()]}, r"'a.1' is a .*Unsavable, which cannot be saved"),
+        ({"s": torch.eye(2).to_sparse()}, "'s' is a tensor of torch.sparse_coo"),
+        ({"m": torch.empty(2, device="meta")}, "'m' is on the meta device"),
+        ({"n": np.array(["text"])}, "'n' is a numpy array of"),
+        ({"f": len}, "'f' is a builtins.builtin_function_or_method"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_on_all_ranks(tmp_path: Path, value: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        un.checkpoint.save(tmp_path / "x", value)
+
+    def program(comm: un.Communicator) -> None:
+        un.checkpoint.save(tmp_path / "x", value if comm.rank == 1 else {}, comm)
+
+    errors = run_ranks(program, 2, on_failure="continue")
+    assert [type(error) for error in errors] == [TypeError] * 2
+    assert "rank 1 of 2" in str(errors[0])
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_state_that_contains_itself(tmp_path: Path) -> None:
+    state: dict[str, Any] = {}
+    state["me"] = state
+    with pytest.raises(ValueError, match="contains itself"):
+        un.checkpoint.save(tmp_path, state)

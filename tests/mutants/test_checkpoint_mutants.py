@@ -196,12 +196,12 @@ def one_after_another(folder: Path) -> None:
 
 def once(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("ranks").test_each_byte_is_read_once_on_a_host(folder, patch, 0)
+        unit("reading").test_each_byte_is_read_once_on_a_host(folder, patch, 0)
 
 
 def in_memory(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("ranks").test_what_one_rank_reads_from_the_disk_others_find_in_memory(folder, patch, 0)
+        unit("reading").test_what_one_rank_reads_from_the_disk_others_find_in_memory(folder, patch, 0)
 
 
 def closing(folder: Path) -> None:

@@ -37,6 +37,17 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return equal and torch.equal(one["counts"], other["counts"]) and one["step"] == other["step"]
 
 
+def flat_of(seed: int) -> dict[str, Any]:
+    """A state of a large tensor, a small one, an empty one, and a number."""
+    big = torch.randn(60_001, generator=torch.Generator().manual_seed(seed))
+    return {"big": big, "small": torch.arange(5) + seed, "none": torch.empty(0, 2), "step": seed}
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two such states are."""
+    return one["step"] == other["step"] and all(torch.equal(one[n], other[n]) for n in ("big", "small", "none"))
+
+
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the manifest as somebody does who can compute digests."""
     text = (path / MANIFEST).read_bytes()

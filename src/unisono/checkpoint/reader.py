@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -22,6 +21,8 @@ _MOST_MANIFEST = 1 << 30
 _AHEAD = 16
 """Windows that the disk is asked for in advance: while ranks wait for each other, it goes on."""
 _MOST_HEADER = 4 << 20
+_MOST_OPEN = 256
+"""Files at a time: a process may often have 1024, and as many ranks may have saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def deal(windows: Sequence[Window], ranks: int) -> list[list[Window]]:
 
 
 class Files:
-    """The files of a checkpoint, opened when first needed, and closed together.
+    """The files of a checkpoint, opened when first needed, and closed at the end.
 
     Attributes:
         kept: Whether this host's memory keeps what one of its processes has read, for all.
@@ -110,7 +111,6 @@ class Files:
         self.kept = bool(getattr(storage, "kept", False))
         self._open: dict[int, Source] = {}
         self._held: dict[Block, memoryview] = {}
-        self._stack = ExitStack()
 
     def open(self, index: int) -> Source:
         """A file, by its number. `CorruptError` if it is not there in full length."""
@@ -121,7 +121,8 @@ class Files:
             except FileNotFoundError:
                 self._manifest.check_sizes({**{f.name: f.size for f in self._manifest.files}, entry.name: -1})
                 raise
-            self._stack.callback(source.close)
+            if len(self._open) == _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
             self._open[index] = source
             self._manifest.check_sizes({**{f.name: f.size for f in self._manifest.files}, entry.name: source.size})
         return self._open[index]
@@ -191,7 +192,9 @@ class Files:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        for source in self._open.values():
+            source.close()
+        self._open.clear()
 
 
 def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:

@@ -117,11 +117,13 @@ class Activity:
         inside = self.inside or (self.gave_up and time.monotonic() - self.since < _KNOT_S)
         now = self.now
         shown = now if inside or not self.latest else self.latest[-1]
+        # A quick call is counted when it is done.
+        come = now[1] if inside and now is not None else None
         return {
             "group": self.group.name,
             "rank": self.group.rank,
             "members": list(self.group.members),
-            "calls": self.calls,
+            "calls": max(self.calls, come or 0),
             "inside": inside,
             "aside": self.aside,
             "gave_up": not self.inside,

@@ -32,9 +32,11 @@ def explained(error: BaseException, control: Control, group: Group) -> BaseExcep
     if isinstance(error, MismatchError):
         error.message += last_calls(control, group)
     elif isinstance(error, CommTimeoutError):
-        report, deadlock = hang_report(control, group)
-        if deadlock:
-            fields = {name: getattr(error, name) for name in _FIELDS}
-            return DeadlockError(error.message + report, **fields)
-        error.message += report
+        hang = hang_report(control, group)
+        if error.peer is None and hang.missing:
+            error.peer = hang.missing[0]
+            error.message += f": {hang.verdict}"
+        error.message += hang.report
+        if hang.deadlock:
+            return DeadlockError(error.message, **{name: getattr(error, name) for name in _FIELDS})
     return error

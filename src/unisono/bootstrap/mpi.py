@@ -24,7 +24,7 @@ from unisono.bootstrap.place import Place, Request
 from unisono.control.exits import close_all
 from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
 from unisono.hosts import address_for_others, host_identity
-from unisono.mpilib import check_world, launched, library, name_of, until
+from unisono.mpilib import check_world, launched, library, name_of, survives, until
 
 __all__ = ["find", "find_on", "here"]
 
@@ -32,7 +32,6 @@ _TAG = 23041
 _CARD_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 _GRACE_S = 2.0
-_SURVIVES = "OMPI_MCA_mpi_ft_enable"
 """What `mpirun --with-ft ulfm` sets: the job outlives its ranks."""
 
 # For documentation only; no host has it. The way to it is the way to everywhere.
@@ -203,7 +202,7 @@ def _end_job_on_error(mpi: Any, rank: int, size: int) -> None:
         before(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
-        if os.environ.get(_SURVIVES) == "1":
+        if survives():
             # This rank alone ends, and the others learn of it: that is what was asked for.
             close_all()
             os._exit(1)

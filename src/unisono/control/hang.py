@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.control.base import Control
 from unisono.errors import CommError
 from unisono.group import Group
 
-__all__ = ["hang_report", "last_calls", "lines_of"]
+__all__ = ["Hang", "hang_report", "last_calls", "lines_of"]
+
+_Report = dict[str, Any]
 
 _PATIENCE_S = 0.15
 """A rank that does not answer within this time is stopped, or as good as stopped."""
 
 _MOST_RANKS = 16
+_NAMED = 8
+_NOTHING: _Report = {"calls": -1, "inside": False}
 _STACK_LINES = 4
 _SILENT = "does not answer: its process is stopped, or busy in code that lets no other thread of it run"
 
-_Report = dict[str, Any]
 
+class Hang(NamedTuple):
+    """What is known of a wait in vain.
 
-def hang_report(control: Control, group: Group) -> tuple[str, bool]:
-    """What each rank is doing, as lines to put after an error's message; and whether it is a deadlock.
-
-    It is one if some ranks wait for each other in a circle, and what each waits for has not been called or sent.
+    Attributes:
+        report: What each rank is doing, as lines to put after an error's message.
+        deadlock: Whether some ranks wait for each other in a circle, and what each waits for has not been called or
+            sent.
+        missing: For whom a collective waits, as far as it is known: who does something else; if nobody does, who does
+            not answer; else who is still in an earlier call.
+        verdict: The same in a sentence, or nothing.
     """
+
+    report: str = ""
+    deadlock: bool = False
+    missing: tuple[int, ...] = ()
+    verdict: str = ""
+
+
+def hang_report(control: Control, group: Group) -> Hang:
+    """Ask all ranks what they are doing."""
     try:
         found = control.survey(group, _PATIENCE_S)
     except CommError:
-        return "", False
+        return Hang()
     if not any(report and report["groups"] for report in found.values()):
         # Nobody has a communicator yet: there is nothing to tell.
-        return "", False
+        return Hang()
     told = {rank: found.get((group.name, rank), {}) for rank in range(group.size)}
     circle = _circle(told, group)
     shown = sorted(told, key=lambda rank: (_inside(told[rank]) is not None, rank))[:_MOST_RANKS]
@@ -41,7 +58,7 @@ def hang_report(control: Control, group: Group) -> tuple[str, bool]:
     if circle:
         first, *others = (f"rank {rank}" for rank in circle)
         lines.insert(0, f"a deadlock: {first} waits for {', which waits for '.join(others)}")
-    return "".join(f"\n  {line}" for line in lines), bool(circle)
+    return Hang("".join(f"\n  {line}" for line in lines), bool(circle), *_verdict(told, group))
 
 
 def last_calls(control: Control, group: Group) -> str:
@@ -116,12 +133,31 @@ def _waits_for(rank: int, told: dict[int, _Report | None], group: Group) -> list
     return [group.members.index(number) for number in numbers if number in group.members]
 
 
-def _of(told: dict[int, _Report | None], current: _Report, peer: int) -> _Report | None:
-    """What a peer of the same communicator says of it."""
-    number = current["members"][peer]
+def _verdict(told: dict[int, _Report | None], group: Group) -> tuple[tuple[int, ...], str]:
+    """For whom the collective of the group that this rank is in waits."""
+    calls = {rank: _of(told, group.members[rank], group.name) for rank in range(group.size)}
+    mine = calls[group.rank]
+    if mine is None or not mine["inside"] or mine["number"] is None:
+        return (), ""
+    behind = [rank for rank in calls if told[rank] and (calls[rank] or _NOTHING)["calls"] < mine["number"]]
+    elsewhere = [rank for rank in behind if not (calls[rank] or _NOTHING)["inside"]]
+    silent = [rank for rank in calls if not told[rank]]
+    if silent and not elsewhere:
+        one, several = "does not answer. Is it stopped, or gone?", "do not answer. Are they stopped, or gone?"
+    else:
+        one = "has not come. Is it alive, or did it skip a call?"
+        several = "have not come. Are they alive, or did they skip a call?"
+    missing = tuple(elsewhere or silent or behind)
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    named = ", ".join(map(str, missing[:_NAMED]))
+    return missing, f"ranks {named}{more} {several}" if len(missing) > 1 else f"rank {named} {one}" if missing else ""
+
+
+def _of(told: dict[int, _Report | None], number: int, name: str) -> _Report | None:
+    """What a rank of the job, by its number there, says of one of its groups."""
     for answer in told.values():
         for entry in (answer or {}).get("groups", ()):
-            if entry["group"] == current["group"] and entry["members"][entry["rank"]] == number:
+            if entry["group"] == name and entry["members"][entry["rank"]] == number:
                 found: _Report = entry
                 return found
     return None
@@ -129,13 +165,13 @@ def _of(told: dict[int, _Report | None], current: _Report, peer: int) -> _Report
 
 def _behind(told: dict[int, _Report | None], current: _Report, peer: int) -> bool:
     """Whether the peer has not come to the collective that this rank is in."""
-    entry = _of(told, current, peer)
+    entry = _of(told, current["members"][peer], current["group"])
     return entry is not None and peer != current["rank"] and bool(entry["calls"] < current["number"])
 
 
 def _absent(told: dict[int, _Report | None], current: _Report, kind: str, peer: int, tag: int, number: int) -> bool:
     """Whether the peer has not posted the counterpart of a message."""
-    entry = _of(told, current, peer)
+    entry = _of(told, current["members"][peer], current["group"])
     if entry is None:
         return False
     other = "recv" if kind == "send" else "send"

@@ -216,8 +216,9 @@ class Requester(Control, ABC):
         try:
             if not self._wait(waiter, timeout):
                 # The others learn of it and raise the same; the answer to the exchange says what came of it.
-                words = hang_report(self, group)
-                self._ask("withdraw", group.name, topic, timeout, *words, group=group, within_s=_GRACE_S)
+                report, deadlock, *_ = hang_report(self, group)
+                words = (group.name, topic, timeout, report, deadlock)
+                self._ask("withdraw", *words, group=group, within_s=_GRACE_S)
         except BaseException:
             self._waiters.pop(waiter.number, None)
             raise

@@ -16,6 +16,7 @@ __all__ = ["Agreement", "word_of"]
 
 _WORD = 2**64
 _MOST = 4096
+_LAST_WORD_S = 0.02
 _words: dict[tuple[Any, ...], int] = {}
 
 
@@ -108,7 +109,7 @@ class Agreement:
             over = until(done, deadline, lambda: self._look(self._others), self._spins)
         except PeerLostError:
             # Its last word may have come before it left.
-            if not done():
+            if not until(done, time.monotonic() + _LAST_WORD_S, spins=self._spins):
                 raise
             return
         if not over:

@@ -112,6 +112,7 @@ class Comms:
         self.largest_tag = (mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - 1) // 2
         self._base, self._ranks = base, list(ranks)
         self._ours = [self.users, self.own]
+        self._ended_by: BaseException | None = None
 
     def part(self, ranks: Sequence[int], name: str) -> Comms:
         """The communicators of some of these ranks, who all call this. These ones may be broken."""
@@ -140,8 +141,9 @@ class Comms:
         ours, self._ours = self._ours, []
         _unused.extend(ours)
 
-    def revoke(self) -> None:
+    def revoke(self, cause: BaseException) -> None:
         """End every wait of every member in these communicators, where MPI outlives the death of ranks."""
+        self._ended_by = cause
         for comm in (self.users, self.own):
             with contextlib.suppress(NotImplementedError, self.mpi.Exception):
                 comm.Revoke()
@@ -154,6 +156,8 @@ class Comms:
             peer: Whom the message was to or from, if it was one.
         """
         mpi, kind = self.mpi, error.Get_error_class()
+        if kind == mpi.ERR_REVOKED and isinstance(self._ended_by, CommError):
+            return self._ended_by
         text = f"MPI says: {error.Get_error_string().strip()}"
         if kind not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
             return CommError(text, peer=peer)

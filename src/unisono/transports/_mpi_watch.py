@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -9,10 +10,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from unisono.mpilib import survives
+
 __all__ = ["Watch"]
 
-_EVERY_S = 0.5
-_GRACE_S = 5.0
+_EVERY_S = 0.1
+_GRACE_S = 3.0
 
 _watched: weakref.WeakSet[Watch] = weakref.WeakSet()
 _patrols: list[threading.Thread] = []
@@ -22,18 +25,25 @@ _lock = threading.Lock()
 class Watch:
     """Whoever enters a blocking call of MPI sets `deadline`, and takes it back afterwards.
 
-    A daemon thread of the process looks twice a second. What is late is given up, as by an abort; where MPI can
-    revoke a communicator, that ends the call. If nothing has ended it 5 s after the communicator broke, the job
-    is ended.
+    A daemon thread of the process looks ten times a second. What is late is given up, as by an abort; where MPI can
+    revoke a communicator, that ends the call. If nothing has ended it 3 s after the communicator broke, the job
+    is ended; only this rank, where the others go on without it.
 
     Args:
         mpi: The module.
         broken: Why the communicator is broken, if it is.
         give_up: Breaks it, for want of time.
+        free: Ends the call, with a cause, where MPI can.
     """
 
-    def __init__(self, mpi: Any, broken: Callable[[], BaseException | None], give_up: Callable[[], object]) -> None:
-        self._mpi, self._broken, self._give_up = mpi, broken, give_up
+    def __init__(
+        self,
+        mpi: Any,
+        broken: Callable[[], BaseException | None],
+        give_up: Callable[[], object],
+        free: Callable[[BaseException], object],
+    ) -> None:
+        self._mpi, self._broken, self._give_up, self._free = mpi, broken, give_up, free
         self.deadline: float | None = None
         self._since: float | None = None
         self._enrolled = False
@@ -54,13 +64,18 @@ class Watch:
             if now > deadline:
                 self._give_up()
         elif self._since is None:
+            # It may have begun while the communicator broke.
             self._since = now
+            self._free(cause)
         elif now > self._since + _GRACE_S:
-            self._end_job(cause)
+            self._end(cause)
 
-    def _end_job(self, cause: BaseException) -> None:
-        sys.stderr.write(f"{cause}\nMPI does not let go of a collective that has begun: the job is ended.\n")
+    def _end(self, cause: BaseException) -> None:
+        what = "this rank" if survives() else "the job"
+        sys.stderr.write(f"{cause}\nMPI does not let go of a collective that has begun: {what} is ended.\n")
         sys.stderr.flush()
+        if survives():
+            os._exit(1)
         self._mpi.COMM_WORLD.Abort(1)
 
 

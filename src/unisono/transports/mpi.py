@@ -9,8 +9,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from unisono.control import Cause, error_of
+from unisono.control.hang import hang_report
 from unisono.deferred import Deferred
-from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError, UnavailableError
+from unisono.errors import ClosedError, CommError, MismatchError, PeerLostError, UnavailableError
 from unisono.fingerprint import Fingerprint, explain
 from unisono.group import Group
 from unisono.mpilib import check_world, library
@@ -25,13 +27,12 @@ from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
 from unisono.work import Completion
 
 if TYPE_CHECKING:
-    from unisono.control import Cause, Control
+    from unisono.control import Control
 
 __all__ = ["TRANSPORT", "MpiTransport"]
 
 _QUOTE_S = 10.0
-_LATE_S = 1.0
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.2
 _SPINS, _CROWDED_SPINS = 1000, 5
 
 
@@ -65,7 +66,7 @@ class MpiTransport(Transport):
         spins = _SPINS if group.size <= (os.cpu_count() or 1) else _CROWDED_SPINS
         self._messages = Messages(comms, options.timeout_s, self._look, spins)
         self._agreement = Agreement(comms, self._look, spins)
-        self._watch = Watch(comms.mpi, lambda: self._broken, self._give_up)
+        self._watch = Watch(comms.mpi, lambda: self._broken, self._give_up, comms.revoke)
         self._native = Native(comms, self._watch)
         quick = QuickCalls(self._agree, self._agreement, self._native, self._messages, comms, self._run)
         self.quick = self._quick = quick
@@ -131,10 +132,9 @@ class MpiTransport(Transport):
         """Return when all ranks have come to the same call."""
         if self._broken is not None:
             raise self._broken
-        try:
-            same = self._agreement.reach(word, deadline, rows, count)
-        except CommTimeoutError as error:
-            raise self._late(error) from None
+        same = self._agreement.reach(word, deadline, rows, count)
+        if self._broken is not None:
+            raise self._broken
         if not same:
             self._differ()
 
@@ -165,23 +165,6 @@ class MpiTransport(Transport):
         problem = explain([Fingerprint(*value) for value in values])
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
 
-    def _late(self, error: CommTimeoutError) -> CommError:
-        """Who has not come: MPI does not know, but all who have come are asked over the control plane."""
-        try:
-            self._control.exchange(self.group, f"collective {self._agreement.number}", None, _LATE_S)
-        except CommTimeoutError as missing:
-            waited = error.waited_s or 0.0
-            return CommTimeoutError(
-                f"waited {waited:.1f} s for rank {missing.peer}, which has not come. "
-                "Is it alive, or did it skip a call?",
-                peer=missing.peer,
-                waited_s=waited,
-            )
-        except CommError as told:
-            return told
-        error.message += ", which have come only now. Is one of them slow, or the timeout short?"
-        return error
-
     # -- long waits ----------------------------------------------------------------------------
     def _look(self, peers: Sequence[int]) -> None:
         """In a long wait: go on with messages; raise if it is in vain, since this is broken or one of the ranks left."""
@@ -204,17 +187,24 @@ class MpiTransport(Transport):
 
     def _give_up(self) -> None:
         """A collective has begun on all ranks, and does not end."""
-        waited = "all ranks had come to a collective, which then did not end in time. Has one of them been stopped?"
-        self.abort(CommTimeoutError(waited))
+        said = f"rank {self.rank} gave up: all ranks had come to a collective, which then did not end in time"
+        # Asked and told here, since this rank's own thread may never come back.
+        hang = hang_report(self._control, self.group)
+        about = hang.missing[0] if hang.missing else self.rank
+        said += f": {hang.verdict}{hang.report}" if hang.missing else hang.report
+        first = self._control.fail(self.group, Cause("CommTimeoutError", about, said))
+        self.abort(error_of(first, self.group))
 
     # -- end -----------------------------------------------------------------------------------
-    def close(self) -> None:
-        if self._comms.mpi.Is_finalized() or isinstance(self._broken, ClosedError):
-            return
+    def leave(self) -> None:
         if self._broken is None and self.size > 1:
             with suppress(CommError):
                 self._control.set(self._left(self.rank), b"")
                 self._control.set(self._left(), b"")
+
+    def close(self) -> None:
+        if self._comms.mpi.Is_finalized() or isinstance(self._broken, ClosedError):
+            return
         self._let_go()
         self._broken = self._broken or ClosedError("the communicator is closed")
         self._messages.end(self._broken)
@@ -234,7 +224,7 @@ class MpiTransport(Transport):
         self._messages.end(cause)
         if self._watch.deadline is not None:
             # Nothing else ends a collective that has begun.
-            self._comms.revoke()
+            self._comms.revoke(cause)
 
 
 def _ignore(_cause: Cause) -> None:

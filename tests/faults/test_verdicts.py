@@ -1,0 +1,54 @@
+"""For whom a collective waits, from what the ranks say; who is in the same call is not to blame."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from unisono.activity import Activity, Noted
+from unisono.control import Control
+from unisono.control.hang import hang_report
+from unisono.group import Group
+
+
+class Told:
+    """A control plane to which ranks have said what they are doing; None says nothing."""
+
+    def __init__(self, *calls: tuple[int, bool] | None) -> None:
+        self.group = Group.world(0, len(calls))
+        self._calls = calls
+
+    def survey(self, group: Group, patience: float) -> dict[tuple[str, int], Any]:
+        return {(group.name, rank): call and self._one(rank, *call) for rank, call in enumerate(self._calls)}
+
+    def _one(self, rank: int, number: int, inside: bool) -> dict[str, Any]:
+        """As a rank tells it that is in a quick call, which counts only when it is over; or that has made one."""
+        activity = Activity(Group.world(rank, len(self._calls)))
+        call: Noted = ("all_reduce", number, "sum", "train.py:7")
+        if inside:
+            activity.calls, activity.now, activity.inside = number - 1, call, True
+        else:
+            activity.note(call)
+        return {"pid": 1, "groups": [activity.told()], "site": "", "function": None, "stack": []}
+
+
+@pytest.mark.parametrize(
+    ("calls", "missing", "verdict"),
+    [
+        ([(7, True), (6, False), (7, True)], (1,), "rank 1 has not come"),
+        ([(7, True), None, (7, True), (7, True)], (1,), "rank 1 does not answer"),
+        ([(7, True), None, (6, True)], (1,), "rank 1 does not answer"),
+        ([(7, True), None, (6, False)], (2,), "rank 2 has not come"),
+        ([(7, True), (6, True), (7, True)], (1,), "rank 1 has not come"),
+        ([(7, True), (6, False), (5, False), (7, True)], (1, 2), "ranks 1, 2 have not come"),
+        ([(7, True), (7, True), (8, True), (7, False)], (), ""),
+        ([(6, False), (7, True)], (), ""),
+    ],
+)
+def test_for_whom_a_collective_waits(calls: list[Any], missing: tuple[int, ...], verdict: str) -> None:
+    told = Told(*calls)
+    hang = hang_report(cast("Control", told), told.group)
+    assert (hang.missing, hang.deadlock) == (missing, False)
+    assert hang.verdict.startswith(verdict)
+    assert bool(hang.verdict) == bool(verdict)

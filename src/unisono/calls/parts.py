@@ -70,7 +70,16 @@ class Parts(Caller):
             return None
         ranks = sorted((r for r, wish in enumerate(wishes) if wish[0] == color), key=lambda r: (wishes[r][1], r))
         child = group.child(f"{self._splits}.{color}", ranks)
-        part = self._alike(self._plain().split(child), check)
+        # Who is lost from now on is missed there, even before it has come.
+        self._control.join(child, _ignore)
+        try:
+            part = self._alike(self._plain().split(child), check)
+        except BaseException as error:
+            self._control.fail(child, cause_of(error, child.rank, "split"))
+            self._control.leave(child)
+            if isinstance(error, CommError):
+                error.locate(rank=child.rank, size=child.size, group=child.name, operation="split", call=self._splits)
+            raise
         part._engine.belong(self._engine)
         self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
         return part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,14 +46,19 @@ class Contribution(NamedTuple):
 class _Group:
     name: str
     size: int
+    members: tuple[int, ...] = ()
     present: dict[int, int] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     exchanges: dict[str, dict[int, Contribution]] = field(default_factory=dict)
     cause: Cause | None = None
 
     @property
+    def known(self) -> set[int]:
+        """Every rank that has been here, at some time."""
+        return self.present.keys() | self.gone
+
+    @property
     def complete(self) -> bool:
-        """Whether every rank has been here, at some time."""
         return len(self.present) + len(self.gone) == self.size
 
     def fail(self, cause: Cause) -> Outgoing:
@@ -86,10 +91,21 @@ class Groups:
         self._on_failure, self._on_end = on_failure, on_end
         self._groups: dict[str, _Group] = {}
         self._ranks: dict[int, dict[str, int]] = {}
+        self._gathering: set[str] = set()
 
-    def join(self, client: int, request: int, name: str, rank: int, size: int, answer: str | None = None) -> Outgoing:
+    def join(
+        self,
+        client: int,
+        request: int,
+        name: str,
+        rank: int,
+        size: int,
+        members: Sequence[int] = (),
+        answer: str | None = None,
+    ) -> Outgoing:
         """Again by the same client is harmless. Who contradicts a group that is not complete, fails it."""
         group = self._groups.setdefault(name, _Group(name, size))
+        group.members = group.members or tuple(members)
         contradiction = self._contradiction(group, client, rank, size)
         if contradiction is not None:
             cause = Cause("MismatchError", rank, contradiction)
@@ -99,6 +115,18 @@ class Groups:
         out: Outgoing = [(client, (request, "ok", answer))]
         if group.cause is not None:
             out.append((client, pushed(name, group.cause)))
+        (self._gathering.discard if group.complete else self._gathering.add)(name)
+        return out + self._missed(name.rpartition("/")[0])
+
+    def _missed(self, name: str) -> Outgoing:
+        """Who has gone from a group, and had not come to a part of it yet, never will."""
+        whole, out = self._groups.get(name), []
+        gone = {whole.members[rank] for rank in whole.gone if whole.members} if whole is not None else set()
+        for part in [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]:
+            missing = [r for r, number in enumerate(part.members) if number in gone and r not in part.known]
+            if missing:
+                message = f"rank {missing[0]} was lost before it came to {part.name}"
+                out += self._fail(part, Cause("PeerLostError", missing[0], message))
         return out
 
     def _contradiction(self, group: _Group, client: int, rank: int, size: int) -> str | None:
@@ -128,7 +156,7 @@ class Groups:
             if rank not in exchange:
                 out += [(who.client, failed(who.request, _left(rank))) for who in exchange.values()]
                 del group.exchanges[topic]
-        return out + self._forget_if_over(group)
+        return out + self._missed(name) + self._forget_if_over(group)
 
     def leave_all(self, client: int) -> Outgoing:
         """Leave every group in peace."""
@@ -147,7 +175,7 @@ class Groups:
             group.gone.add(rank)
             message = f"rank {rank} was lost: its process ended without closing the communicator"
             out += self._fail(group, Cause("PeerLostError", rank, message))
-            out += self._forget_if_over(group)
+            out += self._missed(name) + self._forget_if_over(group)
         return out
 
     def exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
@@ -188,10 +216,8 @@ class Groups:
     def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
         """The first cause of the group, which may now be this one."""
         group = self._groups.get(name)
-        if group is None:
-            return cause, []
-        out = self._fail(group, cause)
-        return group.cause or cause, out
+        out = [] if group is None else self._fail(group, cause)
+        return (group and group.cause) or cause, out
 
     def _fail(self, group: _Group, cause: Cause) -> Outgoing:
         return [] if group.cause is not None else [*group.fail(cause), *self._on_failure(group.name, cause)]
@@ -239,6 +265,7 @@ class Groups:
         if len(group.gone) < group.size:
             return []
         del self._groups[group.name]
+        self._gathering.discard(group.name)
         return self._on_end(group.name)
 
     def knows(self, name: str) -> bool:

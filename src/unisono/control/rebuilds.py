@@ -105,7 +105,7 @@ class Rebuilds:
         calls = [rebuild.calls[rank] for rank in ranks]
         for index, (client, _) in enumerate([*calls, *newcomers]):
             # From now on: who dies before it comes there by itself is missed all the same.
-            self._groups.join(client, 0, made, index, len(members))
+            self._groups.join(client, 0, made, index, len(members), members)
         out: Outgoing = [(client, (request, "ok", (made, members))) for client, request in calls]
         for index, (client, request) in enumerate(newcomers):
             out.append((client, (request, "ok", (made, members, len(ranks) + index, rebuild.terms))))

@@ -182,7 +182,7 @@ class Requester(Control, ABC):
         before = self._members.get(group.name)
         self._members[group.name] = Membership(group, on_failure)
         try:
-            self._ask("join", group.name, group.rank, group.size, group=group)
+            self._ask("join", group.name, group.rank, group.size, list(group.members), group=group)
         except BaseException:
             if before is None:
                 self._members.pop(group.name, None)

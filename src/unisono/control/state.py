@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.control.base import Cause
@@ -103,8 +103,13 @@ class ControlState:
         return [(client, (request, "ok", len(self._keys)))]
 
     # -- groups ------------------------------------------------------------------------------------
-    def _on_join(self, client: int, request: int, name: str, rank: int, size: int) -> Outgoing:
-        return self._groups.join(client, request, name, rank, size)
+    def _on_join(
+        self, client: int, request: int, name: str, rank: int, size: int, members: Sequence[int] = ()
+    ) -> Outgoing:
+        # They are looked at when others go.
+        if len(members) not in (0, size) or not all(isinstance(number, int) for number in members):
+            raise ValueError(f"{size} ranks have {size} numbers in the job")
+        return self._groups.join(client, request, name, rank, size, members)
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
         """The answer comes at once, or when all have left if this one wants to wait for the `last` one."""

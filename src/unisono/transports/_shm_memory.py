@@ -38,6 +38,9 @@ def meet(group: Group, control: Control, name: str, nbytes: int, timeout: float)
             control.set(key, _CARD.pack(os.getpid(), descriptor, nbytes, proof))
             _all_here(group, control, key, timeout)
             memory[:16] = bytes(16)
+        except CommError:
+            # Some of ours are of that kind, too.
+            raise
         except OSError as error:
             raise CommError(f"{nbytes} bytes of shared memory cannot be had: {error}") from error
         finally:

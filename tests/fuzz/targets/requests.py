@@ -19,6 +19,7 @@ REQUESTS = [
     ("delete", "key"),
     ("num_keys",),
     ("join", "world", 0, 2),
+    ("join", "world/1.0", 0, 2, [0, 1]),
     ("leave", "world"),
     ("exchange", "world", "topic", b"mine", True),
     ("withdraw", "world", "topic", 1.0),

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fault_matrix import BACKENDS, table, tried, why_not
-from fault_programs import FAULTS
+from fault_jobs import JOBS
+from fault_matrix import BACKENDS, JOB, table, tried, why_not
+from fault_rows import FAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 SAMPLED = ("thread", "shm", "gloo")
 HERE = [backend for backend in BACKENDS if backend != "mpi" or find_spec("mpi4py")]
+NAMES = list(FAULTS)
 CELLS = [(name, backend) for name in FAULTS for backend in HERE if why_not(FAULTS[name], backend) is None]
 SLOW = {
     "SIGSTOP, others in messages",
@@ -24,6 +27,11 @@ SLOW = {
     "SIGKILL between calls",
     "SIGKILL in a message",
 }
+
+
+def soaked(*values: str) -> Any:
+    """Only in `make soak`."""
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 def _sampled(number: int, name: str, backend: str) -> bool:
@@ -37,12 +45,18 @@ def _sampled(number: int, name: str, backend: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        pytest.param(name, backend, marks=() if _sampled(list(FAULTS).index(name), name, backend) else pytest.mark.soak)
+        (name, backend) if _sampled(NAMES.index(name), name, backend) else soaked(name, backend)
         for name, backend in CELLS
     ],
 )
 def test_cell(name: str, backend: str) -> None:
     cell = tried(name, backend)
+    assert not cell.wrong, "\n".join(cell.wrong)
+
+
+@pytest.mark.parametrize("name", [*(name if name == "SIGSTOP" else soaked(name) for name in JOBS if "mpi" in HERE)])
+def test_without_ulfm_the_job_ends(name: str) -> None:
+    cell = tried(name, JOB)
     assert not cell.wrong, "\n".join(cell.wrong)
 
 

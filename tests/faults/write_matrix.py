@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 import sys
 
-from fault_matrix import BACKENDS, Cell, table, tried, why_not
-from fault_programs import FAULTS
+from fault_jobs import JOBS
+from fault_matrix import BACKENDS, JOB, Cell, table, tried, why_not
+from fault_rows import FAULTS
 from test_matrix import PAGE
 
 from unisono.transports import TRANSPORTS
+
+
+def _try(cells: dict[tuple[str, str], Cell], name: str, backend: str) -> None:
+    cell = cells[name, backend] = tried(name, backend)
+    print(backend, name, *cell.wrong or ["is right"], sep=": ", flush=True)
 
 
 def main(backends: list[str]) -> None:
@@ -17,8 +23,9 @@ def main(backends: list[str]) -> None:
     for backend in backends:
         for name, fault in FAULTS.items():
             if why_not(fault, backend) is None:
-                cells[name, backend] = tried(name, backend)
-                print(backend, name, *cells[name, backend].wrong or ["is right"], sep=": ", flush=True)
+                _try(cells, name, backend)
+    for name in JOBS if "mpi" in backends else ():
+        _try(cells, name, JOB)
     marks = "<!-- the matrix begins -->", "<!-- the matrix ends -->"
     page = PAGE.read_text()
     made = f"{marks[0]}\n\n{table(cells)}\n\n{marks[1]}"

@@ -1,0 +1,70 @@
+"""One row of the matrix of faults: what is done wrong, and what every rank must then be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+SIZE = 3
+ODD = 1
+SHORT_S = 0.8
+LONG_S = 20.0
+MISMATCH_S, DEATH_S, LATE_S, TOGETHER_S = 0.2, 0.5, 0.5, 0.3
+
+Program = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the matrix.
+
+    Attributes:
+        name: As the table calls it.
+        run: What every rank does; it raises, or fails the test.
+        kinds: What every rank raises, by rank; the same on all if there is one only.
+        within_s: After the last rank has come.
+        or_kind: What they may raise as well.
+        names_odd: Whether every error names rank 1.
+        fatal: Whether it ends a process, so that ranks of its own are needed.
+        gone: Which ranks are not there any more at the end.
+        impossible: For some backends, why it cannot happen there.
+        breaks: Whether the communicator is broken afterwards.
+        check: As for `init`.
+        named: What errors say in their fields.
+        odd_counts: Whether the time counts at which rank 1 itself is told.
+    """
+
+    name: str
+    run: Program
+    kinds: tuple[type[BaseException], ...]
+    within_s: float = MISMATCH_S
+    or_kind: type[BaseException] | None = None
+    names_odd: bool = True
+    fatal: bool = False
+    gone: frozenset[int] = frozenset()
+    impossible: dict[str, str] = field(default_factory=dict)
+    breaks: bool = True
+    check: str = "auto"
+    named: tuple[str, ...] = ("rank", "size", "operation", "call", "group")
+    odd_counts: bool = True
+
+    def right(self, rank: int) -> list[str]:
+        """The names of the classes that are right on this rank."""
+        kind = self.kinds[rank] if len(self.kinds) > 1 else self.kinds[0]
+        return [each.__name__ for each in (kind, self.or_kind) if each is not None]
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(name: str, *kinds: type[BaseException], **more: Any) -> Callable[[Program], Program]:
+    def keep(run: Program) -> Program:
+        FAULTS[name] = Fault(name, run, kinds, **more)
+        return run
+
+    return keep
+
+
+def odd(comm: Any) -> bool:
+    return bool(comm.rank == ODD)

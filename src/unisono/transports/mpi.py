@@ -167,7 +167,7 @@ class MpiTransport(Transport):
 
     # -- long waits ----------------------------------------------------------------------------
     def _look(self, peers: Sequence[int]) -> None:
-        """In a long wait: go on with messages; raise if it is in vain, since this is broken or one of the ranks left."""
+        """In a long wait: go on with messages; raise if it is in vain, as this is broken or one of the ranks left."""
         if self._broken is not None:
             raise self._broken
         self._messages.move()

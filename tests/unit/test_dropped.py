@@ -152,6 +152,22 @@ def test_parts_and_works_hold_it(start: Start) -> None:
 
 
 @pytest.mark.parametrize("start", BACKENDS, indirect=True)
+def test_an_agent_holds_it_until_its_end(start: Start) -> None:
+    def program(rank: int) -> int:
+        comm = start(rank)
+        agent, engine = un.rpc.init(comm, expose=[divmod]), weakref.ref(comm._engine)
+        del comm
+        gc.collect()
+        assert engine() is not None
+        answer: int = agent.rpc_sync(1 - rank, divmod, (7, 2))[0]
+        agent.shutdown(timeout=SOON_S)
+        assert until(lambda: engine() is None)
+        return answer
+
+    assert both(program) == [3, 3]
+
+
+@pytest.mark.parametrize("start", BACKENDS, indirect=True)
 def test_who_waits_for_a_rank_that_dropped_it_is_told(start: Start) -> None:
     def program(rank: int) -> str:
         comm = start(rank)

@@ -184,7 +184,8 @@ class GradientAverager(Moving):
         if not self._syncing:
             self._owed.add(index)
             return
-        self._passing()
+        if current_pass() != self._backward.running:
+            self._passing()
         where = self._where.get(index)
         if where is None:
             return

@@ -10,11 +10,8 @@ from unisono.types import Work
 
 __all__ = ["Bucket"]
 
-_HOT_BYTES, _HOT_SCALED_BYTES = 128 << 10, 16 << 10
-"""A gradient of at least this length is taken at once, while it is in the cache; shorter ones together.
-
-Where it is multiplied as well, one operation that does both saves a pass, so it pays earlier.
-"""
+_HOT_BYTES = 128 << 10
+"""A gradient of at least this length is taken at once, while it is in the cache; shorter ones together."""
 
 
 class Bucket:
@@ -49,7 +46,7 @@ class Bucket:
         self.flat = self.memory[: sum(numels)]
         self._words = self.memory[sum(numels) :]
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
-        self._hot = [p.nbytes >= (_HOT_BYTES if scale == 1.0 else _HOT_SCALED_BYTES) for p in parameters]
+        self._hot = [p.nbytes >= _HOT_BYTES for p in parameters]
         self.shapes = [p.shape for p in parameters]
         self.work: Work | None = None
         self._factor = 1.0
@@ -63,20 +60,22 @@ class Bucket:
         self.missing = count
         self.started = self.late = False
 
-    def arrived(self, slot: int) -> None:
-        """A gradient has come to `p.grad`: the first time, or again with more of it."""
+    def arrived(self, slot: int) -> bool:
+        """A gradient has come to `p.grad`: the first time, or again with more of it; whether the bucket is full now."""
         if self.started:
             self.late = True
-            return
+            return False
         if self._hot[slot] or self._inside[slot]:
             self._take(slot)
         if not self.came[slot]:
             self.came[slot] = True
             self.missing -= 1
+        return not self.missing
 
     def _take(self, slot: int) -> None:
         parameter, view = self.parameters[slot], self.views[slot]
-        grad = self._plain(slot)
+        assert parameter.grad is not None
+        grad = self._plain(slot, parameter.grad)
         if self._inside[slot]:
             view.add_(grad, alpha=self.scale)
         elif self.scale != 1.0:
@@ -87,10 +86,8 @@ class Bucket:
         # What comes now comes alone, and is added.
         parameter.grad = None
 
-    def _plain(self, slot: int) -> torch.Tensor:
+    def _plain(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
         """A gradient as numbers only."""
-        grad = self.parameters[slot].grad
-        assert grad is not None
         if grad.requires_grad:
             self._graphs[slot], grad = grad, grad.detach()
         if grad.layout == torch.strided:
@@ -112,22 +109,24 @@ class Bucket:
     def _take_rest(self) -> None:
         """All that has not been taken, in one go: a call of torch's for each would take longer than the copying."""
         views, grads = [], []
-        for slot, (parameter, inside) in enumerate(zip(self.parameters, self._inside, strict=True)):
-            if parameter.grad is None:
+        for slot, (parameter, view, inside) in enumerate(zip(self.parameters, self.views, self._inside, strict=True)):
+            grad = parameter.grad
+            if grad is None:
                 if not inside:
-                    self.views[slot].zero_()
+                    view.zero_()
             elif inside:
                 self._take(slot)
             else:
-                views.append(self.views[slot])
-                grads.append(self._plain(slot))
+                views.append(view)
+                grads.append(self._plain(slot, grad))
                 self._inside[slot] = True
                 parameter.grad = None
         if not views:
             return
         torch._foreach_copy_(views, grads)
         if self.scale != 1.0:
-            torch._foreach_mul_(views, self.scale)
+            # One call for all of the memory, where nothing in it has been multiplied yet.
+            torch._foreach_mul_([self.flat] if len(views) == len(self.views) else views, self.scale)
 
     def present(self, size: int) -> list[int]:
         """After the reduction to means over `size` ranks: of how many ranks each gradient came."""

@@ -29,9 +29,9 @@ def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | 
 class Reducer:
     """Starts and finishes the reduction of buckets, in the same order on all ranks.
 
-    Where the backend goes on by itself, contributions are divided on their way into the bucket, and the
-    sum is under way while backward computes the rest. Elsewhere the reduction is done at once, and
-    divides.
+    Where the backend goes on by itself, the sum is under way while backward computes the rest; elsewhere the
+    reduction is done at once. Contributions are divided on their way into the bucket, which costs nothing
+    there, unless a division of the sum is more exact and the reduction can do it.
 
     Args:
         comm: Used for nothing else at the same time.
@@ -42,7 +42,9 @@ class Reducer:
         self._comm, self._codec = comm, codec
         self._codecs: dict[tuple[int, ...], Codec] = {}
         self._background = comm.overlaps and codec is None
-        self.scale = 1 / comm.size if self._background else 1.0
+        # To divide by a power of two is exact, before the sum and after it.
+        exact = comm.size.bit_count() == 1
+        self.scale = 1 / comm.size if self._background or (exact and codec is None) else 1.0
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What the backend reduces best. Collective."""
@@ -68,7 +70,7 @@ class Reducer:
         elif self._background:
             bucket.work = self._comm.all_reduce(bucket.memory, "sum", async_op=True)
         else:
-            self._comm.all_reduce(bucket.memory, "avg")
+            self._comm.all_reduce(bucket.memory, "avg" if self.scale == 1.0 else "sum")
 
     def finish(self, bucket: Bucket) -> None:
         """Return when the bucket holds the means."""

@@ -67,8 +67,7 @@ class BucketSchedule:
 
     def arrived(self, bucket: Bucket, slot: int) -> None:
         """A gradient has come."""
-        bucket.arrived(slot)
-        if bucket.missing == 0 and not bucket.started:
+        if bucket.arrived(slot):
             self.advance()
 
     def advance(self, *, to_the_end: bool = False) -> None:

@@ -13,7 +13,7 @@ from time import monotonic
 
 import torch
 
-from unisono.activity import Activity
+from unisono.activity import Activity, Noted
 from unisono.calling import Calling, called
 from unisono.control import Cause, Control, error_of
 from unisono.crew import Helper
@@ -26,6 +26,7 @@ from unisono.plan import Plan
 from unisono.reduction import combine
 from unisono.schedules import SCHEDULES, chunks_of
 from unisono.select import NATIVE
+from unisono.site import call_site
 from unisono.transport import Options, Tensors, Transport
 from unisono.types import ReduceOp, Work
 from unisono.work import Completion
@@ -156,6 +157,26 @@ class Engine:
                 activity.leave()
         return done
 
+    def start_quickly(self, tensor: torch.Tensor, op: str, timeout: float | None) -> Work | None:
+        """Start an all-reduce by the transport's shorter way; None if it was not taken."""
+        if self._pending or not self.open or is_traced():
+            return None
+        noted = ("all_reduce", self._calls + 1, op, call_site())
+        try:
+            work = self.transport.quick_start(tensor, op)
+        except CommError as error:
+            raise self.failed(error, noted[0], noted[1]) from error
+        if work is None:
+            return None
+        self._calls += 1
+        self.activity.note(noted)
+        limit = self.options.timeout_s if timeout is None else timeout
+        return Deferred(partial(self._wait_for, work, noted), limit, work.is_completed)
+
+    def _wait_for(self, work: Work, noted: Noted, deadline: float) -> None:
+        with self._told_of(noted):
+            work.wait(max(0.0, deadline - monotonic()))
+
     def run(self, plan: Plan, name: str, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
         """Carry out a plan now, or soon; None when it is done, or the work under way."""
         job = self._prepare(plan, name, algorithm, timeout)
@@ -195,14 +216,14 @@ class Engine:
 
     def _begin(self, job: Calling) -> Work | None:
         """All that comes before the first wait for data; the transport's work if it carries the call."""
-        with self._told_of(job), torch.no_grad():
+        with self._told_of(job.noted), torch.no_grad():
             job.transport.begin(job.fingerprint, job.timeout)
             for action in job.plan.staging.before:
                 action()
             return job.transport.collective(job.plan.call) if job.algorithm == NATIVE else None
 
     def _see_through(self, job: Calling, work: Work | None, deadline: float) -> None:
-        with self._told_of(job), torch.no_grad():
+        with self._told_of(job.noted), torch.no_grad():
             left = max(0.0, deadline - time.monotonic())
             if work is not None:
                 work.wait(left)
@@ -213,13 +234,13 @@ class Engine:
                 action()
 
     @contextmanager
-    def _told_of(self, job: Calling) -> Iterator[None]:
+    def _told_of(self, noted: Noted) -> Iterator[None]:
         """Every rank learns of what fails in here, and can see that this one is in it."""
-        self.activity.enter(job.noted)
+        self.activity.enter(noted)
         try:
             yield
         except BaseException as error:
-            told = self.failed(error, job.fingerprint.operation, job.fingerprint.call)
+            told = self.failed(error, noted[0], noted[1])
             if told is error:
                 raise
             raise told from error

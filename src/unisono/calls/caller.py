@@ -15,6 +15,7 @@ from unisono.guarded import Guarded
 from unisono.site import call_site
 from unisono.tensors import Staging, check_apart, check_tensor
 from unisono.transport import Tensors
+from unisono.types import Work
 
 __all__ = ["ANYONE", "Async", "Blocking", "Caller", "others"]
 
@@ -84,6 +85,11 @@ class Caller:
         """Make a blocking call by the transport's shorter way, if there is one; False if it is still to be made."""
         mine = self._owner == get_ident() or self._owner == ANYONE
         return mine and self._engine.quickly(name, target, source, op, root, timeout)
+
+    def _started_quickly(self, tensor: torch.Tensor, op: str, timeout: float | None) -> Work | None:
+        """Likewise of an asynchronous all_reduce: what is under way then, or None."""
+        mine = self._owner == get_ident() or self._owner == ANYONE
+        return self._engine.start_quickly(tensor, op, timeout) if mine else None
 
     def _staging(self) -> Staging:
         away = self._engine.transport.staged

@@ -60,6 +60,8 @@ class Reducing(Caller):
             >>> un.launch(program, nprocs=4, backend="thread")[3]
             [10.0, 20.0]
         """
+        if algorithm is None and async_op and (work := self._started_quickly(tensor, op, timeout)) is not None:
+            return work
         if algorithm is None and not async_op and self._quickly("all_reduce", tensor, None, op, None, timeout):
             return None
         self._enter("all_reduce")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from unisono.mailbox import Mailbox
 from unisono.transport import Declared, Options, Transport
 from unisono.transports._tcp_mailbox import TcpMailbox
 from unisono.transports._torch_messages import Envelopes
-from unisono.transports._torch_native import NATIVE, carries, start
+from unisono.transports._torch_native import NATIVE, carries, start, start_sum
 from unisono.transports._torch_sockets import Sockets
 from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
 from unisono.work import Completion, late
@@ -143,13 +143,24 @@ class TorchTransport(Transport):
         return call.name in self.native and carries(call, self._cuda)
 
     def collective(self, call: Call) -> Work:
+        return self._flown(partial(start, self._backend, call)) or _Waits([], self._options.timeout_s)
+
+    def quick_start(self, tensor: torch.Tensor, op: str) -> Work | None:
+        if op != "sum" or self._cuda or "all_reduce" not in self.native:
+            return None
+        return self._flown(partial(start_sum, self._backend, tensor))
+
+    def _flown(self, begin: Callable[[], Any]) -> Work | None:
+        """What is under way now, if anything is."""
         try:
-            work = start(self._backend, call)
+            work = begin()
         except RuntimeError as error:
             raise translated(error, []) from error
-        if work is not None and self._owned:
+        if work is None:
+            return None
+        if self._owned:
             self._flying = [known for known in self._flying if not known.is_completed()] + [work]
-        return _Waits([(None, work)] if work is not None else [], self._options.timeout_s)
+        return _Waits([(None, work)], self._options.timeout_s)
 
     # -- end -----------------------------------------------------------------------------------
     def close(self) -> None:

@@ -13,20 +13,20 @@ from time import monotonic
 
 import torch
 
-from unisono.activity import Activity, Noted
+from unisono.activity import Noted
 from unisono.calling import Calling, called
-from unisono.control import Cause, Control, error_of
+from unisono.control import Control
 from unisono.crew import Helper
 from unisono.deferred import Deferred
 from unisono.ending import Ending
-from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
+from unisono.errors import ClosedError, CommError
 from unisono.execute import Spare, execute
-from unisono.failing import cause_of, explained
 from unisono.plan import Plan
 from unisono.reduction import combine
 from unisono.schedules import SCHEDULES, chunks_of
 from unisono.select import NATIVE
 from unisono.site import call_site
+from unisono.standing import Standing
 from unisono.transport import Options, Tensors, Transport
 from unisono.types import ReduceOp, Work
 from unisono.work import Completion
@@ -34,12 +34,8 @@ from unisono.wrappers.trace import is_traced
 
 __all__ = ["Engine"]
 
-_MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv"})
-_PATIENCE_S = 1.0
-"""How long a broken connection waits to be told, over the control plane, who was lost."""
 
-
-class Engine:
+class Engine(Standing):
     """The moving part of one communicator. Collectives run one at a time, in the order of their calls.
 
     A blocking call drives itself. An asynchronous one is driven by one thread, made when first needed;
@@ -53,14 +49,9 @@ class Engine:
     """
 
     def __init__(self, transport: Transport, control: Control, options: Options) -> None:
-        self.transport, self.control, self.options = transport, control, options
-        self.group = transport.group
-        self.activity = Activity(self.group)
-        self.closed = False
+        super().__init__(transport, control, options)
         self.quick = transport.quick
         self._spare = Spare()
-        self._broken: Cause | None = None
-        self._calls = 0
         self._helper = Helper(f"unisono {self.group.name} rank {self.group.rank}")
         self._pending = 0
         self._lock = threading.Lock()
@@ -69,57 +60,6 @@ class Engine:
         self._dropped = weakref.finalize(self, self.ending.drop)
         # What is open at the end of the process is closed then by its control plane's handle.
         self._dropped.atexit = False
-
-    # -- state ---------------------------------------------------------------------------------
-    @property
-    def open(self) -> bool:
-        """Whether calls can be made."""
-        return self._broken is None and not self.closed
-
-    def check(self, operation: str) -> None:
-        """Raise if nothing can be called any more."""
-        if self.closed:
-            raise self.located(ClosedError("the communicator is closed; make a new one"), operation)
-        if self._broken is not None:
-            raise self.located(error_of(self._broken, self.group), operation)
-
-    def on_failure(self, cause: Cause) -> None:
-        """What the control plane calls, from its own thread, when the group has failed."""
-        if self._broken is None and not self.closed:
-            self._broken = cause
-            self.activity.broken = True
-            self.transport.abort(error_of(cause, self.group))
-
-    def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
-        """Break the group for this error, and return the error to raise: the group's first cause."""
-        if not self.closed:
-            self.activity.tell("error", f"{type(error).__name__} in {operation}: {error}".partition("\n")[0])
-        if self._broken is None:
-            self.activity.gave_up = isinstance(error, CommTimeoutError)
-            error = explained(error, self.control, self.group)
-        cause = cause_of(error, self.group.rank, operation)
-        anonymous = isinstance(error, PeerLostError) and error.peer is None
-        known = self._broken or self.control.cause(self.group, _PATIENCE_S if anonymous else 0.0)
-        first = known or self.control.fail(self.group, cause)
-        self.on_failure(first)
-        if not isinstance(error, CommError):
-            return error
-        # Of a lost rank, whoever was first told more: what it failed by, where others see only that it has left.
-        same = type(error).__name__ == first.kind and not isinstance(error, PeerLostError)
-        as_good = isinstance(error, AbortedError) or same
-        if first != cause and not as_good:
-            told = error_of(first, self.group)
-            told.__cause__ = error
-            error = told
-        return self.located(error, operation, call)
-
-    def located(self, error: CommError, operation: str, call: int | None = None) -> CommError:
-        """The error, with what is known here: who, where, and the number that the call has, or would have got."""
-        if call is None:
-            # Messages are counted by themselves.
-            call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
-        group = self.group
-        return error.locate(rank=group.rank, size=group.size, group=group.name, operation=operation, call=call)
 
     # -- collectives ---------------------------------------------------------------------------
     def quickly(

@@ -18,11 +18,11 @@ from unisono.transports._mpi_lists import Parts, copy, touch
 
 __all__ = ["WAYS", "Kind", "Way"]
 
-Arguments = tuple[Any, ...]
-Describe = Callable[[Any, Any], "Arguments | None"]
+_Arguments = tuple[Any, ...]
+_Describe = Callable[[Any, Any], "_Arguments | None"]
 """MPI's arguments from what is written and what is read; None if how they lie in memory takes more preparation."""
 
-Place = Callable[[Any, Any], object]
+_Place = Callable[[Any, Any], object]
 """What a rank gives itself; done when all have agreed."""
 
 
@@ -78,9 +78,9 @@ class Way(NamedTuple):
     """
 
     begin: Callable[..., object]
-    describe: Describe
+    describe: _Describe
     counts: tuple[int, ...]
-    place: Place | None = None
+    place: _Place | None = None
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
 
@@ -107,7 +107,7 @@ def _reduce_scatter_single(kind: Kind) -> Way | None:
     if kind.sources[0] != kind.targets[0] * kind.size:
         return None
 
-    def describe(target: torch.Tensor, source: torch.Tensor) -> Arguments | None:
+    def describe(target: torch.Tensor, source: torch.Tensor) -> _Arguments | None:
         if touch(target, source):
             return None
         return [whole(source), element], [whole(target), element], op
@@ -122,7 +122,7 @@ def _reduce_scatter(kind: Kind) -> Way | None:
     step = kind.targets[0] * kind.dtype.itemsize
     extent = step * kind.size
 
-    def describe(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> Arguments | None:
+    def describe(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> _Arguments | None:
         first = sources[0].data_ptr()
         # Others, and those that are read and written, take a copy.
         if any(source.data_ptr() != first + step * rank for rank, source in enumerate(sources)):
@@ -140,7 +140,7 @@ def _all_gather_single(kind: Kind) -> Way | None:
         return None
     ahead = kind.rank * kind.sources[0] * kind.dtype.itemsize
 
-    def describe(target: torch.Tensor, source: torch.Tensor) -> Arguments | None:
+    def describe(target: torch.Tensor, source: torch.Tensor) -> _Arguments | None:
         if touch(target, source) and source.data_ptr() != target.data_ptr() + ahead:
             return None
         return in_place, [whole(target), byte]
@@ -160,7 +160,7 @@ def _all_to_all_single(kind: Kind) -> Way | None:
     counts, places, ahead = [step] * kind.size, [step * rank for rank in range(kind.size)], step * kind.rank
     counts[kind.rank] = 0
 
-    def describe(target: torch.Tensor, source: torch.Tensor) -> Arguments | None:
+    def describe(target: torch.Tensor, source: torch.Tensor) -> _Arguments | None:
         # It is rows that are given and taken.
         if touch(target, source) or any(not t.dim() or t.shape[0] % len(counts) for t in (target, source)):
             return None
@@ -182,7 +182,7 @@ def _all_to_all(kind: Kind) -> Way | None:
         Parts(kind.comms, kind.dtype, kind.sources, without=rank),
     )
 
-    def describe(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Arguments | None:
+    def describe(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> _Arguments | None:
         into, out = taken.described(targets), given.described(sources)
         if into is None or out is None or any(touch(t, s) for t in targets for s in sources):
             return None
@@ -200,7 +200,7 @@ def _all_gather(kind: Kind) -> Way | None:
         return None
     gathered = Parts(kind.comms, kind.dtype, kind.targets)
 
-    def describe(targets: Sequence[torch.Tensor], source: torch.Tensor) -> Arguments | None:
+    def describe(targets: Sequence[torch.Tensor], source: torch.Tensor) -> _Arguments | None:
         into = gathered.described(targets, source)
         return into and (in_place, into)
 
@@ -219,7 +219,7 @@ def _gather(kind: Kind) -> Way | None:
         return None
     gathered = Parts(kind.comms, kind.dtype, kind.targets)
 
-    def describe(targets: Sequence[torch.Tensor], source: torch.Tensor) -> Arguments | None:
+    def describe(targets: Sequence[torch.Tensor], source: torch.Tensor) -> _Arguments | None:
         into = gathered.described(targets, source)
         return into and (in_place, into, root)
 
@@ -238,7 +238,7 @@ def _scatter(kind: Kind) -> Way | None:
         return None
     scattered = Parts(kind.comms, kind.dtype, kind.sources)
 
-    def describe(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> Arguments | None:
+    def describe(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> _Arguments | None:
         given = scattered.described(sources, target)
         return given and (given, in_place, root)
 

@@ -151,18 +151,18 @@ class QuickCalls:
 
 def _key(name: str, target: Any, source: Any, op: str, root: int | None) -> _Key | None:
     """What is alike in calls of one kind; None if a tensor is not plain, or they differ in dtype."""
+    if source is None and is_plain(target):
+        # What is most common goes fastest.
+        return name, op, root, target.dtype, (target.numel(),), ()
     dtype, counts = None, []
     for given in (target, source):
         tensors = () if given is None else (given,) if isinstance(given, torch.Tensor) else given
         if type(tensors) not in (tuple, list):
             return None
         for tensor in tensors:
-            if not is_plain(tensor):
+            if not is_plain(tensor) or tensor.dtype is not (dtype or tensor.dtype):
                 return None
-            if tensor.dtype is not dtype:
-                if dtype is not None:
-                    return None
-                dtype = tensor.dtype
+            dtype = tensor.dtype
         counts.append(tuple([tensor.numel() for tensor in tensors]))
     return None if dtype is None else (name, op, root, dtype, counts[0], counts[1])
 

@@ -207,6 +207,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
         that nobody holds any more, nor parts or unfinished works of it, is closed in the background.
         """
         if self._successor is not None:
+            self._finish()
             for part in self._open_parts():
                 part._close(0.0)
             self._successor.close()
@@ -216,6 +217,8 @@ class Communicator(Objects, Parts, Watching, Mailing):
 
     def _finish(self) -> None:
         """Let what others do with it in the background come to its end, while all still works."""
+        if self._successor is not None:
+            self._successor._finish()
         while self._finishers:
             self._finishers.pop()()
         for part in self._open_parts():

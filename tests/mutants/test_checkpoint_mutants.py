@@ -206,7 +206,7 @@ def in_memory(folder: Path) -> None:
 
 def closing(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("background").test_close_waits_for_a_save(folder, patch, False)
+        unit("background").test_close_waits_for_a_save(folder, patch, "whole")
 
 
 def bomb(folder: Path) -> None:

@@ -27,6 +27,7 @@ class Parts(Caller):
     _splits: int
     _rebuilds: int
     _parts: list[weakref.ref[Any]]
+    _finishers: list[Callable[[], None]]
     _successor: Any
 
     @overload
@@ -173,7 +174,7 @@ class Parts(Caller):
         while made is None:
             made = self._attempt(grow, deadline)
         made._engine.succeed(self._engine)
-        self._successor = made
+        made._finishers, self._finishers, self._successor = self._finishers, [], made
         self._control.leave(self._engine.group)
         return made
 

@@ -55,7 +55,7 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
     done, suspects = 0, []
     with Files(storage, manifest) as files:
         for index, file in enumerate(manifest.files):
-            source, whole, spare = files.open(index), hasher(), memoryview(bytearray(CHUNK))
+            source, whole, spare = files.open(index), hasher(), memoryview(bytearray(min(CHUNK, file.size)))
             for start, stop in blocks(0, file.size, CHUNK):
                 if start % (_AHEAD // 2) == 0:
                     source.prefetch(start, min(start + _AHEAD, file.size))

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from small_tasks import TASKS, Task
 
 import unisono as un
 
-SAMPLES, BATCH, RATE = 240, 4, 0.05
+BATCH, RATE = 4, 0.05
 
 
 @dataclass
@@ -55,27 +56,13 @@ class Momentum:
             speed.copy_(loaded)
 
 
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
-    return inputs, inputs @ torch.arange(6.0, dtype=torch.float64)[:, None]
-
-
-def model_of() -> torch.nn.Module:
-    model = torch.nn.Linear(6, 1).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model
-
-
-def train(comm: Any, deaths: dict[int, tuple[str, float]], epochs: int = 1) -> Story:
+def train(comm: Any, deaths: dict[int, tuple[str, float]], epochs: int = 1, of: str = "line") -> Story:
     """Train; rank r dies as `deaths` says: ("step", number) before that step, ("time", seconds) after the start."""
     me, story, failed_at = comm.rank, Story(), None
-    inputs, targets = data()
-    model = model_of()
+    task = TASKS[of]()
+    model = task.model()
     optimizer = Momentum(model)
-    sampler = un.data.PartitionSampler(range(SAMPLES), comm, seed=1)
+    sampler = un.data.PartitionSampler(range(len(task.inputs)), comm, seed=1)
     averager = un.GradientAverager(model, comm)
     training = un.recovery.Recovery(comm, model=model, optimizer=optimizer, averager=averager, sampler=sampler)
     how, when = deaths.get(me, ("never", 0.0))
@@ -92,8 +79,7 @@ def train(comm: Any, deaths: dict[int, tuple[str, float]], epochs: int = 1) -> S
                 batch = batches[training.comm.rank]
                 model.zero_grad()
                 averager.weight(len(batch))
-                loss = (model(inputs[batch]) - targets[batch]).square().sum() / max(1, len(batch))
-                loss.backward()
+                task.loss(model, batch).backward()
                 optimizer.step()
                 training.commit(len(batch))
                 story.batches[training.step - 1 :] = [batches]
@@ -121,26 +107,25 @@ def rounds(comm: Any, mine: list[int]) -> Any:
         yield [each[start : start + BATCH] for each in everyone]
 
 
-def replayed(story: Story) -> list[float]:
+def replayed(story: Story, task: Task) -> list[float]:
     """The weights of one rank that makes the same steps."""
-    inputs, targets = data()
-    model = model_of()
+    model = task.model()
     optimizer = Momentum(model)
     for batches in story.batches:
-        everything = [index for batch in batches for index in batch]
-        ((model(inputs[everything]) - targets[everything]).square().sum() / len(everything)).backward()
+        task.loss(model, [index for batch in batches for index in batch]).backward()
         optimizer.step()
     return [p for parameter in model.parameters() for p in parameter.reshape(-1).tolist()]
 
 
-def check(stories: Sequence[Story], epochs: int = 1) -> None:
+def check(stories: Sequence[Story], epochs: int = 1, of: str = "line") -> None:
     """All survivors tell the same, each sample is in one step an epoch, and the weights are those of one rank."""
-    first = stories[0]
+    first, task = stories[0], TASKS[of]()
     for story in stories:
         assert story.batches == first.batches
         assert story.weights == first.weights
     seen = Counter(index for batches in first.batches for batch in batches for index in batch)
     twice = {index: count for index, count in seen.items() if count != epochs}
     assert not twice, f"these samples are in another number of steps than {epochs}: {twice}"
-    assert len(seen) == SAMPLES, f"{SAMPLES - len(seen)} samples are in no step"
-    torch.testing.assert_close(torch.tensor(first.weights), torch.tensor(replayed(first)), rtol=1e-9, atol=1e-9)
+    assert len(seen) == len(task.inputs), f"{len(task.inputs) - len(seen)} samples are in no step"
+    weights, one_rank = (torch.tensor(found, dtype=torch.float64) for found in (first.weights, replayed(first, task)))
+    torch.testing.assert_close(weights, one_rank, rtol=1e-9, atol=1e-9)

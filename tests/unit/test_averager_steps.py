@@ -11,9 +11,20 @@ import pytest
 import torch
 from averaged_models import TINY, Branches, Net, batches, gradients, made, same, wanted_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.testing import pool
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("on purpose")
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
@@ -98,15 +109,6 @@ def test_ranks_may_have_fewer_batches_inside_join(backend: str) -> None:
 
 
 def test_an_error_in_backward_does_not_spoil_the_next_step() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("on purpose")
-
     def program(comm: un.Communicator) -> list[torch.Tensor | None]:
         model = made(Net)
         un.GradientAverager(model, comm, **TINY)
@@ -140,6 +142,25 @@ def test_the_hooks_keep_the_averager_and_remove_lets_it_go() -> None:
 
     # Ranks in processes of their own: the collector of a process works for one thread at a time.
     assert pool("shm", 3).run(program, size=2) == [(True, True, 0.0), (True, True, 1.0)]
+
+
+def test_remove_lets_go_after_a_pass_that_failed_within_another_one() -> None:
+    def program(comm: un.Communicator) -> bool:
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        kept = weakref.ref(un.GradientAverager([*first.parameters(), *second.parameters()], comm))
+        entered = torch.ones(1, 2, requires_grad=True)
+        # What follows the inner pass in the outer one is never reached, and its graph lives as long as the loss.
+        loss = checkpoint(second, Fails.apply(first(entered)), use_reentrant=True).sum()
+        with pytest.raises(RuntimeError, match="on purpose"):
+            loss.backward()
+        averager = kept()
+        assert averager is not None
+        averager.remove()
+        del averager
+        gc.collect()
+        return kept() is None
+
+    assert pool("shm", 3).run(program, size=2) == [True, True]
 
 
 def test_deep_copies_of_a_model_are_not_averaged() -> None:

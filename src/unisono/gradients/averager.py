@@ -33,7 +33,8 @@ class GradientAverager(Moving):
 
     One line before the training loop; the loop, the model and the optimizer stay as they are. When
     `backward()` returns, each `p.grad` is the mean over all ranks, the same bits on each. The hooks keep
-    the averager alive, so it need not be kept.
+    the averager alive, so it need not be kept. Torch hides such hooks from the garbage collector: a model that
+    is done with is freed after `remove()`.
 
     Collective: every rank makes one, of the same model, and calls `backward()` equally often. Gradients
     are views of the averager's memory: whoever wants one past the next `backward()` clones it.
@@ -158,6 +159,7 @@ class GradientAverager(Moving):
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+        self._backward.forget()
         self._schedule.clear()
         self._talk.close()
         self._comm.close()

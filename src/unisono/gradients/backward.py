@@ -50,7 +50,7 @@ class Backward:
             return
         if self._outermost is not None and self._outermost != number:
             self._abandon()
-            self._outermost = None
+            self.forget()
         self.running = number
         if self._outermost is None:
             self._outermost = number
@@ -62,11 +62,15 @@ class Backward:
     def _end(self, number: int) -> None:
         if self._outermost != number:
             return
+        self.forget()
+        self._finish()
+
+    def forget(self) -> None:
+        """Let go of the pass that was seen last, and of its graph: it has ended, or was broken off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.running = self._outermost = None
-        self._finish()
 
 
 def watch_outputs(model: torch.nn.Module, passing: Callable[[], None]) -> Any:

@@ -10,16 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from unisono.control import Control
 from unisono.control.store import ControlStore
 from unisono.crew import Crew
-from unisono.errors import ClosedError, CommError, PeerLostError, UnavailableError
+from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.group import Group
 from unisono.mailbox import Mailbox
 from unisono.transport import Declared, Options, Transport
 from unisono.transports._tcp_mailbox import TcpMailbox
+from unisono.transports._torch_backends import backend_of
 from unisono.transports._torch_messages import Envelopes
 from unisono.transports._torch_native import NATIVE, carries, start, start_sum
 from unisono.transports._torch_sockets import Sockets
@@ -29,6 +29,7 @@ from unisono.work import Completion, late
 __all__ = ["TRANSPORT", "TorchTransport", "translated"]
 
 _LOOK_EVERY_S = 0.02
+_SLICE_S = 0.1
 _crew = Crew("unisono torch")
 _FIRST_TAG = 1 << 28
 """Above the tags that the owner of a wrapped group is likely to use."""
@@ -74,7 +75,7 @@ class TorchTransport(Transport):
             # already. Meanwhile its own thread cannot take in what comes over that connection, and spins, with
             # few cores for a whole tick of the scheduler. So what comes and what goes take different ones.
             store = ControlStore(control, f"torch/{group.name}/upward", group=group)
-            made._upward = _backend(group, store, options, made._sockets, lazy=False)
+            made._upward = _backend(group, control, store, options, made._sockets, lazy=False)
             made._stores.append(store)
         return made
 
@@ -82,7 +83,7 @@ class TorchTransport(Transport):
     def _made(cls, group: Group, control: Control, options: Options, *, lazy: bool) -> TorchTransport:
         store = ControlStore(control, f"torch/{group.name}", group=group)
         sockets = Sockets()
-        made = cls(group, _backend(group, store, options, sockets, lazy=lazy), control, options)
+        made = cls(group, _backend(group, control, store, options, sockets, lazy=lazy), control, options)
         made._sockets = sockets
         # C++ holds only its part of a store, which fails without the Python part.
         made._stores.append(store)
@@ -160,7 +161,8 @@ class TorchTransport(Transport):
             return None
         if self._owned:
             self._flying = [known for known in self._flying if not known.is_completed()] + [work]
-        return _Waits([(None, work)], self._options.timeout_s)
+        # Who is lost before a connection to it was made is waited for in vain, and only our own wait can be ended.
+        return _Waits([(None, work)], self._options.timeout_s, lambda: self._broken)
 
     # -- end -----------------------------------------------------------------------------------
     def close(self) -> None:
@@ -212,8 +214,13 @@ class _Gone:
 class _Waits(Work):
     """Torch's works of one batch. Waiting is the only thing that gloo lets one do with a message."""
 
-    def __init__(self, works: Sequence[tuple[Message | None, Any]], timeout_s: float) -> None:
-        self._works, self._timeout_s = works, timeout_s
+    def __init__(
+        self,
+        works: Sequence[tuple[Message | None, Any]],
+        timeout_s: float,
+        broken: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        self._works, self._timeout_s, self._broken = works, timeout_s, broken
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> None:
@@ -231,8 +238,10 @@ class _Waits(Work):
         deadline = started + (self._timeout_s if timeout is None else timeout)
         for message, work in works:
             try:
-                # A wait of zero would mean one without end.
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                _wait_for(work, deadline, None if message is not None else self._broken)
+            except CommError as error:
+                self._error = error
+                raise
             except RuntimeError as error:
                 waited = time.monotonic() - started
                 self._error = translated(error, [message] if message is not None else [], waited)
@@ -248,6 +257,27 @@ class _Waits(Work):
         raise NotImplementedError("collectives' inner messages are waited for, not watched")
 
 
+def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | None] | None) -> None:
+    """A message's wait that ends too early breaks its connection; a collective can be waited for again and again."""
+    while True:
+        left = deadline - time.monotonic()
+        last = broken is None or left <= _SLICE_S or work.is_completed()
+        try:
+            # A wait of zero would mean one without end.
+            work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
+        except CommError:
+            # Of our own store, at which lazy connections meet. Torch cannot raise it twice.
+            raise
+        except RuntimeError:
+            if last:
+                raise
+            cause = broken() if broken is not None else None
+            if cause is not None:
+                raise cause from None
+        else:
+            return
+
+
 def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float = 0.0) -> CommError:
     """Torch's error as one of ours. Gloo never names the rank that is gone; the control plane does."""
     text = str(error)
@@ -260,37 +290,15 @@ def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float
     return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)
 
 
-def _backend(group: Group, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool) -> Any:
-    """A process group of torch's, met over our own store."""
-    timeout = timedelta(seconds=options.timeout_s)
-    if options.backend == "gloo":
-        if not dist.is_gloo_available():
-            raise UnavailableError("this build of torch has no gloo; use backend='thread', or another build of torch")
-        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        settings._timeout = timeout
-        settings._devices = [sockets.listening(lambda: _gloo_device(options.address, lazy))]
-        settings._threads = 2
-        return dist.ProcessGroupGloo(store, group.rank, group.size, settings)
-    if options.backend == "nccl":
-        if not dist.is_nccl_available() or not torch.cuda.is_available():
-            raise UnavailableError("nccl needs a build of torch with CUDA and a GPU for each rank; use backend='gloo'")
-        torch.cuda.set_device(options.device)
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(store, group.rank, group.size, nccl)
-    creator = dist.Backend._plugins.get(options.backend.upper())
-    if creator is None:
-        raise UnavailableError(f"this build of torch has no backend {options.backend!r}; use 'gloo' or 'thread'")
-    return creator.creator_fn(store, group.rank, group.size, timeout)
-
-
-def _gloo_device(address: str, lazy: bool) -> Any:
-    create = dist.ProcessGroupGloo.create_device
+def _backend(
+    group: Group, control: Control, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool
+) -> Any:
     try:
-        return create(hostname=address, lazy_init=lazy)
-    except TypeError:
-        # Older builds: every pair is connected at once.
-        return create(hostname=address)
+        return backend_of(group, control, store, options, sockets, lazy=lazy)
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise translated(error, []) from error
 
 
 TRANSPORT = TorchTransport

@@ -17,6 +17,7 @@ __all__ = ["Agreement", "word_of"]
 _WORD = 2**64
 _MOST = 4096
 _LAST_WORD_S = 0.02
+_LOOKS = 100
 _words: dict[tuple[Any, ...], int] = {}
 
 
@@ -61,8 +62,8 @@ class Agreement:
         self._comms, self._spins, self._look = comms, spins, look
         self._rank, self._size = comms.own.Get_rank(), comms.own.Get_size()
         self._sums = memoryview(bytearray(24)).cast("Q")
-        self._start = comms.own.Iallreduce
         self._arguments = (mpi.IN_PLACE, [self._sums, 3, mpi.UINT64_T], mpi.SUM)
+        self._request: Any = None
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._given: list[int] = []
         self._taken: list[int] = []
@@ -89,14 +90,30 @@ class Agreement:
         sums[0], sums[1], sums[2] = word, rows, count
         try:
             with self._comms.turn:
-                request = self._start(*self._arguments)
-                over = request.Test()
+                request = self._begin()
+                test, over = request.Test, False
+                for _ in range(_LOOKS):
+                    # Most often the others come at about the same time.
+                    if over := test():
+                        break
             if not over:
                 self._see_through(request, deadline)
         except self._comms.mpi.Exception as error:
             raise self._comms.error_of(error) from error
         self.counted = sums[2]
         return sums[0] == word * self._size % _WORD and not sums[1]
+
+    def _begin(self) -> Any:
+        """Start the sum. MPI prepares it once, if it knows how to: that halves the time."""
+        if self._request is None:
+            own = self._comms.own
+            try:
+                self._request = own.Allreduce_init(*self._arguments)
+            except (AttributeError, NotImplementedError, self._comms.mpi.Exception):
+                # Older than MPI 4.
+                return own.Iallreduce(*self._arguments)
+        self._request.Start()
+        return self._request
 
     def _see_through(self, request: Any, deadline: float) -> None:
         turn, began = self._comms.turn, time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_parts import LONGEST
 
-__all__ = ["Parts", "copy", "touch"]
+__all__ = ["Parts", "touch"]
 
 
 class Parts:
@@ -22,14 +21,12 @@ class Parts:
         comms: Of the ranks.
         dtype: Of all of them.
         counts: Elements of each.
-        without: Whose part does not pass through MPI.
     """
 
-    def __init__(self, comms: Comms, dtype: torch.dtype, counts: tuple[int, ...], without: int | None = None) -> None:
+    def __init__(self, comms: Comms, dtype: torch.dtype, counts: tuple[int, ...]) -> None:
         self._mpi, self._rank = comms.mpi, comms.own.Get_rank()
         self._sizes = [count * dtype.itemsize for count in counts]
         self._close = [0, *accumulate(self._sizes[:-1])]
-        self._counts = [0 if rank == without else nbytes for rank, nbytes in enumerate(self._sizes)]
 
     def described(self, tensors: Sequence[torch.Tensor], own: torch.Tensor | None = None) -> Any:
         """None if some share memory, or lie too far apart; or if `own` touches them, but in this rank's place."""
@@ -48,11 +45,7 @@ class Parts:
             ahead, behind = own.data_ptr() - first, own.data_ptr() - first + own.nbytes
             if any(ahead < place + nbytes and place < behind for place, nbytes in zip(places, sizes, strict=True)):
                 return None
-        return [self._mpi.buffer.fromaddress(first, extent), self._counts, places, self._mpi.BYTE]
-
-
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        return [self._mpi.buffer.fromaddress(first, extent), sizes, places, self._mpi.BYTE]
 
 
 def touch(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -151,13 +151,14 @@ class Native:
         _place(call.outputs[0], call.inputs[self._rank])
 
     def _all_gather(self, call: Call) -> None:
-        _place(call.outputs[self._rank], call.inputs[0])
+        # MPI wants all ranks to say that theirs lies in place, or none.
+        source, here = call.inputs[0], call.outputs[self._rank].data_ptr() == call.inputs[0].data_ptr()
+        given = source.clone() if here else source
         if call.whole is not None:
-            self._comm.Allgather(self._mpi.IN_PLACE, self._described(call.whole))
+            self._comm.Allgather(self._described(given), self._described(call.whole))
             return
         pieces = _Pieces(self._comms, call.outputs)
-        pieces.copy_in(self._rank)
-        self._comm.Allgatherv(self._mpi.IN_PLACE, pieces.described())
+        self._comm.Allgatherv(self._described(given), pieces.described())
         pieces.copy_out()
 
     def _all_to_all(self, call: Call) -> None:

@@ -92,8 +92,6 @@ class QuickCalls:
         if way.sends and self._agreement.counted:
             self._run(_all_to_all(target, source, way), deadline)
             return True
-        if way.place is not None:
-            way.place(target, source)
         self._native.make(way.begin, arguments, deadline)
         if recipe.divisor:
             target.div_(recipe.divisor)  # type: ignore[union-attr]

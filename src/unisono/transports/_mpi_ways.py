@@ -6,7 +6,6 @@ and how its arguments come from the tensors. They are those of the longer way, s
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,16 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from unisono.transports._mpi_comms import Comms
-from unisono.transports._mpi_lists import Parts, copy, touch
+from unisono.transports._mpi_lists import Parts, touch
 
 __all__ = ["WAYS", "Kind", "Way"]
 
 _Arguments = tuple[Any, ...]
 _Describe = Callable[[Any, Any], "_Arguments | None"]
 """MPI's arguments from what is written and what is read; None if how they lie in memory takes more preparation."""
-
-_Place = Callable[[Any, Any], object]
-"""What a rank gives itself; done when all have agreed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +69,12 @@ class Way(NamedTuple):
         begin: MPI's function.
         describe: Its arguments.
         counts: Elements that all ranks agree on.
-        place: What comes before, if anything does.
         sends, receives: Elements to and from each rank, where they agree by pairs.
     """
 
     begin: Callable[..., object]
     describe: _Describe
     counts: tuple[int, ...]
-    place: _Place | None = None
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
 
@@ -135,20 +129,14 @@ def _reduce_scatter(kind: Kind) -> Way | None:
 
 
 def _all_gather_single(kind: Kind) -> Way | None:
-    in_place, byte, whole = kind.comms.mpi.IN_PLACE, kind.comms.mpi.BYTE, kind.whole
+    byte, whole = kind.comms.mpi.BYTE, kind.whole
     if kind.targets[0] != kind.sources[0] * kind.size:
         return None
-    ahead = kind.rank * kind.sources[0] * kind.dtype.itemsize
 
     def describe(target: torch.Tensor, source: torch.Tensor) -> _Arguments | None:
-        if touch(target, source) and source.data_ptr() != target.data_ptr() + ahead:
-            return None
-        return in_place, [whole(target), byte]
+        return None if touch(target, source) else ([whole(source), byte], [whole(target), byte])
 
-    def place(target: torch.Tensor, source: torch.Tensor) -> None:
-        ctypes.memmove(target.data_ptr() + ahead, source.data_ptr(), source.nbytes)
-
-    return Way(kind.comms.own.Allgather, describe, kind.sources * kind.size, place)
+    return Way(kind.comms.own.Allgather, describe, kind.sources * kind.size)
 
 
 def _all_to_all_single(kind: Kind) -> Way | None:
@@ -157,8 +145,7 @@ def _all_to_all_single(kind: Kind) -> Way | None:
         return None
     each = kind.targets[0] // kind.size
     step = each * kind.dtype.itemsize
-    counts, places, ahead = [step] * kind.size, [step * rank for rank in range(kind.size)], step * kind.rank
-    counts[kind.rank] = 0
+    counts, places = [step] * kind.size, [step * rank for rank in range(kind.size)]
 
     def describe(target: torch.Tensor, source: torch.Tensor) -> _Arguments | None:
         # It is rows that are given and taken.
@@ -166,21 +153,15 @@ def _all_to_all_single(kind: Kind) -> Way | None:
             return None
         return [whole(source), counts, places, byte], [whole(target), counts, places, byte]
 
-    def place(target: torch.Tensor, source: torch.Tensor) -> None:
-        ctypes.memmove(target.data_ptr() + ahead, source.data_ptr() + ahead, step)
-
     lengths = (each,) * kind.size
-    return Way(kind.comms.own.Alltoallv, describe, (), place, lengths, lengths)
+    return Way(kind.comms.own.Alltoallv, describe, (), lengths, lengths)
 
 
 def _all_to_all(kind: Kind) -> Way | None:
     rank = kind.rank
     if not len(kind.targets) == len(kind.sources) == kind.size or kind.targets[rank] != kind.sources[rank]:
         return None
-    taken, given = (
-        Parts(kind.comms, kind.dtype, kind.targets, without=rank),
-        Parts(kind.comms, kind.dtype, kind.sources, without=rank),
-    )
+    taken, given = (Parts(kind.comms, kind.dtype, counts) for counts in (kind.targets, kind.sources))
 
     def describe(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> _Arguments | None:
         into, out = taken.described(targets), given.described(sources)
@@ -188,26 +169,20 @@ def _all_to_all(kind: Kind) -> Way | None:
             return None
         return out, into
 
-    def place(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        copy(targets[rank], sources[rank])
-
-    return Way(kind.comms.own.Alltoallv, describe, (), place, kind.sources, kind.targets)
+    return Way(kind.comms.own.Alltoallv, describe, (), kind.sources, kind.targets)
 
 
 def _all_gather(kind: Kind) -> Way | None:
-    rank, in_place = kind.rank, kind.comms.mpi.IN_PLACE
+    rank, byte, whole = kind.rank, kind.comms.mpi.BYTE, kind.whole
     if len(kind.targets) != kind.size or kind.sources != kind.targets[rank : rank + 1]:
         return None
     gathered = Parts(kind.comms, kind.dtype, kind.targets)
 
     def describe(targets: Sequence[torch.Tensor], source: torch.Tensor) -> _Arguments | None:
-        into = gathered.described(targets, source)
-        return into and (in_place, into)
+        into = None if touch(targets[rank], source) else gathered.described(targets, source)
+        return into and ([whole(source), byte], into)
 
-    def place(targets: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        copy(targets[rank], source)
-
-    return Way(kind.comms.own.Allgatherv, describe, kind.targets, place)
+    return Way(kind.comms.own.Allgatherv, describe, kind.targets)
 
 
 def _gather(kind: Kind) -> Way | None:
@@ -221,12 +196,10 @@ def _gather(kind: Kind) -> Way | None:
 
     def describe(targets: Sequence[torch.Tensor], source: torch.Tensor) -> _Arguments | None:
         into = gathered.described(targets, source)
-        return into and (in_place, into, root)
+        here = targets[rank].data_ptr() == source.data_ptr()
+        return into and (in_place if here else [whole(source), byte], into, root)
 
-    def place(targets: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        copy(targets[rank], source)
-
-    return Way(begin, describe, kind.sources, place)
+    return Way(begin, describe, kind.sources)
 
 
 def _scatter(kind: Kind) -> Way | None:
@@ -240,12 +213,10 @@ def _scatter(kind: Kind) -> Way | None:
 
     def describe(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> _Arguments | None:
         given = scattered.described(sources, target)
-        return given and (given, in_place, root)
+        here = sources[rank].data_ptr() == target.data_ptr()
+        return given and (given, in_place if here else [whole(target), byte], root)
 
-    def place(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        copy(target, sources[rank])
-
-    return Way(begin, describe, kind.targets, place)
+    return Way(begin, describe, kind.targets)
 
 
 WAYS: dict[str, Callable[[Kind], Way | None]] = {

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, final
 
 import torch
 
-from unisono.calls.caller import ANYONE
 from unisono.calls.mailing import Mailing
 from unisono.calls.objects import Objects
 from unisono.calls.parts import Parts
@@ -19,6 +18,7 @@ from unisono.engine import Engine
 from unisono.errors import MismatchError
 from unisono.group import Group
 from unisono.hosts import host_identity
+from unisono.standing import ANYONE
 from unisono.transport import Options, Transport
 from unisono.wrappers.check import Checked
 
@@ -63,7 +63,6 @@ class Communicator(Objects, Parts, Watching, Mailing):
             raise ValueError(f"check must be 'auto', 'full' or 'off', not {check!r}")
         self._check = check
         self._control, self._options = control, options
-        self._owner = None
         self._splits = self._rebuilds = self._barriers = 0
         self._finishers: list[Callable[[], None]] = []
         self._parts: list[weakref.ref[Communicator]] = []
@@ -178,12 +177,12 @@ class Communicator(Objects, Parts, Watching, Mailing):
     def hand_over(self) -> None:
         """Give the communicator up: the next thread that uses it owns it."""
         self._enter("hand_over")
-        self._owner = None
+        self._engine.owner = None
 
     def share(self) -> None:
         """Let every thread use it from now on. The caller sees to it that no two are in a collective at once."""
         self._enter("share")
-        self._owner = ANYONE
+        self._engine.owner = ANYONE
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Memory that this backend reduces best (uninitialised). Collective: the same on every rank.

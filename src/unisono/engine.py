@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from sys import _getframe
+from threading import get_ident
 from time import monotonic
 
 import torch
@@ -26,7 +27,7 @@ from unisono.reduction import combine
 from unisono.schedules import SCHEDULES, chunks_of
 from unisono.select import NATIVE
 from unisono.site import call_site
-from unisono.standing import Standing
+from unisono.standing import ANYONE, Standing
 from unisono.transport import Options, Tensors, Transport
 from unisono.types import ReduceOp, Work
 from unisono.work import Completion
@@ -63,16 +64,22 @@ class Engine(Standing):
 
     # -- collectives ---------------------------------------------------------------------------
     def quickly(
-        self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float | None
+        self,
+        name: str,
+        target: Tensors,
+        source: Tensors = None,
+        op: str = "",
+        root: int | None = None,
+        timeout: float | None = None,
     ) -> bool:
-        """Make a call by the transport's shorter way, as `Quick.call`; whether it was taken."""
+        """Make a blocking call by the transport's shorter way, as `Quick.call`; False if it is still to be made."""
         quick = self.quick
-        if quick is None or name not in quick.names:
+        if quick is None or name not in quick.names or (self.owner != get_ident() and self.owner != ANYONE):
             return False
-        if self._pending or not self.open or is_traced():
+        if self._pending or self._broken is not None or self.closed or is_traced():
             return False
         limit = self.options.timeout_s if timeout is None else timeout
-        caller, activity = _getframe(3), self.activity
+        caller, activity = _getframe(2), self.activity
         detail = op if root is None else f"root {root}"
         # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
         noted = activity.now = (name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
@@ -99,7 +106,7 @@ class Engine(Standing):
 
     def start_quickly(self, tensor: torch.Tensor, op: str, timeout: float | None) -> Work | None:
         """Start an all-reduce by the transport's shorter way; None if it was not taken."""
-        if self._pending or not self.open or is_traced():
+        if self._pending or not self.open or is_traced() or self.owner not in (get_ident(), ANYONE):
             return None
         noted = ("all_reduce", self._calls + 1, op, call_site())
         try:

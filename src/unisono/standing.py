@@ -8,7 +8,10 @@ from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutErro
 from unisono.failing import cause_of, explained
 from unisono.transport import Options, Transport
 
-__all__ = ["Standing"]
+__all__ = ["ANYONE", "Standing"]
+
+ANYONE = -1
+"""In the place of the owning thread's number: whoever calls may."""
 
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv"})
 _PATIENCE_S = 1.0
@@ -22,6 +25,7 @@ class Standing:
         transport, control, options: As they were given.
         group: The ranks.
         activity: What this rank is doing.
+        owner: The thread that makes calls; None before the first one.
         closed: Whether this rank has let go of it.
     """
 
@@ -29,6 +33,7 @@ class Standing:
         self.transport, self.control, self.options = transport, control, options
         self.group = transport.group
         self.activity = Activity(self.group)
+        self.owner: int | None = None
         self.closed = False
         self._broken: Cause | None = None
         self._calls = 0

@@ -13,14 +13,10 @@ from unisono.engine import Engine
 from unisono.errors import CommError
 from unisono.guarded import Guarded
 from unisono.site import call_site
+from unisono.standing import ANYONE
 from unisono.tensors import Staging, check_apart, check_tensor
-from unisono.transport import Tensors
-from unisono.types import Work
 
-__all__ = ["ANYONE", "Async", "Blocking", "Caller", "others"]
-
-ANYONE = -1
-"""In the place of the owning thread's number: whoever calls may."""
+__all__ = ["Async", "Blocking", "Caller", "others"]
 
 
 class Blocking(TypedDict, total=False):
@@ -43,7 +39,6 @@ class Caller:
     """Base of the parts that `Communicator` is made of."""
 
     _engine: Engine
-    _owner: int | None
     _check: str
 
     @property
@@ -63,33 +58,15 @@ class Caller:
 
     def _own(self, operation: str) -> None:
         """Raise unless this thread may call."""
-        here = get_ident()
-        if self._owner is None:
-            self._owner = self._engine.activity.owner = here
-        if self._owner not in (here, ANYONE):
+        here, engine = get_ident(), self._engine
+        if engine.owner is None:
+            engine.owner = engine.activity.owner = here
+        if engine.owner not in (here, ANYONE):
             error = CommError(
                 f"this communicator belongs to another thread than {threading.current_thread().name!r}; "
                 "call hand_over() there first, or use dup() for a second communicator"
             )
-            raise self._engine.located(error, operation)
-
-    def _quickly(
-        self,
-        name: str,
-        target: Tensors,
-        source: Tensors = None,
-        op: str = "",
-        root: int | None = None,
-        timeout: float | None = None,
-    ) -> bool:
-        """Make a blocking call by the transport's shorter way, if there is one; False if it is still to be made."""
-        mine = self._owner == get_ident() or self._owner == ANYONE
-        return mine and self._engine.quickly(name, target, source, op, root, timeout)
-
-    def _started_quickly(self, tensor: torch.Tensor, op: str, timeout: float | None) -> Work | None:
-        """Likewise of an asynchronous all_reduce: what is under way then, or None."""
-        mine = self._owner == get_ident() or self._owner == ANYONE
-        return self._engine.start_quickly(tensor, op, timeout) if mine else None
+            raise engine.located(error, operation)
 
     def _staging(self) -> Staging:
         away = self._engine.transport.staged

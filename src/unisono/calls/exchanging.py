@@ -47,7 +47,11 @@ class Exchanging(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")[0]
             [[0.0], [1.0, 1.0]]
         """
-        if algorithm is None and not async_op and self._quickly("all_gather", tensor_list, tensor, timeout=timeout):
+        if (
+            algorithm is None
+            and not async_op
+            and self._engine.quickly("all_gather", tensor_list, tensor, timeout=timeout)
+        ):
             return None
         self._enter("all_gather")
         self._check_tensor(tensor, "the tensor")
@@ -75,7 +79,11 @@ class Exchanging(Caller):
         timeout: float | None = None,
     ) -> Work | None:
         """As `all_gather`, into one tensor of p times `input`'s elements, rank 0's first."""
-        if algorithm is None and not async_op and self._quickly("all_gather_single", output, input, timeout=timeout):
+        if (
+            algorithm is None
+            and not async_op
+            and self._engine.quickly("all_gather_single", output, input, timeout=timeout)
+        ):
             return None
         self._enter("all_gather_single")
         self._check_tensor(input, "input")
@@ -120,7 +128,11 @@ class Exchanging(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[0.0, 10.0], [1.0, 11.0]]
         """
-        if algorithm is None and not async_op and self._quickly("all_to_all", output_list, input_list, timeout=timeout):
+        if (
+            algorithm is None
+            and not async_op
+            and self._engine.quickly("all_to_all", output_list, input_list, timeout=timeout)
+        ):
             return None
         self._enter("all_to_all")
         if not isinstance(input_list, Sequence) or not input_list:
@@ -160,7 +172,7 @@ class Exchanging(Caller):
     ) -> Work | None:
         """As `all_to_all`, with rows of one tensor: split along dimension 0, evenly or as the sizes say."""
         name, even = "all_to_all_single", output_split_sizes is None and input_split_sizes is None
-        if even and algorithm is None and not async_op and self._quickly(name, output, input, timeout=timeout):
+        if even and algorithm is None and not async_op and self._engine.quickly(name, output, input, timeout=timeout):
             return None
         self._enter(name)
         self._check_tensor(input, "input")

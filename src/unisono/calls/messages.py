@@ -11,12 +11,13 @@ from threading import get_ident
 import torch
 
 from unisono.activity import Awaited, Noted
-from unisono.calls.caller import ANYONE, Caller
+from unisono.calls.caller import Caller
 from unisono.calls.vouched import vouch
 from unisono.engine import Engine
 from unisono.errors import CommError, CommTimeoutError
 from unisono.failing import explained
 from unisono.site import call_site
+from unisono.standing import ANYONE
 from unisono.tensors import check_apart, is_plain
 from unisono.types import MAX_TAG, Message, Recv, Send, Work
 from unisono.work import readable
@@ -99,7 +100,7 @@ class Messages(Caller):
         """Whether the transport's shorter way has carried the message; any failure on it breaks the communicator."""
         engine, peer, tag = self._engine, message.peer, message.tag
         quick, activity, group = engine.quick, engine.activity, engine.group
-        if quick is None or name not in quick.names or self._owner not in (get_ident(), ANYONE):
+        if quick is None or name not in quick.names or engine.owner not in (get_ident(), ANYONE):
             return False
         # What is wrong is told on the longer way.
         if type(peer) is not int or type(tag) is not int or not 0 <= tag <= MAX_TAG:

@@ -44,7 +44,7 @@ class Moving(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")
             [1, 1, 1]
         """
-        if algorithm is None and not async_op and self._quickly("broadcast", tensor, None, "", src, timeout):
+        if algorithm is None and not async_op and self._engine.quickly("broadcast", tensor, None, "", src, timeout):
             return None
         self._enter("broadcast")
         self._check_rank(src, "src")
@@ -82,7 +82,11 @@ class Moving(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")
             [0.0, 1.0, 2.0]
         """
-        if algorithm is None and not async_op and self._quickly("scatter", tensor, scatter_list, "", src, timeout):
+        if (
+            algorithm is None
+            and not async_op
+            and self._engine.quickly("scatter", tensor, scatter_list, "", src, timeout)
+        ):
             return None
         self._enter("scatter")
         self._check_rank(src, "src")
@@ -122,7 +126,7 @@ class Moving(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")
             [None, None, [0.0, 1.0, 2.0]]
         """
-        if algorithm is None and not async_op and self._quickly("gather", gather_list, tensor, "", dst, timeout):
+        if algorithm is None and not async_op and self._engine.quickly("gather", gather_list, tensor, "", dst, timeout):
             return None
         self._enter("gather")
         self._check_rank(dst, "dst")

@@ -60,9 +60,9 @@ class Reducing(Caller):
             >>> un.launch(program, nprocs=4, backend="thread")[3]
             [10.0, 20.0]
         """
-        if algorithm is None and async_op and (work := self._started_quickly(tensor, op, timeout)) is not None:
+        if algorithm is None and async_op and (work := self._engine.start_quickly(tensor, op, timeout)) is not None:
             return work
-        if algorithm is None and not async_op and self._quickly("all_reduce", tensor, None, op, None, timeout):
+        if algorithm is None and not async_op and self._engine.quickly("all_reduce", tensor, None, op, None, timeout):
             return None
         self._enter("all_reduce")
         self._check_tensor(tensor, "the tensor", written=True)
@@ -95,7 +95,7 @@ class Reducing(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")
             [1, 3, 3]
         """
-        if algorithm is None and not async_op and self._quickly("reduce", tensor, None, op, dst, timeout):
+        if algorithm is None and not async_op and self._engine.quickly("reduce", tensor, None, op, dst, timeout):
             return None
         self._enter("reduce")
         self._check_rank(dst, "dst")
@@ -139,7 +139,7 @@ class Reducing(Caller):
             [0.0, 20.0]
         """
         name = "reduce_scatter"
-        if algorithm is None and not async_op and self._quickly(name, output, input_list, op, None, timeout):
+        if algorithm is None and not async_op and self._engine.quickly(name, output, input_list, op, None, timeout):
             return None
         return self._reduce_scatter(name, output, input_list, op, algorithm, async_op, timeout)
 
@@ -163,7 +163,7 @@ class Reducing(Caller):
     ) -> Work | None:
         """As `reduce_scatter`, of one input: p times as many elements as `output`, the first part for rank 0."""
         name = "reduce_scatter_single"
-        if algorithm is None and not async_op and self._quickly(name, output, input, op, None, timeout):
+        if algorithm is None and not async_op and self._engine.quickly(name, output, input, op, None, timeout):
             return None
         self._enter(name)
         self._check_tensor(input, "input")
@@ -205,7 +205,7 @@ class Reducing(Caller):
         self, *, algorithm: str | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
         """Return when every rank has come. Collective. Cost: ceil(log2 p) rounds of one byte."""
-        if algorithm is None and not async_op and self._quickly("barrier", None, timeout=timeout):
+        if algorithm is None and not async_op and self._engine.quickly("barrier", None, timeout=timeout):
             return None
         self._enter("barrier")
         return self._engine.run(plans.barrier(), "barrier", algorithm, async_op, timeout)

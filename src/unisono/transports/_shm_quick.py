@@ -10,7 +10,6 @@ import torch
 from unisono.fingerprint import Fingerprint
 from unisono.reduction import HALVES, check_reducible, combine, parse_op
 from unisono.site import call_site
-from unisono.tensors import is_plain
 from unisono.transport import Tensors
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_marks import Mark, mark_of
@@ -19,6 +18,8 @@ from unisono.types import Message, ReduceOp
 
 __all__ = ["QuickRounds"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 _MOST = 256
 _BARRIER = mark_of("barrier", ReduceOp.BOR, None, None, ())
 
@@ -35,16 +36,22 @@ class QuickRounds:
         self._recipes: dict[tuple[str, torch.dtype, int], _Recipe] = {}
         self._now: tuple[str, str | None, torch.Tensor | None] | None = None
 
-    def call(self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float) -> bool:
-        """As `Quick.call`."""
-        return self._all_reduce(target, op, timeout) if name == "all_reduce" else self._barrier(timeout)
-
     def carry(self, message: Message, timeout: float) -> bool:
         """As `Quick.carry`."""
         return False
 
-    def _all_reduce(self, tensor: Any, op: str, timeout: float) -> bool:
-        if not is_plain(tensor):
+    def call(self, name: str, target: Any, source: Tensors, op: str, root: int | None, timeout: float) -> bool:
+        """As `Quick.call`."""
+        if name == "barrier":
+            self._now = (name, None, None)
+            self._rounds.first(_BARRIER, monotonic() + timeout)
+            self._now = None
+            return True
+        tensor = target
+        # As `is_plain`, but for negative views, which torch reads rightly: there is less than a microsecond for it.
+        if type(tensor) not in _PLAIN or tensor.requires_grad or tensor.layout is not _STRIDED:
+            return False
+        if not tensor.is_contiguous() or not tensor.is_cpu:
             return False
         key = (op, tensor.dtype, tensor.numel())
         recipe = self._recipes.get(key) or self._prepare(key)
@@ -71,12 +78,6 @@ class QuickRounds:
                     combine(by, flat, view, flat)
         if divisor:
             flat.div_(divisor)
-        self._now = None
-        return True
-
-    def _barrier(self, timeout: float) -> bool:
-        self._now = ("barrier", None, None)
-        self._rounds.first(_BARRIER, monotonic() + timeout)
         self._now = None
         return True
 

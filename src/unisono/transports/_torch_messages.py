@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.crew import Crew
+from unisono.transports._torch_errors import translated
 from unisono.types import Message, Recv, Send, Work
 from unisono.work import Countdown, elements, misfit
 
@@ -119,8 +120,6 @@ class Envelopes:
         return self._wait([self._transport.start(message, tag + 1)], message)
 
     def _wait(self, started: list[Any], message: Message) -> BaseException | None:
-        from unisono.transports.torch import translated
-
         for work in started:
             try:
                 work.wait(_DAY)

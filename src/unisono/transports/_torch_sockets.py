@@ -20,10 +20,13 @@ class Sockets:
     """Gloo gives each group a port of its own, at which it listens for the connections that peers make.
 
     To shut down those that were accepted there ends the waits of both sides: of any two ranks, one has accepted.
+    But gloo ends the process if a connection breaks off in the moment in which it is made; so what is shut down
+    has been seen a look before.
     """
 
     def __init__(self) -> None:
         self._ports: set[int] = set()
+        self._seen: set[int] = set()
 
     def listening(self, make: Callable[[], T]) -> T:
         """What `make` makes; the ports at which that listens are remembered."""
@@ -32,12 +35,32 @@ class Sockets:
         self._ports |= set(_listening()) - before
         return made
 
-    def shut(self) -> None:
-        """End all that was accepted. From any thread; again is harmless."""
+    def look(self) -> None:
+        """All that is accepted by now is in use."""
+        for end in self._accepted():
+            self._seen.add(_number(end))
+
+    def shut(self) -> bool:
+        """End all that was accepted before the last look; whether there is more. From any thread; again is harmless."""
+        fresh = False
+        for end in self._accepted():
+            if _number(end) in self._seen:
+                end.shutdown(socket.SHUT_RDWR)
+            else:
+                fresh = True
+                self._seen.add(_number(end))
+        return fresh
+
+    def _accepted(self) -> Iterator[socket.socket]:
         for end in _sockets() if self._ports else ():
             with suppress(OSError):
                 if end.getsockname()[1] in self._ports and not _accepts(end):
-                    end.shutdown(socket.SHUT_RDWR)
+                    yield end
+
+
+def _number(end: socket.socket) -> int:
+    """Of a socket, whatever its descriptors are."""
+    return os.fstat(end.fileno()).st_ino
 
 
 def _listening() -> Iterator[int]:

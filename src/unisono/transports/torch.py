@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,19 +13,20 @@ import torch
 from unisono.control import Control
 from unisono.control.store import ControlStore
 from unisono.crew import Crew
-from unisono.errors import ClosedError, CommError, PeerLostError
+from unisono.errors import ClosedError, CommError
 from unisono.group import Group
 from unisono.mailbox import Mailbox
 from unisono.transport import Declared, Options, Transport
 from unisono.transports._tcp_mailbox import TcpMailbox
 from unisono.transports._torch_backends import backend_of
+from unisono.transports._torch_errors import translated
 from unisono.transports._torch_messages import Envelopes
 from unisono.transports._torch_native import NATIVE, carries, start, start_sum
 from unisono.transports._torch_sockets import Sockets
 from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
-from unisono.work import Completion, late
+from unisono.work import Completion
 
-__all__ = ["TRANSPORT", "TorchTransport", "translated"]
+__all__ = ["TRANSPORT", "TorchTransport"]
 
 _LOOK_EVERY_S = 0.02
 _SLICE_S = 0.1
@@ -77,6 +77,7 @@ class TorchTransport(Transport):
             store = ControlStore(control, f"torch/{group.name}/upward", group=group)
             made._upward = _backend(group, control, store, options, made._sockets, lazy=False)
             made._stores.append(store)
+        made._sockets.look()
         return made
 
     @classmethod
@@ -173,8 +174,7 @@ class TorchTransport(Transport):
         self._broken = cause
         self._envelopes.close(cause)
         # Ends gloo's own waits, here and at the peers.
-        self._sockets.shut()
-        if self._flying:
+        if self._sockets.shut() or self._flying:
             _crew.run(partial(_bury, (self._backend, self._upward), self._flying, self._sockets))
         self._let_go(cause)
 
@@ -190,9 +190,9 @@ class TorchTransport(Transport):
 
 def _bury(_kept: object, works: Sequence[Any], sockets: Sockets) -> None:
     """Keep a group of gloo's until its collectives have ended: to let go of it before would stop the whole process."""
-    while not all(work.is_completed() for work in works):
-        # Connections that are made when first used may come only now.
-        sockets.shut()
+    time.sleep(_LOOK_EVERY_S)
+    # Connections that are made when first used may come only now.
+    while sockets.shut() or not all(work.is_completed() for work in works):
         time.sleep(_LOOK_EVERY_S)
 
 
@@ -276,18 +276,6 @@ def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | N
                 raise cause from None
         else:
             return
-
-
-def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float = 0.0) -> CommError:
-    """Torch's error as one of ours. Gloo never names the rank that is gone; the control plane does."""
-    text = str(error)
-    if re.search(r"[Tt]imed? ?out|timeout", text):
-        return late(messages, waited_s)
-    peer = messages[0].peer if len(messages) == 1 else None
-    if re.search(r"[Cc]onnection (closed|reset|refused)|Broken pipe|closure|EOF", text):
-        # Whether that rank was the first to fail, the control plane will tell.
-        return PeerLostError(f"the connection to {'a rank' if peer is None else f'rank {peer}'} was lost")
-    return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)
 
 
 def _backend(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unisono as un
@@ -25,6 +25,7 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(case=cases(RANKS), long=st.sets(st.integers(0, RANKS - 1), max_size=RANKS - 1))
 def test_ranks_on_either_way_meet(ranks: RankPool, case: Case, long: set[int]) -> None:
     def program(comm: un.Communicator, case: Case, long: set[int]) -> Report:
@@ -108,6 +109,7 @@ def test_what_shares_memory_is_refused_and_breaks_nothing(ranks: RankPool) -> No
         assert total == RANKS
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 7, 1014, 1015, 5000]), min_size=1, max_size=4),
     tags=st.lists(st.integers(0, 2), min_size=4, max_size=4),

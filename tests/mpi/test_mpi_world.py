@@ -15,7 +15,8 @@ from unisono.mpilib import find_mpirun
 RANKS = 2
 
 
-@pytest.fixture(scope="module")
+# Once a process, in whatever order its tests come.
+@pytest.fixture(scope="session")
 def found() -> list[dict[str, Any]]:
     """What each rank has found."""
     program = str(Path(__file__).with_name("mpi_program.py"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -119,11 +120,16 @@ CHANGED: dict[str, Callable[[Any, torch.Tensor], Work]] = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_buffer_changed_before_wait_is_found(name: str) -> None:
+    changed = threading.Event()
+
     def program(comm: Any) -> str:
         tensor = torch.ones(2)
+        # It is not over before both have come.
+        assert comm.rank == 1 or changed.wait(10)
         work = CHANGED[name](comm, tensor)
         if comm.rank == 1:
             tensor[0] = 5.0
+            changed.set()
             with pytest.raises(
                 MismatchError, match=r"test_full_check.py:\d+ .* was changed between the call and the end"
             ):

@@ -230,7 +230,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [
     (the_manifest_is_believed, lies),
     (every_rank_reads_all, once),
     (ranks_do_not_wait_for_each_other, in_memory),
-    (values_may_take_any_memory, bomb),
+    pytest.param(values_may_take_any_memory, bomb, marks=pytest.mark.soak, id="values_may_take_any_memory-bomb"),
     (a_save_is_left_behind, closing),
     (strided_memory_is_forgotten, lambda folder: unit("values").test_memory_of_every_form(folder)),
     (shapes_do_not_matter, lambda folder: unit("objects").test_the_wrong_model_changes_nothing(folder)),

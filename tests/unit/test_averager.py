@@ -237,6 +237,7 @@ def test_a_sum_and_a_world_of_one() -> None:
     assert un.launch(program, 1, "thread") == [1.0]
 
 
+@pytest.mark.soak
 def test_a_compiled_model_is_averaged_too() -> None:
     given = batches(2, 1)
 

@@ -67,6 +67,7 @@ def test_other_reductions_are_verified_too(op: str) -> None:
     assert bench.run(settings)[0].wrong == 0
 
 
+@pytest.mark.soak
 def test_mpi_beside_unisono() -> None:
     settings = Settings(backend="shm", sizes=(4096,), against=("mpi",), seconds=0.01)
     (found,) = bench.run(settings)

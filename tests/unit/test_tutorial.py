@@ -83,7 +83,12 @@ def test_partitions(count: int, backend: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "ranks", "epochs", "reached"),
-    [("thread", 2, 20, 0.2), ("thread", 4, 20, 0.2), ("gloo", 2, 4, 0.65), ("gloo", 4, 4, 0.65)],
+    [
+        ("thread", 2, 20, 0.2),
+        ("thread", 4, 20, 0.2),
+        ("gloo", 2, 4, 0.65),
+        pytest.param("gloo", 4, 4, 0.65, marks=pytest.mark.soak),
+    ],
 )
 def test_distributed_sgd(backend: str, ranks: int, epochs: int, reached: float) -> None:
     results = launch("sgd", backend, ranks, epochs=epochs)

@@ -144,6 +144,7 @@ def test_an_mpiexec_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
 
 # -- ranks -----------------------------------------------------------------------------------------
+@pytest.mark.soak
 def test_two_ranks_sum_for_real() -> None:
     (found,) = find("all_reduce", Patient(backend="shm", limit_s=60.0))
     assert re.fullmatch(r"shm: 2 ranks sum rightly, about \d+ us for 8 B and \S+ ms for 1 MiB", found.text)

@@ -21,7 +21,7 @@ from unisono.group import Group
 from unisono.transport import Options
 from unisono.transports.thread import ThreadTransport
 
-BACKENDS = ["thread", "shm", "gloo"]
+BACKENDS = ["thread", "shm", pytest.param("gloo", marks=pytest.mark.soak)]
 SOON_S = 20.0
 
 Start = Callable[[int], un.Communicator]

@@ -116,7 +116,7 @@ def test_mpiexec_of_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     library()
     # It starts as many processes as it is told, and lets nobody know of the others.
     (tmp_path / "mpiexec").write_text(
-        f'#!/bin/sh\nif [ "$1" = --version ]; then echo "{says}"; exit; fi\nshift 2\n"$@" &\n"$@"\nwait\n'
+        f'#!/bin/sh\nif [ "$1" = --version ]; then echo "{says}"; exit; fi\nshift 2\n"$@"\n"$@"\n'
     )
     (tmp_path / "mpiexec").chmod(0o755)
     beside = Path(sys.executable).parent

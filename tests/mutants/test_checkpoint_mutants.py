@@ -150,7 +150,8 @@ def ranks_do_not_wait_for_each_other(patch: Patch) -> None:
     real = filling.Filling._through_memory
 
     def through_memory(self: filling.Filling, host: Any, shares: Any) -> None:
-        real(self, SimpleNamespace(rank=host.rank, size=host.size, barrier=lambda: None), shares)  # type: ignore[arg-type]
+        hasty: Any = SimpleNamespace(rank=host.rank, size=host.size, barrier=lambda: None)
+        real(self, hasty, shares)
 
     patch.setattr(filling.Filling, "_through_memory", through_memory)
 

@@ -72,7 +72,7 @@ def test_workers_run_no_more_at_once_but_those_that_wait(monkeypatch: pytest.Mon
 
     for number in range(40):
         # Mypy cannot type a lambda's default.
-        workers.run(lambda blocks=number < 20: task(blocks))  # type: ignore[misc]
+        workers.run(lambda blocks=number < 20: task(blocks))  # type: ignore[misc]  # a default in a lambda has no type
     # All of the second half come through, while the first half waits.
     for _ in range(20):
         assert done.acquire(timeout=LIMIT_S)

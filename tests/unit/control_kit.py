@@ -28,7 +28,7 @@ def die(control: Requester) -> None:
     if isinstance(control, SocketControl):
         control._line.hang_up()
     else:
-        control.lose()  # type: ignore[attr-defined]
+        control.lose()  # type: ignore[attr-defined]  # those in this process have it
 
 
 class Told:

@@ -94,7 +94,7 @@ class QuickCalls:
             return True
         self._native.make(way.begin, arguments, deadline)
         if recipe.divisor:
-            target.div_(recipe.divisor)  # type: ignore[union-attr]
+            target.div_(recipe.divisor)  # type: ignore[union-attr]  # a tensor, where there is one
         return True
 
     def carry(self, message: Message, timeout: float) -> bool:

@@ -44,7 +44,7 @@ def backend_of(
     if options.backend == "gloo":
         if not dist.is_gloo_available():
             raise UnavailableError("this build of torch has no gloo; use backend='thread', or another build of torch")
-        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's annotations
         settings._timeout = timeout
         settings._devices = [sockets.listening(lambda: _gloo_device(options.address, lazy))]
         settings._threads = 2

@@ -190,8 +190,8 @@ class TorchTransport(Transport):
 
 def _bury(_kept: object, works: Sequence[Any], sockets: Sockets) -> None:
     """Keep a group of gloo's until its collectives have ended: to let go of it before would stop the whole process."""
+    # What was new at the first look is made by the second. Connections that are made when first used may come only now.
     time.sleep(_LOOK_EVERY_S)
-    # Connections that are made when first used may come only now.
     while sockets.shut() or not all(work.is_completed() for work in works):
         time.sleep(_LOOK_EVERY_S)
 

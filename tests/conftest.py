@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from hypothesis import settings
 
@@ -11,3 +13,9 @@ torch.set_num_threads(1)
 settings.register_profile("test", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("soak", deadline=None, print_blob=True, max_examples=500)
 settings.load_profile("test")
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: thousands of tests and their modules, which no later look for garbage has to visit."""
+    gc.collect()
+    gc.freeze()

@@ -31,7 +31,7 @@ def test_laws(name: str, size: int, bucket: Bucket) -> None:
     check_codec(CODECS[name], size, bucket)
 
 
-@pytest.mark.parametrize("numbers", ["normal", "sparse"])
+@pytest.mark.parametrize("numbers", ["sparse", pytest.param("normal", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", NAMES)
 def test_feedback_converges(name: str, numbers: str) -> None:
     bucket = Bucket([(8, 5)], torch.float64, numbers, seed=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from checkpoint_samples import equal, flat_of
 
 import unisono as un
-from unisono.checkpoint import StorageError
+from unisono.checkpoint import CorruptError, StorageError, reader
 from unisono.checkpoint.storage.local import LocalSource, LocalStorage
 from unisono.testing import run_ranks
 
@@ -92,11 +94,65 @@ def test_what_one_rank_reads_from_the_disk_others_find_in_memory(
     assert all(torch.equal(state[name], saved[name]) for state in found for name in saved)
     tensors = {part: readers for part, readers in reads.begun.items() if part[0].suffix == ".safetensors"}
     assert len(tensors) == 65
-    assert all(len(readers) == len(set(readers)) == 4 for readers in tensors.values())
+    header = sum(start == 0 for _, start in tensors)
+    assert header == 1
+    # A header says nothing to those who need not check it.
+    assert all(len(readers) == len(set(readers)) == (4 if start else 1) for (_, start), readers in tensors.items())
     assert not reads.too_early
     if not small:
         # Two stretches of each rank: of two windows of two tensors, and headers.
         assert reads.most_kept <= 4 * 2 * 2 * 2 + 2
+
+
+@pytest.mark.parametrize(("told", "times"), [(True, 1), (False, 3)])
+def test_what_is_read_from_the_same_memory_is_checked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool, times: int
+) -> None:
+    monkeypatch.setattr("unisono.checkpoint.loading._SMALL", 0)
+    monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
+    un.checkpoint.save(tmp_path, {f"t{number}": torch.zeros(2048) for number in range(9)})
+    checked, lock, real = [0], threading.Lock(), reader.hasher
+    opened = LocalSource.__init__
+
+    class Counted:
+        def __init__(self) -> None:
+            self._hash = real()
+            self.hexdigest = self._hash.hexdigest
+
+        def update(self, data: memoryview) -> None:
+            with lock:
+                checked[0] += len(data)
+            self._hash.update(data)
+
+    def untold(self: LocalSource, path: Path) -> None:
+        opened(self, path)
+        if not told:
+            del self.identity
+
+    monkeypatch.setattr(reader, "hasher", Counted)
+    monkeypatch.setattr(LocalSource, "__init__", untold)
+    run_ranks(lambda comm: un.checkpoint.load(tmp_path, None, comm), 3)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert checked == [times * file.stat().st_size]
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_ranks_that_read_copies_check_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int) -> None:
+    """The damage is where another rank would read first."""
+    monkeypatch.setattr("unisono.checkpoint.loading._SMALL", 0)
+    un.checkpoint.save(tmp_path / "0", {"first": torch.zeros(1 << 20), "second": torch.zeros(1 << 20)})
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    (file,) = (tmp_path / str(damaged)).glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(-1 if damaged == 0 else 1 << 20, os.SEEK_END if damaged == 0 else os.SEEK_SET)
+        opened.write(b"\x01")
+
+    def program(comm: un.Communicator) -> None:
+        name = "second" if damaged == 0 else "first"
+        with pytest.raises(CorruptError, match=f"rank {damaged} of 2.*{name}"):
+            un.checkpoint.load(tmp_path / str(comm.rank), None, comm)
+
+    run_ranks(program, 2)
 
 
 def test_ranks_that_want_different_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

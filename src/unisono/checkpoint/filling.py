@@ -40,21 +40,30 @@ class Filling:
 
     Where the host's memory keeps what is read of a file (the page cache), each rank reads all that it wants straight
     into its tensors: first its own share from the disk, and then, when the others have read theirs, those from memory.
-    Elsewhere each window is read by one rank, and broadcast to the others.
+    Elsewhere each window is read by one rank, and broadcast to the others. Either way the one that reads a window from
+    the disk checks it, for all.
 
     Args:
         files: To read from.
         restoration: Says where to, and is given the tensors.
         host: The ranks of this host; None if this one is alone.
         kept: Whether the host's memory keeps what is read; the same on all its ranks.
+        same: Whether the others of the host read the same files, so that what they have checked is right here, too.
         wishes: How to load.
     """
 
     def __init__(
-        self, files: Files, restoration: Restoration, host: Communicator | None, kept: bool, wishes: Wishes
+        self,
+        files: Files,
+        restoration: Restoration,
+        host: Communicator | None,
+        wishes: Wishes,
+        *,
+        kept: bool,
+        same: bool,
     ) -> None:
         self._files, self._restoration, self._host, self._kept = files, restoration, host, kept
-        self._wishes = wishes
+        self._wishes, self._check, self._same = wishes, bool(wishes.check), same
         self._landings = {
             name: Landing(entry, restoration.places.get(name), wishes.map_location)
             for name, entry in restoration.wanted()
@@ -104,27 +113,28 @@ class Filling:
             self._keep(self._read, mine, low, low + _STRETCH)
             host.barrier()
             for turn in range(1, host.size):
-                self._keep(self._place, shares[(host.rank + turn) % host.size][low : low + _STRETCH])
+                others = shares[(host.rank + turn) % host.size]
+                self._keep(self._place, others[low : low + _STRETCH], self._check and not self._same)
 
     def _read(self, windows: Sequence[Window], low: int = 0, high: int = sys.maxsize) -> None:
         """From the disk, which is asked ahead for what comes after them, too."""
         for number in range(low, min(high, len(windows))):
             self._files.prefetch(windows, number)
-            self._place(windows[number : number + 1])
+            self._place(windows[number : number + 1], self._check)
 
-    def _place(self, windows: Sequence[Window]) -> None:
+    def _place(self, windows: Sequence[Window], check: bool) -> None:
         for window in windows:
             for block in window.blocks:
                 # Headers, and what other ranks alone want, have no place here.
                 landing = self._landings.get(block.name) if block.name is not None else None
-                if landing is not None or block.name is None:
-                    self._put(block, landing)
+                if landing is not None or (block.name is None and check):
+                    self._put(block, landing, check)
             self._tell(window)
 
-    def _put(self, block: Block, landing: Landing | None) -> None:
+    def _put(self, block: Block, landing: Landing | None, check: bool) -> None:
         length = block.stop - block.start
         memory = landing.memory(block.offset, length) if landing is not None else None
-        self._fetch(block, memory if memory is not None else memory_of(self._scratch(length)))
+        self._fetch(block, memory if memory is not None else memory_of(self._scratch(length)), check)
         if memory is None and landing is not None:
             landing.put(block.offset, self._scratch(length))
 
@@ -146,7 +156,7 @@ class Filling:
         self._files.prefetch(windows, number)
         window = windows[number]
         for block in window.blocks:
-            self._fetch(block, memory[block.start - window.start : block.stop - window.start])
+            self._fetch(block, memory[block.start - window.start : block.stop - window.start], self._check)
 
     def _spread(self, window: Window, data: torch.Tensor) -> None:
         for block in window.blocks:
@@ -156,8 +166,8 @@ class Filling:
         self._tell(window)
 
     # -- both ----------------------------------------------------------------------------------
-    def _fetch(self, block: Block, memory: memoryview) -> None:
-        if not self._files.read(block, memory, check=bool(self._wishes.check)):
+    def _fetch(self, block: Block, memory: memoryview, check: bool) -> None:
+        if not self._files.read(block, memory, check=check):
             self._bad.append(block)
 
     def _scratch(self, length: int, use: str = "") -> torch.Tensor:

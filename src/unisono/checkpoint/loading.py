@@ -76,8 +76,9 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: Team, wishes: 
         shares = deal(windows_of(manifest, wanted), size)
         with Files(storage, manifest) as files, torch.no_grad():
             alone = windows_of(manifest, own)
-            kept = all(team.together(lambda: _whole(files, shares, rank, alone, wishes)))
-            filling = Filling(files, restoration, host, kept, wishes)
+            found = team.together(lambda: _whole(files, shares, rank, alone, wishes))
+            kept = all(which is not None for which in found)
+            filling = Filling(files, restoration, host, wishes, kept=kept, same=_same(found, team))
             try:
                 team.together(lambda: filling.run(shares, alone))
             except CheckpointError as error:
@@ -103,8 +104,16 @@ def _host(comm: Communicator | None) -> Communicator | None:
     return host
 
 
-def _whole(files: Files, shares: Sequence[Sequence[Window]], rank: int, own: list[Window], wishes: Wishes) -> bool:
-    """Whether the host's memory keeps what is read.
+def _same(found: list[list[list[int]] | None], team: Team) -> bool:
+    """Whether all ranks of this host read the same files."""
+    here = next(ranks for ranks in team.comm.hosts if team.rank in ranks) if team.comm is not None else (team.rank,)
+    return bool(found[team.rank]) and all(found[rank] == found[team.rank] for rank in here)
+
+
+def _whole(
+    files: Files, shares: Sequence[Sequence[Window]], rank: int, own: list[Window], wishes: Wishes
+) -> list[list[int]] | None:
+    """What tells the files apart that are read for all, if the host's memory keeps what is read; None if not.
 
     All files that this rank is to read must be there; and all their bytes, if that is to be known first.
     """
@@ -115,4 +124,8 @@ def _whole(files: Files, shares: Sequence[Sequence[Window]], rank: int, own: lis
     total = sum(window.stop - window.start for window in mine)
     if wishes.check == "first" or (wishes.check and total <= _SMALL):
         files.check(mine, lambda count: None, hold=total <= _SMALL)
-    return files.kept
+    if not files.kept:
+        return None
+    indices = sorted({window.file for window in chain(*shares)})
+    known = {index: files.identities[index] for index in indices}
+    return [[index, *which] for index, which in known.items() if which] if all(known.values()) else []

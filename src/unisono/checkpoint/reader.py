@@ -103,12 +103,15 @@ class Files:
 
     Attributes:
         kept: Whether this host's memory keeps what one of its processes has read, for all.
+        identities: Of each file that was opened: equal on two ranks of a host if both read the same file from the
+            same memory. None where the storage does not tell.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage, self._manifest = storage, manifest
         # A storage of a user need not know of it.
         self.kept = bool(getattr(storage, "kept", False))
+        self.identities: dict[int, list[int] | None] = {}
         self._open: dict[int, Source] = {}
         self._held: dict[Block, memoryview] = {}
 
@@ -124,6 +127,7 @@ class Files:
             if len(self._open) == _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             self._open[index] = source
+            self.identities[index] = getattr(source, "identity", None)
             self._manifest.check_sizes({**{f.name: f.size for f in self._manifest.files}, entry.name: source.size})
         return self._open[index]
 

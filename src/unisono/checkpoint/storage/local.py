@@ -130,7 +130,12 @@ class LocalSink:
 
 
 class LocalSource:
-    """A `Source`: a regular file, mapped into memory where that works."""
+    """A `Source`: a regular file, mapped into memory where that works.
+
+    Attributes:
+        size: In bytes.
+        identity: As `Source` describes it.
+    """
 
     def __init__(self, path: Path) -> None:
         # A pipe must not make this wait, nor a link lead elsewhere.
@@ -138,6 +143,7 @@ class LocalSource:
         self._path = path
         found = os.fstat(self._fd)
         self.size = found.st_size
+        self.identity = [found.st_dev, found.st_ino, found.st_mtime_ns]
         if not stat.S_ISREG(found.st_mode):
             self.close()
             raise OSError(errno.EINVAL, "not a regular file", str(path))

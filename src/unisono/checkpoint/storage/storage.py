@@ -28,6 +28,9 @@ class Source(Protocol):
 
     Attributes:
         size: In bytes.
+
+    Where the storage says `kept`, it may have an `identity` too: integers that are equal in two processes of a host if
+    both read the same file from the same memory. Then it is enough that one of them checks what both read.
     """
 
     size: int

@@ -55,6 +55,9 @@ class Ending:
     def close(self, patience: float) -> None:
         """Leave, and let go; waits a little for the others to leave too."""
         self.over = True
+        if os.getpid() != self._process:
+            # All of it is the parent's, which goes on.
+            return
         self._helper.end()
         self._helper.join(self._timeout_s)
         # The control plane may have gone first; then there is nobody left to tell.
@@ -66,6 +69,8 @@ class Ending:
 
     def finish(self) -> None:
         """What comes after `close`: the parts that nobody has closed, and what the makers want done."""
+        if os.getpid() != self._process:
+            return
         for part in self.left():
             part.close(0.0)
             part.finish()

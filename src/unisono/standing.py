@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from unisono.activity import Activity
 from unisono.control import Cause, Control, error_of
+from unisono.control.sockets import close_after_fork
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
 from unisono.failing import cause_of, explained
 from unisono.transport import Options, Transport
@@ -37,6 +40,15 @@ class Standing:
         self.closed = False
         self._broken: Cause | None = None
         self._calls = 0
+        self._process = os.getpid()
+        close_after_fork(self)
+
+    def let_go(self) -> None:
+        """In a forked child: connections and shared memory are the parent's, which goes on with them."""
+        told = f"this communicator belongs to process {self._process}, of which this one is a fork"
+        self._broken = Cause(
+            "CommError", None, f"{told}; make a new one here, or start processes by spawn or forkserver"
+        )
 
     @property
     def open(self) -> bool:

@@ -203,3 +203,27 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def fork_a_caller(comm: un.Communicator) -> tuple[str, float]:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        said = "nothing"
+        try:
+            with comm:
+                comm.all_reduce(torch.ones(2))
+        except un.CommError as error:
+            said = str(error)
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.wait()
+    tensor = torch.ones(2)
+    comm.all_reduce(tensor)
+    return os.read(reader, 4096).decode(), tensor[0].item()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_forks_calls_are_refused_and_its_parent_goes_on(backend: str) -> None:
+    for said, total in un.launch(fork_a_caller, 2, backend, timeout=10.0):
+        assert "of which this one is a fork" in said
+        assert total == 2.0

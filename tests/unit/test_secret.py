@@ -35,6 +35,27 @@ def test_an_empty_secret_is_none(empty: str | bytes) -> None:
         find_secret(empty)
 
 
+def test_a_number_is_no_secret() -> None:
+    with pytest.raises(TypeError, match="text or bytes, not int"):
+        find_secret(32)  # type: ignore[arg-type]  # as a user may
+
+
+def test_the_environment_may_hold_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_SECRET", os.fsdecode(b"\xff\xfe"))
+    assert find_secret() == b"\xff\xfe"
+
+
+def test_temporary_files_are_missed_only_if_needed(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    (home / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "file"))
+    with pytest.raises(CommError, match=r"no place to keep a secret.*No usable temporary directory"):
+        find_secret()
+
+
 def test_the_users_own_is_made_once(home: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: find_secret(), range(8)))

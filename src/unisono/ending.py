@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from unisono.control import Cause, Control
 from unisono.control.exits import close_at_exit
+from unisono.control.failure import text_of
 from unisono.crew import Helper, aside
 from unisono.errors import CommError
 from unisono.transport import Transport
@@ -110,7 +111,7 @@ class Ending:
         for part in self.left():
             if part.dropped:
                 rank = part.group.rank
-                said = f"rank {rank} failed in the program: {type(error).__name__}: {error}"
+                said = f"rank {rank} failed in the program: {type(error).__name__}: {text_of(error)}"
                 with contextlib.suppress(CommError):
                     self._control.fail(part.group, Cause("PeerLostError", rank, said))
 

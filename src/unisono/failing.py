@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unisono.control import Cause, Control
+from unisono.control.failure import text_of
 from unisono.control.hang import hang_report, last_calls
 from unisono.errors import CommError, CommTimeoutError, DeadlockError, MismatchError
 from unisono.group import Group
@@ -19,7 +20,7 @@ def cause_of(error: BaseException, rank: int, operation: str) -> Cause:
     if isinstance(error, CommError):
         about = error.peer if error.peer is not None else rank
         return Cause(type(error).__name__, about, f"rank {rank} gave up in {operation}: {error.message}")
-    return Cause("PeerLostError", rank, f"rank {rank} failed in {operation}: {type(error).__name__}: {error}")
+    return Cause("PeerLostError", rank, f"rank {rank} failed in {operation}: {type(error).__name__}: {text_of(error)}")
 
 
 def explained(error: BaseException, control: Control, group: Group) -> BaseException:
@@ -27,7 +28,7 @@ def explained(error: BaseException, control: Control, group: Group) -> BaseExcep
 
     Cost: one question to all ranks, which those that are stopped hold up by 0.15 s.
     """
-    if "\n" in str(error) or group.size == 1:
+    if not isinstance(error, CommError) or "\n" in str(error) or group.size == 1:
         return error
     if isinstance(error, MismatchError):
         error.message += last_calls(control, group)

@@ -6,6 +6,7 @@ import os
 
 from unisono.activity import Activity
 from unisono.control import Cause, Control, error_of
+from unisono.control.failure import text_of
 from unisono.control.sockets import close_after_fork
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
 from unisono.failing import cause_of, explained
@@ -72,7 +73,7 @@ class Standing:
     def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
         """Break the group for this error, and return the error to raise: the group's first cause."""
         if not self.closed:
-            self.activity.tell("error", f"{type(error).__name__} in {operation}: {error}".partition("\n")[0])
+            self.activity.tell("error", f"{type(error).__name__} in {operation}: {text_of(error)}".partition("\n")[0])
         if self._broken is None:
             self.activity.gave_up = isinstance(error, CommTimeoutError)
             error = explained(error, self.control, self.group)

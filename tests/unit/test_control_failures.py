@@ -8,6 +8,7 @@ import pytest
 from control_kit import SOON, Make, Told, die, everywhere, world
 from patience import together
 
+import unisono as un
 from unisono.control import Cause, error_of
 from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
 from unisono.group import Group
@@ -138,3 +139,22 @@ def test_error_of() -> None:
     assert type(error_of(Cause("ClosedError", None, "x"))) is ClosedError
     assert type(error_of(Cause("ValueError", None, "x"))) is CommError
     assert type(error_of(Cause("annotations", None, "x"))) is CommError
+
+
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [WordlessError("x"), ValueError("x" * (70 << 20))])
+def test_an_error_that_is_hard_to_tell_is_told_all_the_same(error: Exception) -> None:
+    def fail(comm: un.Communicator) -> None:
+        if comm.rank == 1:
+            raise error
+        comm.barrier()
+
+    told, raised = un.launch(fail, 2, "thread", on_failure="continue", timeout=SOON)
+    assert raised is error
+    assert isinstance(told, PeerLostError)
+    assert f"rank 1 failed in the program: {type(error).__name__}: " in str(told)
+    assert len(str(told)) < 20_000

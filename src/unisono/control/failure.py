@@ -7,7 +7,9 @@ from unisono.control.base import Cause
 from unisono.errors import CommError
 from unisono.group import Group
 
-__all__ = ["error_of"]
+__all__ = ["error_of", "text_of"]
+
+_MOST_SAID = 10_000
 
 
 def error_of(cause: Cause, group: Group | None = None) -> CommError:
@@ -22,3 +24,17 @@ def error_of(cause: Cause, group: Group | None = None) -> CommError:
         kind = CommError
     error = kind(cause.message, peer=cause.rank)
     return error if group is None else error.locate(rank=group.rank, size=group.size)
+
+
+def text_of(error: BaseException) -> str:
+    """An error's text, as it is passed on to others: in bounds, whatever a user's error says of itself.
+
+    Example:
+        >>> text_of(KeyError("x"))
+        "'x'"
+    """
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"(it cannot be put in words: {type(another).__name__})"
+    return f"{text[:_MOST_SAID]}... ({len(text)} letters)" if len(text) > _MOST_SAID else text

@@ -13,7 +13,7 @@ from typing import Any, cast
 from unisono import wire
 from unisono.activity import Activity, Desk
 from unisono.control.base import Cause, Control, Rebuilt
-from unisono.control.failure import error_of
+from unisono.control.failure import error_of, text_of
 from unisono.control.groups import Reply
 from unisono.control.hang import hang_report
 from unisono.control.waiting import Callback, Membership, Waiter
@@ -139,7 +139,7 @@ class Requester(Control, ABC):
         for membership in list(self._members.values()):
             if error is not None and self._ended is None:
                 group = membership.group
-                message = f"rank {group.rank} failed: {type(error).__name__}: {error}"
+                message = f"rank {group.rank} failed: {type(error).__name__}: {text_of(error)}"
                 self.fail(group, Cause("PeerLostError", group.rank, message))
         self.close()
 

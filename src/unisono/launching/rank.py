@@ -16,6 +16,7 @@ import cloudpickle
 import torch
 
 from unisono.control.client import SocketControl
+from unisono.control.failure import text_of
 from unisono.group import Group
 from unisono.launching.job import Job
 
@@ -103,5 +104,5 @@ def _portable(error: BaseException) -> bytes:
         data = bytes(cloudpickle.dumps(error))
         cloudpickle.loads(data)
     except Exception:
-        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
+        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {text_of(error)}")))
     return data

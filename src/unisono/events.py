@@ -6,6 +6,7 @@ out when the process is gone, whatever ended it. A record's number is written la
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
@@ -23,6 +24,10 @@ _BODY = struct.Struct("<dqI12s48s168s")
 _RECORD_BYTES = 256
 _KEPT = 512
 _MOST_KEPT = 1 << 16
+# As far as a calendar goes.
+_LAST_S = 253402300800.0
+
+_log = logging.getLogger("unisono")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class Record:
         nbytes = _HEAD.size + kept * _RECORD_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(descriptor, nbytes)
+            _reserve(descriptor, nbytes)
             self._memory = mmap.mmap(descriptor, nbytes)
         finally:
             os.close(descriptor)
@@ -73,17 +78,39 @@ class Record:
         self._written += 1
         call = -1 if number is None else number
         _NUMBER.pack_into(self._memory, place, 0)
-        body = time.time(), call, rank, kind.encode(), group.encode()[-48:], text.encode()[:168]
+        body = time.time(), call, rank, kind.encode(), _bytes(group)[-48:], _bytes(text)[:168]
         _BODY.pack_into(self._memory, place + _NUMBER.size, *body)
         _NUMBER.pack_into(self._memory, place, self._written)
 
 
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Make the file that long; on a disk that is full, a write to mapped memory would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, nbytes)
+    else:
+        os.ftruncate(descriptor, nbytes)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="replace")
+
+
 def record_of(rank: int) -> Record | None:
-    """Where this rank is to keep its events: a new file in the directory of $UNISONO_EVENTS, if that is set."""
+    """Where this rank is to keep its events: a new file in the directory of $UNISONO_EVENTS, if that is set.
+
+    If there can be none, that is logged, and the job goes on.
+    """
     directory = os.environ.get(_VARIABLE)
     if not directory:
         return None
-    folder = Path(directory)
+    try:
+        return _new_in(Path(directory), rank)
+    except OSError as error:
+        _log.warning("unisono: no events are kept in %s=%s: %s", _VARIABLE, directory, error.strerror or error)
+        return None
+
+
+def _new_in(folder: Path, rank: int) -> Record:
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
     while True:
@@ -112,6 +139,9 @@ def read_events(path: Path) -> tuple[int, int, list[Event]]:
             time_s, call, of, kind, group, text = _BODY.unpack_from(data, place + _NUMBER.size)
             said = (_text(field) for field in (kind, group, text))
             kind_said, group_said, text_said = said
+            # Where half of it was written, any number may stand.
+            if not 0 <= time_s < _LAST_S:
+                continue
             events.append(Event(number, time_s, kind_said, group_said, of, None if call < 0 else call, text_said))
     return pid, rank, sorted(events, key=lambda event: event.number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
+from unisono import events
 from unisono.cli import main
 from unisono.control.client import SocketControl
 from unisono.control.door import Door, find_control
@@ -40,6 +42,46 @@ def test_long_texts_are_cut_and_control_characters_are_shown_harmless(tmp_path: 
     assert event.group == "g" * 48
     assert event.text.startswith("?[31mttt")
     assert event.call is None
+
+
+def test_any_text_is_kept(tmp_path: Path) -> None:
+    record = Record(tmp_path / "a.events", rank=0)
+    record.put("error", "world", 0, None, "no file '\udcff'")
+    assert read_events(tmp_path / "a.events")[2][0].text == "no file '?'"
+
+
+def test_where_no_events_can_be_kept_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("UNISONO_EVENTS", str(tmp_path / "file"))
+    assert un.launch(lambda comm: comm.rank, 2, "thread") == [0, 1]
+    assert "no events are kept in UNISONO_EVENTS=" in caplog.text
+
+
+def test_a_disk_that_is_full_is_met_before_anything_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        Record(tmp_path / "a.events", rank=0)
+
+
+def test_autopsy_of_equal_and_impossible_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, time_s in enumerate((5.0, 5.0, 1e300, float("nan"))):
+        monkeypatch.setattr(events.time, "time", lambda time_s=time_s: time_s)
+        Record(tmp_path / f"{number}.events", rank=0).put("end", "world", 0, None, f"text {number}")
+    monkeypatch.undo()
+    assert main(["autopsy", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "text 0" in said
+    assert "text 1" in said
+    assert "text 2" not in said
+    assert main(["autopsy", str(tmp_path), "--last", "0"]) == 0
+    assert "text" not in capsys.readouterr().out
 
 
 @given(data=st.binary(max_size=2000))

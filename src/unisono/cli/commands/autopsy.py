@@ -41,11 +41,11 @@ def run(given: argparse.Namespace) -> int:
     stopped = [rank for rank in ranks if rank.last.kind != "end"]
     if stopped:
         print(f"look at {_suspect(ranks)}")
-    merged = sorted((event.time_s, rank.rank, event) for rank in ranks for event in rank.events)
+    merged = sorted(((rank, event) for rank in ranks for event in rank.events), key=lambda pair: pair[1].time_s)
     print("the last events:")
-    for time_s, number, event in merged[-given.last :]:
-        clock = datetime.fromtimestamp(time_s, UTC).strftime("%H:%M:%S.%f")
-        print(f"  {clock} rank {number} {event.kind:5} {event.text} [{event.group}]")
+    for rank, event in merged[max(0, len(merged) - given.last) :]:
+        clock = datetime.fromtimestamp(event.time_s, UTC).strftime("%H:%M:%S.%f")
+        print(f"  {clock} rank {rank.rank} {event.kind:5} {event.text} [{event.group}]")
     return 1 if stopped else 0
 
 

@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _REFUSED
     try:
         status = COMMANDS[given.command].run(given)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except (Refusal, UnavailableError) as error:
         return _complain(given.command, error, _REFUSED)

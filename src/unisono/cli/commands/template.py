@@ -6,7 +6,6 @@ Each starts a script train.py that calls un.init(), as it is: unisono template s
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
@@ -36,7 +35,7 @@ def run(given: argparse.Namespace) -> int:
     if given.name is None:
         print("\n".join(sorted(known)))
     elif given.name in known:
-        sys.stdout.write(known[given.name].read_text())
+        print(known[given.name].read_text(), end="")
     else:
         raise Refusal(f"there is no template {given.name!r}; known: {', '.join(sorted(known))}")
     return 0

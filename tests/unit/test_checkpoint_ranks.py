@@ -76,6 +76,33 @@ def test_ranks_that_differ_are_named_and_nothing_is_written(tmp_path: Path, chan
     assert run_ranks(program, 3) == [False] * 3
 
 
+def test_the_order_of_a_dict_may_differ(tmp_path: Path) -> None:
+    def program(comm: un.Communicator) -> None:
+        state = {"a": torch.ones(3), "b": torch.zeros(3), "c": torch.full((3,), 2.0)}
+        names = sorted(state, reverse=bool(comm.rank))
+        un.checkpoint.save(tmp_path, {name: state[name] for name in names}, comm)
+
+    run_ranks(program, 2)
+    assert {name: value[0].item() for name, value in un.checkpoint.load(tmp_path).items()} == {"a": 1, "b": 0, "c": 2}
+
+
+@pytest.mark.parametrize(
+    "state_of",
+    [
+        lambda rank: {"a.b": 5, "a": {"b": torch.full((3,), float(rank))}},
+        lambda rank: {"a.b": rank, "a": {"b": 1}},
+        lambda rank: {"a": {"b": 1}, "a.b": rank},
+        lambda rank: {"a.b": 1} if rank else {"a": {"b": 1}},
+    ],
+)
+def test_values_whose_paths_look_alike_are_compared(tmp_path: Path, state_of: Any) -> None:
+    def program(comm: un.Communicator) -> None:
+        with pytest.raises(MismatchError, match=r"'a.b': rank 1 differs from rank 0|which dict holds what"):
+            un.checkpoint.save(tmp_path, state_of(comm.rank), comm)
+
+    run_ranks(program, 2)
+
+
 def test_other_paths_are_noticed(tmp_path: Path) -> None:
     def program(comm: un.Communicator) -> None:
         un.checkpoint.save(tmp_path / str(comm.rank), {}, comm)

@@ -54,20 +54,24 @@ class Snapshot:
 
     def fingerprint(self) -> bytes:
         """Equal on two ranks if what they are to save is."""
-        return json.dumps(self.describe(), sort_keys=True).encode()
+        return json.dumps([self._tensors(), self.tree], sort_keys=True).encode()
 
     def describe(self) -> dict[str, str]:
-        """Every tensor and every other value in words, by name."""
-        told = {
+        """Every tensor and every other value in words, by name; of those with one path, all under it."""
+        told = self._tensors()
+        for name, value in leaves(self.tree).items():
+            told[name] = f"{told[name]}, {value}" if name in told else value
+        return told
+
+    def _tensors(self) -> dict[str, str]:
+        return {
             name: f"{name_of(e.dtype)} {list(e.shape)} {digest('.'.join(self.digests.get(name, ())).encode())}"
             for name, e in self.entries.items()
         }
-        told.update(leaves(self.tree))
-        return told
 
 
 def leaves(node: Node, path: str = "") -> dict[str, str]:
-    """Every value of a tree in words, but tensors."""
+    """Every value of a tree in words, but tensors; those with one path (keys may have dots) after each other."""
     if isinstance(node, dict) and "$tensor" not in node:
         inside = [(f"{path}.{key}" if path else key, item) for key, item in node.items()]
     elif isinstance(node, list):
@@ -77,7 +81,11 @@ def leaves(node: Node, path: str = "") -> dict[str, str]:
         return {f"{path} (which tensor)" if isinstance(node, dict) else path: json.dumps(node)}
     if not inside:
         return {path: json.dumps(node)}
-    return {name: told for key, item in inside for name, told in leaves(item, key).items()}
+    found: dict[str, str] = {}
+    for key, item in inside:
+        for name, told in leaves(item, key).items():
+            found[name] = f"{found[name]}, {told}" if name in found else told
+    return found
 
 
 def prepare(state: Any, rank: int, size: int, *, copy: bool) -> Snapshot:
@@ -98,7 +106,8 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> Snapshot:
         {name: _entry(tensor) for name, tensor in captured.own_tensors.items()},
     )
     slices: dict[str, list[tuple[int, Slice]]] = {name: [] for name in captured.tensors}
-    plan = shares([(name, e.nbytes, e.dtype.itemsize) for name, e in snapshot.entries.items()], size)
+    # By name: a dict may have been filled in another order on another rank.
+    plan = shares(sorted((name, e.nbytes, e.dtype.itemsize) for name, e in snapshot.entries.items()), size)
     for owner, given in enumerate(plan):
         for part in given:
             slices[part.name].append((owner, part))

@@ -95,7 +95,7 @@ class Team:
         shown = [f"{name!r}: {side}" for name, side in list(wrong.items())[:4]]
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise MismatchError(
-            f"the state differs between ranks: {'; '.join(shown)}{more}. {told}",
+            f"the state differs between ranks: {'; '.join(shown) or 'which dict holds what'}{more}. {told}",
             rank=self.rank,
             size=self.size,
             operation=self._operation,

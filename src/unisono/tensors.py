@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import torch
 
-__all__ = ["Staging", "check_apart", "check_tensor", "is_plain"]
+__all__ = ["Staging", "check_apart", "check_tensor", "injective", "is_plain"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -39,7 +39,7 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
             f"{name} has a gradient history, which communication would lose in silence; "
             "pass tensor.detach(), or call inside torch.no_grad()"
         )
-    if written and not _injective(tensor):
+    if written and not injective(tensor):
         raise ValueError(
             f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), "
             "as after expand(); pass tensor.contiguous() or a tensor of its own"
@@ -118,7 +118,7 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _injective(tensor: torch.Tensor) -> bool:
+def injective(tensor: torch.Tensor) -> bool:
     """Whether no two elements share memory."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return True

@@ -12,7 +12,7 @@ from unisono.checkpoint.errors import StateError
 from unisono.checkpoint.state import is_stateful, per_rank_of
 from unisono.checkpoint.tree import Node, tag_of, unpack
 
-__all__ = ["elements_of", "entries_of", "has_tensors", "join", "overlaps", "tagged", "taken_over"]
+__all__ = ["elements_of", "entries_of", "has_tensors", "join", "tagged", "taken_over"]
 
 _log = logging.getLogger("unisono.checkpoint")
 
@@ -77,8 +77,3 @@ def tagged(node: Node) -> list[tuple[str, Any]]:
 
 def _no_tensor(name: str) -> torch.Tensor:
     raise ValueError("a tensor is no key")
-
-
-def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether several of its elements share memory, as after `expand`."""
-    return any(step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True))

@@ -10,11 +10,13 @@ from typing import Any, Literal
 
 import torch
 
+from unisono.checkpoint.dtypes import is_hollow
 from unisono.checkpoint.errors import FormatError, StateError, listed
 from unisono.checkpoint.manifest import TensorEntry
-from unisono.checkpoint.nodes import elements_of, entries_of, has_tensors, join, overlaps, tagged
+from unisono.checkpoint.nodes import elements_of, entries_of, has_tensors, join, tagged
 from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
 from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
+from unisono.tensors import injective
 
 __all__ = ["Restoration"]
 
@@ -187,13 +189,21 @@ class Restoration:
     def _match_tensor(self, target: torch.Tensor, name: str, path: str, mode: _Mode) -> _Build:
         self.needed[name] = None
         entry = self._entries[name]
+        if torch.nn.parameter.is_lazy(target):
+            return lambda: self.values[name]
         if tuple(target.shape) != entry.shape:
             if mode != "loose":
                 self._problems.append(f"{path!r} has shape {entry.shape} in it, {tuple(target.shape)} here")
             return lambda: self.values[name]
         if target.is_meta:
             return lambda: self.values[name]
-        if target.dtype == entry.dtype and not overlaps(target):
+        if is_hollow(target):
+            self._problems.append(f"{path!r} is a {type(target).__name__} here, without memory of its own to fill")
+        elif not injective(target):
+            if mode in ("top", "strict"):
+                self._problems.append(f"{path!r} has elements here that share memory, as after expand()")
+            return lambda: self.values[name]
+        elif target.dtype == entry.dtype:
             self.places.setdefault(name, target)
 
         def put() -> torch.Tensor:

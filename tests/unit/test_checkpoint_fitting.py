@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
 
 import unisono as un
 from unisono.checkpoint import StateError
+
+
+class Size(NamedTuple):
+    width: int
+    height: Any
 
 
 def hollow() -> torch.Tensor:
@@ -59,3 +68,37 @@ def test_lazy_modules_take_the_shape_of_what_is_loaded(tmp_path: Path) -> None:
     net = nn.Linear(2, 3)
     un.checkpoint.save(tmp_path, net)
     assert torch.equal(un.checkpoint.load(tmp_path, nn.LazyLinear(3)).weight, net.weight)
+
+
+@pytest.mark.parametrize("saved", [[nn.Linear(1, 1), nn.Linear(1, 1)], {"a": nn.Linear(1, 1)}, 3])
+def test_objects_in_a_list_are_never_left_out(tmp_path: Path, saved: object) -> None:
+    un.checkpoint.save(tmp_path, {"models": saved})
+    with pytest.raises(StateError, match=r"'models' (has 2 entries in it, 1 here|is a list here, but not in it)"):
+        un.checkpoint.load(tmp_path, {"models": [nn.Linear(1, 1)]})
+
+
+def test_dicts_and_tuples_keep_their_types(tmp_path: Path) -> None:
+    un.checkpoint.save(tmp_path, {"size": Size(2, torch.ones(1)), "seen": Counter(a=2), "by": {np.int64(3): 1}})
+    target = {"size": Size(0, torch.zeros(1)), "seen": Counter(a=5, b=1), "by": {}}
+    state = un.checkpoint.load(tmp_path, target)
+    assert (state["size"].width, state["size"].height.item()) == (2, 1)
+    assert state["seen"] == Counter(a=2)
+    assert state["by"] == {3: 1}
+    un.checkpoint.save(tmp_path, Counter(a=2))
+    assert un.checkpoint.load(tmp_path, Counter(a=5)) == Counter(a=2)
+
+
+def test_a_scheduler_with_a_counter_goes_on(tmp_path: Path) -> None:
+    def made() -> tuple[torch.optim.Optimizer, SequentialLR]:
+        optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+        parts = [ConstantLR(optimizer), MultiStepLR(optimizer, [1, 2])]
+        return optimizer, SequentialLR(optimizer, parts, [2])
+
+    _, saved = made()
+    un.checkpoint.save(tmp_path, {"scheduler": saved})
+    optimizer, scheduler = made()
+    un.checkpoint.load(tmp_path, {"scheduler": scheduler})
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)

@@ -51,9 +51,7 @@ def check_savable(tensor: torch.Tensor, name: str) -> None:
     """`TypeError` that names the tensor unless its elements are plain bytes in memory."""
     if torch.nn.parameter.is_lazy(tensor):
         raise TypeError(f"{name!r} has no shape yet: call the model once before it is saved")
-    if (
-        tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or name_of(tensor.dtype) not in _KNOWN
-    ):
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or name_of(tensor.dtype) not in _KNOWN:
         kind = tensor.layout if tensor.layout != torch.strided else "nested" if tensor.is_nested else tensor.dtype
         raise TypeError(f"{name!r} is a tensor of {kind}, which cannot be saved; save dense tensors made of it")
     if tensor.device.type == "meta":

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from unisono.checkpoint.dtypes import is_hollow
 from unisono.checkpoint.errors import StateError
+from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.state import is_stateful, per_rank_of
-from unisono.checkpoint.tree import Node, tag_of, unpack
+from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
+from unisono.tensors import injective
 
-__all__ = ["elements_of", "entries_of", "has_tensors", "join", "tagged", "taken_over"]
+__all__ = [
+    "elements_of",
+    "empty_of",
+    "entries_of",
+    "group_sizes",
+    "has_objects",
+    "has_tensors",
+    "join",
+    "tagged",
+    "taken_over",
+    "why_unfillable",
+]
 
+_DICTS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 _log = logging.getLogger("unisono.checkpoint")
 
 
@@ -40,11 +56,22 @@ def taken_over(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Call
 
 def has_tensors(value: Any) -> bool:
     """Whether there are tensors or objects in it, so that it has a shape that a checkpoint must fit."""
-    if isinstance(value, dict):
-        return any(map(has_tensors, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(has_tensors, value))
-    return isinstance(value, torch.Tensor) or is_stateful(value) or per_rank_of(value) is not None
+    return _any(value, lambda one: isinstance(one, torch.Tensor) or _is_object(one))
+
+
+def has_objects(value: Any) -> bool:
+    """Whether there are objects in it, which nothing that is made anew can take the place of."""
+    return _any(value, _is_object)
+
+
+def _is_object(value: Any) -> bool:
+    return is_stateful(value) or per_rank_of(value) is not None
+
+
+def _any(value: Any, holds: Callable[[Any], bool]) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(_any(item, holds) for item in (value.values() if isinstance(value, dict) else value))
+    return holds(value)
 
 
 def join(path: str, key: object) -> str:
@@ -53,17 +80,37 @@ def join(path: str, key: object) -> str:
 
 
 def entries_of(node: Node) -> dict[Any, Node] | None:
-    """A saved dict's values by key, or None if it is none."""
+    """A saved dict's values by key, or None if it is none, or has keys that lie among the tensors."""
     tag = tag_of(node)
-    if tag in ("$dict", "$ordered", "$counter"):
+    if tag in _DICTS:
+        if any(True for key, _ in node[tag] for _ in names_in(key)):
+            return None
         return {unpack(key, _no_tensor): item for key, item in node[tag]}
     return node if isinstance(node, dict) and tag is None else None
+
+
+def empty_of(node: Node) -> dict[Any, Any]:
+    """An empty dict of the type that was saved."""
+    made: dict[Any, Any] = _DICTS.get(tag_of(node) or "", dict)()
+    return made
 
 
 def elements_of(node: Node) -> list[Node] | None:
     """A saved list's or tuple's values, or None if it is none."""
     body = node["$tuple"] if tag_of(node) == "$tuple" else node
     return body if isinstance(body, list) else None
+
+
+def group_sizes(node: Node, entries: Mapping[str, TensorEntry]) -> list[int] | None:
+    """How many parameters each group of a saved optimizer has; None if it has no groups."""
+    groups = elements_of((entries_of(node) or {}).get("param_groups"))
+    if groups is None:
+        return None
+    lists = [(entries_of(group) or {}).get("params") for group in groups]
+    return [
+        entries[one["$numbers"]].shape[0] if tag_of(one) == "$numbers" and one else len(elements_of(one) or ())
+        for one in lists
+    ]
 
 
 def tagged(node: Node) -> list[tuple[str, Any]]:
@@ -77,3 +124,10 @@ def tagged(node: Node) -> list[tuple[str, Any]]:
 
 def _no_tensor(name: str) -> torch.Tensor:
     raise ValueError("a tensor is no key")
+
+
+def why_unfillable(tensor: torch.Tensor) -> str | None:
+    """Why values cannot be put into its memory; None if they can."""
+    if is_hollow(tensor):
+        return f"is a {type(tensor).__name__} here, without memory of its own to fill"
+    return None if injective(tensor) else "has elements here that share memory, as after expand()"

@@ -9,14 +9,23 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from unisono.checkpoint.dtypes import is_hollow
 from unisono.checkpoint.errors import FormatError, StateError, listed
 from unisono.checkpoint.manifest import TensorEntry
-from unisono.checkpoint.nodes import elements_of, entries_of, has_tensors, join, tagged
+from unisono.checkpoint.nodes import (
+    elements_of,
+    empty_of,
+    entries_of,
+    group_sizes,
+    has_objects,
+    has_tensors,
+    join,
+    tagged,
+    why_unfillable,
+)
 from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
 from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
-from unisono.tensors import injective
 
 __all__ = ["Restoration"]
 
@@ -107,10 +116,12 @@ class Restoration:
         items, elements = entries_of(node), elements_of(node)
         firm = mode in ("top", "strict") and not (isinstance(node, dict) and tag_of(node) == "$numbers")
         if isinstance(target, dict) and items is not None:
-            return self._match_dict(target, items, path, mode, fresh)
+            return self._match_dict(target, items, path, mode, empty_of(node) if fresh else None)
         if isinstance(target, (list, tuple)) and elements is not None and len(elements) == len(target):
             return self._match_list(target, elements, path, mode, fresh)
-        if firm and isinstance(target, (dict, torch.Tensor)) and has_tensors(target):
+        if firm and isinstance(target, (list, tuple)) and elements is not None and has_objects(target):
+            self._problems.append(f"{path!r} has {len(elements)} entries in it, {len(target)} here")
+        elif firm and has_tensors(target) and (isinstance(target, (dict, torch.Tensor)) or has_objects(target)):
             self._problems.append(f"{path!r} is a {type(target).__name__} here, but not in it")
         build = self._anew(node)
         if not isinstance(target, list) or fresh or elements is None:
@@ -172,24 +183,15 @@ class Restoration:
         return put
 
     def _check_groups(self, current: dict[str, Any], node: Node, path: str) -> None:
-        items = entries_of(node) or {}
-        groups = elements_of(items.get("param_groups"))
-        if groups is None:
-            return
         here = [len(group["params"]) for group in current["param_groups"]]
-        saved = [self._length((entries_of(group) or {}).get("params")) for group in groups]
-        if here != saved:
+        saved = group_sizes(node, self._entries)
+        if saved is not None and here != saved:
             self._problems.append(f"{path!r} has groups of {saved} parameters in it, of {here} here")
-
-    def _length(self, node: Node) -> int:
-        if tag_of(node) == "$numbers":
-            return self._entries[node["$numbers"]].shape[0]
-        return len(elements_of(node) or ())
 
     def _match_tensor(self, target: torch.Tensor, name: str, path: str, mode: _Mode) -> _Build:
         self.needed[name] = None
         entry = self._entries[name]
-        if torch.nn.parameter.is_lazy(target):
+        if is_lazy(target):
             return lambda: self.values[name]
         if tuple(target.shape) != entry.shape:
             if mode != "loose":
@@ -197,13 +199,12 @@ class Restoration:
             return lambda: self.values[name]
         if target.is_meta:
             return lambda: self.values[name]
-        if is_hollow(target):
-            self._problems.append(f"{path!r} is a {type(target).__name__} here, without memory of its own to fill")
-        elif not injective(target):
-            if mode in ("top", "strict"):
-                self._problems.append(f"{path!r} has elements here that share memory, as after expand()")
+        why = why_unfillable(target)
+        if why:
+            if mode != "loose":
+                self._problems.append(f"{path!r} {why}")
             return lambda: self.values[name]
-        elif target.dtype == entry.dtype:
+        if target.dtype == entry.dtype:
             self.places.setdefault(name, target)
 
         def put() -> torch.Tensor:
@@ -214,8 +215,10 @@ class Restoration:
         return put
 
     def _match_dict(
-        self, target: dict[Any, Any], items: dict[Any, Node], path: str, mode: _Mode, fresh: bool
+        self, target: dict[Any, Any], items: dict[Any, Node], path: str, mode: _Mode, made: dict[Any, Any] | None
     ) -> _Build:
+        """`made`: what to fill in place of the target, if anything."""
+        fresh = made is not None
         if mode == "strict" and not fresh and not has_tensors(target):
             mode = "loose"
         if mode in ("top", "strict") and self._strict:
@@ -230,13 +233,14 @@ class Restoration:
         }
 
         def put() -> Any:
-            made = {key: build() for key, build in builds.items()}
-            if fresh:
-                return made
+            found = {key: build() for key, build in builds.items()}
+            into = target if made is None else made
             if mode == "loose":
-                target.clear()
-            target.update(made)
-            return target
+                into.clear()
+            for key, item in found.items():
+                # A Counter's `update` would add.
+                into[key] = item
+            return into
 
         return put
 
@@ -252,7 +256,7 @@ class Restoration:
         def put() -> Any:
             made = [build() for build in builds]
             if isinstance(target, tuple):
-                return tuple(made)
+                return target._make(made) if hasattr(target, "_make") else tuple(made)
             if fresh:
                 return made
             target[:] = made

@@ -175,3 +175,17 @@ def test_memory_of_other_kinds(tmp_path: Path) -> None:
         assert checkpointer.steps() == [2]
     with pytest.raises(NoCheckpointError, match="the last good checkpoint beside it is memory://runs/7/last"):
         un.checkpoint.load("memory://runs/7/first")
+
+
+def test_a_device_that_one_rank_lacks_is_an_error_on_all(tmp_path: Path) -> None:
+    un.checkpoint.save(tmp_path, {"w": torch.ones(3)})
+
+    def program(comm: un.Communicator) -> int:
+        def place(storage: Any, location: str) -> Any:
+            return "nowhere" if comm.rank == 1 else storage
+
+        with pytest.raises(TypeError, match="map_location returned 'nowhere'"):
+            un.checkpoint.load(tmp_path, None, comm, place)
+        return len(un.checkpoint.load(tmp_path, None, comm)["w"])
+
+    assert run_ranks(program, 2) == [3, 3]

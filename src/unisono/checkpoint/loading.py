@@ -77,10 +77,12 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: Team, wishes: 
         with Files(storage, manifest) as files, torch.no_grad():
             alone = windows_of(manifest, own)
             found = team.together(lambda: _whole(files, shares, rank, alone, wishes))
-            kept = all(which is not None for which in found)
-            filling = Filling(files, restoration, host, wishes, kept=kept, same=_same(found, team))
+            kept, same = all(which is not None for which in found), _same(found, team)
+            ready: list[Filling] = []
+            # Where tensors are made anew, memory or the device may be missing on one rank.
+            team.together(lambda: ready.append(Filling(files, restoration, host, wishes, kept=kept, same=same)))
             try:
-                team.together(lambda: filling.run(shares, alone))
+                team.together(lambda: ready[0].run(shares, alone))
             except CheckpointError as error:
                 error.message += "; the state is partly overwritten"
                 raise

@@ -35,7 +35,9 @@ def device_for(saved: str, map_location: MapLocation) -> torch.device:
     if isinstance(map_location, Mapping):
         return torch.device(map_location.get(saved, saved))
     moved = map_location(torch.UntypedStorage(0), saved)
-    return torch.device(saved) if moved is None else torch.device(moved.device)
+    if moved is not None and not isinstance(moved, (torch.UntypedStorage, torch.TypedStorage)):
+        raise TypeError(f"map_location returned {moved!r:.80}; as for torch.load, it returns a storage, or None")
+    return torch.device(saved if moved is None else moved.device)
 
 
 class Landing:

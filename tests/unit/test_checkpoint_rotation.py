@@ -70,3 +70,15 @@ def test_latest_is_by_time_and_passes_over_what_is_not_whole(tmp_path: Path) -> 
     os.truncate(file, 100)
     assert un.checkpoint.latest(tmp_path) == str(tmp_path / "a")
     assert un.checkpoint.latest(tmp_path / "nowhere") is None
+
+
+def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer("runs", keep=1, background=False)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for step in (1, 2):
+        checkpointer.save(step, {"step": step})
+    assert checkpointer.steps() == [2]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["step-0000000002"]
+    assert not list(Path.cwd().iterdir())

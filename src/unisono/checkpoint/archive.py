@@ -79,6 +79,9 @@ class Archive(Mapping[str, torch.Tensor]):
         restoration.values.update({name: self[name] for name in restoration.needed})
         return build()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.manifest.tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.tensors)
 

@@ -79,10 +79,11 @@ class LocalStorage:
             self._root.rmdir()
 
     def child(self, name: str) -> LocalStorage:
-        return LocalStorage(str(Path(self.where) / name))
+        return self._at(Path(self.where) / name, self._root / name)
 
     def parent(self) -> LocalStorage:
-        return LocalStorage(str(Path(self.where).parent if Path(self.where).name else self._root.parent))
+        where = Path(self.where)
+        return self._at(where.parent if where.name else self._root.parent, self._root.parent)
 
     def children(self) -> list[str]:
         try:
@@ -90,6 +91,13 @@ class LocalStorage:
                 return sorted(entry.name for entry in entries if entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    @staticmethod
+    def _at(where: Path, root: Path) -> LocalStorage:
+        """Another directory, which the working directory of today does not move either."""
+        made = LocalStorage(str(where))
+        made._root = root
+        return made
 
 
 class LocalSink:
@@ -139,6 +147,7 @@ class LocalSource:
 
     def __init__(self, path: Path) -> None:
         # A pipe must not make this wait, nor a link lead elsewhere.
+        self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         self._path = path
         found = os.fstat(self._fd)
@@ -173,9 +182,13 @@ class LocalSource:
             os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        # Whoever opens an archive for one tensor may not close it.
+        self.close()
 
 
 def _sync_directory(path: Path) -> None:

@@ -84,9 +84,9 @@ def ends_with_the_inner_pass(self: Backward, number: int) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(number))
 
 
-def hands_out_copies_before_the_mean(self: Bucket, factor: float) -> None:
+def hands_out_copies_before_the_mean(self: Bucket, factor: float, here: bool = True) -> None:
     kept = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-    original_fill(self, factor)
+    original_fill(self, factor, here)
     self.views = [view if grad is None else grad for view, grad in zip(self.views, kept, strict=True)]
 
 
@@ -103,8 +103,8 @@ def counts_who_is_through(self: Weights) -> float:
     return factor * self.active / self._comm.size
 
 
-def takes_all_for_present(self: Bucket, size: int) -> list[int]:
-    return [size] * len(self.parameters)
+def takes_all_for_present(self: Bucket) -> list[tuple[bool, bool]]:
+    return [(True, False)] * len(self.parameters)
 
 
 original_finish = GradientAverager._finish_step

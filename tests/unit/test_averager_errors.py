@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from averaged_models import TINY, Branches, Net, batches, made
 from torch import nn
 
@@ -25,6 +26,36 @@ def test_a_rank_that_skips_a_parameter_is_named_on_every_rank(backend: str) -> N
 
     for message in pool(backend, 3).run(program):
         assert "rank 1 has no gradient for 'left.weight' (and 3 more)" in message
+
+
+def test_many_ranks_are_counted_in_halves_too() -> None:
+    def program(comm: un.Communicator) -> bool:
+        weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+        un.GradientAverager([weight], comm)
+        weight.sum().backward()
+        return weight.grad is not None
+
+    # In bfloat16, 48 times 1/48 is not 1.
+    assert un.launch(program, 48, "thread") == [True] * 48
+
+
+def test_what_no_rank_has_is_not_named() -> None:
+    def program(comm: un.Communicator) -> str:
+        one, two, three = (torch.ones(1, requires_grad=True) for _ in range(3))
+        averager = un.GradientAverager([one, two, three], comm)
+        losses = [[one.sum()], [(one + three).sum()], []][comm.rank]
+
+        def train() -> None:
+            with averager.join():
+                for loss in losses:
+                    loss.backward()
+
+        with pytest.raises(un.errors.MismatchError) as caught:
+            train()
+        return str(caught.value)
+
+    for message in un.launch(program, 3, "thread"):
+        assert "rank 0 has no gradient for 'parameter 2', which" in message
 
 
 def test_another_model_is_named_on_every_rank() -> None:

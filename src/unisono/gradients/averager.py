@@ -56,7 +56,7 @@ class GradientAverager(Moving):
             rank has no gradient for a parameter that others have, and `find_unused` was not said.
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not come; names the parameters.
 
-    Cost: for each step one all_reduce a bucket, with a word for each parameter beside the gradients,
+    Cost: for each step one all_reduce a bucket, with two words for each parameter beside the gradients,
     and one copy of each gradient. Memory: one bucket's worth for each gradient, which is the gradient
     itself once backward is through. The idea of buckets: Li et al., "PyTorch Distributed", VLDB 2020.
 
@@ -107,7 +107,7 @@ class GradientAverager(Moving):
             broadcast_parameters(self._model if self._model is not None else self._parameters, self._talk)
         self._weights = Weights(self._talk, self._average == "sum")
         self._schedule = BucketSchedule(
-            self._named, Reducer(self._comm, codec), self._sizes, self._weights.agree, self._talk.barrier
+            self._named, Reducer(self._comm, codec), self._sizes, self._weights, self._talk.barrier
         )
         self._where = self._schedule.where
         self._backward = Backward(self._finish, self._abandon)
@@ -227,7 +227,7 @@ class GradientAverager(Moving):
             bucket, slot = self._where[index]
             if not bucket.started and not bucket.came[slot]:
                 bucket.arrived(slot)
-        self._look_at(self._schedule.finish(self.size))
+        self._look_at(self._schedule.finish())
         average_sparse(self._sparse, self._talk, self._weights)
         thawed = [i for i in self._frozen if self._parameters[i].requires_grad]
         if thawed:
@@ -245,10 +245,9 @@ class GradientAverager(Moving):
         finally:
             self._abandon()
 
-    def _look_at(self, found: Sequence[tuple[Bucket, list[int]]]) -> None:
+    def _look_at(self, found: Sequence[tuple[Bucket, list[tuple[bool, bool]]]]) -> None:
         """`MismatchError` on all ranks if some lack a gradient that others have."""
-        everyone = self._weights.active
-        if self._find_unused or all(count in (0, everyone) for _, counts in found for count in counts):
+        if self._find_unused or not any(had and lacked for _, present in found for had, lacked in present):
             return
         lacking = [
             self._names[i]
@@ -257,7 +256,7 @@ class GradientAverager(Moving):
             if not came
         ]
         by_rank = self._talk.all_gather_object(lacking if self._weights.here else [])
-        partly = [name for name in self._names if 0 < sum(name in names for names in by_rank) < self.size]
+        partly = [name for name in self._names if 0 < sum(name in names for names in by_rank) < self._weights.active]
         ranks = [r for r, names in enumerate(by_rank) if partly[0] in names]
         more = f" (and {len(partly) - 1} more)" if len(partly) > 1 else ""
         raise MismatchError(
@@ -278,7 +277,7 @@ class GradientAverager(Moving):
             if index in self._where and self._parameters[index].grad is not None:
                 bucket, slot = self._where[index]
                 bucket.arrived(slot)
-        self._look_at(self._schedule.finish(self.size, first=known))
+        self._look_at(self._schedule.finish(first=known))
 
     def _abandon(self) -> None:
         """Make ready for the next step, also after one that was broken off."""

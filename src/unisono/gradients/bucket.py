@@ -1,4 +1,4 @@
-"""Gradients of some parameters in one run of memory, and a word on each: whether this rank has it."""
+"""Gradients of some parameters in one run of memory, and two words on each: whether this rank has it, or lacks it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Bucket:
         self.scale = scale
         numels = [p.numel() for p in parameters]
         like = parameters[0]
-        self.memory = allocate(sum(numels) + len(numels), like.dtype, like.device)
+        self.memory = allocate(sum(numels) + 2 * len(numels), like.dtype, like.device)
         self.flat = self.memory[: sum(numels)]
         self._words = self.memory[sum(numels) :]
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
@@ -95,16 +95,24 @@ class Bucket:
         dense: torch.Tensor = grad.to_dense()
         return dense
 
-    def fill(self, factor: float) -> None:
-        """Take what has not been taken, or zeros; multiply by this rank's weight; and say what has come."""
+    def fill(self, factor: float, here: bool = True) -> None:
+        """Take what has not been taken, or zeros; multiply by this rank's weight; and say what has come.
+
+        Args:
+            factor: This rank's weight.
+            here: Whether this rank has data: one that is through neither has a gradient nor lacks it.
+        """
         self.started, self._factor = True, factor
         self._take_rest()
         if factor != 1.0:
             self.flat.mul_(factor)
         if self.missing:
-            self._words.copy_(torch.tensor(self.came, dtype=self._words.dtype).mul_(self.scale))
+            lacks = [here and not came for came in self.came]
+            self._words.copy_(torch.tensor([*self.came, *lacks], dtype=self._words.dtype).mul_(self.scale))
         else:
-            self._words.fill_(self.scale)
+            count = len(self.parameters)
+            self._words[:count].fill_(self.scale)
+            self._words[count:].zero_()
 
     def _take_rest(self) -> None:
         """All that has not been taken, in one go: a call of torch's for each would take longer than the copying."""
@@ -128,20 +136,23 @@ class Bucket:
             # One call for all of the memory, where nothing in it has been multiplied yet.
             torch._foreach_mul_([self.flat] if len(views) == len(self.views) else views, self.scale)
 
-    def present(self, size: int) -> list[int]:
-        """After the reduction to means over `size` ranks: of how many ranks each gradient came."""
-        words = self._words.real if self._words.is_complex() else self._words
-        counts: list[float] = words.tolist()
-        return [round(count * size) for count in counts]
+    def present(self) -> list[tuple[bool, bool]]:
+        """After the reduction, for each gradient: whether any rank had it, and whether any lacked it.
+
+        Both are told by what is 0, for no count of many ranks is exact in 16 bits.
+        """
+        words: list[float | complex] = self._words.tolist()
+        count = len(self.parameters)
+        return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count:], strict=True)]
 
     def words(self) -> torch.Tensor:
         """What travels beside the gradients where those travel in another form."""
         return self._words
 
-    def hand_out(self, counts: Sequence[int]) -> None:
+    def hand_out(self, present: Sequence[tuple[bool, bool]]) -> None:
         """Put the means where optimizers look; a gradient that no rank had stays what it was."""
-        for slot, count in enumerate(counts):
-            if not count and not self._inside[slot]:
+        for slot, (had, _) in enumerate(present):
+            if not had and not self._inside[slot]:
                 continue
             graph = self._graphs.get(slot)
             if graph is not None:

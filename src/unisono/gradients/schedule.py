@@ -9,6 +9,7 @@ from unisono.errors import CommError
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.plan import Named, plan_buckets
 from unisono.gradients.reducer import Reducer
+from unisono.gradients.weights import Weights
 
 __all__ = ["BucketSchedule"]
 
@@ -20,7 +21,7 @@ class BucketSchedule:
         named: All parameters, with their names.
         reducer: What reduces one bucket.
         sizes: Most bytes of a bucket, and of the first one.
-        prepare: Called before the first bucket of a step; what to multiply this rank's gradients by.
+        weights: Asked before the first bucket of a step what to multiply this rank's gradients by.
         meet: Called before a bucket is reduced once more; returns when all ranks have called it.
 
     Attributes:
@@ -33,11 +34,11 @@ class BucketSchedule:
         named: Named,
         reducer: Reducer,
         sizes: tuple[int, int],
-        prepare: Callable[[], float],
+        weights: Weights,
         meet: Callable[[], object],
     ) -> None:
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
-        self.reducer, self._prepare, self._meet = reducer, prepare, meet
+        self.reducer, self._weights, self._meet = reducer, weights, meet
         self._cap, self._first = sizes
         self.buckets: list[Bucket] = []
         self.where: dict[int, tuple[Bucket, int]] = {}
@@ -78,29 +79,29 @@ class BucketSchedule:
                 return
             with self._about(bucket):
                 if self._factor is None:
-                    self._factor = self._prepare()
-                bucket.fill(self._factor)
+                    self._factor = self._weights.agree()
+                bucket.fill(self._factor, self._weights.here)
                 self.reducer.start(bucket)
             self._next += 1
 
-    def finish(self, size: int, first: int = 0) -> list[tuple[Bucket, list[int]]]:
-        """Start what is left and wait for all; the means are given out. Of how many ranks each gradient came."""
+    def finish(self, first: int = 0) -> list[tuple[Bucket, list[tuple[bool, bool]]]]:
+        """Start what is left and wait for all; the means are given out. As `Bucket.present` tells it of each."""
         self.advance(to_the_end=True)
         if self._factor is None:
-            self._factor = self._prepare()
+            self._factor = self._weights.agree()
         found = []
         for bucket in self.buckets[first:]:
             with self._about(bucket):
                 self.reducer.finish(bucket)
-                counts = bucket.present(size)
+                present = bucket.present()
                 if bucket.late:
                     # A shared parameter under re-entrant checkpointing: a part came when the rest was on its way.
                     self._meet()
                     bucket.add_late()
                     self.reducer.start(bucket)
                     self.reducer.finish(bucket)
-            bucket.hand_out(counts)
-            found.append((bucket, counts))
+            bucket.hand_out(present)
+            found.append((bucket, present))
         return found
 
     def begin(self) -> None:

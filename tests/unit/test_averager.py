@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from averaged_models import MODELS, TINY, Net, batches, gradients, made, same, wanted_of
@@ -119,6 +121,25 @@ def test_parameters_that_thaw_are_averaged_from_then_on() -> None:
         assert same(found[1], second)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_all_of_a_model_may_thaw(inside: bool) -> None:
+    def program(comm: un.Communicator) -> list[torch.Tensor | None]:
+        model = made(Net).requires_grad_(False)
+        averager = un.GradientAverager(model, comm, **TINY)
+        model.requires_grad_(True)
+        with averager.no_sync() if inside else nullcontext():
+            model(given[comm.rank][0]).square().mean().backward()
+        if inside:
+            model.zero_grad()
+            model(given[comm.rank][0]).square().mean().backward()
+        return gradients(model)
+
+    given = batches(2, 1)
+    wanted = wanted_of(Net, [given[r][0] for r in range(2)])
+    for found in un.launch(program, 2, "thread"):
+        assert same(found, wanted)
+
+
 def test_parameters_that_freeze_are_left_alone() -> None:
     given = batches(2, 2)
 
@@ -147,13 +168,16 @@ class Words(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("thawed", [True, False])
 @pytest.mark.parametrize("as_list", [True, False])
-def test_sparse_gradients_equal_dense_ones(as_list: bool) -> None:
+def test_sparse_gradients_equal_dense_ones(as_list: bool, thawed: bool) -> None:
     words = [torch.tensor([1, 2, 2]), torch.tensor([8, 2]), torch.tensor([], dtype=torch.int64)]
 
     def program(comm: un.Communicator) -> tuple[bool, list[torch.Tensor | None]]:
         model = made(lambda: Words(sparse=True))
+        model.get_submodule("embedding").requires_grad_(not thawed)
         un.GradientAverager(list(model.parameters()) if as_list else model, comm)
+        model.requires_grad_(True)
         model(words[comm.rank]).square().sum().backward()
         return model.get_parameter("embedding.weight").grad.is_sparse, gradients(model)  # type: ignore[union-attr]
 

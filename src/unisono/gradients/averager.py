@@ -119,9 +119,13 @@ class GradientAverager(Moving):
         # Where buckets travel while others fill, the first step tells in which order gradients come.
         self._seen: list[int] | None = [] if self._comm.overlaps and codec is None else None
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
-        if self._find_unused and self._model is not None and self.size > 1:
+        if self.size == 1:
+            return
+        if self._find_unused and self._model is not None:
             # A rank whose backward pass comes to no parameter at all takes part too.
             self._hooks[-1] = watch_outputs(self._model, self._passing)
+        for index, parameter in enumerate(self._parameters):
+            self._watch(index, parameter)
         # Gradients come about in the reverse order of parameters.
         self._adopt([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
@@ -170,16 +174,20 @@ class GradientAverager(Moving):
         return [[self._names[i] for i in bucket.indices] for bucket in self._schedule.buckets]
 
     # -- hooks ----------------------------------------------------------------------------------
+    def _watch(self, index: int, parameter: Any) -> None:
+        """Also one that is frozen, for it may be the first that is not: torch takes no hook while it is."""
+        frozen = not parameter.requires_grad
+        if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
+            return
+        parameter.requires_grad_(True)
+        self._hooks[index] = parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
+        parameter.requires_grad_(not frozen)
+
     def _adopt(self, indices: Sequence[int]) -> None:
         """Average these parameters too, from now on."""
-        if self.size == 1:
-            return
         spread = sparse_parameters(self._model) if self._model is not None else set()
         self._schedule.add([i for i in indices if id(self._parameters[i]) not in spread])
         self._sparse += [self._parameters[i] for i in indices if i not in self._where]
-        for index in indices:
-            parameter: Any = self._parameters[index]
-            self._hooks[index] = parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient has been added to `p.grad`."""
@@ -228,10 +236,10 @@ class GradientAverager(Moving):
             if not bucket.started and not bucket.came[slot]:
                 bucket.arrived(slot)
         self._look_at(self._schedule.finish())
-        average_sparse(self._sparse, self._talk, self._weights)
         thawed = [i for i in self._frozen if self._parameters[i].requires_grad]
         if thawed:
             self._take_in(thawed)
+        average_sparse(self._sparse, self._talk, self._weights)
         if self._sync_buffers and self._model is not None:
             broadcast_parameters(list(self._model.buffers()), self._talk)
 

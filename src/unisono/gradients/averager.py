@@ -116,8 +116,8 @@ class GradientAverager(Moving):
         self._owed: set[int] = set()
         self._syncing = True
         self._steps = [0]
-        # Where buckets travel while others fill, the first step tells in which order gradients come.
-        self._seen: list[int] | None = [] if self._comm.overlaps and codec is None else None
+        # Where buckets travel while others fill, the first step of all ranks tells in which order gradients come.
+        self._seen: dict[int, None] | None = {} if self._comm.overlaps and codec is None else None
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
         if self.size == 1:
             return
@@ -200,7 +200,7 @@ class GradientAverager(Moving):
         if where is None:
             return
         if self._seen is not None:
-            self._seen.append(index)
+            self._seen[index] = None
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._schedule.arrived(*where)
@@ -222,13 +222,9 @@ class GradientAverager(Moving):
         finally:
             self._abandon()
         self._steps[-1] += 1
-        if self._seen is not None:
-            self._rearrange(self._seen)
-
-    def _rearrange(self, seen: list[int]) -> None:
-        """Make the buckets anew, in the order in which rank 0's gradients have come."""
-        self._seen = None
-        self._schedule.rearrange(self._talk.broadcast_object(seen))
+        if self._seen is not None and self._weights.active == self.size:
+            seen, self._seen = list(self._seen), None
+            self._schedule.rearrange(self._talk.broadcast_object(seen))
 
     def _finish_step(self) -> None:
         for index in self._owed & self._where.keys():

@@ -53,9 +53,9 @@ class BucketSchedule:
             self.where.update((index, (bucket, slot)) for slot, index in enumerate(indices))
 
     def rearrange(self, seen: Sequence[int]) -> None:
-        """Make the buckets anew, in the order in which gradients have been seen to come. Collective."""
+        """Make the buckets anew, in the order in which gradients were first seen to come. Collective."""
         known = list(self.where)
-        first = [i for i in dict.fromkeys(seen) if i in self.where]
+        first = [i for i in seen if i in self.where]
         order = [*first, *(i for i in known if i not in set(first))]
         if order != known:
             self.clear()

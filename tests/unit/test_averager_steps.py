@@ -126,6 +126,56 @@ def test_an_error_in_backward_does_not_spoil_the_next_step() -> None:
         assert same(found, wanted)
 
 
+def test_what_is_said_after_a_backward_that_failed_counts() -> None:
+    def program(comm: un.Communicator) -> tuple[float, float]:
+        one, two = (torch.ones(1, requires_grad=True) for _ in range(2))
+        averager = un.GradientAverager([one, two], comm, find_unused=True)
+        found = []
+        for accumulates in (False, True):
+            with pytest.raises(RuntimeError, match="on purpose"):
+                (Fails.apply(one * 2) * two).sum().backward()
+            one.grad = two.grad = None
+            if accumulates:
+                with averager.no_sync():
+                    two.sum().backward()
+                one.sum().backward()
+            else:
+                averager.weight([1, 3][comm.rank])
+                (two * comm.rank).sum().backward()
+            assert two.grad is not None
+            found.append(two.grad.item())
+        return found[0], found[1]
+
+    assert un.launch(program, 2, "thread") == [(0.75, 1.0)] * 2
+
+
+def test_what_was_accumulated_may_be_dropped() -> None:
+    def program(comm: un.Communicator) -> tuple[bool, bool]:
+        long, short = (torch.ones(length, requires_grad=True) for length in (1 << 16, 2))
+        averager = un.GradientAverager([long, short], comm)
+        with averager.no_sync():
+            (long.sum() + short.sum()).backward()
+        long.grad = short.grad = None
+        short.sum().backward()
+        return long.grad is None, short.grad is None
+
+    assert un.launch(program, 2, "thread") == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_what_weighs_nothing_may_be_nan(sparse: bool) -> None:
+    def program(comm: un.Communicator) -> float:
+        model = made(lambda: nn.Embedding(2, 1, sparse=sparse))
+        averager = un.GradientAverager(model, comm)
+        averager.weight(comm.rank)
+        (model(torch.tensor([1])) * (2.0 if comm.rank else float("nan"))).sum().backward()
+        found = gradients(model)[0]
+        assert found is not None
+        return found[1].item()
+
+    assert un.launch(program, 2, "thread") == [2.0, 2.0]
+
+
 def test_the_hooks_keep_the_averager_and_remove_lets_it_go() -> None:
     def program(comm: un.Communicator) -> tuple[bool, bool, float]:
         weight = torch.zeros(1, requires_grad=True)

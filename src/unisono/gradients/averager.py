@@ -133,6 +133,7 @@ class GradientAverager(Moving):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside it only add to `p.grad`; the next one outside averages all of it."""
+        self._backward.settle()
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -146,6 +147,7 @@ class GradientAverager(Moving):
 
         Cost: one more short all_reduce in that step.
         """
+        self._backward.settle()
         self._weights.say(n_samples)
 
     def join(self) -> AbstractContextManager[None]:
@@ -229,7 +231,8 @@ class GradientAverager(Moving):
     def _finish_step(self) -> None:
         for index in self._owed & self._where.keys():
             bucket, slot = self._where[index]
-            if not bucket.started and not bucket.came[slot]:
+            # It may have been set to None since.
+            if not bucket.started and not bucket.came[slot] and self._parameters[index].grad is not None:
                 bucket.arrived(slot)
         self._look_at(self._schedule.finish())
         thawed = [i for i in self._frozen if self._parameters[i].requires_grad]
@@ -241,6 +244,7 @@ class GradientAverager(Moving):
 
     def _shadow(self) -> None:
         """Take part in a step of the ranks that still have data, with nothing."""
+        self._backward.settle()
         for parameter in self._parameters:
             parameter.grad = None
         try:

@@ -27,7 +27,7 @@ class Backward:
 
     Args:
         finish: Called at the end; its error is raised by `backward()`.
-        abandon: Called when a pass begins and the last one has not ended: it was broken off by an error.
+        abandon: Called when a pass was broken off by an error: when the next one begins, or by `settle`.
 
     Attributes:
         running: The pass that was seen last; compare it with `current_pass()` before calling `enter`.
@@ -64,6 +64,12 @@ class Backward:
             return
         self.forget()
         self._finish()
+
+    def settle(self) -> None:
+        """Between passes: one that has not ended was broken off, and what it left is abandoned now."""
+        if self._outermost is not None and current_pass() < 0:
+            self._abandon()
+            self.forget()
 
     def forget(self) -> None:
         """Let go of the pass that was seen last, and of its graph: it has ended, or was broken off."""

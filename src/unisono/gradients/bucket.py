@@ -104,7 +104,10 @@ class Bucket:
         """
         self.started, self._factor = True, factor
         self._take_rest()
-        if factor != 1.0:
+        if not factor:
+            # What counts for nothing may be NaN, as a mean over no samples is.
+            self.flat.zero_()
+        elif factor != 1.0:
             self.flat.mul_(factor)
         if self.missing:
             lacks = [here and not came for came in self.came]
@@ -168,7 +171,8 @@ class Bucket:
         for view, parameter in zip(self.views, self.parameters, strict=True):
             grad = parameter.grad
             if grad is not None and grad.data_ptr() != view.data_ptr():
-                view.add_(grad.detach(), alpha=factor)
+                if factor:
+                    view.add_(grad.detach(), alpha=factor)
                 parameter.grad = None
         self.memory.mul_(self.scale)
 

@@ -40,7 +40,7 @@ def average_sparse(parameters: Sequence[torch.Tensor], comm: Communicator, weigh
         all_indices = [torch.empty(max(0, n), dtype=torch.int64, device=device) for n in counts]
         all_values = [parameter.new_empty((max(0, n), *shape)) for n in counts]
         comm.all_gather(all_indices, indices.contiguous())
-        comm.all_gather(all_values, values.mul(factor))
+        comm.all_gather(all_values, values.mul(factor) if factor else torch.zeros_like(values))
         places, rows_there = torch.cat(all_indices)[None], torch.cat(all_values)
         mean = torch.sparse_coo_tensor(places, rows_there, parameter.shape, check_invariants=False)
         parameter.grad = mean.coalesce()

@@ -100,7 +100,7 @@ def weighs_all_alike(self: Weights, n_samples: float) -> None:
 
 def counts_who_is_through(self: Weights) -> float:
     factor = original_agree(self)
-    return factor * self.active / self._comm.size
+    return factor * self.active / self.comm.size
 
 
 def takes_all_for_present(self: Bucket) -> list[tuple[bool, bool]]:

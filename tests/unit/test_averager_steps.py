@@ -110,6 +110,24 @@ def test_ranks_may_have_fewer_batches_inside_join(backend: str, steps: list[int]
             torch.testing.assert_close(parameter, wanted.detach(), rtol=0, atol=1e-10)
 
 
+def test_an_averager_may_move_inside_join() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        weight = torch.ones(1, requires_grad=True)
+        averager = un.GradientAverager([weight], comm)
+        found = []
+        with averager.join():
+            for step in range(2 + comm.rank):
+                if step == 1:
+                    averager.move_to(comm.dup())
+                weight.grad = None
+                (weight * comm.rank).sum().backward()
+                assert weight.grad is not None
+                found.append(weight.grad.item())
+        return found
+
+    assert un.launch(program, 2, "thread") == [[0.5, 0.5], [0.5, 0.5, 1.0]]
+
+
 def test_an_error_in_backward_does_not_spoil_the_next_step() -> None:
     def program(comm: un.Communicator) -> list[torch.Tensor | None]:
         model = made(Net)

@@ -92,6 +92,7 @@ class GradientAverager(Moving):
         plan_buckets([], [], *self._sizes)
         self._average, self._find_unused, self._sync_buffers = average, find_unused, sync_buffers
         self._compression = compression
+        self._weights, self._steps = Weights(comm, average == "sum"), [0]
         self._attach(comm, sync_parameters=sync_parameters)
 
     def _attach(self, comm: Communicator, *, sync_parameters: bool) -> None:
@@ -105,7 +106,8 @@ class GradientAverager(Moving):
         self.rank, self.size = comm.rank, comm.size
         if sync_parameters:
             broadcast_parameters(self._model if self._model is not None else self._parameters, self._talk)
-        self._weights = Weights(self._talk, self._average == "sum")
+        self._weights.comm = self._talk
+        self._weights.forget()
         self._schedule = BucketSchedule(
             self._named, Reducer(self._comm, codec), self._sizes, self._weights, self._talk.barrier
         )
@@ -115,7 +117,6 @@ class GradientAverager(Moving):
         self._sparse: list[torch.Tensor] = []
         self._owed: set[int] = set()
         self._syncing = True
-        self._steps = [0]
         # Where buckets travel while others fill, the first step of all ranks tells in which order gradients come.
         self._seen: dict[int, None] | None = {} if self._comm.overlaps and codec is None else None
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
@@ -158,7 +159,7 @@ class GradientAverager(Moving):
         one that was last. Collective. Cost: one more short all_reduce a step.
         """
         tensors = self._parameters if self._model is None else [*self._parameters, *self._model.buffers()]
-        return joined(tensors, self._talk, self._weights, self._shadow, self._steps)
+        return joined(tensors, self._weights, self._shadow, self._steps)
 
     def remove(self) -> None:
         """Take the hooks off, and let go of the communicators. Gradients stay as they are. Again is harmless."""

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from unisono.communicator import Communicator
 from unisono.gradients.average import broadcast_parameters
 from unisono.gradients.weights import AllThroughError, Weights
 
@@ -16,7 +15,7 @@ __all__ = ["joined"]
 
 @contextmanager
 def joined(
-    tensors: Sequence[torch.Tensor], comm: Communicator, weights: Weights, shadow: Callable[[], None], steps: list[int]
+    tensors: Sequence[torch.Tensor], weights: Weights, shadow: Callable[[], None], steps: list[int]
 ) -> Iterator[None]:
     """Inside, ranks may make different numbers of steps; who is through makes the others' with nothing of its own.
 
@@ -24,8 +23,7 @@ def joined(
 
     Args:
         tensors: What all ranks have of one that was last, at the end.
-        comm: For that.
-        weights: Told that ranks may differ.
+        weights: Told that ranks may differ; its communicator, whichever it is by then, gives them that.
         shadow: Takes part in one step of the others'; raises `AllThroughError` if there was none.
         steps: Its last entry is how many steps this rank has made.
     """
@@ -40,7 +38,7 @@ def joined(
                 shadow()
         except AllThroughError:
             pass
-        by_rank = comm.all_gather_object(made)
-        broadcast_parameters(list(tensors), comm, by_rank.index(max(by_rank)))
+        by_rank = weights.comm.all_gather_object(made)
+        broadcast_parameters(list(tensors), weights.comm, by_rank.index(max(by_rank)))
     finally:
         weights.joining, weights.here = False, True

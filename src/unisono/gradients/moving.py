@@ -44,10 +44,8 @@ class Moving(ABC):
 
         What a codec remembers stays behind, for it may be of a step that others never made.
         """
-        steps = self._steps[-1]
         self.remove()
         self._attach(comm, sync_parameters=False)
-        self._steps[-1] = steps
 
     @abstractmethod
     def remove(self) -> None:

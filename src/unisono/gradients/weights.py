@@ -17,6 +17,7 @@ class Weights:
     """Turns what ranks say of a step into the factors of a mean, or of a sum.
 
     Attributes:
+        comm: Over which they say it; an averager may move to another one.
         joining: Whether ranks may have run out of data, so that they have to ask each other.
         here: Whether this rank still has data.
         active: How many ranks take part in this step.
@@ -24,7 +25,7 @@ class Weights:
     """
 
     def __init__(self, comm: Communicator, total: bool = False) -> None:
-        self._comm, self._total = comm, total
+        self.comm, self._total = comm, total
         self._mine: float | None = None
         self.joining, self.here = False, True
         self.active, self.factor = comm.size, 1.0
@@ -39,13 +40,13 @@ class Weights:
 
     def agree(self) -> float:
         """This step's factor. Collective where ranks may differ; `AllThroughError` where none has data."""
-        size, mine, self._mine = self._comm.size, self._mine, None
+        size, mine, self._mine = self.comm.size, self._mine, None
         self.active, self.factor = size, float(size) if self._total else 1.0
         if not self.joining and mine is None:
             return self.factor
         weight = float(self.here) if mine is None or not self.here else mine
-        figures = torch.tensor([float(self.here), weight], dtype=torch.float64, device=self._comm.device)
-        self._comm.all_reduce(figures)
+        figures = torch.tensor([float(self.here), weight], dtype=torch.float64, device=self.comm.device)
+        self.comm.all_reduce(figures)
         self.active, total = int(figures[0]), float(figures[1])
         if not self.active:
             raise AllThroughError

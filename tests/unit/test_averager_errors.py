@@ -95,5 +95,10 @@ def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
         un.GradientAverager(model, comm, bucket_cap_mb=0)
     with pytest.raises(TypeError, match="single tensor"):
         un.GradientAverager(model.weight, comm)
+    used = model.parameters()
+    assert len(list(used)) == 2
+    for call in (un.GradientAverager, un.average_gradients, un.broadcast_parameters):
+        with pytest.raises(ValueError, match="used before"):
+            call(used, comm)
     with pytest.raises(TypeError, match="parameter 1 is a str"):
         un.GradientAverager([model.weight, "bias"], comm)  # type: ignore[list-item]  # on purpose

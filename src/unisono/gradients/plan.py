@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -23,6 +23,8 @@ def named_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Named:
     if isinstance(model, torch.nn.Module):
         return list(model.named_parameters())
     found = {id(p): (f"parameter {i}", p) for i, p in reversed(list(enumerate(model)))}
+    if not found and isinstance(model, Iterator):
+        raise ValueError("model is an iterator that has nothing left: it was used before. Pass the module, or a list")
     named = list(reversed(found.values()))
     for name, parameter in named:
         if not isinstance(parameter, torch.Tensor):

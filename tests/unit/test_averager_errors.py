@@ -69,6 +69,19 @@ def test_another_model_is_named_on_every_rank() -> None:
         assert "rank 1 has another model than rank 0: '1.weight' is float32 [4, 3] on cpu on rank 0, " in message
 
 
+def test_another_order_of_memory_is_named_on_every_rank() -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Conv2d(3, 2, 2)
+        if comm.rank == 1:
+            model.to(memory_format=torch.channels_last)
+        with pytest.raises(un.errors.MismatchError) as caught:
+            un.GradientAverager(model, comm)
+        return str(caught.value)
+
+    for message in un.launch(program, 2, "thread"):
+        assert "'weight' is float32 [2, 3, 2, 2] on cpu with strides (12, 1, 6, 3) on rank 1" in message
+
+
 def test_a_rank_that_makes_fewer_steps_is_named_with_the_parameters() -> None:
     def program(comm: un.Communicator) -> str:
         model = made(Net)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from unisono.gradients.plan import dense_strides
 from unisono.types import Work
 
 __all__ = ["Bucket"]
@@ -179,7 +180,5 @@ class Bucket:
 
 def _shaped(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A view with the parameter's shape, and its order of memory where that has no gaps."""
-    dense = like.is_contiguous() or sorted(like.stride()) == sorted(torch.empty_like(like).stride())
-    if like.is_contiguous() or not dense:
-        return part.view(like.shape)
-    return part.as_strided(like.shape, torch.empty_like(like).stride())
+    strides = dense_strides(like)
+    return part.view(like.shape) if strides is None else part.as_strided(like.shape, strides)

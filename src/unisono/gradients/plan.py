@@ -9,7 +9,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.errors import MismatchError
 
-__all__ = ["MIB", "Named", "agree_on_parameters", "named_parameters", "plan_buckets"]
+__all__ = ["MIB", "Named", "agree_on_parameters", "dense_strides", "named_parameters", "plan_buckets"]
 
 MIB = 1 << 20
 
@@ -62,9 +62,24 @@ def plan_buckets(
     return [*full, *filling.values()]
 
 
+def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """In which order elements lie in memory, if that has no gaps and is not the usual one.
+
+    Example:
+        >>> [dense_strides(t) for t in (torch.ones(2, 3), torch.ones(2, 3).t(), torch.ones(2, 6)[:, ::2])]
+        [None, (1, 3), None]
+    """
+    if parameter.is_contiguous():
+        return None
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return strides if sorted(parameter.stride()) == sorted(strides) else None
+
+
 def agree_on_parameters(named: Named, comm: Communicator, settings: Sequence[object] = ()) -> None:
     """`MismatchError` on every rank if ranks have different parameters, or settings. Collective."""
-    card = [[name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad] for name, p in named]
+    card = [
+        [name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad, str(dense_strides(p))] for name, p in named
+    ]
     cards = comm.all_gather_object([card, [str(s) for s in settings]])
     for rank, (theirs, choices) in enumerate(cards):
         problem = _difference(cards[0][0], theirs, rank)
@@ -90,6 +105,8 @@ def _difference(first: Sequence[Sequence[object]], other: Sequence[Sequence[obje
 
 
 def _quoted(card: Sequence[object]) -> str:
-    name, shape, dtype, device, trained = card
+    name, shape, dtype, device, trained, strides = card
     kind = f"{str(dtype).removeprefix('torch.')} {shape} on {device}"
+    if strides != "None":
+        kind += f" with strides {strides}"
     return f"{name!r} is {kind}" + ("" if trained else ", frozen")

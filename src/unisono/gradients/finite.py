@@ -51,7 +51,7 @@ class NanGuard:
         agree(comm, "NanGuard", described(named))
         self._names = [name for name, _ in named]
         self._sizes = [tensor.numel() for _, tensor in named]
-        # In the order in which they have come: how many elements are not finite.
+        # In the order in which they have come: how many elements are not finite, in the worst of several passes.
         self._seen: dict[int, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = [
             tensor.register_hook(partial(self._look, index)) for index, (_, tensor) in enumerate(named)
@@ -61,7 +61,7 @@ class NanGuard:
         with torch.no_grad():
             count = _count(gradient)
             before = self._seen.get(index)
-            self._seen[index] = count if before is None else before + count
+            self._seen[index] = count if before is None else torch.maximum(before, count)
 
     def check(self) -> None:
         """Compare what all ranks have seen since the last call. Collective.

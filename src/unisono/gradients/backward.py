@@ -81,17 +81,30 @@ class Backward:
 
 def watch_outputs(model: torch.nn.Module, passing: Callable[[], None]) -> Any:
     """Call `passing` when a backward pass comes to what the model returned; a handle to end that."""
+    return model.register_forward_hook(_Watch(passing))
 
-    def watch(returned: Any) -> None:
+
+class _Watch:
+    """A forward hook that does nothing on copies of the model, pickled ones too: they are not averaged."""
+
+    def __init__(self, passing: Callable[[], None] | None = None) -> None:
+        self._passing = passing
+
+    def __call__(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
+        if self._passing is not None:
+            self._watch(returned, self._passing)
+
+    def __reduce__(self) -> tuple[type[_Watch], tuple[()]]:
+        return _Watch, ()
+
+    def _watch(self, returned: Any, passing: Callable[[], None]) -> None:
         if isinstance(returned, torch.Tensor) and returned.requires_grad:
             returned.register_hook(lambda gradient: passing())
         elif isinstance(returned, (list, tuple)):
             for part in returned:
-                watch(part)
+                self._watch(part, passing)
         elif isinstance(returned, dict):
-            watch(list(returned.values()))
-
-    return model.register_forward_hook(lambda module, given, returned: watch(returned))
+            self._watch(list(returned.values()), passing)
 
 
 def _outer_node() -> Any:

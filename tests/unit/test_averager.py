@@ -10,6 +10,7 @@ from averaged_models import MODELS, TINY, Net, batches, gradients, made, same, w
 from torch import nn
 
 import unisono as un
+from unisono.gradients import plan_buckets
 from unisono.testing import pool
 
 
@@ -298,3 +299,24 @@ def test_buckets_follow_the_order_in_which_gradients_come(backend: str) -> None:
     by_registration = [["middle"], ["late"], ["early"]]
     expected = [["early"], ["middle"], ["late"]] if backend == "gloo" else by_registration
     assert pool(backend, 3).run(program, size=2) == [(by_registration, expected)] * 2
+
+
+def test_the_length_of_each_parameter_is_asked_for_once_or_twice() -> None:
+    asked = 0
+
+    class Counted(nn.Parameter):
+        @property
+        def nbytes(self) -> int:  # type: ignore[override]  # torch's is a property too
+            nonlocal asked
+            asked += 1
+            return 8
+
+    parameters = [Counted(torch.zeros(1)) for _ in range(100)]
+    assert plan_buckets(parameters, range(100), 8 * 30, 8) == [
+        [0],
+        list(range(1, 31)),
+        list(range(31, 61)),
+        list(range(61, 91)),
+        list(range(91, 100)),
+    ]
+    assert asked <= 200

@@ -51,14 +51,18 @@ def plan_buckets(
         raise ValueError("a bucket must have room for at least a byte")
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    # To add lengths up anew for each parameter would take seconds for some thousand short ones.
+    lengths: dict[tuple[torch.dtype, torch.device], int] = {}
     for index in order:
         parameter = parameters[index]
         kind = (parameter.dtype, parameter.device)
         bucket = filling.get(kind, [])
         limit = cap_bytes if full or first_bytes is None else min(cap_bytes, first_bytes)
-        if bucket and sum(parameters[i].nbytes for i in bucket) + parameter.nbytes > limit:
+        if bucket and lengths[kind] + parameter.nbytes > limit:
             full.append(filling.pop(kind))
+            lengths[kind] = 0
         filling.setdefault(kind, []).append(index)
+        lengths[kind] = lengths.get(kind, 0) + parameter.nbytes
     return [*full, *filling.values()]
 
 

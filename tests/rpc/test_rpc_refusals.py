@@ -51,6 +51,31 @@ def test_an_error_has_its_own_class_and_fields() -> None:
     assert run_ranks(on_rank_0(program), 2)[0] == (7, 1, "OddError")
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it says nothing")
+
+
+@rpc.expose
+def raises_oddly(kind: str) -> None:
+    if kind == "mute":
+        raise MuteError
+    raise ExceptionGroup("many", [ValueError(1), KeyError(2)])
+
+
+def test_errors_that_cannot_be_sent_as_they_are_reach_the_caller_too() -> None:
+    def program() -> None:
+        with pytest.raises(MuteError) as caught:
+            rpc.rpc_sync(1, raises_oddly, ("mute",), timeout=2.0)
+        assert "its str() raised RuntimeError" in str(caught.value)
+        with pytest.raises(rpc.RemoteError, match=r"many \(2 sub-exceptions\)") as group:
+            rpc.rpc_sync(1, raises_oddly, ("group",))
+        assert "KeyError: 2" in str(group.value)
+
+    # Nothing is left under way that would hold up the end.
+    run_ranks(on_rank_0(program), 2)
+
+
 def test_what_is_not_exposed_is_not_called() -> None:
     def program() -> None:
         for call in (rpc.rpc_sync, lambda *a: rpc.rpc_async(*a).wait(), lambda *a: rpc.remote(*a).to_here()):

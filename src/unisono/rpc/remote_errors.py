@@ -45,22 +45,35 @@ def packed(error: BaseException) -> _Told:
     """An exception as values: its class's module and name, arguments and fields, text, traceback."""
     if isinstance(error, RemoteError):
         # It came from a further rank; what matters is what happened there.
-        kind, text = type(error).__mro__[2] if type(error) is not RemoteError else Exception, str(error)
+        kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
     else:
-        kind, text = type(error), str(error)
+        kind = type(error)
+    text = _text_of(error)
     trace = "".join(traceback.format_exception(error))
     content: Any = (tuple(error.args), dict(vars(error)))
     try:
         wire.encode(content)
-    except (TypeError, ValueError):
+    except Exception:
+        # Whatever is wrong with what it carries: the caller has to hear of the error itself.
         content = ((text,), {})
     return f"{kind.__module__}:{kind.__qualname__}", text, content, trace
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<its str() raised {type(broken).__name__}>"
 
 
 def rebuilt(told: _Told, rank: int) -> Exception:
     """The exception to raise for what `packed` made on another rank. Classes are looked up, never imported."""
     name, text, (args, fields), trace = told
-    return _made(_class_of(name), args, fields, rank, text, trace)
+    try:
+        return _made(_class_of(name), args, fields, rank, text, trace)
+    except TypeError:
+        # An object of its class needs more than what could be sent, as a group of exceptions does.
+        return _made(Exception, args, fields, rank, text, trace)
 
 
 def _made(

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from rpc_functions import BACKENDS, RAN, OddError, Point, add, echo, not_a_future, on_rank_0, raises, unexposed
+from patience import until
+from rpc_functions import BACKENDS, RAN, OddError, Point, add, census, echo, not_a_future, on_rank_0, raises, unexposed
 
 import unisono as un
 from unisono.testing import pool, run_ranks
@@ -85,6 +86,28 @@ def test_what_is_not_exposed_is_not_called() -> None:
             rpc.rpc_sync(1, __import__("os").system, ("true",))
         with pytest.raises(PermissionError):
             rpc.rpc_sync(1, echo, (unexposed,))
+
+    run_ranks(on_rank_0(program), 2)
+    assert not RAN
+
+
+def test_a_refused_argument_leaves_nothing_behind() -> None:
+    """The object that was to be made is known to be counted; references beside the function are let go."""
+
+    def program() -> None:
+        agent = rpc.current.current_agent()
+        made = rpc.remote(1, echo, (unexposed,))
+        with pytest.raises(rpc.NotExposedError):
+            made.to_here()
+        assert made.confirmed_by_owner()
+        del made
+        theirs = rpc.remote(1, echo, (5,))
+        for rref in (rpc.RRef(4), theirs):
+            with pytest.raises(rpc.NotExposedError):
+                rpc.rpc_sync(1, echo, ([unexposed, rref],))
+        del rref, theirs
+        assert until(lambda: (agent.idle(), len(agent.references), agent.references.pins) == (True, 0, 0))
+        assert until(lambda: rpc.rpc_sync(1, census) == 0)
 
     run_ranks(on_rank_0(program), 2)
     assert not RAN

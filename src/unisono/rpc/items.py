@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from unisono.rpc.exposing import name_of
+from unisono.rpc.exposing import NotExposedError, name_of
 from unisono.rpc.frames import NO_CONTEXT
 from unisono.rpc.parcels import Packing, Unpacking
 from unisono.wire import arrays
@@ -124,7 +124,11 @@ def _take_function(view: View, at: int, _depth: int) -> tuple[Any, int]:
     name, at = take_text(view, at + 1)
     if not isinstance(view, Unpacking):
         raise ValueError(f"the function {name} came")
-    return view.agent.exposed.function(name), at
+    try:
+        return view.agent.exposed.function(name), at
+    except NotExposedError as error:
+        view.refused = error
+        return None, at
 
 
 # -- references ------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class Unpacking(bytes):
         agent, peer: Who takes it, and from whom.
         bodies: What travelled apart.
         context, message: Of autograd; the number of the message in it.
+        refused: Of a function in it that is not exposed here. Raised when all has been read: what follows may be
+            references, which have to be counted.
     """
 
     agent: Agent
@@ -49,3 +51,4 @@ class Unpacking(bytes):
     context: int
     message: int
     tensors: int
+    refused: Exception | None

@@ -133,11 +133,12 @@ class Serving:
             # A function that was called before: only the arguments have to be read.
             args, kwargs = unpack(agent, mail, context, message, at + 1, 2)
             return self._result(function, args, kwargs)
+        if asked.kind == REMOTE:
+            # The object is counted, even if it turns out that it cannot be made.
+            agent.office.send(mail.peer, REPLY, asked.number, (None,))
         values = unpack(agent, mail, context, message, HEADER.size, 4 if asked.kind == REQUEST else 5)
         target, key, args, kwargs = values[-4:]
-        if asked.kind == REMOTE:
-            agent.office.send(mail.peer, REPLY, asked.number, (None,))
-        elif asked.cancelled:
+        if asked.kind == REQUEST and asked.cancelled:
             raise CommError("this call was cancelled before it began")
         if key is not None:
             if target == "@fetch":

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.mailbox import Mail
-from unisono.rpc.exposing import NotExposedError
 from unisono.rpc.frames import HEADER, NO_CONTEXT
 from unisono.rpc.items import install, put_pickled
 from unisono.rpc.parcels import Packing, Unpacking
@@ -77,7 +76,7 @@ def unpack(agent: Agent, mail: Mail, context: int, message: int, at: int, count:
         return [None]
     view = Unpacking(content)
     view.agent, view.peer, view.bodies, view.context, view.message = agent, peer, mail.bodies, context, message
-    view.tensors = 0
+    view.tensors, view.refused = 0, None
     values = []
     try:
         for _ in range(count):
@@ -85,10 +84,10 @@ def unpack(agent: Agent, mail: Mail, context: int, message: int, at: int, count:
             values.append(value)
         if at != len(view):
             raise ValueError(f"{len(view) - at} bytes follow its end")
-    except NotExposedError:
-        raise
     except IndexError:
         raise ValueError(f"rank {peer} sent bytes that carry no call: they end too early") from None
     except Exception as error:
         raise ValueError(f"what rank {peer} sent cannot be read here: {error}") from error
+    if view.refused is not None:
+        raise view.refused
     return values

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import Phase, given, settings
+from rpc_functions import add
 from rpc_graphs import (
     OPS,
     N,
@@ -105,6 +106,43 @@ def test_the_same_between_processes(backend: str) -> None:
     ]
     for found, steps in zip(pool(backend).run(program, plans, size=3)[0][0], plans, strict=True):
         compare(found, expected(steps, 3))
+
+
+@rpc.expose
+def doubled(value: torch.Tensor) -> torch.Tensor:
+    value *= 2
+    return value.pow(2).sum()
+
+
+@pytest.mark.parametrize("length", [3, 5000])
+def test_what_arrives_may_be_changed_in_place(length: int) -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm, timeout=20.0)
+        if comm.rank == 0:
+            leaf = torch.arange(length, dtype=torch.float64).requires_grad_()
+            with autograd.context() as context:
+                autograd.backward(context, [rpc.rpc_sync(1, doubled, (leaf,))])
+                assert torch.equal(autograd.get_gradients(context)[leaf], 8 * leaf)
+        rpc.shutdown(timeout=20.0)
+
+    run_ranks(program, 2)
+
+
+def test_gradients_of_two_leaves_have_memory_of_their_own() -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm, timeout=20.0)
+        one, other = (torch.ones(3, requires_grad=True) for _ in range(2))
+        for sent in (lambda x: x, lambda x: rpc.rpc_sync(0, add, (x,))):
+            with autograd.context() as context:
+                autograd.backward(context, [sent(one + other).sum()])
+                found = autograd.get_gradients(context)
+                # As clipping does.
+                found[one].mul_(5)
+                assert found[one].tolist() == [5.0] * 3
+                assert found[other].tolist() == [1.0] * 3
+        rpc.shutdown(timeout=20.0)
+
+    run_ranks(program, 1)
 
 
 @rpc.expose

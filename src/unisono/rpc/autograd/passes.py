@@ -122,7 +122,7 @@ class Pass:
             if "second time" not in str(error):
                 raise
             raise RuntimeError(f"{_TWICE} ({error})") from None
-        for leaf, gradient in zip(output.leaves, found, strict=True):
+        for leaf, gradient in zip(output.leaves, _apart(found, gradients or ()), strict=True):
             # A trigger, which stands for a message, has none.
             if gradient is not None:
                 self._context.add(leaf, gradient)
@@ -133,6 +133,23 @@ class Pass:
         for place, gradient in found.items():
             known = gathered[place]
             gathered[place] = gradient if known is None else known + gradient
+
+
+def _apart(found: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> _Gradients:
+    """Gradients in memory of their own: autograd hands out one tensor for all terms of a sum, and expanded ones."""
+    taken = {_memory(other) for other in others if other is not None}
+    apart: _Gradients = []
+    for gradient in found:
+        if gradient is not None and gradient.layout == torch.strided:
+            if _memory(gradient) in taken or 0 in gradient.stride():
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            taken.add(_memory(gradient))
+        apart.append(gradient)
+    return apart
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 _TWICE = (

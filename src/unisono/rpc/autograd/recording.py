@@ -57,7 +57,8 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, record: Received, place: int, content: list[torch.Tensor]) -> Any:
         ctx.record, ctx.place = record, place
-        return content.pop()
+        # No view of the bytes that came: who got it may change it in place.
+        return content.pop().data
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -206,7 +206,8 @@ def passes(comm: un.Communicator) -> Any:
         results = torch.equal(twice, 2 * once)
         with pytest.raises(CommError, match="no autograd context"):
             autograd.backward(context, [loss])
-        assert autograd.get_gradients(context) == {}
+        with pytest.raises(CommError, match="no autograd context"):
+            autograd.get_gradients(context)
         with autograd.context() as context:
             for wrong in ([x], x.sum(), [], [torch.ones(1)]):
                 with pytest.raises(ValueError, match="root"):

@@ -9,6 +9,7 @@ import torch
 from rpc_graphs import N, begin, locally, own_parameters, parameters, walk
 
 import unisono as un
+from unisono.errors import CommError
 from unisono.rpc import autograd
 from unisono.testing import run_ranks
 
@@ -79,3 +80,22 @@ def test_wrong_arguments_of_the_optimizer() -> None:
         with pytest.raises(ValueError, match="learning rate"):
             rpc.DistributedOptimizer(torch.optim.SGD, [ref], lr=-1.0)
         rpc.shutdown()
+
+
+def test_a_step_after_the_end_of_the_context_is_an_error() -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm, timeout=20.0)
+        w = torch.nn.Parameter(torch.ones(1))
+        with pytest.raises(ValueError, match="no parameters"):
+            rpc.DistributedOptimizer(torch.optim.SGD, iter([]), lr=0.1)
+        optimizer = rpc.DistributedOptimizer(torch.optim.SGD, (rpc.RRef(p) for p in [w]), lr=0.1)
+        with autograd.context() as context:
+            autograd.backward(context, [w * 1])
+        for number in (context, context + 1, "context"):
+            for use in (optimizer.step, autograd.get_gradients):
+                with pytest.raises(CommError, match="no autograd context"):
+                    use(number)
+        assert w.item() == 1.0
+        rpc.shutdown(timeout=20.0)
+
+    run_ranks(program, 1)

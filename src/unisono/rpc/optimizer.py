@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from unisono.rpc.autograd import get_gradients
 from unisono.rpc.calling import remote
+from unisono.rpc.current import current_agent
 from unisono.rpc.exposing import expose
 from unisono.rpc.rref import RRef
 
@@ -92,10 +93,11 @@ class DistributedOptimizer:
     """
 
     def __init__(
-        self, optimizer_class: type[torch.optim.Optimizer], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
+        self, optimizer_class: type[torch.optim.Optimizer], params_rref: Iterable[RRef[Any]], *args: Any, **kwargs: Any
     ) -> None:
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
             raise TypeError(f"optimizer_class must be a class of torch optimizers, not {optimizer_class!r}")
+        params_rref = list(params_rref)
         if not params_rref:
             raise ValueError("there are no parameters to optimize")
         owners: dict[int, list[RRef[Any]]] = {}
@@ -113,7 +115,9 @@ class DistributedOptimizer:
         """One step on every rank that has parameters; returns when all are done.
 
         Raises:
+            CommError: The context has ended, and its gradients with it.
             PeerLostError: One of the ranks has died; the others have done the step.
         """
+        current_agent().contexts.ongoing(context_id)
         steps = [optimizer.rpc_async().step(context_id) for optimizer in self.remote_optimizers]
         torch.futures.wait_all(steps)

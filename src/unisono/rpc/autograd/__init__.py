@@ -88,6 +88,10 @@ def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = F
 
 
 def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
-    """What this rank's leaves got in a context: for each leaf its gradient. Empty if none did."""
-    found = current.current_agent().contexts.get(context)
+    """What this rank's leaves got in a context: for each leaf its gradient. Empty if none did.
+
+    Raises:
+        CommError: The context has ended, and its gradients with it.
+    """
+    found = current.current_agent().contexts.ongoing(context)
     return {} if found is None else dict(found.gradients)

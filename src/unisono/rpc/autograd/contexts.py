@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from unisono.errors import CommError
 from unisono.rpc.autograd.recording import Received, Sent, arrival, departure
 from unisono.rpc.frames import DISCARD, NO_CONTEXT
 
@@ -74,6 +75,15 @@ class Contexts:
     def get(self, number: int) -> Context | None:
         """A context that this rank has to do with; None if there is none."""
         return self._open.get(number)
+
+    def ongoing(self, number: int) -> Context | None:
+        """The same; None if this rank has not heard of it yet. Raises CommError for one that has ended."""
+        found = self._open.get(number) if isinstance(number, int) else None
+        if found is None:
+            here = isinstance(number, int) and number >> _RANK_BITS == self._agent.rank
+            if here or not isinstance(number, int) or number in self._ended:
+                raise CommError(f"there is no autograd context {number!r}: it has ended, or context() never gave it")
+        return found
 
     def discard(self, number: int) -> None:
         """The context has ended: forget it, and tell those who know of it from here."""

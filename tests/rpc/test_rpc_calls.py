@@ -174,3 +174,21 @@ def test_calls_can_be_cancelled() -> None:
 
     assert run_ranks(program, 2)[0] == [True, True, False]
     assert "second" in begun
+
+
+def test_functions_with_very_long_names_are_told_apart() -> None:
+    def named(tag: str) -> Any:
+        def function(value: str) -> str:
+            return tag + value
+
+        # As the names of functions within functions are.
+        function.__qualname__ = "N" * 400 + tag
+        return rpc.expose(function)
+
+    functions = {tag: named(tag) for tag in "ab"}
+
+    def program() -> None:
+        for tag in "aabba":
+            assert rpc.rpc_sync(1, functions[tag], ("!",)) == f"{tag}!"
+
+    run_ranks(on_rank_0(program), 2)

@@ -219,6 +219,21 @@ def test_a_rank_that_sends_nonsense_is_lost_to_this_one_alone() -> None:
     assert run_ranks(program, 3) == [2, None, None]
 
 
+@pytest.mark.parametrize("kind", [frames.REQUEST, frames.REMOTE])
+def test_a_call_that_is_cut_off_holds_up_no_shutdown(kind: int) -> None:
+    def program(comm: un.Communicator) -> None:
+        agent = rpc.init(comm)
+        comm.barrier()
+        if comm.rank == 2:
+            agent.box.send(0, HEADER.pack(kind, 7, NO_CONTEXT, 0), (), LIMIT_S)
+        if comm.rank == 0:
+            assert until(lambda: 2 in agent.box.lost)
+        comm.barrier()
+        agent.shutdown(graceful=comm.rank != 2, timeout=5.0)
+
+    run_ranks(program, 3)
+
+
 def test_a_request_cannot_name_its_way_to_other_objects() -> None:
     def program(comm: un.Communicator) -> Any:
         rpc.init(comm)

@@ -21,6 +21,7 @@ from unisono.rpc.references import Key
 from unisono.rpc.remote_errors import packed
 from unisono.rpc.rref import Outcome
 from unisono.rpc.values import unpack
+from unisono.wire.format import take_text
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
@@ -77,16 +78,16 @@ class Serving:
     def accept(self, mail: Mail) -> tuple[Task, bool]:
         """Take a call in: what is to be done, and whether that is likely to be short."""
         asked = _Request(mail)
-        self._open[mail.peer, asked.number] = asked
-        start = HEADER.size
+        start = HEADER.size + (1 + _NUMBER.size if asked.kind == REMOTE else 0)
+        target = mail.head[start : take_text(mail.head, start + 1)[1]]
         if asked.kind == REMOTE:
             # Counted now: what this rank says of the object later comes after.
-            key = Key(mail.peer, _NUMBER.unpack_from(mail.head, start + 1)[0])
+            key = Key(mail.peer, _NUMBER.unpack_from(mail.head, HEADER.size + 1)[0])
             asked.outcome = self._agent.references.expect(key, mail.peer)
-            start += 1 + _NUMBER.size
-        target = mail.head[start : start + 2 + mail.head[start + 1]]
         long = bool(mail.bodies) and sum([b.numel() for b in mail.bodies]) > _LONG_BYTES
         short = target in self._quick if long else target not in self._slow
+        # Bytes that are no call have been found out by now: those would never end.
+        self._open[mail.peer, asked.number] = asked
         return lambda: self._serve(asked, mail, target), short
 
     def cancel(self, peer: int, number: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
+from patience import until
 from rpc_functions import add, on_rank_0
 
 import unisono as un
@@ -80,6 +82,20 @@ def test_two_agents_in_one_process() -> None:
         return *answers, current
 
     assert run_ranks(program, 4) == [(2, 3, f"second{rank}") for rank in range(4)]
+
+
+def test_a_communicator_does_not_keep_agents_that_are_closed() -> None:
+    def program(comm: un.Communicator) -> None:
+        known = [weakref.ref(rpc.init(comm))]
+        rpc.shutdown()
+        agent = rpc.init(comm)
+        known.append(weakref.ref(agent))
+        agent.shutdown(graceful=False)
+        rpc.shutdown()
+        del agent
+        assert until(lambda: [ref() for ref in known] == [None, None])
+
+    run_ranks(program, 2)
 
 
 def test_names_are_different() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from unisono.communicator import Communicator
@@ -87,7 +89,8 @@ class Agent:
         )
         was_opened(self)
         close_at_exit(self)
-        comm.on_close(lambda: self.close("it closed its communicator"))
+        # The communicator may live on for long, and must not keep what was on an agent that is closed.
+        comm.on_close(partial(_close, weakref.ref(self)))
         # The last thing: other ranks may be calling already.
         self.receiver.start()
 
@@ -188,3 +191,9 @@ class Agent:
 
     def __repr__(self) -> str:
         return f"<rpc agent {self.name!r}, rank {self.rank} of {self.size}>"
+
+
+def _close(known: weakref.ref[Agent]) -> None:
+    agent = known()
+    if agent is not None:
+        agent.close("it closed its communicator")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -34,6 +35,28 @@ class Counter:
 
     def __call__(self, number: int) -> int:
         return self.total * number
+
+
+@rpc.expose
+def gaps() -> int:
+    """How many numbers of objects of rank 0 this rank remembers one by one."""
+    agent = rpc.current.current_agent()
+    return len(agent.references._protocol.ledger._made[0]._beyond)
+
+
+def test_objects_that_could_not_be_asked_for_leave_no_gap() -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm)
+        if comm.rank == 0:
+            for _ in range(2):
+                with pytest.raises(TypeError, match="lock"):
+                    rpc.remote(1, Counter, (threading.Lock(),))
+                assert [rpc.remote(1, Counter, (n,)).rpc_sync().add(1) for n in range(3)] == [1, 2, 3]
+            assert rpc.rpc_sync(1, gaps) == 0
+            assert until(lambda: rpc.rpc_sync(1, census) == 0)
+        rpc.shutdown()
+
+    run_ranks(program, 2)
 
 
 @rpc.expose

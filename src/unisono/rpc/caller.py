@@ -78,10 +78,18 @@ class Caller:
     def make(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> RRef[Any]:
         """The same, but the result stays there."""
         call = self._with_future(peer, target, timeout)
-        new = self._agent.references.new_key(peer)
-        rref = self._agent.references.reference(peer, new, call.future)
-        self._request(call, frames.REMOTE, (new.number, target, key, args, kwargs or {}))
-        return rref
+        references = self._agent.references
+        new = references.new_key(peer)
+        try:
+            self._request(call, frames.REMOTE, (new.number, target, key, args, kwargs or {}))
+        except CommError:
+            # It may have come to the owner all the same.
+            references.dropped(peer, new)
+            raise
+        except Exception:
+            references.unused(peer, new)
+            raise
+        return references.reference(peer, new, call.future)
 
     def _with_future(self, peer: int, target: str, timeout: float | None) -> Call:
         agent, future = self._agent, CallFuture()

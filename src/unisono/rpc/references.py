@@ -170,6 +170,7 @@ class References:
         self.lock = threading.Lock()
         self._tokens = itertools.count(1)
         self._numbers: dict[int, Any] = {}
+        self._unused: set[tuple[int, Key]] = set()
         self._pins: dict[int, tuple[int, Handle]] = {}
         self._adding: dict[int, tuple[int, int, int, Handle]] = {}
         self._dropped: deque[tuple[int, Key]] = deque()
@@ -179,8 +180,17 @@ class References:
     def new_key(self, owner: int) -> Key:
         """For an object that this rank asks an owner to make."""
         with self.lock:
+            for found in self._unused:
+                if found[0] == owner:
+                    self._unused.remove(found)
+                    return found[1]
             numbers = self._numbers.setdefault(owner, itertools.count(1))
             return Key(self.rank, next(numbers))
+
+    def unused(self, owner: int, key: Key) -> None:
+        """The owner was not asked for it after all, nor will anybody speak of it: the next object gets its number."""
+        with self.lock:
+            self._unused.add((owner, key))
 
     def give(self, owner: int, key: Key, handle: Handle, peer: int) -> tuple[int, Callable[[], None]]:
         """Pass a reference on: the token that goes along, and how to take that back if nothing is sent."""

@@ -206,7 +206,7 @@ class RRefs:
         self._agent = agent
         self._protocol = References(agent.rank, agent.office.tell, Outcome)
         self.arrived, self.dropped = self._protocol.arrived, self._protocol.dropped
-        self.new_key = self._protocol.new_key
+        self.new_key, self.unused = self._protocol.new_key, self._protocol.unused
 
     def __len__(self) -> int:
         return len(self._protocol.ledger)

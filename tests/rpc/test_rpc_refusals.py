@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -174,3 +175,32 @@ def test_who_does_not_trust_takes_no_pickle() -> None:
 
     run_ranks(program, 2)
     assert not RAN
+
+
+def test_who_trusts_takes_tensors_that_have_no_plain_bytes() -> None:
+    sparse = torch.eye(3).to_sparse()
+
+    def program() -> None:
+        assert torch.equal(rpc.rpc_sync(1, echo, (sparse,)).to_dense(), torch.eye(3))
+        assert torch.equal(rpc.rpc_sync(1, echo, ({"s": [sparse, lambda: 1]},))["s"][0].to_dense(), torch.eye(3))
+
+    run_ranks(on_rank_0(program, trusted=True), 2)
+
+    def refused() -> None:
+        with pytest.raises(TypeError, match=r"value\[0\] is a .*sparse.* tensor"):
+            rpc.rpc_sync(1, echo, (sparse,))
+
+    run_ranks(on_rank_0(refused), 2)
+
+
+def test_a_function_that_went_along_is_not_kept() -> None:
+    def program() -> None:
+        def passing() -> int:
+            return 1
+
+        known = weakref.ref(passing)
+        assert rpc.rpc_sync(1, passing) == 1
+        del passing
+        assert until(lambda: known() is None)
+
+    run_ranks(on_rank_0(program, trusted=True), 2)

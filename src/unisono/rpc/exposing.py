@@ -101,6 +101,9 @@ def name_of(target: Any) -> str:
     if known is not None:
         return known
     name = _find_name(target)
+    if "<" in name:
+        # Functions within functions, which come and go with all that they hold.
+        return name
     if len(_names) >= _NAMES_KEPT:
         _names.clear()
     _names[target] = name

@@ -67,7 +67,7 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
         tensor = tensor.cpu()
         parts.append(b"g")
         parts.recorded.append(tensor)
-    if tensor.nbytes <= _INLINE_BYTES or len(parts.bodies) >= _MOST_BODIES or not _plain(tensor):
+    if not _plain(tensor) or tensor.nbytes <= _INLINE_BYTES or len(parts.bodies) >= _MOST_BODIES:
         encoder = arrays.find(torch.Tensor)
         assert encoder is not None
         return encoder(parts, tensor, depth)
@@ -156,7 +156,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 # -- anything, among those who trust each other ----------------------------------------------------
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickles, but lets tensors and references travel as in any other call."""
+    """Pickles, but lets tensors that have plain bytes and references travel as in any other call."""
 
     def __init__(self, file: io.BytesIO, parts: Packing) -> None:
         super().__init__(file)
@@ -164,7 +164,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle h
         self.values: list[object] = []
 
     def persistent_id(self, value: object) -> int | None:
-        if type(value) is torch.Tensor or hasattr(type(value), "__unisono_reference__"):
+        if (type(value) is torch.Tensor and _plain(value)) or hasattr(type(value), "__unisono_reference__"):
             self.values.append(value)
             return len(self.values) - 1
         return None

@@ -151,6 +151,65 @@ def test_shutdown_waits_for_what_is_under_way() -> None:
     assert run_ranks(program, 3) == [9, 9, 9]
 
 
+@pytest.mark.parametrize("ends_it", [False, True], ids=["calls", "ends"])
+def test_shutdown_waits_for_callbacks(ends_it: bool) -> None:
+    """What a callback calls is part of what is under way, however long it thinks about it; it may be the end itself."""
+    answers: list[Any] = []
+
+    def program(comm: un.Communicator) -> Any:
+        agent = rpc.init(comm)
+
+        def go_on(first: Any) -> None:
+            # The other rank has long been waiting for the end by now, and this one too.
+            agent.closing._ended.wait(0.5)
+            if ends_it:
+                rpc.shutdown(timeout=10.0)
+            answers.append(first.value() + (0 if ends_it else agent.rpc_sync(1, add, (1,))))
+
+        if comm.rank == 0:
+            agent.rpc_async(1, add, (1,)).add_done_callback(go_on)
+        rpc.shutdown(timeout=20.0)
+        return until(lambda: bool(answers))
+
+    assert all(run_ranks(program, 2))
+    assert answers == [2 if ends_it else 4]
+
+
+@rpc.expose
+def end_it() -> None:
+    rpc.shutdown()
+
+
+def test_a_function_that_was_called_cannot_wait_for_its_own_end() -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm)
+        if comm.rank == 0:
+            with pytest.raises(CommError, match="its own call would never end"):
+                rpc.rpc_sync(1, end_it, timeout=5.0)
+        rpc.shutdown(timeout=20.0)
+
+    run_ranks(program, 2)
+
+
+def test_who_gave_up_shutting_down_goes_on() -> None:
+    """The others wait for it again, until it says so once more."""
+
+    def program(comm: un.Communicator) -> None:
+        agent = rpc.init(comm)
+        for rank, missing in ((0, r"not heard of yet: rank 1, 2\."), (2, "rank 0, which decides")):
+            if comm.rank == rank:
+                with pytest.raises(CommTimeoutError, match=missing):
+                    rpc.shutdown(timeout=0.1)
+            comm.barrier()
+        if comm.rank == 0:
+            # Time for the others to find that all are done, which they are not.
+            assert not agent.closing._ended.wait(0.3)
+            assert agent.rpc_sync(1, add, (1,)) == 2
+        rpc.shutdown(timeout=20.0)
+
+    run_ranks(program, 3)
+
+
 def test_shutdown_without_grace_waits_for_nobody() -> None:
     key = uuid.uuid4().hex
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from unisono.communicator import Communicator
 from unisono.control.exits import close_at_exit
-from unisono.errors import CommTimeoutError
+from unisono.errors import CommError, CommTimeoutError
 from unisono.rpc.autograd.contexts import Contexts
 from unisono.rpc.caller import Caller
 from unisono.rpc.calls import CallFuture, Calls, Window
@@ -162,6 +162,11 @@ class Agent:
     def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
         """As `unisono.rpc.shutdown`."""
         if graceful and not self.closed:
+            if self.serving.runs_here():
+                raise CommError(
+                    "rpc.shutdown waits for all calls to end, and so cannot be called by a function that another rank "
+                    "called: its own call would never end. Tell another thread of this rank to call it"
+                )
             self.closing.wait(timeout)
         self.close("it shut its agent down")
 

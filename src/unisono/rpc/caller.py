@@ -42,6 +42,7 @@ class Caller:
         self._agent, self._calls, self._windows = agent, agent.calls, windows
         self.sent: Counter[int] = Counter()
         self._counting = threading.Lock()
+        self._here = threading.local()
 
     def target(self, func: Callable[..., Any], args: Any) -> tuple[str, tuple[Any, ...]]:
         """What to ask for, and with which arguments. What has no name goes along, if peers are trusted."""
@@ -117,6 +118,7 @@ class Caller:
             agent.office.post(peer, head, bodies, min(call.timeout, SEND_S))
         except BaseException:
             self._calls.take(call.number)
+            self._calls.over(call)
             take_back(undo)
             raise
         with self._counting:
@@ -134,6 +136,7 @@ class Caller:
             return lambda: self._drop(mail), True
         call.mail = mail
         if call.future is None:
+            self._calls.over(call)
             call.end()
             return None
         return lambda: self._end(call, None), True
@@ -165,14 +168,28 @@ class Caller:
 
     def _end(self, call: Call, error: BaseException | None) -> None:
         call.error = error
-        future = call.future
-        if future is not None:
+        if call.future is not None:
+            before, self._here.call = getattr(self._here, "call", None), call
             try:
-                future.set_result(self._result(call))
-            except Exception as raised:
-                future.set_exception(raised)
+                self._complete(call.future, call)
+            finally:
+                self._here.call = before
+        self._calls.over(call)
         # The last, so that who wakes finds the future complete.
         call.end()
+
+    def _complete(self, future: CallFuture, call: Call) -> None:
+        """Its callbacks run here."""
+        try:
+            future.set_result(self._result(call))
+        except Exception as raised:
+            future.set_exception(raised)
+
+    def leave_callback(self) -> None:
+        """If this thread runs the callback of a call, that one does not count as under way any more."""
+        call = getattr(self._here, "call", None)
+        if call is not None:
+            self._calls.over(call)
 
     def _result(self, call: Call) -> Any:
         if call.mail is None:

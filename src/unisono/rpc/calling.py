@@ -133,10 +133,14 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     """End this rank's agent. Harmless if there is none.
 
     Args:
-        graceful: Serve on until every rank that lives has called this, and all calls are done. Otherwise end
-            at once; calls that are under way end with an error.
+        graceful: Serve on until every rank that lives has called this, and all calls are done, with the callbacks
+            of their futures. Otherwise end at once; calls that are under way end with an error.
         timeout: Seconds to wait for the others, with `CommTimeoutError` at their end; without limit if None. Ranks
             that die are not waited for.
+
+    Raises:
+        CommTimeoutError: Not all ranks were done in time; this agent goes on as before.
+        CommError: It was called by a function that another rank called, whose own call would never end.
     """
     agent = find_agent()
     if agent is not None:

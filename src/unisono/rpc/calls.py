@@ -161,12 +161,14 @@ class Calls:
         self._windows, self._nudge = windows, nudge
         self._numbers = itertools.count(1)
         self._open: dict[int, Call] = {}
+        self._unfinished: set[int] = set()
         self._due: list[tuple[float, int]] = []
         self._lock = threading.Lock()
         self.next_due = float("inf")
 
     def __len__(self) -> int:
-        return len(self._open)
+        """How many are under way: not answered, or callbacks of their futures still run, and may call on."""
+        return len(self._unfinished)
 
     def number(self) -> int:
         """For a new call."""
@@ -174,6 +176,7 @@ class Calls:
 
     def add(self, call: Call) -> None:
         """Expect an answer. A call with a future ends by itself when its time is up."""
+        self._unfinished.add(call.number)
         self._open[call.number] = call
         if call.future is not None and call.timeout < _FOREVER_S:
             due = call.started + call.timeout
@@ -190,6 +193,10 @@ class Calls:
         if call is not None:
             self._windows[call.peer].leave(call.nbytes)
         return call
+
+    def over(self, call: Call) -> None:
+        """Nothing more will come of it. Again is harmless."""
+        self._unfinished.discard(call.number)
 
     def of(self, peer: int) -> list[Call]:
         """Those that wait for this rank."""

@@ -44,7 +44,8 @@ class Closing:
         self._reports: dict[int, dict[int, _Report]] = {}
 
     def wait(self, timeout: float | None) -> None:
-        """Return when everybody is done. Raises CommTimeoutError that names who is not."""
+        """Return when everybody is done. Raises CommTimeoutError if that does not come; then all goes on as before."""
+        self._agent.caller.leave_callback()
         self._wanted = True
         self._summon()
         limit = None if timeout is None else time.monotonic() + timeout
@@ -54,11 +55,24 @@ class Closing:
                 # Looked at now and then, rather than after each call: a rank that only serves waits here all its life.
                 pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
                 if limit is not None and time.monotonic() >= limit:
+                    self._wanted = False
                     raise CommTimeoutError(
-                        f"waited {timeout:.1f} s in rpc.shutdown for all ranks to come to an end of their calls. "
-                        "Did every rank call shutdown?",
+                        f"waited {timeout:.1f} s in rpc.shutdown for all ranks to come to an end of their calls"
+                        f"{self._missing()}. Did every rank call shutdown?",
                         waited_s=timeout,
                     )
+
+    def _missing(self) -> str:
+        """Who has not said that it is done, as far as this rank knows."""
+        rank, alive = self._agent.rank, self._agent.alive()
+        if not self._agent.idle():
+            return "; calls of this rank, or of others to it, are under way"
+        if rank != min(alive):
+            return f", and rank {min(alive)}, which decides, has not said that they have"
+        with self._lock:
+            heard = self._reports.get(self._wave, {})
+        late = [str(other) for other in alive if other not in heard]
+        return f"; not heard of yet: rank {', '.join(late)}" if late else ""
 
     def _summon(self) -> None:
         """This rank wants to end: if it is the one that decides, ask how things are now."""

@@ -38,15 +38,16 @@ _NONE = ord("N")
 
 
 class _Request:
-    """One call of another rank. `cancelled`: its caller waits no longer."""
+    """One call of another rank. `cancelled`: its caller waits no longer; `thread`: what runs its function."""
 
-    __slots__ = ("cancelled", "context", "kind", "message", "number", "outcome", "peer")
+    __slots__ = ("cancelled", "context", "kind", "message", "number", "outcome", "peer", "thread")
 
     def __init__(self, mail: Mail) -> None:
         self.kind, self.number, self.context, self.message = HEADER.unpack_from(mail.head)
         self.peer = mail.peer
         self.cancelled = False
         self.outcome: Outcome | None = None
+        self.thread: int | None = None
 
 
 def cancelled() -> bool:
@@ -90,6 +91,13 @@ class Serving:
         self._open[mail.peer, asked.number] = asked
         return lambda: self._serve(asked, mail, target), short
 
+    def runs_here(self) -> bool:
+        """Whether this thread runs a function that another rank called."""
+        now: _Request | None = request.get()
+        if now is None or now.thread != threading.get_ident():
+            return False
+        return self._open.get((now.peer, now.number)) is now
+
     def cancel(self, peer: int, number: int) -> None:
         """Its caller waits no longer."""
         asked = self._open.get((peer, number))
@@ -104,6 +112,7 @@ class Serving:
 
     # -- running -------------------------------------------------------------------------------
     def _serve(self, asked: _Request, mail: Mail, target: bytes) -> None:
+        asked.thread = threading.get_ident()
         before, within = request.set(asked), context.set(asked.context)
         started = time.perf_counter()
         try:

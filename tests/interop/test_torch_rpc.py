@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +206,30 @@ def refused(module: RemoteModule) -> str:
 
 def run_there(module: RemoteModule, given: torch.Tensor) -> torch.Tensor:
     return module(given)
+
+
+class Guarded(nn.Linear):
+    """A module that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.lock = threading.Lock()
+
+
+def modes() -> list[bool]:
+    module, found = RemoteModule("worker1", Guarded), []
+    for change in (module.eval, module.train):
+        assert change() is module
+        found.append(rpc.rpc_sync("worker1", is_training, (module.get_module_rref(),)))
+    return found
+
+
+def is_training(ref: rpc.RRef[nn.Module]) -> bool:
+    return ref.local_value().training
+
+
+def test_the_mode_of_a_remote_module_is_set_where_it_is(tmp_path: Path) -> None:
+    assert of(modes, tmp_path) == [False, True]
 
 
 def remote_module() -> dict[str, Any]:

@@ -89,7 +89,7 @@ class RemoteModule(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Set the module's mode, where it is."""
-        self.module_rref.rpc_sync().train(mode)
+        rpc.rpc_sync(self.on, _set_mode, (self.module_rref, mode))
         return self
 
     def eval(self) -> Self:
@@ -128,6 +128,11 @@ def _made(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], d
 
 def _known(ref: rpc.RRef[nn.Module]) -> None:
     ref.local_value()
+
+
+def _set_mode(ref: rpc.RRef[nn.Module], mode: bool) -> None:
+    # The module returns itself, which is not to travel.
+    ref.local_value().train(mode)
 
 
 def _forward(ref: rpc.RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

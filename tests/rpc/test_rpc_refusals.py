@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -202,5 +203,24 @@ def test_a_function_that_went_along_is_not_kept() -> None:
         assert rpc.rpc_sync(1, passing) == 1
         del passing
         assert until(lambda: known() is None)
+
+    run_ranks(on_rank_0(program, trusted=True), 2)
+
+
+class ExitsWhenRead:
+    """Its pickle raises an exit in who reads it."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def test_a_pickle_that_exits_ends_no_thread() -> None:
+    def program() -> None:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="cannot be read here"):
+                rpc.rpc_async(1, ExitsWhenRead, timeout=5.0).wait()
+        with pytest.raises(ValueError, match="cannot be read here"):
+            rpc.rpc_sync(1, echo, (ExitsWhenRead(),))
+        assert rpc.rpc_async(1, echo, (2,)).wait() == 2
 
     run_ranks(on_rank_0(program, trusted=True), 2)

@@ -86,7 +86,8 @@ def unpack(agent: Agent, mail: Mail, context: int, message: int, at: int, count:
             raise ValueError(f"{len(view) - at} bytes follow its end")
     except IndexError:
         raise ValueError(f"rank {peer} sent bytes that carry no call: they end too early") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        # A pickle may even raise an exit, which must not end the thread that receives.
         raise ValueError(f"what rank {peer} sent cannot be read here: {error}") from error
     if view.refused is not None:
         raise view.refused

@@ -174,3 +174,18 @@ def test_the_last_reference_frees_at_once_here() -> None:
         del rref
         assert until(lambda: len(agent.references) == 0)
         rpc.shutdown()
+
+
+def test_an_error_does_not_grow_each_time_it_is_raised() -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm)
+        broken = rpc.remote(0, Counter, (-1,))
+        depths = []
+        for _ in range(3):
+            with pytest.raises(ValueError, match="counts from 0") as caught:
+                broken.to_here()
+            depths.append(len(caught.traceback))
+        rpc.shutdown()
+        assert depths[0] == depths[2]
+
+    run_ranks(program, 1)

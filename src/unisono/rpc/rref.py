@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from unisono.errors import CommError, PeerLostError
@@ -24,12 +25,13 @@ T = TypeVar("T")
 class Outcome:
     """What an object is, once it is known: a value, or the error of what was to make it."""
 
-    __slots__ = ("_callbacks", "_lock", "error", "known", "value")
+    __slots__ = ("_callbacks", "_lock", "error", "known", "trace", "value")
 
     def __init__(self) -> None:
         self.known = False
         self.value: Any = None
         self.error: BaseException | None = None
+        self.trace: TracebackType | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -39,6 +41,7 @@ class Outcome:
             if self.known:
                 return
             self.value, self.error, self.known = value, error, True
+            self.trace = error.__traceback__ if error is not None else None
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -265,7 +268,8 @@ class RRefs:
         if not outcome.known:
             self._agent.wait_known(outcome, timeout)
         if outcome.error is not None:
-            raise outcome.error
+            # The same error each time, and so without the places where it was raised before.
+            raise outcome.error.with_traceback(outcome.trace)
         return outcome.value
 
     def pass_on(self, rref: RRef[Any], parts: Packing) -> tuple[int, int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -121,7 +121,7 @@ class Agent:
 
     def rank_of(self, to: Any) -> int:
         """The rank of a name, a rank or a `WorkerInfo`. Raises ValueError for what is none of them."""
-        rank = self._ranks.get(to) if not isinstance(to, bool) else None
+        rank = self._ranks.get(to) if isinstance(to, Hashable) and not isinstance(to, bool) else None
         if rank is None:
             known = ", ".join(f"{info.name!r} ({info.id})" for info in self.infos[:16])
             raise ValueError(f"there is no rank {to!r} to call; there are {known}")

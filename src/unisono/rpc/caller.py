@@ -60,7 +60,7 @@ class Caller:
     def call(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> Any:
         """Call a function, or a method of the object of this key, and wait for the result."""
         agent = self._agent
-        call = Call(self._calls.number(), peer, target, agent.timeout if timeout is None else timeout)
+        call = Call(self._calls.number(), peer, target, self._patience(timeout))
         self._request(call, frames.REQUEST, (target, key, args, kwargs or {}))
         if not call.done:
             with agent.workers.blocked():
@@ -94,7 +94,7 @@ class Caller:
 
     def _with_future(self, peer: int, target: str, timeout: float | None) -> Call:
         agent, future = self._agent, CallFuture()
-        call = Call(self._calls.number(), peer, target, agent.timeout if timeout is None else timeout, future)
+        call = Call(self._calls.number(), peer, target, self._patience(timeout), future)
 
         def attend() -> None:
             with agent.workers.blocked():
@@ -102,6 +102,13 @@ class Caller:
 
         future._attend, future._cancel = attend, lambda: self.give_up(call, call.cancelled())
         return call
+
+    def _patience(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._agent.timeout
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, or None, not {timeout!r}")
+        return timeout
 
     def _request(self, call: Call, kind: int, values: Sequence[object]) -> None:
         agent, peer = self._agent, call.peer
@@ -123,9 +130,9 @@ class Caller:
             raise
         with self._counting:
             self.sent[peer] += 1
-        if peer in agent.office.gone and self._calls.take(call.number) is not None:
-            # It went while this call was on its way, after those that wait were told.
-            self._end(call, agent.box.lost[peer])
+        if (peer in agent.office.gone or agent.closed) and self._calls.take(call.number) is not None:
+            # It went, or this agent was closed, while this call was on its way, after those that wait were told.
+            self._end(call, self.closed() if agent.closed else agent.box.lost[peer])
 
     # -- ends ----------------------------------------------------------------------------------
     def answered(self, number: int, mail: Mail) -> tuple[Task, bool] | None:

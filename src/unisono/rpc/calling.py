@@ -89,6 +89,7 @@ def rpc_sync(
         CommTimeoutError: No answer in time; the function may run on.
         PeerLostError: That rank died, or shut down.
         TypeError: An argument cannot be sent; the message says which.
+        ValueError: There is no such rank, or the timeout is not positive.
 
     Cost: on shared memory about 30 us and two copies of each tensor's bytes.
     """

@@ -93,10 +93,16 @@ class Engine(Standing):
             if done:
                 activity.calls = self._calls = self._calls + 1
                 activity.latest.append(noted)
-        except CommError as error:
+        except BaseException as error:
+            # What is refused is refused before anything is done. Of all else, also interrupts, others have seen a part.
+            if isinstance(error, TypeError | ValueError) and not isinstance(error, CommError):
+                raise
             self._calls += 1
             activity.note(noted)
-            raise self.failed(error, name, self._calls) from error
+            told = self.failed(error, name, self._calls)
+            if told is error:
+                raise
+            raise told from error
         finally:
             if activity.record is None:
                 activity.since, activity.inside = monotonic(), False

@@ -1,0 +1,50 @@
+"""What interrupts a call breaks the communicator, whichever way the call goes: the others have seen a part of it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.testing import run_ranks
+
+
+class InterruptError(Exception):
+    """What a signal handler raises."""
+
+
+def _interrupt(*_: object) -> None:
+    raise InterruptError("enough")
+
+
+def test_a_call_that_a_signal_handler_ends_is_not_the_start_of_the_next_one() -> None:
+    def program(comm: un.Communicator) -> str:
+        # The first call finds out whose communicator it is; the short way is for those after it.
+        comm.all_reduce(torch.ones(4))
+        if comm.rank == 1:
+            with pytest.raises(un.errors.PeerLostError, match="rank 0 failed in all_reduce: InterruptError"):
+                comm.monitored_barrier()
+            return "told"
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(InterruptError):
+            comm.all_reduce(torch.ones(4))
+        with pytest.raises(un.errors.CommError, match="InterruptError"):
+            comm.all_reduce(torch.full((4,), 100.0))
+        return "broken"
+
+    assert run_ranks(program, 2, "shm", timeout=10) == ["broken", "told"]
+
+
+def test_a_wrong_argument_breaks_nothing_on_the_short_way_either() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        t = torch.ones(2)
+        comm.all_reduce(t)
+        with pytest.raises(ValueError, match="unknown reduce operation"):
+            comm.all_reduce(t, "mean")
+        comm.all_reduce(t)
+        return t.tolist()
+
+    assert run_ranks(program, 2, "shm", timeout=10) == [[4.0, 4.0]] * 2

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from unisono.crew import Crew
 from unisono.types import Work
-from unisono.work import Completion
+from unisono.work import Completion, late
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Deferred"]
 
+_LOOK_EVERY_S = 1e-3
 _crew = Crew("unisono deferred work")
 
 
@@ -25,7 +26,8 @@ class Deferred(Work):
     Args:
         run: Does it, until a deadline on the clock of `time.monotonic`.
         timeout_s: How long `wait` waits unless it is told otherwise.
-        ready: Whether `run` would return at once; never, if None.
+        ready: Whether `run` would return, or raise, at once; if None, nobody knows. A wait that is told its time runs
+            nothing before, so that it may be repeated.
     """
 
     def __init__(self, run: Callable[[float], None], timeout_s: float, ready: Callable[[], bool] | None = None) -> None:
@@ -33,8 +35,12 @@ class Deferred(Work):
         self._lock = threading.Lock()
         self._over = False
         self._error: BaseException | None = None
+        self._told: Completion | None = None
 
     def wait(self, timeout: float | None = None) -> None:
+        if timeout is not None and self._ready is not None:
+            self._look(self._ready, timeout)
+            timeout = None
         with self._lock:
             if not self._over:
                 self._over = True
@@ -45,6 +51,15 @@ class Deferred(Work):
                     self._error = error
         if self._error is not None:
             raise self._error
+
+    def _look(self, ready: Callable[[], bool], timeout: float) -> None:
+        """Return when there is nothing to wait for any more; so long, another thread may be in `run`."""
+        started = time.monotonic()
+        while not ready():
+            waited = time.monotonic() - started
+            if waited >= timeout:
+                raise late((), waited)
+            time.sleep(min(timeout - waited, _LOOK_EVERY_S))
 
     def is_completed(self) -> bool:
         if not self._over and self._ready is not None and self._ready():
@@ -63,10 +78,7 @@ class Deferred(Work):
         return None
 
     def get_future(self) -> torch.futures.Future[None]:
-        done = Completion(self._timeout_s)
-
-        def settle() -> None:
-            done.complete(self._settle())
-
-        _crew.run(settle)
-        return done.get_future()
+        if self._told is None:
+            self._told = told = Completion(self._timeout_s)
+            _crew.run(lambda: told.complete(self._settle()))
+        return self._told.get_future()

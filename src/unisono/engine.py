@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from sys import _getframe
@@ -124,7 +124,7 @@ class Engine(Standing):
         self._calls += 1
         self.activity.note(noted)
         limit = self.options.timeout_s if timeout is None else timeout
-        return Deferred(partial(self._wait_for, work, noted), limit, work.is_completed)
+        return Deferred(partial(self._wait_for, work, noted), limit, self._ready(work))
 
     def _wait_for(self, work: Work, noted: Noted, deadline: float) -> None:
         with self._told_of(noted):
@@ -165,7 +165,11 @@ class Engine(Standing):
         """Let the transport go on by itself; the rest is done by whoever waits."""
         work = self._begin(job)
         assert work is not None
-        return Deferred(lambda deadline: self._see_through(job, work, deadline), job.timeout, work.is_completed)
+        return Deferred(lambda deadline: self._see_through(job, work, deadline), job.timeout, self._ready(work))
+
+    def _ready(self, work: Work) -> Callable[[], bool]:
+        """Whether a wait for it would end at once: with the first cause, if the group has failed."""
+        return lambda: work.is_completed() or self._broken is not None
 
     def _begin(self, job: Calling) -> Work | None:
         """All that comes before the first wait for data; the transport's work if it carries the call."""

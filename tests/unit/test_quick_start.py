@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import unisono as un
 from unisono.testing import pool, run_ranks
 from unisono.transports.torch import TorchTransport
+from unisono.work import wait_any
 
 KINDS = {
     "matrix": lambda: torch.arange(6.0).view(2, 3),
@@ -70,3 +72,29 @@ def test_a_rank_that_does_not_come_is_told_at_wait_with_the_call_and_its_line() 
     assert "all_reduce #2" in told
     assert "test_quick_start.py:" in told
     assert other == "left alone"
+
+
+def test_a_wait_that_is_told_its_time_breaks_nothing_and_looking_starts_one_thread_at_most() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        unchecked = comm.dup(check="off")
+        t = torch.ones(2)
+        unchecked.all_reduce(t, async_op=True).wait()
+        if comm.rank == 1:
+            # The other rank looks first.
+            comm.barrier()
+        work = unchecked.all_reduce(t, async_op=True)
+        if comm.rank == 0:
+            before = threading.active_count()
+            for _ in range(5):
+                with pytest.raises(un.errors.CommTimeoutError):
+                    work.wait(0.01)
+                with pytest.raises(un.errors.CommTimeoutError):
+                    wait_any([work, work], timeout=0.01)
+            assert threading.active_count() <= before + 1
+            comm.barrier()
+        work.wait()
+        unchecked.all_reduce(t)
+        unchecked.close()
+        return t.tolist()
+
+    assert pool("gloo", 2).run(program) == [[8.0, 8.0]] * 2

@@ -7,6 +7,8 @@ from typing import TypeGuard
 
 import torch
 
+from unisono.wire.arrays import is_hollow
+
 __all__ = ["Staging", "check_apart", "check_tensor", "injective", "is_plain"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -28,6 +30,11 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
     """`TypeError` or `ValueError` for a tensor that cannot be sent, or received into, without harm."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if is_hollow(tensor):
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}, whose elements are not in its own memory; pass the plain tensor "
+            "that it holds, such as what to_local() of a DTensor returns"
+        )
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"{name} is {tensor.layout}; convert it with .to_dense() (or .dequantize()) first")
     if tensor.device.type not in devices:

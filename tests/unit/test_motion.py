@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,19 @@ def test_strided_targets_are_fine(tensor: torch.Tensor) -> None:
     check_tensor(tensor, "t", CPU, written=True)
 
 
+class Hollow(torch.Tensor):
+    """As a DTensor is: its elements are elsewhere."""
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Hollow:
+        made: Hollow = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
 def test_tensors_that_cannot_travel() -> None:
     with pytest.raises(TypeError, match=r"must be a torch\.Tensor, not list"):
         check_tensor([1], "t", CPU, written=False)
@@ -74,6 +88,8 @@ def test_tensors_that_cannot_travel() -> None:
         check_tensor(torch.eye(2).to_sparse(), "t", CPU, written=False)
     with pytest.raises(ValueError, match="on meta"):
         check_tensor(torch.empty(2, device="meta"), "t", CPU, written=False)
+    with pytest.raises(ValueError, match="Hollow, whose elements are not in its own memory"):
+        check_tensor(Hollow(torch.ones(2)), "t", CPU, written=False)
     hidden = torch.ones(2, requires_grad=True) * 2
     with pytest.raises(ValueError, match="gradient history"):
         check_tensor(hidden, "t", CPU, written=False)

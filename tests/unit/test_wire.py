@@ -143,6 +143,8 @@ def test_numpy() -> None:
         assert type(back) is type(value)
         assert back.dtype == value.dtype
         assert np.array_equal(back, value)
+    with pytest.raises(TypeError, match=r"value\[0\] is a MaskedArray, which would arrive as a plain numpy array"):
+        wire.encode([np.ma.masked_array([1.0, 2.0], mask=[True, False])])
 
 
 def test_no_constructor_runs() -> None:
@@ -161,6 +163,19 @@ class Unlisted(Plain):
     """No dataclass itself: fields of its own would be lost."""
 
 
+class Hollow(torch.Tensor):
+    """As a DTensor is: its elements are elsewhere."""
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Hollow:
+        made: Hollow = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -174,6 +189,7 @@ class Unlisted(Plain):
         ({1, int}, r"value\[0\] is the type int"),
         (torch.ones(2).to_sparse(), "is a torch.sparse_coo tensor"),
         (torch.ones(2, device="meta"), "is a meta tensor"),
+        ({"w": Hollow(torch.ones(2))}, r"value\['w'\] is a Hollow, whose elements are not in its own memory"),
         (dataclasses.make_dataclass("Made", ["x"], namespace={"__module__": "nowhere"})(1), "wire.register"),
     ],
 )

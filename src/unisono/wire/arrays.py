@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["find", "install"]
+__all__ = ["find", "install", "is_hollow"]
 
 
 def find(cls: type[Any]) -> Encoder | None:
@@ -56,9 +56,18 @@ def _take_shape(view: View, at: int) -> tuple[list[int], int]:
 
 
 # -- torch -----------------------------------------------------------------------------------------
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether its elements are elsewhere, and its memory anybody's: a DTensor, say, a masked or a nested tensor."""
+    import torch
+
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested
+
+
 def _put_tensor(parts: Parts, tensor: torch.Tensor, _depth: int) -> None:
     import torch
 
+    if is_hollow(tensor):
+        raise UnsendableError(f"a {type(tensor).__name__}, whose elements are not in its own memory")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         kind = "meta" if tensor.device.type == "meta" else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise UnsendableError(f"a {kind} tensor, which has no plain bytes (make it dense first)")
@@ -133,9 +142,12 @@ def _take_size(view: View, at: int, _depth: int) -> tuple[torch.Size, int]:
 
 # -- numpy -----------------------------------------------------------------------------------------
 def _put_numpy(parts: Parts, array: np.ndarray[Any, Any] | np.generic, _depth: int) -> None:
+    numpy = sys.modules["numpy"]
+    if isinstance(array, numpy.ndarray) and type(array) not in (numpy.ndarray, numpy.memmap):
+        raise UnsendableError(f"a {type(array).__name__}, which would arrive as a plain numpy array")
     if array.dtype.hasobject or array.dtype.names is not None or not array.dtype.itemsize:
         raise UnsendableError(f"a numpy array of {array.dtype}, which has no plain bytes")
-    parts.append(b"M" if isinstance(array, sys.modules["numpy"].ndarray) else b"m")
+    parts.append(b"M" if isinstance(array, numpy.ndarray) else b"m")
     put_text(parts, array.dtype.str)
     _put_shape(parts, array.shape)
     content = array.tobytes()

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import unisono as un
 from unisono.checkpoint.dtypes import as_bytes
@@ -175,6 +176,7 @@ class Unsavable:
     ("value", "said"),
     [
         ({"a": [1, Unsavable()]}, r"'a.1' is a .*Unsavable, which cannot be saved"),
+        ({"h": FakeTensorMode().from_tensor(torch.ones(2))}, "'h' is a FakeTensor, whose elements are not in its own"),
         ({"s": torch.eye(2).to_sparse()}, "'s' is a tensor of torch.sparse_coo"),
         ({"m": torch.empty(2, device="meta")}, "'m' is on the meta device"),
         ({"n": np.array(["text"])}, "'n' is a numpy array of"),

@@ -6,7 +6,9 @@ import ctypes
 
 import torch
 
-__all__ = ["as_bytes", "check_savable", "dtype_of", "is_hollow", "memory_of", "name_of", "safetensors_form"]
+from unisono.wire.arrays import is_hollow
+
+__all__ = ["as_bytes", "check_savable", "dtype_of", "memory_of", "name_of", "safetensors_form"]
 
 _SAFETENSORS = {
     "float64": "F64",
@@ -51,24 +53,16 @@ def check_savable(tensor: torch.Tensor, name: str) -> None:
     """`TypeError` that names the tensor unless its elements are plain bytes in memory."""
     if torch.nn.parameter.is_lazy(tensor):
         raise TypeError(f"{name!r} has no shape yet: call the model once before it is saved")
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or name_of(tensor.dtype) not in _KNOWN:
-        kind = tensor.layout if tensor.layout != torch.strided else "nested" if tensor.is_nested else tensor.dtype
+    if is_hollow(tensor):
+        raise TypeError(
+            f"{name!r} is a {type(tensor).__name__}, whose elements are not in its own memory; save plain tensors made "
+            "of it, as a DTensor's full_tensor()"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or name_of(tensor.dtype) not in _KNOWN:
+        kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
         raise TypeError(f"{name!r} is a tensor of {kind}, which cannot be saved; save dense tensors made of it")
     if tensor.device.type == "meta":
         raise TypeError(f"{name!r} is on the meta device: it has a shape, but no elements to save")
-    if is_hollow(tensor):
-        raise TypeError(
-            f"{name!r} is a {type(tensor).__name__}, which has no memory of its own; save plain tensors made of it, "
-            "as a DTensor's full_tensor()"
-        )
-
-
-def is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether it only stands for other tensors, and has no memory that its shape tells of: a DTensor, a fake."""
-    if not tensor.numel() or tensor.is_meta:
-        return False
-    # A fake tensor would warn if it was asked for its memory.
-    return hasattr(tensor, "fake_mode") or not tensor.data_ptr()
 
 
 def safetensors_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.dtypes import is_hollow
 from unisono.checkpoint.errors import StateError
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.state import is_stateful, per_rank_of
 from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
 from unisono.tensors import injective
+from unisono.wire.arrays import is_hollow
 
 __all__ = [
     "elements_of",

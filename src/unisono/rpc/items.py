@@ -82,7 +82,8 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+    dense = tensor.layout == torch.strided and not tensor.is_quantized
+    return dense and not arrays.is_hollow(tensor) and tensor.device.type != "meta"
 
 
 def _take_aside(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:

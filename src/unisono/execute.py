@@ -101,7 +101,9 @@ class Spare:
         """Uninitialised memory of a tensor's length, dtype and device."""
         free = self._free.get((like.numel(), like.dtype, like.device))
         if not free:
-            return torch.empty_like(like)
+            # A call in inference mode must not leave memory behind that only inference mode may write to.
+            with torch.inference_mode(mode=False):
+                return torch.empty_like(like)
         self._held -= like.nbytes
         return free.pop()
 

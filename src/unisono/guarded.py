@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from unisono.errors import MismatchError
-from unisono.tensors import Staging
+from unisono.tensors import Staging, put_back
 
 __all__ = ["Guarded", "digest"]
 
@@ -43,7 +43,7 @@ class Guarded(Staging):
             shaped.copy_(tensor)
         self.after.append(lambda: self._compare(tensor, before))
         if write:
-            self.after.append(lambda: tensor.copy_(shaped))
+            self.after.append(lambda: put_back(tensor, shaped))
         return flat
 
     def watch(self, tensor: torch.Tensor) -> None:

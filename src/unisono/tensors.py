@@ -9,7 +9,7 @@ import torch
 
 from unisono.wire.arrays import is_hollow
 
-__all__ = ["Staging", "check_apart", "check_tensor", "injective", "is_plain"]
+__all__ = ["Staging", "check_apart", "check_tensor", "injective", "is_plain", "put_back"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -108,6 +108,8 @@ class Staging:
     def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
         tensor = tensor.detach()
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        # One of inference mode can be written to in that mode alone.
+        plain = plain and not (write and tensor.is_inference() and not torch.is_inference_mode_enabled())
         if plain and tensor.device.type not in self._away:
             # Unlike view(-1), this has stride 1 also where there is only one element: else it has no bytes to view.
             return tensor.as_strided((tensor.numel(),), (1,))
@@ -116,8 +118,14 @@ class Staging:
         if read:
             self.before.append(lambda: shaped.copy_(tensor))
         if write:
-            self.after.append(lambda: tensor.copy_(shaped))
+            self.after.append(lambda: put_back(tensor, shaped))
         return flat
+
+
+def put_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
+    """Write a result to the tensor that it is for, whatever mode that was made in."""
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.copy_(result)
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.testing import pool
 
 
 def on_threads(fn: object, size: int = 2, **options: object) -> list[object]:
@@ -148,6 +149,36 @@ def test_calls_in_inference_mode() -> None:
         return t.tolist()
 
     assert on_threads(program) == [[4.0] * 4] * 2
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_calls_in_and_out_of_inference_mode_take_turns(algorithm: str) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        for inference in (True, False, True):
+            with torch.inference_mode(inference):
+                t = torch.ones(4)
+                comm.all_reduce(t, algorithm=algorithm)
+        return t.tolist()
+
+    assert on_threads(program, 3) == [[3.0] * 4] * 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "check"), [("thread", "auto"), ("thread", "full"), ("shm", "auto"), ("gloo", "auto")]
+)
+def test_a_tensor_made_in_inference_mode_takes_part_outside_of_it(backend: str, check: str) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        with torch.inference_mode():
+            t = torch.ones(4)
+        strided = t.view(2, 2).t()
+        comm.all_reduce(t)
+        comm.all_reduce(t, "avg")
+        comm.all_reduce(strided, async_op=True).wait()
+        comm.broadcast(t, 0)
+        comm.send(t, 1) if comm.rank == 0 else comm.recv(t, 0)
+        return t.tolist()
+
+    assert pool(backend, 2, check=check).run(program) == [[4.0] * 4] * 2
 
 
 def test_errors_survive_pickling() -> None:

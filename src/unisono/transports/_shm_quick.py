@@ -53,6 +53,8 @@ class QuickRounds:
             return False
         if not tensor.is_contiguous() or not tensor.is_cpu:
             return False
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            return False
         key = (op, tensor.dtype, tensor.numel())
         recipe = self._recipes.get(key) or self._prepare(key)
         if recipe is None:

@@ -20,6 +20,7 @@ from unisono.group import Group
 from unisono.hosts import host_identity
 from unisono.standing import ANYONE
 from unisono.transport import Options, Transport
+from unisono.work import patience
 from unisono.wrappers.check import Checked
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
         """
         from unisono.transports._torch_adopt import adopt
 
-        transport, control, options, release = adopt(group, timeout, chunk_bytes)
+        transport, control, options, release = adopt(group, patience(timeout, timeout), chunk_bytes)
         comm = cls(transport, control, options, check=check)
         comm.on_close(release)
         return comm
@@ -157,7 +158,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
         """
         from unisono.transports._mpi_adopt import adopt
 
-        transport, control, options, release = adopt(comm, timeout, chunk_bytes)
+        transport, control, options, release = adopt(comm, patience(timeout, timeout), chunk_bytes)
         made = cls(transport, control, options, check=check)
         made.on_close(release)
         return made

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from unisono.crew import Crew
 from unisono.types import Work
-from unisono.work import Completion, late
+from unisono.work import Completion, late, patience
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +38,15 @@ class Deferred(Work):
         self._told: Completion | None = None
 
     def wait(self, timeout: float | None = None) -> None:
+        limit = patience(timeout, self._timeout_s)
         if timeout is not None and self._ready is not None:
-            self._look(self._ready, timeout)
-            timeout = None
+            self._look(self._ready, limit)
+            limit = self._timeout_s
         with self._lock:
             if not self._over:
                 self._over = True
                 try:
-                    self._run(time.monotonic() + (self._timeout_s if timeout is None else timeout))
+                    self._run(time.monotonic() + limit)
                 except BaseException as error:
                     # Also an interrupt: every later wait has to say how this one ended.
                     self._error = error

@@ -30,7 +30,7 @@ from unisono.site import call_site
 from unisono.standing import ANYONE, Standing
 from unisono.transport import Options, Tensors, Transport
 from unisono.types import ReduceOp, Work
-from unisono.work import Completion
+from unisono.work import Completion, patience
 from unisono.wrappers.trace import is_traced
 
 __all__ = ["Engine"]
@@ -78,7 +78,7 @@ class Engine(Standing):
             return False
         if self._pending or self._broken is not None or self.closed or is_traced():
             return False
-        limit = self.options.timeout_s if timeout is None else timeout
+        limit = self.options.timeout_s if timeout is None else patience(timeout, 0.0)
         caller, activity = _getframe(2), self.activity
         detail = op if root is None else f"root {root}"
         # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
@@ -114,6 +114,7 @@ class Engine(Standing):
         """Start an all-reduce by the transport's shorter way; None if it was not taken."""
         if self._pending or not self.open or is_traced() or self.owner not in (get_ident(), ANYONE):
             return None
+        limit = patience(timeout, self.options.timeout_s)
         noted = ("all_reduce", self._calls + 1, op, call_site())
         try:
             work = self.transport.quick_start(tensor, op)
@@ -123,7 +124,6 @@ class Engine(Standing):
             return None
         self._calls += 1
         self.activity.note(noted)
-        limit = self.options.timeout_s if timeout is None else timeout
         return Deferred(partial(self._wait_for, work, noted), limit, self._ready(work))
 
     def _wait_for(self, work: Work, noted: Noted, deadline: float) -> None:
@@ -150,7 +150,7 @@ class Engine(Standing):
         return None
 
     def _prepare(self, plan: Plan, name: str, algorithm: str | None, timeout: float | None) -> Calling:
-        limit = self.options.timeout_s if timeout is None else timeout
+        limit = patience(timeout, self.options.timeout_s)
         # What is refused has no number.
         job = called(plan, self.transport, name, self._calls + 1, algorithm, limit)
         self._calls += 1

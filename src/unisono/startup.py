@@ -19,6 +19,7 @@ from unisono.launching.simulated import run_simulated, seed_of
 from unisono.launching.threads import run_threads
 from unisono.surroundings import best, explore, hosts_given
 from unisono.transport import Options, Transport
+from unisono.work import patience
 
 __all__ = ["CHUNK_BYTES", "TIMEOUT_S", "Wrap", "init", "launch"]
 
@@ -192,7 +193,7 @@ def _run(
 
 
 def _check_common(timeout: float, chunk_bytes: int) -> None:
-    if not timeout > 0:
+    if not patience(timeout, timeout) > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be a positive int, not {chunk_bytes!r}")

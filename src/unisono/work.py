@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from unisono.errors import CommTimeoutError, MismatchError
@@ -13,7 +14,11 @@ from unisono.types import Message, Recv, Work
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Completion", "Countdown", "describe", "elements", "late", "misfit", "readable", "wait_any"]
+__all__ = ["Completion", "Countdown", "describe", "elements", "late", "misfit", "patience", "readable", "wait_any"]
+
+
+_LONGEST_S = 1e9
+"""About 30 years: no system's clock and no way to wait overflows by it."""
 
 
 class Completion(Work):
@@ -45,7 +50,7 @@ class Completion(Work):
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        limit = self.timeout_s if timeout is None else timeout
+        limit = patience(timeout, self.timeout_s)
         if not self._done.is_set():
             started = time.monotonic()
             if not self._done.wait(limit):
@@ -99,6 +104,26 @@ class Countdown(Completion):
             last = self._left == 0
         if last:
             self.complete()
+
+
+def patience(timeout: float | None, usual_s: float) -> float:
+    """How many seconds a wait may take: those that were told, or the usual ones.
+
+    Raises:
+        TypeError: It is no number; a timedelta has `total_seconds()`.
+        ValueError: It is negative, or more than 1e9, such as infinity.
+
+    Example:
+        >>> patience(None, 300.0), patience(5, 300.0)
+        (300.0, 5)
+    """
+    if timeout is None:
+        return usual_s
+    if not isinstance(timeout, Real):
+        raise TypeError(f"timeout is a number of seconds, not a {type(timeout).__name__}")
+    if not 0 <= timeout <= _LONGEST_S:
+        raise ValueError(f"timeout must be from 0 to 1e9 seconds, not {timeout!r}")
+    return timeout
 
 
 def late(messages: Sequence[Message], waited_s: float) -> CommTimeoutError:
@@ -167,6 +192,7 @@ def wait_any(works: Sequence[Work], timeout: float | None = None) -> int:
     """
     if not works:
         raise ValueError("wait_any needs at least one work")
+    limit = None if timeout is None else patience(timeout, timeout)
     for index, work in enumerate(works):
         if work.is_completed():
             return index
@@ -174,7 +200,7 @@ def wait_any(works: Sequence[Work], timeout: float | None = None) -> int:
     for work in works:
         work.get_future().add_done_callback(lambda _: ended.set())
     while True:
-        if not ended.wait(timeout):
+        if not ended.wait(limit):
             raise CommTimeoutError(f"waited {timeout} s for any of {len(works)} works", waited_s=timeout)
         for index, work in enumerate(works):
             if work.is_completed():

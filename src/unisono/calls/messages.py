@@ -20,7 +20,7 @@ from unisono.site import call_site
 from unisono.standing import ANYONE
 from unisono.tensors import check_apart, is_plain
 from unisono.types import MAX_TAG, Message, Recv, Send, Work
-from unisono.work import readable
+from unisono.work import patience, readable
 from unisono.wrappers.trace import is_traced, traced
 
 __all__ = ["Messages"]
@@ -84,6 +84,9 @@ class Messages(Caller):
         timeout: float | None = None,
     ) -> None:
         """Send one tensor and receive another at the same time; cannot deadlock in a ring of ranks."""
+        patience(timeout, 0.0)
+        self._check_tensor(received, "the tensor received", written=True)
+        self._check_tensor(sent, "the tensor sent")
         check_apart([("the tensor received", received)], [("the tensor sent", sent)])
         self._post("sendrecv", [Recv(received, src, recvtag), Send(sent, dst, sendtag)]).wait_or_break(timeout)
 
@@ -92,6 +95,7 @@ class Messages(Caller):
 
         The list of one is what torch's function of the same name returns with nccl.
         """
+        messages = list(messages)
         if not messages or not all(isinstance(m, Send | Recv) for m in messages):
             raise TypeError("batch_isend_irecv needs a list of unisono.types.Send and Recv, at least one")
         return [self._post("batch_isend_irecv", messages)]
@@ -99,6 +103,7 @@ class Messages(Caller):
     def _carried(self, name: str, message: Message, timeout: float | None) -> bool:
         """Whether the transport's shorter way has carried the message; any failure on it breaks the communicator."""
         engine, peer, tag = self._engine, message.peer, message.tag
+        limit = engine.options.timeout_s if timeout is None else patience(timeout, 0.0)
         quick, activity, group = engine.quick, engine.activity, engine.group
         if quick is None or name not in quick.names or engine.owner not in (get_ident(), ANYONE):
             return False
@@ -115,7 +120,7 @@ class Messages(Caller):
         number = activity.messages
         activity.enter(noted, (activity.post(name, peer, tag),))
         try:
-            return quick.carry(message, engine.options.timeout_s if timeout is None else timeout)
+            return quick.carry(message, limit)
         except BaseException as error:
             told = engine.failed(error, name, number)
             if told is error:
@@ -177,6 +182,7 @@ class _Posted(Work):
     def wait(self, timeout: float | None = None) -> None:
         if timeout is None:
             return self.wait_or_break(None)
+        timeout = patience(timeout, timeout)
         with self._seen():
             try:
                 self._inner.wait(timeout)
@@ -191,7 +197,7 @@ class _Posted(Work):
         """Wait; any failure, a timeout too, breaks the communicator."""
         with self._seen():
             try:
-                self._inner.wait(self._engine.options.timeout_s if timeout is None else timeout)
+                self._inner.wait(patience(timeout, self._engine.options.timeout_s))
             except BaseException as error:
                 told = self._failed(error)
                 if told is error:

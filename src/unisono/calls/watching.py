@@ -6,6 +6,7 @@ from unisono.calls.caller import Caller
 from unisono.control import Control
 from unisono.errors import CommError
 from unisono.site import call_site
+from unisono.work import patience
 
 __all__ = ["Watching"]
 
@@ -34,7 +35,7 @@ class Watching(Caller):
             [None, None, None]
         """
         self._enter("monitored_barrier")
-        engine, limit = self._engine, self._engine.options.timeout_s if timeout is None else timeout
+        engine, limit = self._engine, patience(timeout, self._engine.options.timeout_s)
         self._barriers += 1
         noted = "monitored_barrier", None, "", call_site()
         engine.activity.note(noted)

@@ -10,6 +10,7 @@ import torch
 
 import unisono as un
 from unisono.testing import pool
+from unisono.types import Recv, Send
 
 
 def on_threads(fn: object, size: int = 2, **options: object) -> list[object]:
@@ -44,6 +45,34 @@ def test_who_gives_no_color_gets_none() -> None:
         return part and (part.rank, part.size)
 
     assert on_threads(program, 3) == [(0, 2), None, (1, 2)]
+
+
+def test_a_color_may_be_true_on_one_rank_and_1_on_another() -> None:
+    def program(comm: un.Communicator) -> object:
+        part = comm.split(True if comm.rank == 0 else 1)
+        return part.rank, part.size
+
+    assert on_threads(program) == [(0, 2), (1, 2)]
+
+
+def test_lists_of_ranks_and_of_messages_may_be_generated() -> None:
+    def program(comm: un.Communicator) -> object:
+        twin, other, t = comm.subgroup(r for r in (1, 0)), 1 - comm.rank, torch.zeros(1)
+        for work in comm.batch_isend_irecv(m for m in (Recv(t, other), Send(torch.ones(1), other))):
+            work.wait()
+        return twin.rank, t.item()
+
+    assert on_threads(program) == [(1, 1.0), (0, 1.0)]
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    def program(comm: un.Communicator) -> None:
+        with pytest.raises(TypeError, match=r"must be a torch\.Tensor, not NoneType"):
+            comm.sendrecv(torch.ones(1), 1 - comm.rank, None, 1 - comm.rank)
+        with pytest.raises(TypeError, match=r"output must be a torch\.Tensor, not NoneType"):
+            comm.reduce_scatter_single(None, torch.ones(2))
+
+    on_threads(program)
 
 
 def test_subgroup_keeps_the_order_given() -> None:

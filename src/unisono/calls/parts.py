@@ -14,6 +14,7 @@ from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
 from unisono.failing import cause_of
 from unisono.group import Group
 from unisono.transport import Options, Transport
+from unisono.work import patience
 from unisono.wrappers.check import Checked
 
 __all__ = ["Parts"]
@@ -58,6 +59,8 @@ class Parts(Caller):
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and (value is not None or name == "key"):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+        # It becomes a part of the name: True and 1 are one color.
+        color = color if color is None else int(color)
         self._splits += 1
         group, timeout, ending = self._engine.group, self._options.timeout_s, self._engine.ending
         try:
@@ -96,10 +99,11 @@ class Parts(Caller):
         Collective over this communicator: every rank calls it, with the same list.
         """
         self._enter("subgroup")
+        ranks = list(ranks)
         for index, rank in enumerate(ranks):
             self._check_rank(rank, f"ranks[{index}]")
         if len(set(ranks)) != len(ranks) or not ranks:
-            raise ValueError(f"ranks must be different from each other, and at least one, not {list(ranks)}")
+            raise ValueError(f"ranks must be different from each other, and at least one, not {ranks}")
         number, timeout = self._splits + 1, self._options.timeout_s
         try:
             lists = self._control.agree(self._engine.group, f"subgroup #{number}", tuple(ranks), timeout)
@@ -110,7 +114,7 @@ class Parts(Caller):
             differ = MismatchError(f"ranks gave different lists to subgroup: {quoted}")
             raise self._engine.located(differ, "subgroup", number)
         inside = self.rank in ranks
-        return self._split(0 if inside else None, list(ranks).index(self.rank) if inside else 0, self._check)
+        return self._split(0 if inside else None, ranks.index(self.rank) if inside else 0, self._check)
 
     def dup(self, *, check: Any = None) -> Self:
         """A second communicator of the same ranks, for another thread or library. Collective.
@@ -169,7 +173,7 @@ class Parts(Caller):
             raise ClosedError("the communicator is closed", rank=self.rank, size=self.size, operation="rebuild")
         if not isinstance(grow, int) or grow < 0:
             raise ValueError(f"grow is a number of newcomers, not {grow!r}")
-        deadline = time.monotonic() + (self._options.timeout_s if timeout is None else timeout)
+        deadline = time.monotonic() + patience(timeout, self._options.timeout_s)
         made = self._attempt(grow, deadline)
         while made is None:
             made = self._attempt(grow, deadline)

@@ -167,6 +167,7 @@ class Reducing(Caller):
             return None
         self._enter(name)
         self._check_tensor(input, "input")
+        self._check_tensor(output, "output", written=True)
         if input.numel() != output.numel() * self.size:
             raise ValueError(
                 f"input must have {self.size} times the {output.numel()} elements of output, not {input.numel()}"

@@ -65,6 +65,23 @@ def test_lists_of_ranks_and_of_messages_may_be_generated() -> None:
     assert on_threads(program) == [(1, 1.0), (0, 1.0)]
 
 
+def test_a_rank_is_in_its_own_place_or_beside_it_but_not_half_in_it() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        b = torch.arange(10.0)
+        with pytest.raises(ValueError, match=rf"output\[{comm.rank}\] and the input share memory"):
+            comm.all_gather_single(b[:4], b[2 * comm.rank + 1 : 2 * comm.rank + 3])
+        comm.all_gather_single(b[:4], b[2 * comm.rank : 2 * comm.rank + 2])
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match=r"gather_list\[0\] and the input share memory"):
+                comm.gather(b[2:4], [b[1:3], b[5:7]])
+            with pytest.raises(ValueError, match=r"scatter_list\[0\] and the tensor share memory"):
+                comm.scatter(b[2:4], [b[1:3], b[5:7]])
+        comm.barrier()
+        return b[:4].tolist()
+
+    assert on_threads(program) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
 def test_what_is_no_tensor_is_named() -> None:
     def program(comm: un.Communicator) -> None:
         with pytest.raises(TypeError, match=r"must be a torch\.Tensor, not NoneType"):

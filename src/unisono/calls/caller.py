@@ -107,9 +107,9 @@ class Caller:
     def _check_targets(self, targets: Sequence[torch.Tensor], name: str, source: torch.Tensor) -> None:
         """Results lie apart from each other, and from the source but in this rank's own place."""
         check_apart([(f"{name}[{r}]", t) for r, t in enumerate(targets)])
-        check_apart(others(targets, name, self.rank), [("the input", source)])
+        check_apart(others(targets, name, self.rank, source), [("the input", source)])
 
 
-def others(tensors: Sequence[torch.Tensor], name: str, rank: int) -> list[tuple[str, torch.Tensor]]:
-    """All of a list but a rank's own entry, each with what it is called in messages."""
-    return [(f"{name}[{r}]", t) for r, t in enumerate(tensors) if r != rank]
+def others(tensors: Sequence[torch.Tensor], name: str, rank: int, own: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """All of a list but a rank's own entry where `own` is in place there, each with what it is called in messages."""
+    return [(f"{name}[{r}]", t) for r, t in enumerate(tensors) if r != rank or t.data_ptr() != own.data_ptr()]

@@ -92,7 +92,7 @@ class Moving(Caller):
         self._check_rank(src, "src")
         self._check_tensor(tensor, "the tensor", written=True)
         parts = self._rooted_list(scatter_list, "scatter_list", src, tensor)
-        check_apart([("the tensor", tensor)], others(parts, "scatter_list", self.rank))
+        check_apart([("the tensor", tensor)], others(parts, "scatter_list", self.rank, tensor))
         plan = plans.scatter(self._staging(), tensor, parts, src, self.rank, self.size)
         return self._engine.run(plan, "scatter", algorithm, async_op, timeout)
 

@@ -81,5 +81,9 @@ class Deferred(Work):
     def get_future(self) -> torch.futures.Future[None]:
         if self._told is None:
             self._told = told = Completion(self._timeout_s)
-            _crew.run(lambda: told.complete(self._settle()))
+
+            def settle() -> None:
+                told.complete(self._settle())
+
+            _crew.run(settle)
         return self._told.get_future()

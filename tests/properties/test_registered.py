@@ -88,3 +88,22 @@ def lifetimes(comm: un.Communicator) -> list[int]:
 
 def test_registered_memory_goes_with_its_last_view() -> None:
     assert un.launch(lifetimes, 2, "shm", timeout=20) == [[0, 2, 1, 0]] * 2
+
+
+def averages(comm: un.Communicator) -> list[list[float]]:
+    """Averages of one registered buffer for which ranks call by different ways, one of them asynchronously."""
+    buffer = comm.empty(1 << 16)
+    found = []
+    for odd in range(comm.size):
+        buffer.fill_(comm.rank + 1)
+        work = comm.all_reduce(buffer, "avg", async_op=comm.rank == odd)
+        if work is not None:
+            work.wait()
+        found.append(buffer.unique().tolist())
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_average_does_not_depend_on_the_way_by_which_each_rank_calls(size: int) -> None:
+    mean = (size + 1) / 2
+    assert pool("shm", 4).run(averages, size=size) == [[[mean]] * size] * size

@@ -23,6 +23,8 @@ __all__ = ["Rounds"]
 _MOST_VIEWS = 256
 _IN_PLACE_BYTES = 64 << 10
 """Where any memory was handed out, it costs a round more to reduce other tensors from this length on."""
+_DIVIDES = 1 << 63
+"""Told with the place: this rank's call is over when the average is there, and does not divide the sum by itself."""
 
 
 class Rounds:
@@ -75,7 +77,8 @@ class Rounds:
         """In place. Traffic, in operands: 3p-1 for short messages, at most 7-5/p for long ones.
 
         Where every rank's tensor lies at one place of memory that all share, nothing is staged.
-        Averages are divided by the one rank that sums a share there, and else by each rank.
+        Averages are divided by the one rank that sums a share there, and else by each rank: also there, if any rank
+        came with a sum that it divides by itself.
         """
         if self.size > 1 and not self._all_reduced(tensor, op, mark, deadline) and op is ReduceOp.AVG:
             tensor.div_(self.size)
@@ -90,12 +93,15 @@ class Rounds:
         place = self._arenas.place(tensor)
         if not place and not short:
             self._lay(tensor[:tile])
-        self.first((*mark[:3], place), deadline)
-        places = self._board.extras()
+        told = place | _DIVIDES if op is ReduceOp.AVG else place
+        self.first((*mark[:3], told), deadline)
+        extras = self._board.extras()
+        places = [extra & ~_DIVIDES for extra in extras]
         if place and all(other == place for other in places):
-            self._arenas.reduce(place, tensor, op)
+            alike = all(extra == told for extra in extras)
+            self._arenas.reduce(place, tensor, op if alike else ReduceOp.SUM)
             self._board.reduced(deadline)
-            return True
+            return alike
         if short:
             self._one_shot(tensor, op, None, deadline)
             return False

@@ -196,7 +196,7 @@ def all_to_all(
 
 
 def barrier() -> Plan:
-    token = torch.ones(1, dtype=torch.uint8)
+    token = torch.ones(1, dtype=torch.uint8, device="cpu")
     return Plan(Call(name="barrier", op=ReduceOp.BOR), lambda _: Flat.even(token, 1), Staging(), 0)
 
 

@@ -31,7 +31,7 @@ class _Incoming:
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
-        self.envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+        self.envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
         self.rest: list[torch.Tensor] | None = None
         self.head = b""
         self.long_head: torch.Tensor | None = None
@@ -63,12 +63,12 @@ class _Incoming:
             raise CommError(f"a message with {count} bodies came, which no rank sends", peer=self.peer)
         lengths = sizes.unpack_from(content, start)
         start += sizes.size
-        self.bodies = [torch.empty(n, dtype=torch.uint8) for n in lengths]
+        self.bodies = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths]
         self.rest = [body for body in self.bodies if body.numel()]
         if start + length <= _ENVELOPE_BYTES:
             self.head = content[start : start + length]
         else:
-            self.long_head = torch.empty(length, dtype=torch.uint8)
+            self.long_head = torch.empty(length, dtype=torch.uint8, device="cpu")
             self.rest.insert(0, self.long_head)
 
 
@@ -91,7 +91,7 @@ class PostMailbox(Mailbox):
         self._incoming = {peer: _Incoming(peer) for peer in range(transport.size) if peer != transport.rank}
         # Some transports connect two ranks with their first message, one pair after another: all in one order, then.
         for peer in _partners(transport.rank, transport.size):
-            hello = torch.zeros(2, 1, dtype=torch.uint8)
+            hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
             transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()
         for incoming in self._incoming.values():
             self._post(incoming)

@@ -68,7 +68,7 @@ def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
 @cache
 def _reducible(op: ReduceOp, dtype: torch.dtype) -> bool:
     try:
-        one = torch.ones(1, dtype=dtype)
+        one = torch.ones(1, dtype=dtype, device="cpu")
         combine(op, one, one.clone(), one)
     except (RuntimeError, NotImplementedError):
         return False

@@ -99,7 +99,7 @@ class Staging:
         """Uninitialised flat memory of a tensor's dtype, where the transport can use it."""
         if like.device.type in self._away:
             # Pinned memory is what a GPU copies to and from at full speed.
-            return torch.empty(numel, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+            return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def watch(self, tensor: torch.Tensor) -> None:
@@ -149,7 +149,7 @@ def injective(tensor: torch.Tensor) -> bool:
 
 def _places(tensor: torch.Tensor, offset: int) -> torch.Tensor:
     """The position of each element in memory, counted in elements from `offset` before the first."""
-    return torch.arange(_extent(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1) + offset
+    return torch.arange(_extent(tensor), device="cpu").as_strided(tensor.shape, tensor.stride()).reshape(-1) + offset
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -145,7 +145,9 @@ def _exact_sum(values: torch.Tensor) -> str | float:
     # In halves, so that 2^36 of them fit into a sum.
     length = int(places.max()) + 1
     halves = (whole >> 27, whole & (1 << 27) - 1)
-    high, low = (torch.zeros(length, dtype=torch.int64).index_add_(0, places, half).tolist() for half in halves)
+    high, low = (
+        torch.zeros(length, dtype=torch.int64, device="cpu").index_add_(0, places, half).tolist() for half in halves
+    )
     total = sum(((upper << 27) + lower) << place for place, (upper, lower) in enumerate(zip(high, low, strict=True)))
     return hex(total << (lowest - 53 + _UNIT))
 

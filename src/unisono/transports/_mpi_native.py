@@ -188,7 +188,7 @@ class _Pieces:
         if self._extent > _MOST_BYTES:
             self._extent = sum(self._counts)
             self._places = [0, *accumulate(self._counts[:-1])]
-            self._stage = torch.empty(self._extent, dtype=torch.uint8)
+            self._stage = torch.empty(self._extent, dtype=torch.uint8, device="cpu")
             self._first = self._stage.data_ptr()
 
     def described(self) -> list[Any]:

@@ -104,7 +104,7 @@ class Arenas:
         kept = self._kept.get(dtype)
         if kept is None:
             with torch.inference_mode(mode=False):
-                kept = self._kept[dtype] = torch.empty(_PIECE_BYTES // dtype.itemsize, dtype=dtype)
+                kept = self._kept[dtype] = torch.empty(_PIECE_BYTES // dtype.itemsize, dtype=dtype, device="cpu")
         return kept
 
     def _pieces(self, place: int, tensor: torch.Tensor) -> list[_Piece]:

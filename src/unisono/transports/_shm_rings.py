@@ -61,7 +61,8 @@ class _Outgoing:
 
     def _head(self, message: Send) -> None:
         place = self.written % RING_BYTES
-        header = torch.tensor([message.tag, message.tensor.numel(), _CODES[message.tensor.dtype]], dtype=torch.int64)
+        words = [message.tag, message.tensor.numel(), _CODES[message.tensor.dtype]]
+        header = torch.tensor(words, dtype=torch.int64, device="cpu")
         self.data[place : place + 24].copy_(header.view(torch.uint8))
         self.sent = 0
         self._advance(_LINE_BYTES)
@@ -130,10 +131,10 @@ class _Incoming:
             if self._fits(message, work, elements(numel, str(dtype))):
                 self._target, self._end = message.tensor.view(torch.uint8), (message, work)
             else:
-                self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+                self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
         elif any(self.posted.values()):
             # Somebody waits for a later message of another tag: this one has to step aside.
-            self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+            self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
             self._aside = (tag, elements(numel, str(dtype)))
         else:
             return False

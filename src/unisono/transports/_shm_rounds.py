@@ -278,7 +278,7 @@ class Rounds:
     def rows(self, own: Sequence[int], mark: Mark, deadline: float) -> list[list[int]]:
         """Every rank's few numbers."""
         views = self.heads(self._next_half(), torch.int64, len(own))
-        views[self.rank].copy_(torch.tensor(list(own), dtype=torch.int64))
+        views[self.rank].copy_(torch.tensor(list(own), dtype=torch.int64, device="cpu"))
         self.first(mark, deadline)
         return [view.tolist() for view in views]
 

@@ -123,7 +123,7 @@ class Incoming(_Ring):
         self._advance(step if self.wanted else step + -len(head) % 8)
         if not self.wanted:
             sizes = struct.unpack_from(f"<{self.lengths}Q", head)
-            self.bodies = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+            self.bodies = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
             self.gaps = [view_of(body) for body in self.bodies if body.numel()]
 
     def _take_body(self, there: int) -> None:

@@ -98,7 +98,7 @@ class _Stream:
         (count,) = _COUNT.unpack_from(content)
         sizes = struct.unpack_from(f"<{count}Q", content, _COUNT.size)
         self._head = content[_COUNT.size + 8 * count :]
-        self._bodies = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self._bodies = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         self._gaps = [view_of(body) for body in self._bodies if body.numel()]
 
 

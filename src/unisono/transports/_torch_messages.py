@@ -92,7 +92,7 @@ class Envelopes:
 
     def _give(self, message: Send) -> BaseException | None:
         tensor, tag = message.tensor, _FIRST_TAG + 2 * message.tag
-        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
         header = _HEADER.pack(tensor.numel(), str(tensor.dtype).removeprefix("torch.").encode())
         envelope[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         inline = tensor.nbytes <= _INLINE_BYTES
@@ -105,7 +105,7 @@ class Envelopes:
 
     def _take(self, message: Recv) -> BaseException | None:
         tensor, tag = message.tensor, _FIRST_TAG + 2 * message.tag
-        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
         error = self._wait([self._transport.start(Recv(envelope, message.peer), tag)], message)
         if error is not None:
             return error

@@ -90,7 +90,7 @@ def _take_tensor(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
     content, at = take_bytes(view, at)
     if math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"a tensor of shape {shape} and {name} does not have {len(content)} bytes")
-    raw = torch.empty(len(content), dtype=torch.uint8)
+    raw = torch.empty(len(content), dtype=torch.uint8, device="cpu")
     if len(content):
         memoryview((ctypes.c_char * len(content)).from_address(raw.data_ptr())).cast("B")[:] = content
     # A bool that is neither 0 nor 1 would be different things to different operations.

@@ -59,6 +59,27 @@ def test_plain_tensors_take_the_shorter_way(ranks: RankPool) -> None:
         assert sorted(taken) == sorted([*CALLS, "barrier"])
 
 
+def test_a_gather_too_long_for_mpi_is_cut_on_all_ranks(ranks: RankPool) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        from unisono.transports import _mpi_native, _mpi_quick
+
+        before = _mpi_quick.LONGEST, _mpi_native._MOST_BYTES
+        _mpi_quick.LONGEST, _mpi_native._MOST_BYTES = 1024, 2047
+        try:
+            # Each rank's part is short enough for the shorter way; the root's list is too long even for the other.
+            comm.barrier()
+            part, root = torch.full((200,), float(comm.rank)), comm.rank == 0
+            parts = [torch.zeros(200) for _ in range(comm.size)] if root else None
+            comm.gather(part, parts, 0)
+            back = torch.zeros(200)
+            comm.scatter(back, parts, 0)
+        finally:
+            _mpi_quick.LONGEST, _mpi_native._MOST_BYTES = before
+        return back.unique().tolist()
+
+    assert ranks.run(program) == [[float(rank)] for rank in range(RANKS)]
+
+
 def test_results_may_be_made_where_this_ranks_own_part_lies(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> list[list[float]]:
         found, me = [], float(comm.rank)

@@ -25,6 +25,7 @@ __all__ = ["QuickCalls"]
 
 _MOST = 256
 _ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
+_PARTED = frozenset({"gather", "scatter"})
 _BY_SOURCE = frozenset({"all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "gather"})
 """Those of which what is read has the shape that messages tell."""
 
@@ -136,7 +137,9 @@ class QuickCalls:
                 return None
             kind = Kind(self._comms, dtype, targets, sources, root, *found)
             divisor = self._size if op is ReduceOp.AVG and root in (None, kind.rank) else 0
-        way = WAYS[name](kind) if 0 < kind.nbytes <= LONGEST else None
+        # What the root takes another way for its length, the others do too, though each has but a part of it.
+        parts = self._size if name in _PARTED and kind.rank != root else 1
+        way = WAYS[name](kind) if 0 < parts * kind.nbytes <= LONGEST else None
         if way is None:
             return None
         word = word_of(_fingerprint(key, way).compared()[1:])

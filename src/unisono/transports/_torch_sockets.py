@@ -80,7 +80,9 @@ def _sockets() -> Iterator[socket.socket]:
         return
     for path in list(Path("/proc/self/fd").iterdir()):
         with suppress(OSError), _copy(int(path.name)) as end:
-            if end is not None and end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
+            if end is None or end.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if end.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM:
                 yield end
 
 
@@ -89,5 +91,7 @@ def _copy(number: int) -> Iterator[socket.socket | None]:
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         yield None
         return
-    with socket.socket(fileno=os.dup(number)) as end:
+    # Its type is told, with a flag: what is found out would be made non-blocking, for all who use the connection,
+    # where the program has set a default timeout.
+    with socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, fileno=os.dup(number)) as end:
         yield end

@@ -124,13 +124,15 @@ class Communicator(Objects, Parts, Watching, Mailing):
             timeout: Seconds for every operation, unless it says otherwise.
             check: As for `init`.
             chunk_bytes: As for `init`.
+
+        Raises:
+            TypeError, ValueError: It is no group, or this process is not in it.
+            CommError: Its backend is one that cannot be wrapped.
+            CommTimeoutError: Not all members have called it in time.
         """
         from unisono.transports._torch_adopt import adopt
 
-        transport, control, options, release = adopt(group, patience(timeout, timeout), chunk_bytes)
-        comm = cls(transport, control, options, check=check)
-        comm.on_close(release)
-        return comm
+        return cls._releasing(*adopt(group, patience(timeout, timeout), chunk_bytes), check)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dim: str | int | None = None, **options: Any) -> Communicator:
@@ -158,8 +160,18 @@ class Communicator(Objects, Parts, Watching, Mailing):
         """
         from unisono.transports._mpi_adopt import adopt
 
-        transport, control, options, release = adopt(comm, patience(timeout, timeout), chunk_bytes)
-        made = cls(transport, control, options, check=check)
+        return cls._releasing(*adopt(comm, patience(timeout, timeout), chunk_bytes), check)
+
+    @classmethod
+    def _releasing(
+        cls, transport: Transport, control: Control, options: Options, release: Callable[[], None], check: Check
+    ) -> Communicator:
+        """One that releases what was made for it at its end, which is now if it cannot be made."""
+        try:
+            made = cls(transport, control, options, check=check)
+        except BaseException:
+            release()
+            raise
         made.on_close(release)
         return made
 

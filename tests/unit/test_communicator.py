@@ -253,6 +253,41 @@ def test_from_group_leaves_the_group_to_its_owner(tmp_path: object) -> None:
     assert un.launch(program, 3, "gloo", args=(str(tmp_path / "store"),)) == [[90.0, 90.0]] * 3
 
 
+def test_from_group_says_what_it_cannot_wrap_and_who_does_not_come(tmp_path: object) -> None:
+    def program(outer: un.Communicator, path: str) -> list[str]:
+        import torch.distributed as dist
+
+        import unisono.interop  # noqa: F401
+
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=outer.rank, world_size=outer.size)
+        ours, first = dist.new_group(backend="unisono"), dist.new_group([0])
+        said = []
+
+        def refused(group: object, **how: float) -> None:
+            with pytest.raises((TypeError, ValueError, un.CommError)) as caught:
+                un.Communicator.from_group(group, **how)
+            said.append(f"{type(caught.value).__name__}: {caught.value}")
+
+        refused("world")
+        refused(ours)
+        if outer.rank == 1:
+            refused(first)
+        else:
+            refused(None, timeout=0.3)
+        outer.barrier()
+        dist.destroy_process_group()
+        return said
+
+    both = [
+        "TypeError: group must be a torch.distributed.ProcessGroup, not str",
+        "CommError: a group of backend 'unisono' for cpu cannot be wrapped; those of gloo and nccl can",
+    ]
+    late, outside = pool("gloo", 2).run(program, str(tmp_path / "store"))
+    assert late[:2] == outside[:2] == both
+    assert "CommTimeoutError: not all of the 2 ranks of the torch group have come in time" in late[2]
+    assert outside[2] == "ValueError: this process is not in the group; only its members call from_group"
+
+
 def test_from_group_without_any_group() -> None:
     with pytest.raises(ValueError, match="no default group"):
         un.Communicator.from_group()

@@ -7,7 +7,10 @@ import ctypes
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +19,11 @@ import torch.distributed as dist
 from unisono import wire
 from unisono.control.client import SocketControl
 from unisono.control.server import Server
-from unisono.errors import CommError
+from unisono.errors import CommError, CommTimeoutError
 from unisono.group import Group
 from unisono.hosts import host_identity
 from unisono.transport import Options
+from unisono.transports._torch_errors import translated
 from unisono.transports.torch import TorchTransport
 
 __all__ = ["adopt"]
@@ -34,31 +38,47 @@ def adopt(
 
     Rank 0 hosts the control plane; its address and secret travel over the group itself. The group is
     used as it is, never closed; sub-groups are made on the control plane's store.
+
+    Raises:
+        TypeError: It is no process group.
+        ValueError: There is no default group, or this process is not in the group.
+        CommError: The group's backend is one that cannot be wrapped.
+        CommTimeoutError: Not all members have come in time.
     """
     if group is None:
         if not dist.is_initialized():
             raise ValueError("torch has no default group yet: call dist.init_process_group, or pass a group")
         group = dist.distributed_c10d._get_default_group()
+    _check_group(group)
     device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(group) else torch.device("cpu")
     backend = group._get_backend(device)
+    kind = backend.name().lower()
+    if device.type not in TorchTransport.declared(kind).devices:
+        raise CommError(f"a group of backend {kind!r} for {device.type} cannot be wrapped; those of gloo and nccl can")
     rank, size = group.rank(), group.size()
-    hosts = [_text(card) for card in _all_gather(backend, host_identity().encode(), size, device)]
+    tell = partial(_all_gather, backend, size, device, time.monotonic() + timeout_s)
+    hosts = [_text(card) for card in tell(host_identity().encode())]
     server: Server | None = None
     card = b""
-    if rank == 0:
-        server = Server(secret := secrets.token_bytes(32), "127.0.0.1" if len(set(hosts)) == 1 else _address())
-        card = wire.encode((*server.address, secret, f"adopted/{secrets.token_hex(4)}"))
-    host, port, secret, name = wire.decode(_all_gather(backend, card, size, device)[0])
-    control = SocketControl((host, port), secret, timeout_s, host_rank=0)
+    with contextlib.ExitStack() as undo:
+        if rank == 0:
+            server = Server(secret := secrets.token_bytes(32), "127.0.0.1" if len(set(hosts)) == 1 else _address())
+            undo.callback(server.close)
+            card = wire.encode((*server.address, secret, f"adopted/{secrets.token_hex(4)}"))
+        host, port, secret, name = wire.decode(tell(card)[0])
+        control = SocketControl((host, port), secret, timeout_s, host_rank=0)
+        undo.callback(control.close)
+        options = Options(kind, str(device), timeout_s, control.local_host, chunk_bytes)
+        transport = TorchTransport(Group.world(rank, size, name), backend, control, options, owned=False)
+        return transport, control, options, undo.pop_all().close
 
-    def release() -> None:
-        control.close()
-        if server is not None:
-            server.close()
 
-    options = Options(backend.name().lower(), str(device), timeout_s, control.local_host, chunk_bytes)
-    transport = TorchTransport(Group.world(rank, size, name), backend, control, options, owned=False)
-    return transport, control, options, release
+def _check_group(group: object) -> None:
+    if isinstance(group, dist.ProcessGroup):
+        return
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in the group; only its members call from_group")
+    raise TypeError(f"group must be a torch.distributed.ProcessGroup, not {type(group).__name__}")
 
 
 def _on_cuda(group: dist.ProcessGroup) -> bool:
@@ -68,14 +88,23 @@ def _on_cuda(group: dist.ProcessGroup) -> bool:
     return "cpu" not in kinds
 
 
-def _all_gather(backend: Any, data: bytes, size: int, device: torch.device) -> list[bytes]:
+def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, data: bytes) -> list[bytes]:
     """Each rank's few bytes, by torch's own collective: there is nothing else yet."""
     if len(data) >= _CARD_BYTES:
         raise CommError(f"{len(data)} bytes do not fit on a card of {_CARD_BYTES}")
     padded = bytes([len(data)]) + data.ljust(_CARD_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
     outputs = [torch.empty_like(mine) for _ in range(size)]
-    backend.allgather([outputs], [mine]).wait()
+    try:
+        # A wait of zero would mean one without end.
+        backend.allgather([outputs], [mine]).wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except RuntimeError as error:
+        if time.monotonic() < deadline:
+            raise translated(error, []) from error
+        raise CommTimeoutError(
+            f"not all of the {size} ranks of the torch group have come in time. "
+            "Are they alive, and does each of them call from_group?"
+        ) from error
     raw = [ctypes.string_at(here.data_ptr(), here.numel()) for here in (t.cpu() for t in outputs)]
     return [card[1 : 1 + card[0]] for card in raw]
 

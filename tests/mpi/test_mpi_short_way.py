@@ -130,6 +130,56 @@ def test_what_shares_memory_is_refused_and_breaks_nothing(ranks: RankPool) -> No
         assert total == RANKS
 
 
+def test_wrong_arguments_are_told_as_on_the_longer_way_and_break_nothing(ranks: RankPool) -> None:
+    def program(comm: un.Communicator) -> tuple[dict[str, str], float]:
+        said, size = {}, comm.size
+
+        def one() -> torch.Tensor:
+            return torch.ones(size)
+
+        comm.broadcast(one(), 0)
+        wrong = {
+            "a list": lambda: comm.all_reduce([one()]),
+            "a list for a tensor": lambda: comm.all_gather_single([torch.ones(size * size)], one()),
+            "a tensor for a list": lambda: comm.all_gather(one(), one()),
+            "no input": lambda: comm.all_gather_single(one(), None),
+            "no output": lambda: comm.reduce_scatter_single(None, one()),
+            "no operation": lambda: comm.all_reduce(one(), ""),
+            "None for an operation": lambda: comm.all_reduce(one(), None),
+            "a list for an operation": lambda: comm.all_reduce(one(), []),
+            "a root that is a float": lambda: comm.broadcast(one(), 0.0),
+            "a root that is a list": lambda: comm.broadcast(one(), []),
+        }
+        for what, call in wrong.items():
+            try:
+                call()
+            except (TypeError, ValueError) as error:
+                said[what] = str(error)
+        last = torch.ones(1)
+        comm.all_reduce(last)
+        return said, last.item()
+
+    for said, total in ranks.run(program):
+        assert said == {
+            "a list": "the tensor must be a torch.Tensor, not list",
+            "a list for a tensor": "output must be a torch.Tensor, not list",
+            "a tensor for a list": "tensor_list must be a list of tensors, not Tensor",
+            "no input": "input must be a torch.Tensor, not NoneType",
+            "no output": "output must be a torch.Tensor, not NoneType",
+            **{
+                what: f"unknown reduce operation {op}; known: sum, avg, product, min, max, band, bor, bxor"
+                for what, op in {
+                    "no operation": "''",
+                    "None for an operation": "None",
+                    "a list for an operation": "[]",
+                }.items()
+            },
+            "a root that is a float": "src must be an int, not float",
+            "a root that is a list": "src must be an int, not list",
+        }
+        assert total == RANKS
+
+
 @settings(max_examples=settings.default.max_examples // 2)
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 7, 1014, 1015, 5000]), min_size=1, max_size=4),

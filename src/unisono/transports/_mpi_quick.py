@@ -26,6 +26,17 @@ __all__ = ["QuickCalls"]
 _MOST = 256
 _ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
 _PARTED = frozenset({"gather", "scatter"})
+_REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
+_ALONE = frozenset({"all_reduce", "broadcast", "reduce", "scatter"})
+"""Those of which nothing but what is written may be given."""
+_LISTS = {
+    "all_gather": (True, False),
+    "all_to_all": (True, True),
+    "gather": (True, False),
+    "reduce_scatter": (False, True),
+    "scatter": (False, True),
+}
+"""Whether what is written is a list, and whether what is read is; neither is otherwise."""
 _BY_SOURCE = frozenset({"all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "gather"})
 """Those of which what is read has the shape that messages tell."""
 
@@ -80,7 +91,11 @@ class QuickCalls:
             self._now = None
             return True
         key = _key(name, target, source, op, root)
-        recipe = None if key is None else self._recipes.get(key) or self._prepare(key)
+        try:
+            recipe = None if key is None else self._recipes.get(key) or self._prepare(key)
+        except TypeError:
+            # What cannot be a key is no operation.
+            return False
         if recipe is None:
             return False
         way = recipe.way
@@ -121,13 +136,13 @@ class QuickCalls:
     def _prepare(self, key: _Key) -> _Recipe | None:
         """What calls of this kind need; None if they need more than is done here, or are wrong."""
         name, op_name, root, dtype, targets, sources = key
-        if name in _ROOTED and not (type(root) is int and 0 <= root < self._size):
+        if name in _ROOTED and not (root is not None and 0 <= root < self._size):
             return None
         if str(dtype).startswith("torch.q"):
             # Quantized.
             return None
         kind, divisor = Kind(self._comms, dtype, targets, sources, root), 0
-        if op_name:
+        if name in _REDUCING:
             op = parse_op(op_name)
             check_reducible(op, dtype)
             if op is ReduceOp.AVG and dtype in HALVES:
@@ -151,13 +166,15 @@ class QuickCalls:
 
 
 def _key(name: str, target: Any, source: Any, op: str, root: int | None) -> _Key | None:
-    """What is alike in calls of one kind; None if a tensor is not plain, or they differ in dtype."""
-    if source is None and is_plain(target):
+    """What is alike in calls of one kind; None if what is given is wrong or not plain, or differs in dtype."""
+    if root is not None and type(root) is not int:
+        return None
+    if source is None and name in _ALONE and is_plain(target):
         # What is most common goes fastest.
         return name, op, root, target.dtype, (target.numel(),), ()
     dtype, counts = None, []
-    for given in (target, source):
-        tensors = () if given is None else (given,) if isinstance(given, torch.Tensor) else given
+    for given, listed in zip((target, source), _LISTS.get(name, (False, False)), strict=True):
+        tensors = (given,) if not listed else () if given is None and name in _PARTED else given
         if type(tensors) not in (tuple, list):
             return None
         for tensor in tensors:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +17,50 @@ from unisono import mpilib
 from unisono.errors import UnavailableError
 from unisono.mpilib import check_world, launched, name_of, unlaunched, until
 from unisono.testing.reference import reduced
+from unisono.transports import _mpi_messages
 from unisono.transports._mpi_agreement import Agreement, word_of
 from unisono.transports._mpi_reductions import Reductions, reducible
 from unisono.types import ReduceOp
+
+
+class Request:
+    """As mpi4py has them; done when it says so, after `meanwhile`."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def Test(self) -> bool:  # noqa: N802
+        self.meanwhile()
+        return self.done
+
+
+def test_what_is_given_up_while_another_thread_looks_keeps_its_memory() -> None:
+    first, second, memory = Request(), Request(), torch.zeros(1)
+    forsaken, number = weakref.ref(memory), 0
+
+    def keep(request: Request, held: object) -> None:
+        part = SimpleNamespace(requests=[request], held=held)
+        _mpi_messages._keep([part], nullcontext())
+
+    def other() -> None:
+        nonlocal number
+        number += 1
+        if number == 1:
+            thread = threading.Thread(target=keep, args=(second, forsaken()))
+            thread.start()
+            thread.join()
+
+    first.meanwhile, first.done = other, True
+    keep(first, None)
+    del memory
+    gc.collect()
+    assert forsaken() is not None
+    second.done = True
+    _mpi_messages._keep([], nullcontext())
+    gc.collect()
+    assert forsaken() is None
+
 
 NAMES = "INT8_T INT16_T INT32_T INT64_T UINT8_T UINT16_T UINT32_T UINT64_T FLOAT DOUBLE SUM PROD MIN MAX BAND BOR BXOR"
 FAKE = SimpleNamespace(**{name: name for name in NAMES.split()})

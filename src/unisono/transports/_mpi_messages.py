@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from unisono.crew import Crew
@@ -32,7 +33,8 @@ _FOREVER_S = 1e9
 _crew = Crew("unisono MPI messages")
 
 # What MPI may still read or write though nobody waits for it any more. MPI's requests outlive communicators.
-_limbo: list[tuple[Any, object]] = []
+_limbo: dict[int, tuple[Any, object]] = {}
+_sweeping = threading.Lock()
 
 
 class Messages:
@@ -87,7 +89,7 @@ class Messages:
                 raise
             return
         finally:
-            _keep([part])
+            _keep([part], self.comms.turn)
         raise late([message], time.monotonic() - began)
 
     def _is_over(self, part: Part) -> bool:
@@ -163,7 +165,7 @@ class Posted(Countdown):
     def keep(self) -> None:
         """Hold on to the memory of what is under way, though nobody waits for it any more."""
         parts, self._parts = self._parts, []
-        _keep(parts)
+        _keep(parts, self._all.comms.turn)
 
     def give_up(self, cause: BaseException) -> None:
         """End it, whatever has come."""
@@ -202,11 +204,20 @@ class Posted(Countdown):
             self.wait(_FOREVER_S)
 
 
-def _keep(parts: Sequence[Part]) -> None:
-    """Hold on to the memory of what is under way."""
-    under_way = [(request, part.held) for part in parts for request in part.requests]
-    if under_way or _limbo:
-        _limbo[:] = [(request, held) for request, held in [*_limbo, *under_way] if not _is_done(request)]
+def _keep(parts: Sequence[Part], turn: AbstractContextManager[object]) -> None:
+    """Hold on to the memory of what is under way, until it is done."""
+    for part in parts:
+        for request in part.requests:
+            _limbo[id(request)] = request, part.held
+    # From any thread, and from a destructor in the middle of this: whoever is at it already is left to it.
+    if _limbo and _sweeping.acquire(blocking=False):
+        try:
+            with turn:
+                for request, _ in list(_limbo.values()):
+                    if _is_done(request):
+                        del _limbo[id(request)]
+        finally:
+            _sweeping.release()
 
 
 def _is_done(request: Any) -> bool:

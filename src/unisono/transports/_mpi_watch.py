@@ -91,9 +91,11 @@ def _patrol() -> None:
     """The thread: as long as there is anything to watch."""
     while True:
         time.sleep(_EVERY_S)
-        for watch in list(_watched):
-            watch.look()
-            del watch
+        with _lock:
+            # Others may enrol meanwhile.
+            watched = list(_watched)
+        while watched:
+            watched.pop().look()
         with _lock:
             if not _watched:
                 _patrols.clear()

@@ -227,6 +227,44 @@ def test_a_tensor_made_in_inference_mode_takes_part_outside_of_it(backend: str, 
     assert pool(backend, 2, check=check).run(program) == [[4.0] * 4] * 2
 
 
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_calls_after_inference_mode_and_with_its_tensors(backend: str) -> None:
+    def program(comm: un.Communicator) -> tuple[list[float], list[list[float]]]:
+        with torch.inference_mode():
+            comm.all_reduce(torch.ones(3), algorithm="ring")
+            made = [torch.ones(3, 2)[:, 0] for _ in range(4)] + [torch.ones(3) for _ in range(4)]
+        outside = torch.ones(3)
+        comm.all_reduce(outside, algorithm="ring")
+        for first in (0, 4):
+            comm.all_reduce(made[first])
+            comm.all_reduce(made[first + 1], "avg")
+            comm.all_reduce(made[first + 2], "max", async_op=True).wait()
+            other = 1 - comm.rank
+            comm.sendrecv(torch.full((3,), 5.0), other, made[first + 3], other)
+        return outside.tolist(), [t.tolist() for t in made]
+
+    results = [[2.0] * 3, [1.0] * 3, [1.0] * 3, [5.0] * 3]
+    assert pool(backend, 2).run(program) == [([2.0] * 3, results * 2)] * 2
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_a_message_that_has_not_come_when_the_communicator_is_closed_is_an_error(backend: str) -> None:
+    def program(comm: un.Communicator) -> list[str]:
+        part = comm.dup()
+        works = [part.irecv(torch.zeros(size), 1 - comm.rank, tag) for tag, size in enumerate((0, 3, 5000))]
+        part.close()
+        said = []
+        for work in works:
+            with pytest.raises(un.CommError) as caught:
+                work.wait(10)
+            said.append(type(caught.value).__name__)
+            assert work.exception() is not None
+        return said
+
+    for said in pool(backend, 2).run(program):
+        assert set(said) <= {"ClosedError", "PeerLostError"}
+
+
 def test_errors_survive_pickling() -> None:
     error = un.errors.CommTimeoutError("late", rank=1, size=2, operation="recv", peer=0, nbytes=4, waited_s=0.5)
     again = pickle.loads(pickle.dumps(error))

@@ -54,8 +54,8 @@ class Envelopes:
             self._enqueue(message, work)
         return work
 
-    def close(self, cause: BaseException | None) -> None:
-        """End what is still waited for."""
+    def close(self, cause: BaseException) -> None:
+        """What is not done fails."""
         with self._lock:
             left = list(self._open)
         for work in left:

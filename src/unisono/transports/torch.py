@@ -167,8 +167,9 @@ class TorchTransport(Transport):
 
     # -- end -----------------------------------------------------------------------------------
     def close(self) -> None:
-        self._envelopes.close(None)
-        self._let_go(ClosedError("the communicator is closed"))
+        closed = ClosedError("the communicator is closed")
+        self._envelopes.close(closed)
+        self._let_go(closed)
 
     def abort(self, cause: BaseException) -> None:
         self._broken = cause

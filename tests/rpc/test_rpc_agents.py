@@ -84,6 +84,37 @@ def test_two_agents_in_one_process() -> None:
     assert run_ranks(program, 4) == [(2, 3, f"second{rank}") for rank in range(4)]
 
 
+def test_a_rank_that_has_shut_down_uses_no_agent_of_another() -> None:
+    """Ranks as threads share a process, where one agent may be left."""
+
+    def program(comm: un.Communicator) -> None:
+        agent = rpc.init(comm)
+        comm.barrier()
+        if comm.rank == 0:
+            for _ in range(2):
+                rpc.shutdown(graceful=False)
+                with pytest.raises(CommError, match=r"no RPC agent here: call unisono\.rpc\.init"):
+                    rpc.rpc_sync(1, add, (1,))
+        comm.barrier()
+        assert agent.closed == (comm.rank == 0)
+        comm.barrier()
+        rpc.shutdown()
+
+    run_ranks(program, 2)
+
+
+def test_the_first_agent_counts_again_when_the_second_is_shut_down() -> None:
+    def program(comm: un.Communicator) -> None:
+        agents = [rpc.init(comm, f"{number} of {comm.rank}") for number in ("first", "second")]
+        assert rpc.get_worker_info().name == f"second of {comm.rank}"
+        rpc.shutdown()
+        assert rpc.rpc_sync(f"first of {1 - comm.rank}", add, (1,)) == 2
+        rpc.shutdown()
+        assert all(agent.closed for agent in agents)
+
+    run_ranks(program, 2)
+
+
 def test_a_communicator_does_not_keep_agents_that_are_closed() -> None:
     def program(comm: un.Communicator) -> None:
         known = [weakref.ref(rpc.init(comm))]

@@ -8,7 +8,7 @@ from typing import Any
 from unisono.communicator import Communicator
 from unisono.rpc.agent import TIMEOUT_S, Agent, WorkerInfo
 from unisono.rpc.calls import CallFuture
-from unisono.rpc.current import current_agent, find_agent, set_agent
+from unisono.rpc.current import current_agent, find_agent, leave_agent, set_agent
 from unisono.rpc.rref import RRef
 
 __all__ = ["get_worker_info", "init", "remote", "rpc_async", "rpc_sync", "shutdown"]
@@ -146,4 +146,4 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     agent = find_agent()
     if agent is not None:
         agent.shutdown(graceful, timeout)
-        set_agent(None)
+        leave_agent(agent)

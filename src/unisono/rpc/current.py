@@ -11,9 +11,9 @@ from unisono.errors import CommError
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["context", "current_agent", "find_agent", "request", "set_agent", "was_closed", "was_opened"]
+__all__ = ["context", "current_agent", "find_agent", "leave_agent", "request", "set_agent", "was_closed", "was_opened"]
 
-_agent: ContextVar[Agent | None] = ContextVar("unisono_rpc_agent", default=None)
+_agents: ContextVar[tuple[Agent, ...] | None] = ContextVar("unisono_rpc_agents", default=None)
 context: ContextVar[int] = ContextVar("unisono_rpc_autograd_context", default=-1)
 """The context of autograd that this thread is in."""
 request: ContextVar[Any] = ContextVar("unisono_rpc_request", default=None)
@@ -22,9 +22,14 @@ request: ContextVar[Any] = ContextVar("unisono_rpc_request", default=None)
 _open: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
-def set_agent(agent: Agent | None) -> None:
-    """This thread's rank has this agent."""
-    _agent.set(agent)
+def set_agent(agent: Agent) -> None:
+    """This thread's rank has this agent, besides those that it has already."""
+    _agents.set((*(other for other in _agents.get() or () if other is not agent and not other.closed), agent))
+
+
+def leave_agent(agent: Agent) -> None:
+    """This thread's rank has it no more: the one before it counts again, or none, and never another rank's."""
+    _agents.set(tuple(other for other in _agents.get() or () if other is not agent and not other.closed))
 
 
 def was_opened(agent: Agent) -> None:
@@ -38,19 +43,19 @@ def was_closed(agent: Agent) -> None:
 
 
 def find_agent() -> Agent | None:
-    """The agent of this thread's rank; if the thread has none, the only one of this process; else None."""
-    agent = _agent.get()
-    if agent is None:
-        agents = list(_open)
-        agent = agents[0] if len(agents) == 1 else None
-    return agent
+    """The latest agent of this thread's rank; for a thread that never had one, the only one of this process."""
+    agents = _agents.get()
+    if agents is not None:
+        return agents[-1] if agents else None
+    there = list(_open)
+    return there[0] if len(there) == 1 else None
 
 
 def current_agent() -> Agent:
     """The same, or an error that says what to do."""
     agent = find_agent()
     if agent is None:
-        several = len(_open) > 1
+        several = len(_open) > 1 and _agents.get() is None
         raise CommError(
             "this thread belongs to none of the ranks of this process: use the methods of the agent that rpc.init "
             "returned, or start the thread by its method thread()"

@@ -47,6 +47,9 @@ def expose(target: T) -> T:
     Returns its argument, so that it can be a decorator. Whoever can reach the agent can call it with any
     arguments, so expose what is harmless to be called.
 
+    A process has one table of names. Where ranks are threads they share it: a function that each rank makes for
+    itself, and that knows its rank, is given to `init(expose=[...])` instead, which is for that rank alone.
+
     Raises:
         TypeError: It cannot be called, or has no name by which others could ask for it.
 

@@ -109,6 +109,26 @@ def test_the_same_between_processes(backend: str) -> None:
 
 
 @rpc.expose
+@rpc.async_execution
+def there_and_back(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """What the callback calls crosses ranks, too."""
+    return rpc.rpc_async(0, add, (value,)).then(lambda first: rpc.rpc_sync(0, add, (3 * first.value(),)))
+
+
+def test_callbacks_belong_to_the_context_of_their_call() -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm, timeout=20.0)
+        if comm.rank == 0:
+            leaf = torch.ones(4, requires_grad=True)
+            with autograd.context() as context:
+                autograd.backward(context, [rpc.rpc_sync(1, there_and_back, (leaf,)).sum()])
+                assert autograd.get_gradients(context)[leaf].tolist() == [3.0] * 4
+        rpc.shutdown(timeout=20.0)
+
+    run_ranks(program, 2)
+
+
+@rpc.expose
 def doubled(value: torch.Tensor) -> torch.Tensor:
     value *= 2
     return value.pow(2).sum()

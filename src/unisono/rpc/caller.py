@@ -177,9 +177,12 @@ class Caller:
         call.error = error
         if call.future is not None:
             before, self._here.call = getattr(self._here, "call", None), call
+            within, asked = context.set(call.within[0]), request.set(call.within[1])
             try:
                 self._complete(call.future, call)
             finally:
+                context.reset(within)
+                request.reset(asked)
                 self._here.call = before
         self._calls.over(call)
         # The last, so that who wakes finds the future complete.

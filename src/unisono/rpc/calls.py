@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.errors import AbortedError, CommTimeoutError
+from unisono.rpc.current import context, request
 
 if TYPE_CHECKING:
     from unisono.mailbox import Mail
@@ -32,15 +33,20 @@ class Call:
         nbytes: Of the request, as counted by the peer's window.
         mail: The answer as it arrived.
         error: What ended it without one.
+        within: The context of autograd that it was made in, and the call of another rank that it is part of: those of
+            the callbacks of its future, too.
     """
 
-    __slots__ = ("_lock", "done", "error", "future", "mail", "name", "nbytes", "number", "peer", "started", "timeout")
+    __slots__ = (
+        "_lock", "done", "error", "future", "mail", "name", "nbytes", "number", "peer", "started", "timeout", "within"
+    )  # fmt: skip
 
     def __init__(self, number: int, peer: int, name: str, timeout: float, future: CallFuture | None = None) -> None:
         self.number, self.peer, self.name = number, peer, name
         self.timeout = min(_FOREVER_S, timeout)
         self.started = time.monotonic()
         self.future = future
+        self.within = context.get(), request.get()
         self.mail: Mail | None = None
         self.error: BaseException | None = None
         self.done = False

@@ -28,8 +28,8 @@ __all__ = ["backward", "context", "get_gradients"]
 def context() -> Iterator[int]:
     """Record what crosses ranks, for `backward`. The number of the context, which other ranks may be told.
 
-    Functions that are called from within run in the context as well, wherever that is. At its end all ranks forget
-    what was recorded, and the gradients.
+    Functions that are called from within run in the context as well, wherever that is, and so do callbacks of the
+    futures of `rpc_async`. At its end all ranks forget what was recorded, and the gradients.
 
     Example:
         >>> @un.rpc.expose

@@ -99,6 +99,23 @@ def test_a_rank_that_makes_fewer_steps_is_named_with_the_parameters() -> None:
     assert other.startswith(("CommTimeoutError", "DeadlockError", "PeerLostError"))
 
 
+def test_a_parameter_has_one_averager() -> None:
+    def program(comm: un.Communicator) -> float:
+        model = nn.Linear(1, 1)
+        first = un.GradientAverager(model, comm)
+        with pytest.raises(ValueError, match="'parameter 0' is averaged by another GradientAverager"):
+            un.GradientAverager([model.bias], comm)
+        first.remove()
+        with pytest.raises(ValueError, match="'parameter 1' is the result of a computation"):
+            un.GradientAverager([model.weight, model.bias * 2], comm)
+        un.GradientAverager(model, comm)
+        (model(torch.ones(1)) * comm.rank).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.item()
+
+    assert un.launch(program, 2, "thread") == [0.5, 0.5]
+
+
 def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
     comm = un.init("thread")
     model = nn.Linear(1, 1)

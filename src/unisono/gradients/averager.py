@@ -15,7 +15,7 @@ from unisono.gradients.average import broadcast_parameters
 from unisono.gradients.backward import Backward, current_pass, watch_outputs
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.join import joined
-from unisono.gradients.moving import Moving
+from unisono.gradients.moving import Moving, check_unhooked
 from unisono.gradients.plan import MIB, agree_on_parameters, named_parameters, plan_buckets
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.schedule import BucketSchedule
@@ -45,13 +45,15 @@ class GradientAverager(Moving):
         bucket_cap_mb: Size of a message in MiB: a compromise of latency and overlap.
         first_bucket_mb: Of the first bucket, which is small so that it starts early.
         compression: A codec of `unisono.compression`, its name, or None.
-        average: "mean", or "sum" for losses that are divided by the global batch already.
+        average: "mean", or "sum" for losses that are divided by the global batch already. A sum adds up all that
+            `p.grad` holds, so what earlier steps left there is to be set to zero first.
         find_unused: Whether ranks may lack a gradient that others have: they take part with zeros. Give the
             module, and not its parameters, if a rank may lack all of them.
         sync_parameters: Whether rank 0's parameters and buffers are given to all ranks now.
         sync_buffers: Whether rank 0's buffers are given to all ranks after each backward pass.
 
     Raises:
+        ValueError: Another averager has the model, or a part of it.
         MismatchError: Ranks have different models or settings; or, from `backward()` and on every rank, some
             rank has no gradient for a parameter that others have, and `find_unused` was not said.
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not come; names the parameters.
@@ -96,6 +98,7 @@ class GradientAverager(Moving):
         self._attach(comm, sync_parameters=sync_parameters)
 
     def _attach(self, comm: Communicator, *, sync_parameters: bool) -> None:
+        check_unhooked(self._named)
         codec = codec_for(self._compression)
         settings = (*self._sizes, self._average, self._find_unused, self._sync_buffers, repr(codec))
         agree_on_parameters(self._named, comm, settings)

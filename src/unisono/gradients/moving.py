@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 from unisono.communicator import Communicator
+from unisono.gradients.plan import Named
 from unisono.gradients.schedule import BucketSchedule
 
-__all__ = ["Moving"]
+__all__ = ["Moving", "check_unhooked"]
 
 
 class Moving(ABC):
@@ -53,3 +55,14 @@ class Moving(ABC):
 
     @abstractmethod
     def _attach(self, comm: Communicator, *, sync_parameters: bool) -> None: ...
+
+
+def check_unhooked(named: Named) -> None:
+    """`ValueError` for a tensor that takes no hooks, or has an averager's: two would take each other's gradients."""
+    for name, parameter in named:
+        if not parameter.is_leaf:
+            raise ValueError(f"{name!r} is the result of a computation; pass what it was computed from")
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            if isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Moving):
+                raise ValueError(f"{name!r} is averaged by another GradientAverager; remove() that one first")

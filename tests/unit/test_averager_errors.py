@@ -99,6 +99,16 @@ def test_a_rank_that_makes_fewer_steps_is_named_with_the_parameters() -> None:
     assert other.startswith(("CommTimeoutError", "DeadlockError", "PeerLostError"))
 
 
+def test_a_model_that_is_converted_later_is_told_what_to_do() -> None:
+    def program(comm: un.Communicator) -> None:
+        model = nn.Linear(1, 1)
+        un.GradientAverager(model, comm)
+        with pytest.raises(RuntimeError, match="among 'bias' to 'weight': the model's dtype or device has changed"):
+            model.double()(torch.ones(1).double()).sum().backward()
+
+    un.launch(program, 2, "thread")
+
+
 def test_a_parameter_has_one_averager() -> None:
     def program(comm: un.Communicator) -> float:
         model = nn.Linear(1, 1)

@@ -100,9 +100,18 @@ class BucketSchedule:
                     bucket.add_late()
                     self.reducer.start(bucket)
                     self.reducer.finish(bucket)
-            bucket.hand_out(present)
+            self._hand_out(bucket, present)
             found.append((bucket, present))
         return found
+
+    def _hand_out(self, bucket: Bucket, present: list[tuple[bool, bool]]) -> None:
+        try:
+            bucket.hand_out(present)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"means no longer fit the parameters among {self._called(bucket)}: the model's dtype or device has "
+                "changed since the averager was made. remove() it before, and make another one after that"
+            ) from error
 
     def begin(self) -> None:
         """Make ready for the next step, also after one that was broken off."""
@@ -117,7 +126,9 @@ class BucketSchedule:
         try:
             yield
         except CommError as error:
-            first, last = self._names[bucket.indices[0]], self._names[bucket.indices[-1]]
-            what = repr(first) if first == last else f"{first!r} to {last!r}"
-            error.message += f" (while averaging the gradients of {what})"
+            error.message += f" (while averaging the gradients of {self._called(bucket)})"
             raise
+
+    def _called(self, bucket: Bucket) -> str:
+        first, last = self._names[bucket.indices[0]], self._names[bucket.indices[-1]]
+        return repr(first) if first == last else f"{first!r} to {last!r}"

@@ -31,7 +31,8 @@ def average_gradients(
         bucket_cap_mb: Size of a message in MiB; gradients are packed into such.
 
     Raises:
-        MismatchError: Ranks have different models.
+        MismatchError: Ranks have messages of different lengths or dtypes, of different models. Those that differ in
+            names or shapes alone are not noticed: `GradientAverager` compares them.
 
     Cost: one all_reduce of the gradients' bytes in few messages, and two copies.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -15,6 +16,9 @@ from unisono.data.indices import Indices, Listed
 from unisono.data.partitions.strided import Strided
 
 __all__ = ["PARTITIONER", "Sampled"]
+
+# Ranks that are threads share the global generators, and often the sampler.
+_one_at_a_time = threading.RLock()
 
 
 class Sampled(Strided):
@@ -48,11 +52,11 @@ class Sampled(Strided):
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
         if shuffle:
             raise ValueError("a sampler has an order of its own: leave shuffle out")
-        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
-            set_epoch(epoch)
         # A number that depends on all bits of both.
         chance = IndexShuffle(1 << 62, seed, epoch)[0]
-        with _seeded(self._sampler, chance):
+        with _one_at_a_time, _seeded(self._sampler, chance):
+            if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+                set_epoch(epoch)
             return Listed(list(self._sampler))
 
     def fingerprint(self) -> str:

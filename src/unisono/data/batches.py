@@ -58,14 +58,14 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         drop_last: bool = False,
         empty: bool = False,
     ) -> None:
-        if operator.index(batch_size) < 1:
+        if (size := operator.index(batch_size)) < 1:
             raise ValueError(f"batch_size must be 1 or more, but is {batch_size}")
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         # One part that is all of the epoch: its state is the same on every rank.
         self._whole = PartitionSampler(dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed)
         if not self._whole.rule.interleaves:
             raise ValueError("batches of all ranks are cut from one order: partition must be one that deals in turns")
-        self.batch_size, self.drop_last, self._empty = batch_size, drop_last, empty
+        self.batch_size, self.drop_last, self._empty = size, drop_last, empty
         self._check(self.num_replicas)
 
     @property
@@ -87,7 +87,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
 
     def advance(self, steps: int = 1) -> None:
         """The job has made so many steps. Not needed with torchdata's StatefulDataLoader."""
-        left = self._whole.left
+        left, steps = self._whole.left, operator.index(steps)
         if not 0 <= steps <= -(-left // self.batch_size):
             raise ValueError(f"{steps} steps cannot have been made: {left} samples are left of epoch {self.epoch}")
         self._whole.advance(min(steps * self.batch_size, left))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Counted", "Indices", "Joined", "Listed", "Places", "Selected", "select", "taken_from"]
+__all__ = ["Counted", "Indices", "Joined", "Listed", "Places", "Selected", "are_whole", "select", "taken_from"]
 
 Places = range | torch.Tensor
 """Some places of a sequence: a range with a positive step, or a one-dimensional int64 tensor on the CPU."""
@@ -166,6 +166,11 @@ def _selected(base: Indices, piece: Places) -> Indices:
     if isinstance(base, Selected) and isinstance(base.places, range) and isinstance(piece, range):
         return Selected(base.base, base.places[piece.start : piece.stop : piece.step])
     return Selected(base, piece)
+
+
+def are_whole(numbers: torch.Tensor) -> bool:
+    """Whether a tensor is of whole numbers: not a mask, nor of fractions that would be cut off."""
+    return not (numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex())
 
 
 def taken_from(places: Places, start: int, stop: int) -> torch.Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
 
+from unisono.data.indices import are_whole
 from unisono.errors import MismatchError
 
 __all__ = ["gather_metrics", "gather_samples"]
@@ -73,7 +75,8 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         dst: The only rank that wants the result; None: every rank.
 
     Raises:
-        ValueError: On every rank: indices and outputs differ in number, or a sample is there twice, or missing.
+        ValueError: On every rank: indices and outputs differ in number, indices are no whole numbers, or a sample is
+            there twice, or missing.
 
     Returns:
         A tensor on the CPU, or a list, with an entry for each sample, by ascending index; None where `dst` is another.
@@ -86,7 +89,9 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         >>> un.launch(program, nprocs=2, backend="thread")
         [[0, 10, 20, 30, 40], [0, 10, 20, 30, 40]]
     """
-    places = torch.as_tensor(indices, dtype=torch.int64).detach().to("cpu")
+    given = torch.as_tensor(indices).detach().to("cpu")
+    # What are no whole numbers travels as it is: then it is an error on every rank.
+    places = given.long() if not given.numel() or are_whole(given) else given
     kept = outputs.detach().to("cpu") if isinstance(outputs, torch.Tensor) else list(outputs)
     if comm is None:
         everyone = [(places, kept)]
@@ -113,6 +118,8 @@ def _check(heads: Sequence[tuple[torch.Tensor, int]], count: int | None) -> None
     for rank, (places, length) in enumerate(heads):
         if places.dim() != 1 or len(places) != length:
             raise ValueError(f"rank {rank} gave {length} outputs for indices of shape {tuple(places.shape)}")
+        if not are_whole(places):
+            raise ValueError(f"rank {rank} gave indices of {places.dtype}, which are no whole numbers")
     found, times = torch.cat([places for places, _ in heads]).unique(return_counts=True)
     if bool((times > 1).any()):
         twice = found[times > 1].tolist()
@@ -125,9 +132,11 @@ def _summed(name: str, values: torch.Tensor | Sequence[float] | float, count: in
     """How many samples, and their exact sum: a whole number of 2^-1130 in hexadecimal, or what is not finite."""
     given = torch.as_tensor(values).detach().to("cpu", torch.float64)
     if given.dim() == 0:
-        if count is None or count < 0:
+        # A number of Python's: numpy's would overflow later, in silence.
+        many = -1 if count is None else operator.index(count)
+        if many < 0:
             raise ValueError(f"{name!r} is a sum: say count=..., over how many samples")
-        return count, _exact_sum(given.reshape(1))
+        return many, _exact_sum(given.reshape(1))
     if given.dim() != 1:
         raise ValueError(f"{name!r} must be one number a sample, but has the shape {tuple(given.shape)}")
     return len(given), _exact_sum(given)

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar, overload
 import torch
 from torch.utils.data import Dataset
 
-from unisono.data.indices import select
+from unisono.data.indices import are_whole, select
 from unisono.data.keyed import sorted_by_chance
 from unisono.data.partitioner import Partitioner, resolve
 from unisono.data.shares import apportion
@@ -39,6 +39,7 @@ class Partition(Dataset[T_co]):
 
     Raises:
         IndexError: On indexing past either end.
+        TypeError: `indices` are no whole numbers, but a mask, say.
 
     Example:
         >>> part = Partition("abcdef", [5, 0, 2])
@@ -48,7 +49,12 @@ class Partition(Dataset[T_co]):
 
     def __init__(self, data: _Indexable[T_co], indices: Sequence[int] | torch.Tensor) -> None:
         self.data = data
-        self.indices = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
+        given = torch.as_tensor(indices, device="cpu")
+        if given.numel() and not are_whole(given):
+            raise TypeError(f"indices are whole numbers, not {given.dtype}; of a mask take mask.nonzero().flatten()")
+        if given.dim() != 1:
+            raise ValueError(f"indices must be one-dimensional, but have the shape {tuple(given.shape)}")
+        self.indices = given.long()
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -120,6 +126,7 @@ class DataPartitioner(Generic[T_co]):
         if operator.index(seed) < 0:
             raise ValueError(f"seed must be 0 or more, but is {seed}")
         self.data = data
+        sizes = [float(size) for size in sizes]
         lengths = apportion(count, sizes)
         self.partitions: tuple[torch.Tensor, ...]
         if partition is None and shuffle is not False:

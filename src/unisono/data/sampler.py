@@ -152,7 +152,7 @@ class PartitionSampler(Sampler[Any]):
     # -- progress ------------------------------------------------------------------------------
     def advance(self, count: int) -> None:
         """This rank has trained on its next `count` samples. Not needed with torchdata's StatefulDataLoader."""
-        current = self._now()
+        current, count = self._now(), operator.index(count)
         if not 0 <= count <= self.left:
             raise ValueError(
                 f"rank {self.rank} cannot have trained on {count} samples more: "

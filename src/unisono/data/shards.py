@@ -85,14 +85,16 @@ class ShardPartition(IterableDataset[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch; nothing changes if it is the current one."""
         if operator.index(epoch) != self.epoch:
-            self._begin(epoch)
+            self._begin(operator.index(epoch))
 
     def advance(self, count: int) -> None:
         """This rank has trained on its next `count` samples, of a loader without workers. Iterating anew goes on there.
 
         With workers let torchdata's StatefulDataLoader keep the state: only they know where one shard ended.
         """
-        left, done, skip = count, self._done, self._skip
+        left, done, skip = operator.index(count), self._done, self._skip
+        if left < 0:
+            raise ValueError(f"a rank cannot have trained on {count} samples more")
         while left:
             if done < len(self._lengths):
                 length = self._lengths[done]

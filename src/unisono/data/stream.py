@@ -68,16 +68,17 @@ class StreamPartition(IterableDataset[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch; nothing changes if it is the current one."""
-        if operator.index(epoch) != self.epoch:
+        epoch = operator.index(epoch)
+        if epoch != self.epoch:
             self.epoch, self._edge, self._holes, self._taken = epoch, 0, [], 0
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
 
     def advance(self, count: int) -> None:
         """This rank has trained on its next `count` samples. Iterating anew goes on after them."""
-        if count < 0:
+        if operator.index(count) < 0:
             raise ValueError(f"a rank cannot have trained on {count} samples more")
-        self._taken += count
+        self._taken += operator.index(count)
 
     def state_dict(self) -> dict[str, Any]:
         """How far this rank has come; plain values."""

@@ -190,3 +190,21 @@ def test_lines_of_files_near_and_far(tmp_path: Path) -> None:
         file.write("three\n")
     urls = [str(near), "memory://b.txt"]
     assert sorted(ShardPartition(urls, read_lines)) == ["one", "three", "two"]
+
+
+@pytest.mark.parametrize("make", [lambda: StreamPartition(range(9)), lambda: ShardPartition(["a"], lambda _: range(9))])
+def test_workers_that_live_on_leave_nothing_out_in_silence(make: Any) -> None:
+    saved = make()
+    iterator = iter(saved)
+    for _ in range(4):
+        next(iterator)
+    saved.advance(4)
+    resumed = make()
+    resumed.load_state_dict(saved.state_dict())
+    loader = DataLoader(resumed, batch_size=None, num_workers=1, persistent_workers=True)
+    assert list(loader) == [4, 5, 6, 7, 8]
+    resumed.set_epoch(1)
+    with pytest.raises(RuntimeError, match="workers that live on do not hear of set_epoch"):
+        list(loader)
+    anew = DataLoader(make(), batch_size=None, num_workers=1, persistent_workers=True)
+    assert list(anew) == list(anew) == list(range(9))

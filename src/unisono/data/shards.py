@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.data.feistel import IndexShuffle
 from unisono.data.ranks import ranks_of
+from unisono.data.workers import Passes
 from unisono.errors import UnavailableError
 
 __all__ = ["ShardPartition", "read_lines"]
@@ -39,6 +40,9 @@ class ShardPartition(IterableDataset[T_co]):
 
     Each shard is read by one worker of one rank, from its beginning; nobody else opens it. Every sample is given once,
     by any number of ranks and workers.
+
+    Workers of a loader that live on (`persistent_workers=True`) keep the epoch that they began with; after a resume
+    they raise `RuntimeError` when the second epoch begins.
 
     Args:
         shards: Names or URLs, the same list on every rank. At least as many as there are ranks and workers together,
@@ -80,7 +84,7 @@ class ShardPartition(IterableDataset[T_co]):
         self._begin(0)
 
     def __iter__(self) -> Iterator[T_co]:
-        return _Reader(self)
+        return self._passes.begin(bool(self._done or self._skip or self._resumed)) or _Reader(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch; nothing changes if it is the current one."""
@@ -152,7 +156,7 @@ class ShardPartition(IterableDataset[T_co]):
 
     def _begin(self, epoch: int) -> None:
         self.epoch, self._resumed = epoch, False
-        self._done, self._skip, self._lengths, self._reading = 0, 0, [], 0
+        self._done, self._skip, self._lengths, self._reading, self._passes = 0, 0, [], 0, Passes()
         order = IndexShuffle(len(self.shards), self.seed, epoch) if self.shuffle else range(len(self.shards))
         self._jobs = [(shard, 0) for shard in order]
 

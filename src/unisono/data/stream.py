@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.data.deal import leftover
 from unisono.data.ranks import ranks_of
+from unisono.data.workers import Passes
 
 __all__ = ["StreamPartition"]
 
@@ -24,6 +25,9 @@ class StreamPartition(IterableDataset[T_co]):
     Ranks take samples in turns, so that they have equally many but for one. Workers of a `DataLoader` take whole
     batches in turns: what a loop has trained on is then the beginning of what its rank gets, whatever
     the number of workers, and a state can be loaded on another number of ranks and of workers.
+
+    Workers of a loader that live on (`persistent_workers=True`) keep the epoch that they began with; after a resume
+    they raise `RuntimeError` when the second epoch begins.
 
     Args:
         dataset: An iterable that gives the same samples each time; if it has a `set_epoch`, that is called, too.
@@ -62,15 +66,16 @@ class StreamPartition(IterableDataset[T_co]):
         # Committed by earlier ranks: all places below the edge but for the holes.
         self._edge, self._taken = 0, 0
         self._holes: list[int] = []
+        self._passes = Passes()
 
     def __iter__(self) -> Iterator[T_co]:
-        return _Share(self)
+        return self._passes.begin(bool(self._taken or self._edge)) or _Share(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch; nothing changes if it is the current one."""
         epoch = operator.index(epoch)
         if epoch != self.epoch:
-            self.epoch, self._edge, self._holes, self._taken = epoch, 0, [], 0
+            self.epoch, self._edge, self._holes, self._taken, self._passes = epoch, 0, [], 0, Passes()
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
 
@@ -98,6 +103,7 @@ class StreamPartition(IterableDataset[T_co]):
             raise ValueError("these are not states of a StreamPartition, of one job at one time")
         first = states[0]
         self.epoch, self._edge, self._holes, self._taken = first["epoch"], first["edge"], list(first["holes"]), 0
+        self._passes = Passes()
         told = {s["rank"]: s["taken"] for s in states}
         if first["parts"] == self.num_replicas and self.rank in told:
             self._taken = told[self.rank]

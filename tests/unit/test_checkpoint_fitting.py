@@ -16,11 +16,27 @@ from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
 
 import unisono as un
 from unisono.checkpoint import StateError
+from unisono.testing import run_ranks
 
 
 class Size(NamedTuple):
     width: int
     height: Any
+
+
+class Moved(nn.Module):
+    """Of version 2: what is of an older one, or does not say, is twice as large."""
+
+    _version = 2
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((2,), value))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            state[prefix + "w"] = state[prefix + "w"] / 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
 def hollow() -> torch.Tensor:
@@ -102,3 +118,20 @@ def test_a_scheduler_with_a_counter_goes_on(tmp_path: Path) -> None:
         optimizer.step()
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("around", [lambda module: module, lambda module: nn.Sequential(nn.Linear(1, 1), module)])
+def test_modules_hear_of_which_version_they_are(tmp_path: Path, around: Callable[[nn.Module], nn.Module]) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        saved, other = Moved(8.0 + comm.rank), Moved(0.0)
+        model = around(saved)
+        un.checkpoint.sync({"model": model}, comm)
+        un.checkpoint.save(tmp_path, {"model": model}, comm)
+        un.checkpoint.load(tmp_path, {"model": around(other)}, comm)
+        return [saved.w[0].item(), other.w[0].item()]
+
+    assert run_ranks(program, 2) == [[8, 8], [8, 8]]
+    older = Moved(8.0)
+    older._version = 1
+    un.checkpoint.save(tmp_path, older)
+    assert un.checkpoint.load(tmp_path, Moved(0.0)).w[0] == 4

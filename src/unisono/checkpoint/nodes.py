@@ -27,6 +27,7 @@ __all__ = [
     "tagged",
     "taken_over",
     "why_unfillable",
+    "with_versions",
 ]
 
 _DICTS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
@@ -131,3 +132,11 @@ def why_unfillable(tensor: torch.Tensor) -> str | None:
     if is_hollow(tensor):
         return f"is a {type(tensor).__name__} here, without memory of its own to fill"
     return None if injective(tensor) else "has elements here that share memory, as after expand()"
+
+
+def with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """A module's state that tells of the versions that its modules had when it was saved; 1 where none is."""
+    made = OrderedDict(state)
+    told = {name: saved.get(name, {"version": 1}) for name, _ in module.named_modules(remove_duplicate=False)}
+    vars(made)["_metadata"] = OrderedDict({**told, **saved})
+    return made

@@ -23,6 +23,7 @@ from unisono.checkpoint.nodes import (
     join,
     tagged,
     why_unfillable,
+    with_versions,
 )
 from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
 from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
@@ -163,21 +164,23 @@ class Restoration:
         return put
 
     def _match_object(self, target: Any, node: Node, path: str) -> _Build:
-        inner = node["$state"][1] if tag_of(node) == "$state" else node
+        _, inner, *told = node["$state"] if tag_of(node) == "$state" else ("", node)
         current = target.state_dict()
         module = isinstance(target, torch.nn.Module)
         if isinstance(target, torch.optim.Optimizer):
             self._check_groups(current, inner, path)
         mode: _Mode = "strict" if module else "shapes" if isinstance(target, torch.optim.Optimizer) else "loose"
         build = self._match(current, inner, path, mode, fresh=True)
+        versions = self._anew(told[0]) if module and told else None
         # Parameters on the meta device have no memory to fill: the loaded ones take their place.
         assign = module and any(isinstance(t, torch.Tensor) and t.is_meta for t in current.values())
+        options = {"strict": self._strict, "assign": assign} if module else {}
 
         def put() -> Any:
-            if module:
-                target.load_state_dict(build(), strict=self._strict, assign=assign)
-            else:
-                target.load_state_dict(build())
+            made = build()
+            if versions is not None:
+                made = with_versions(made, versions(), target)
+            target.load_state_dict(made, **options)
             return target
 
         return put

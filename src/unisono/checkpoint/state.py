@@ -156,4 +156,11 @@ def _object(packer: Packer, value: Any, path: str, depth: int) -> Node | None:
     if not callable(getattr(value, "state_dict", None)) or isinstance(value, type):
         return None
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return {"$state": [kind, packer.pack(value.state_dict(), path, depth + 1)]}
+    state = value.state_dict()
+    body = [kind, packer.pack(state, path, depth + 1)]
+    known = getattr(state, "_metadata", None)
+    if isinstance(known, dict):
+        # By its version a module knows whether what it loads is of an older form. Most have 1, which is not written.
+        told = {name: one for name, one in known.items() if one != {"version": 1}}
+        body.append(packer.pack(told, f"{path}._metadata", depth + 1))
+    return {"$state": body}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,16 @@ def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.Mo
     assert checkpointer.steps() == [2]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["step-0000000002"]
     assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_was_just_saved_stays_when_the_clock_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    now = time.time_ns()
+    with Checkpointer(tmp_path, keep=2, background=background) as checkpointer:
+        for step, instant in ((1, now), (2, now + 1), (3, now - 10**12)):
+            monkeypatch.setattr("unisono.checkpoint.saving.time.time_ns", lambda instant=instant: instant)
+            checkpointer.save(step, {"step": step})
+            checkpointer.wait()
+    assert checkpointer.steps() == [2, 3]

@@ -78,10 +78,10 @@ class Checkpointer:
         self.wait()
         place, extra = self._storage.child(f"{_PREFIX}{step:010d}"), {"step": step}
         if self.background:
-            self._saving = start(place, state, self._comm, extra=extra, after=self._rotate)
+            self._saving = start(place, state, self._comm, extra=extra, after=lambda: self._rotate(place.name))
         else:
             save(place, state, self._comm, extra=extra)
-            self._rotate()
+            self._rotate(place.name)
 
     def load(self, state: Any, *, step: int | None = None, map_location: MapLocation = None) -> int | None:
         """Load the newest complete checkpoint, or that of a step, in place. Collective.
@@ -126,12 +126,15 @@ class Checkpointer:
         """Newest first."""
         return [storage for storage, _ in complete(self._storage) if _is_ours(storage.name)]
 
-    def _rotate(self) -> None:
-        """Take old ones away, and what crashes have left. Rank 0 does it."""
+    def _rotate(self, saved: str) -> None:
+        """Take old ones away, and what crashes have left. Rank 0 does it.
+
+        What was saved just now stays, though an earlier one may seem newer, of a host whose clock was ahead.
+        """
         if self._comm is not None and self._comm.rank:
             return
         try:
-            found = self._complete()
+            found = sorted(self._complete(), key=lambda storage: storage.name != saved)
             kept = [storage.name for storage in found[: self.keep]]
             broken = [name for name in self._storage.children() if _is_ours(name) and not self._has_manifest(name)]
             for name in [*(storage.name for storage in found[self.keep :]), *broken]:

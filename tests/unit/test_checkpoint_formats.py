@@ -203,3 +203,9 @@ def test_the_ported_example(ranks: int) -> None:
     sums = example.main(ranks, "thread")
     assert len(sums) == ranks
     assert len(set(sums)) == 1
+
+
+def test_two_tensors_of_one_name_are_not_one(tmp_path: Path) -> None:
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"two tensors of the state would both be called 'a.b'"):
+        un.checkpoint.convert(tmp_path / "x.pt", tmp_path / "y.safetensors")

@@ -45,8 +45,8 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
 
     Args:
         source: As for `read_any`.
-        target: What to write. `.pt`, `.pth`, `.bin`: as `torch.save`; `.safetensors`; `.dcp`: a directory as DCP
-            writes; anything else: as `save`.
+        target: What to write. `.pt`, `.pth`, `.bin`: as `torch.save`; `.safetensors`: its tensors alone; `.dcp`: a
+            directory as DCP writes; anything else: as `save`.
         to: The format, if the target's name does not say it: "unisono", "torch", "safetensors", "dcp".
         trusted: As for `read_any`.
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from unisono.checkpoint.errors import FormatError
+
 __all__ = ["read", "recognises", "suits", "write"]
 
 
@@ -35,6 +37,8 @@ def write(path: Path, state: Any) -> None:
 
 def _collect(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
+        if path in tensors:
+            raise FormatError(f"two tensors of the state would both be called {path!r} in a safetensors file")
         tensors[path or "state"] = value
     elif isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):

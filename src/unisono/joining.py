@@ -16,7 +16,7 @@ from unisono.control.client import SocketControl
 from unisono.errors import AbortedError, CommError, MismatchError
 from unisono.failing import cause_of
 from unisono.group import Group
-from unisono.startup import TIMEOUT_S, Wrap
+from unisono.startup import TIMEOUT_S, Wrap, check_timeout
 from unisono.transport import Options
 
 __all__ = ["join"]
@@ -46,7 +46,7 @@ def join(
         wrap: As for `init`.
 
     Raises:
-        ValueError: Neither an init method nor a process was given, or both.
+        ValueError: Neither an init method nor a process was given, or both; or the timeout makes no sense.
         CommTimeoutError: The job's ranks have not called `rebuild(grow=...)`.
         CommError: There is no such job, or the secrets differ.
 
@@ -56,6 +56,7 @@ def join(
         ...
         unisono.errors.CommError: process 1 has no part in a job of unisono that this user may ask ...
     """
+    check_timeout(timeout)
     if (init_method is None) == (pid is None):
         raise ValueError("give either an init_method, as the job's ranks did, or the pid of one of its processes")
     address, known, host_rank = find_running(init_method, pid, secret)

@@ -21,7 +21,7 @@ from unisono.surroundings import best, explore, hosts_given
 from unisono.transport import Options, Transport
 from unisono.work import patience
 
-__all__ = ["CHUNK_BYTES", "TIMEOUT_S", "Wrap", "init", "launch"]
+__all__ = ["CHUNK_BYTES", "TIMEOUT_S", "Wrap", "check_timeout", "init", "launch"]
 
 _log = logging.getLogger("unisono")
 
@@ -192,9 +192,14 @@ def _run(
     return conclude(ended, nprocs, on_failure)
 
 
-def _check_common(timeout: float, chunk_bytes: int) -> None:
-    if not patience(timeout, timeout) > 0:
+def check_timeout(timeout: float) -> None:
+    """Raise unless it is a positive number of seconds."""
+    if not patience(timeout, 0.0) > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+
+
+def _check_common(timeout: float, chunk_bytes: int) -> None:
+    check_timeout(timeout)
     if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be a positive int, not {chunk_bytes!r}")
 

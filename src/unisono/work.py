@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,8 @@ def patience(timeout: float | None, usual_s: float) -> float:
     if timeout is None:
         return usual_s
     if not isinstance(timeout, Real):
-        raise TypeError(f"timeout is a number of seconds, not a {type(timeout).__name__}")
+        hint = "; give its total_seconds()" if isinstance(timeout, timedelta) else ""
+        raise TypeError(f"timeout is a number of seconds, not a {type(timeout).__name__}{hint}")
     if not 0 <= timeout <= _LONGEST_S:
         raise ValueError(f"timeout must be from 0 to 1e9 seconds, not {timeout!r}")
     return timeout

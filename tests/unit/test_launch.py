@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,8 @@ def test_output_of_ranks_is_the_callers(capfd: pytest.CaptureFixture[str]) -> No
         ({"nprocs": 0}, ValueError, "positive"),
         ({"backend": "gluu"}, ValueError, "known: .*gloo.*thread"),
         ({"timeout": 0}, ValueError, "seconds"),
+        ({"timeout": float("inf")}, ValueError, "from 0 to 1e9 seconds"),
+        ({"timeout": timedelta(seconds=60)}, TypeError, "total_seconds"),
         ({"on_failure": "ignore"}, ValueError, "'end' or 'continue'"),
         ({"fn": 3}, TypeError, "function"),
         ({"chunk_bytes": 0}, ValueError, "chunk_bytes"),
@@ -311,3 +315,22 @@ def test_typed_programs_take_their_own_classes_along_and_need_no_output(tmp_path
         check=False,
     )
     assert (tmp_path / "said").read_text() == "done", ran.stderr
+
+
+def test_an_interrupt_ends_ranks_that_are_threads() -> None:
+    ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def wait_for_each_other(comm: un.Communicator) -> None:
+        try:
+            comm.barrier()
+            if comm.rank == 0:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            comm.recv(torch.ones(1), src=1 - comm.rank)
+        except un.CommError as error:
+            ended.put(error)
+
+    with pytest.raises(KeyboardInterrupt):
+        un.launch(wait_for_each_other, 2, "thread")
+    for error in (ended.get(timeout=20), ended.get(timeout=20)):
+        assert isinstance(error, un.errors.AbortedError)
+        assert "launch was ended by KeyboardInterrupt" in str(error)

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 
+from unisono.control import Cause
 from unisono.control.local import LocalHub
 from unisono.group import Group
 from unisono.launching.job import GRACE_S, Job, Outcome
@@ -30,8 +31,19 @@ def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
         finally:
             control.close()
 
-    for rank in range(size):
-        threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()
+    try:
+        for rank in range(size):
+            threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()
+        return _collect(done, size, on_failure)
+    except BaseException as error:
+        # Somebody has interrupted it. Nobody waits for the ranks any more, which end at their next call.
+        cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")
+        hub.control().fail(Group.world(0, size), cause)
+        raise
+
+
+def _collect(done: queue.SimpleQueue[Outcome], size: int, on_failure: str) -> list[Outcome]:
+    """Outcomes, until all ranks have ended, or the grace after a failure is over."""
     ended: list[Outcome] = []
     deadline: float | None = None
     while len(ended) < size:

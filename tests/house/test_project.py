@@ -52,3 +52,18 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_pages_were_found() -> None:
     assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= {page.name for page in PAGES}
+
+
+def test_errors_are_what_the_pages_say_of_them() -> None:
+    errors = unisono.errors
+    row = re.compile(r"^\| `(\w+Error)` \|(.*)$", re.MULTILINE)
+    reference = (ROOT / "docs/reference.md").read_text().partition("## `unisono.errors`")[2].partition("\n## ")[0]
+    told = {name: set(re.findall(r"`(\w+Error)`", rest)) for name, rest in row.findall(reference)}
+    explained = row.findall((ROOT / "docs/how-to/understand-errors.md").read_text())
+    assert told.keys() == set(errors.__all__)
+    assert {name for name, _ in explained} == told.keys() - {"CommError"}
+    for name, also in [*told.items(), *((name, set(re.findall(r"`(\w+)`", r.split("|")[0]))) for name, r in explained)]:
+        kinds = {kind.__name__ for kind in getattr(errors, name).__mro__}
+        expected = kinds & {"ValueError", "TimeoutError", "ConnectionError", "ArithmeticError", "ImportError"}
+        assert also <= kinds
+        assert expected <= also or "CommTimeoutError" in also

@@ -57,7 +57,8 @@ def init(
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank, world_size: This process's number, and how many there are; from the environment if None.
         timeout: Seconds for joining, and the default for every operation.
-        device: Where this rank's tensors live; "cuda:<local rank>" with nccl, else "cpu".
+        device: Where this rank's tensors live; with nccl "cuda:<local rank>", modulo the GPUs that are to be seen;
+            else "cpu".
         secret: What ranks prove to each other that they belong together. If None, the variable
             UNISONO_SECRET, else a key of this user that the first rank of a host makes (mode 0600).
         check: "auto" compares before each collective what all ranks are about to do; "off" does not.
@@ -85,7 +86,8 @@ def init(
     try:
         around = explore(place, interface, timeout)
         name = best(around.sharing, gpus=around.gpus) if backend == "auto" else backend
-        options = _options(name, device, place.local_rank or 0, timeout, chunk_bytes, around.address)
+        local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
+        options = _options(name, device, local_rank, timeout, chunk_bytes, around.address)
         if backend == "auto":
             options = replace(options, hosts=around.sharing)
         _log.info("unisono: %s, backend %s, reached at %s (%s)", place.source, name, around.address, around.interface)
@@ -215,7 +217,8 @@ def _options(
     if device is not None:
         chosen = str(device)
     elif backend == "nccl":
-        chosen = "cuda" if local_rank is None else f"cuda:{local_rank}"
+        # A launcher may show each rank its own GPU alone, whatever its number.
+        chosen = "cuda" if local_rank is None else f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
     else:
         chosen = "cpu"
     return Options(backend, chosen, timeout, address, chunk_bytes)

@@ -43,6 +43,15 @@ class Surroundings:
     address: str
     interface: str
 
+    def number_here(self, rank: int) -> int:
+        """Which one of its host's ranks this is, from 0.
+
+        Example:
+            >>> Surroundings(((0, 2), (1, 3)), ((0, 2), (1, 3)), gpus=True, address="", interface="").number_here(3)
+            1
+        """
+        return next(ranks.index(rank) for ranks in self.hosts if rank in ranks)
+
     def prepare(self, backend: str, place: Place, timeout: float) -> None:
         """What a backend of this name needs between hosts: ways that are open, and libraries that know the interface.
 

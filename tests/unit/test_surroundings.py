@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from patience import together
 
-from unisono import hosts
+import unisono as un
+from unisono import hosts, startup
 from unisono.control import LocalHub
 from unisono.group import Group
 from unisono.surroundings import best
@@ -107,3 +111,28 @@ def test_the_best_backend() -> None:
     assert best(((0,),), gpus=False) == "thread"
     assert best(((0, 1), (2, 3)), gpus=False) == "shm+gloo"
     assert best(((0,), (1,), (2,)), gpus=False) == "gloo"
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(2, ["cuda:0", "cuda:1"]), (1, ["cuda:0", "cuda:0"])])
+def test_ranks_of_one_host_take_a_gpu_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, expected: list[str]
+) -> None:
+    seen: dict[int, str] = {}
+
+    class Refusing:
+        in_process = False
+
+        @classmethod
+        def connect(cls, group: Group, control: Any, options: Any) -> Any:
+            seen[group.rank] = options.device
+            raise un.errors.UnavailableError("there is no GPU")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(startup, "transport_named", lambda name: Refusing)
+
+    def start(rank: int) -> None:
+        with pytest.raises(un.errors.UnavailableError, match="there is no GPU"):
+            un.init("nccl", init_method=f"file://{tmp_path}/meeting", rank=rank, world_size=2, timeout=20)
+
+    together(lambda: start(0), lambda: start(1))
+    assert [seen[0], seen[1]] == expected

@@ -82,7 +82,22 @@ def test_a_flipped_bit_of_a_message_is_found() -> None:
             with pytest.raises(CorruptedError, match=r"a message from rank 0 .tag 0. holds other bytes than it sent"):
                 comm.recv(torch.zeros(4), 0)
 
+    def later(comm: Any) -> None:
+        if comm.rank == 0:
+            with contextlib.suppress(CommError):
+                comm.send(torch.ones(4), 1)
+            return
+        received = torch.zeros(4)
+        work = comm.irecv(received, 0)
+        assert work.is_completed()
+        assert isinstance(work.exception(), CorruptedError)
+        for _ in range(2):
+            with pytest.raises(CorruptedError):
+                work.wait()
+        assert received.tolist() == [0.0] * 4
+
     run_ranks(program, 2, "thread", check="full", wrap=Spoils)
+    run_ranks(later, 2, "thread", check="full", wrap=Spoils)
 
 
 def nothing_wrong(comm: Any) -> list[float]:

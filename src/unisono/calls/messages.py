@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from sys import _getframe
 from threading import get_ident
 
@@ -178,6 +178,7 @@ class _Posted(Work):
         # Messages are counted by themselves: each rank has its own number of them.
         self._operation, self._number = noted[0], engine.activity.messages
         self._lock = threading.Lock()
+        self._error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         if timeout is None:
@@ -219,12 +220,14 @@ class _Posted(Work):
         if not self._inner.is_completed():
             return False
         if self._inner.exception() is None:
-            self._finish()
+            # The next wait tells it.
+            with suppress(CommError):
+                self._finish()
         return True
 
     def exception(self) -> BaseException | None:
         error = self._inner.exception()
-        return self._failed(error) if error is not None else None
+        return self._failed(error) if error is not None else self._error
 
     def get_future(self) -> torch.futures.Future[None]:
         future: torch.futures.Future[None] = torch.futures.Future()
@@ -242,12 +245,16 @@ class _Posted(Work):
         return future
 
     def _finish(self) -> None:
-        try:
-            with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad():
+            try:
                 while self._after:
                     self._after.pop(0)()
-        except CommError as error:
-            raise self._failed(error) from error
+            except CommError as error:
+                # Every later wait has to say how this one ended.
+                self._after.clear()
+                self._error = self._failed(error)
+        if self._error is not None:
+            raise self._error
 
     def _failed(self, error: BaseException) -> BaseException:
         return self._engine.failed(error, self._operation, self._number)

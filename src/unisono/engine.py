@@ -55,6 +55,7 @@ class Engine(Standing):
         self._spare = Spare()
         self._helper = Helper(f"unisono {self.group.name} rank {self.group.rank}")
         self._pending = 0
+        self._retired = False
         self._lock = threading.Lock()
         self.above: Engine | None = None
         self.ending = Ending(transport, control, self._helper, options.timeout_s)
@@ -228,7 +229,9 @@ class Engine(Standing):
         error: BaseException | None = None
         self.activity.aside = True
         try:
-            self.check(job.fingerprint.operation)
+            # What was started before the end comes to its end; unless another group has taken the place of this one.
+            if self._broken is not None or self._retired:
+                self.check(job.fingerprint.operation)
             with torch.inference_mode(job.inference):
                 self._perform(job)
         except BaseException as raised:
@@ -237,6 +240,10 @@ class Engine(Standing):
             self._pending -= 1
         self.activity.aside = False
         work.complete(error)
+
+    @property
+    def unfinished(self) -> bool:
+        return self._pending > 0 and not self._retired
 
     # -- end -----------------------------------------------------------------------------------
     def close(self, patience: float) -> None:
@@ -251,7 +258,7 @@ class Engine(Standing):
         """Take no more calls, and end what is under way; another group takes the place of this one."""
         if self.closed:
             return
-        self.closed = self.activity.closed = self.ending.over = True
+        self.closed = self.activity.closed = self.ending.over = self._retired = True
         self._dropped.detach()
         self.transport.abort(ClosedError("the communicator was rebuilt; use the new one"))
         self._helper.end()

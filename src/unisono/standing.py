@@ -56,6 +56,11 @@ class Standing:
         """Whether calls can be made."""
         return self._broken is None and not self.closed
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether something is under way that was started before the end."""
+        return False
+
     def check(self, operation: str) -> None:
         """Raise if nothing can be called any more."""
         if self.closed:
@@ -65,7 +70,7 @@ class Standing:
 
     def on_failure(self, cause: Cause) -> None:
         """What the control plane calls, from its own thread, when the group has failed."""
-        if self._broken is None and not self.closed:
+        if self._broken is None and (self.unfinished or not self.closed):
             self._broken = cause
             self.activity.broken = True
             self.transport.abort(error_of(cause, self.group))

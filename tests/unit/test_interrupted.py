@@ -1,8 +1,10 @@
-"""What interrupts a call breaks the communicator, whichever way the call goes: the others have seen a part of it."""
+"""Calls that end early, and ends of communicators with calls under way."""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 
 import pytest
 import torch
@@ -48,3 +50,33 @@ def test_a_wrong_argument_breaks_nothing_on_the_short_way_either() -> None:
         return t.tolist()
 
     assert run_ranks(program, 2, "shm", timeout=10) == [[4.0, 4.0]] * 2
+
+
+def test_what_was_started_is_finished_by_close() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        tensors = [torch.ones(1) for _ in range(5)]
+        works = [comm.all_reduce(t, async_op=True) for t in tensors]
+        comm.close()
+        for work in works:
+            work.wait()
+        return [t.item() for t in tensors]
+
+    assert run_ranks(program, 2, "thread", timeout=10) == [[2.0] * 5] * 2
+
+
+def test_close_does_not_wait_for_who_has_died() -> None:
+    def program(comm: un.Communicator) -> float:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.monitored_barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = comm.all_reduce(torch.ones(2), async_op=True)
+        comm.monitored_barrier()
+        began = time.monotonic()
+        comm.close()
+        with pytest.raises(un.errors.PeerLostError):
+            work.wait()
+        return time.monotonic() - began
+
+    took_s, _ = run_ranks(program, 2, "shm", timeout=20, on_failure="continue")
+    assert took_s < 10

@@ -265,6 +265,22 @@ def test_a_message_that_has_not_come_when_the_communicator_is_closed_is_an_error
         assert set(said) <= {"ClosedError", "PeerLostError"}
 
 
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_either_thread_may_deliver_into_a_tensor_of_inference_mode(receiver: int) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        with torch.inference_mode(comm.rank == receiver):
+            t = torch.full((4,), float(comm.rank))
+            work = comm.irecv(t, 1 - receiver) if comm.rank == receiver else None
+        comm.barrier()
+        if work is None:
+            comm.send(t, receiver)
+        else:
+            work.wait()
+        return t.tolist()
+
+    assert on_threads(program) == [[1.0 - receiver] * 4] * 2
+
+
 def test_errors_survive_pickling() -> None:
     error = un.errors.CommTimeoutError("late", rank=1, size=2, operation="recv", peer=0, nbytes=4, waited_s=0.5)
     again = pickle.loads(pickle.dumps(error))

@@ -7,6 +7,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from unisono.control import Control
 from unisono.errors import PeerLostError
 from unisono.group import Group
@@ -84,7 +86,9 @@ class Letter:
             for work, peer in ((self.send, self.target), (self.recv, self.source)):
                 work.complete(misfit(self.source, said, self.target, wanted, self.sent.tag, peer))
             return
-        taken.copy_(given)
+        # The thread of either rank may do this, so the receiver's tensor says which mode it wants to be written in.
+        with torch.inference_mode(taken.is_inference()), torch.no_grad():
+            taken.copy_(given)
         self.send.arrived(self.sent)
         self.recv.arrived(self.expected)
 

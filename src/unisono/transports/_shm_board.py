@@ -118,27 +118,27 @@ class Board:
             while words[place] < number and spins:
                 spins -= 1
             if words[place] < number:
-                self.wait_until(lambda place=place: words[place] >= number, deadline, [base // _STRIDE])  # type: ignore[misc]
+                self._wait_for(base // _STRIDE, place, number, deadline)
+
+    def _wait_for(self, rank: int, place: int, number: int, deadline: float) -> None:
+        words = self._words
+        self.wait_until(lambda: words[place] >= number, deadline, lambda: [rank])
 
     # -- waiting -------------------------------------------------------------------------------
-    def wait_until(self, ready: Callable[[], bool], deadline: float, missing: Sequence[int]) -> None:
-        """Give way until something is so. Raises the abort's cause, or `CommTimeoutError`."""
+    def wait_until(self, ready: Callable[[], bool], deadline: float, missing: Callable[[], Sequence[int]]) -> None:
+        """Give way until something is so. Raises as `check`, or `CommTimeoutError`."""
         words, own, started = self._words, self._own, time.monotonic()
         for _ in range(_YIELDS):
             os.sched_yield()
             if ready():
                 return
         while not ready():
-            if self.broken is not None:
-                raise self.broken
-            for rank in missing:
-                if words[self._base[rank] + _LEFT] and not ready():
-                    raise PeerLostError(f"rank {rank} has left (it closed the communicator)", peer=rank)
+            self.check(ready, missing)
             if time.monotonic() > deadline:
-                waited, names = time.monotonic() - started, ", ".join(map(str, missing))
+                waited, ranks = time.monotonic() - started, missing()
                 raise CommTimeoutError(
-                    f"waited {waited:.1f} s for rank {names}. Is it alive, or did it skip a call?",
-                    peer=missing[0] if missing else None,
+                    f"waited {waited:.1f} s for rank {', '.join(map(str, ranks))}. Is it alive, or did it skip a call?",
+                    peer=ranks[0] if ranks else None,
                     waited_s=waited,
                 )
             heard = words[own + _BELL]
@@ -149,6 +149,15 @@ class Board:
                     _SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(heard & 0xFFFFFFFF), ctypes.byref(_NAP), None, 0
                 )
             words[own + _ASLEEP] = 0
+
+    def check(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Raise what keeps something from ever being so: the abort's cause, or that one of the missing has left."""
+        if self.broken is not None:
+            raise self.broken
+        for rank in missing():
+            # It may have come before it left; and another thread may have taken what it sent.
+            if self._words[self._base[rank] + _LEFT] and not ready() and rank in missing():
+                raise PeerLostError(f"rank {rank} has left (it closed the communicator)", peer=rank)
 
     def leave(self) -> None:
         """Tell that this rank will take no further part."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 import zlib
@@ -203,6 +202,7 @@ class _Moved(Countdown):
 
     def __init__(self, timeout_s: float, messages: Sequence[Message], board: Board, rings: Rings) -> None:
         self._board, self._rings = board, rings
+        self._seen_through = False
         super().__init__(timeout_s, messages)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -218,25 +218,39 @@ class _Moved(Countdown):
                 return
         while not self._done.is_set():
             try:
-                self._board.wait_until(
-                    lambda: self._rings.move() or self._done.is_set(), started + limit, [m.peer for m in self._messages]
-                )
+                self._board.wait_until(self._moved, started + limit, self._awaited)
             except CommTimeoutError:
                 raise late(self._messages, time.monotonic() - started) from None
+
+    def _moved(self) -> bool:
+        return self._rings.move() or self._done.is_set()
+
+    def _awaited(self) -> list[int]:
+        return [message.peer for message in self._messages]
 
     def is_completed(self) -> bool:
         if not self._done.is_set():
             self._rings.move()
+        if not self._done.is_set():
+            try:
+                self._board.check(self._moved, self._awaited)
+            except CommError as error:
+                self.complete(error)
         return self._done.is_set()
 
     def get_future(self) -> torch.futures.Future[None]:
-        if not self._done.is_set():
+        with self._lock:
+            first, self._seen_through = not self._seen_through, True
+        if first and not self._done.is_set():
             _crew.run(self._see_through)
         return super().get_future()
 
     def _see_through(self) -> None:
-        with contextlib.suppress(CommError):
+        try:
             self.wait(_FOREVER_S)
+        except CommError as error:
+            # Nobody is there to raise it to; the future tells it.
+            self.complete(error)
 
 
 TRANSPORT = ShmTransport

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from unisono.errors import ClosedError, PeerLostError
+from unisono.errors import ClosedError, CommError, PeerLostError
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +91,12 @@ class Mailbox(ABC):
         """A rank has gone: sends to it fail, those in progress too."""
         self.lost.setdefault(peer, error)
         self.nudge()
+
+    def lose_half_way(self, peer: int, error: BaseException) -> None:
+        """A send has been given up, also by an interrupt: half a message has gone, and nothing can follow it."""
+        if not isinstance(error, CommError):
+            error = PeerLostError(f"a message to rank {peer} was broken off by {type(error).__name__}", peer=peer)
+        self.lose(peer, error)
 
     def close(self) -> None:
         """Let go. Again is harmless."""

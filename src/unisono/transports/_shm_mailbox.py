@@ -79,7 +79,11 @@ class ShmMailbox(Mailbox):
             self.check(peer)
             done = out.put(content)
             if done < len(content) or bodies:
-                self._send_long(out, peer, content, done, bodies, timeout)
+                try:
+                    self._send_long(out, peer, content, done, bodies, timeout)
+                except BaseException as error:
+                    self.lose_half_way(peer, error)
+                    raise
         # Leaving the lock is a fence: what was written is seen by who sets this word later.
         if self._words[peer * _LINE + _ASLEEP]:
             self._ring(peer)
@@ -117,10 +121,7 @@ class ShmMailbox(Mailbox):
         while out.words[_LINE] == before:
             self.check(peer)
             if time.monotonic() > deadline:
-                # Half a message has gone: nothing can follow it.
-                error = CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)
-                self.lose(peer, error)
-                raise error
+                raise CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)
             time.sleep(_NAP_S)
 
     # -- receiving -----------------------------------------------------------------------------

@@ -137,12 +137,12 @@ class TcpMailbox(Mailbox):
             try:
                 # All at once: the receiver is woken once, and finds more than a head.
                 self._send_all(line, peer, [memoryview(content), *(view_of(b) for b in bodies if b.numel())], timeout)
-            except CommError:
-                # These are OSErrors too, and say what they mean.
+            except BaseException as error:
+                if isinstance(error, OSError) and not isinstance(error, CommError):
+                    self.lose(peer, PeerLostError(f"the connection to rank {peer} has ended: {error}", peer=peer))
+                    self.check(peer)
+                self.lose_half_way(peer, error)
                 raise
-            except OSError as error:
-                self.lose(peer, PeerLostError(f"the connection to rank {peer} has ended: {error}", peer=peer))
-                self.check(peer)
 
     def _send_all(self, line: socket.socket, peer: int, rest: list[memoryview], timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -162,14 +162,13 @@ class TcpMailbox(Mailbox):
     def _make_room(self, line: socket.socket, peer: int, deadline: float) -> None:
         """Wait until the receiver has taken something."""
         self.on_stall()
-        _, writable, _ = select.select([], [line], [], _SLICE_S) if line.fileno() >= 0 else ([], [], [])
-        if not writable:
+        watch = select.poll()
+        if line.fileno() >= 0:
+            watch.register(line.fileno(), select.POLLOUT)
+        if not watch.poll(_SLICE_S * 1000):
             self.check(peer)
             if time.monotonic() > deadline:
-                # Half a message has gone: nothing can follow it.
-                error = CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)
-                self.lose(peer, error)
-                raise error
+                raise CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)
 
     # -- receiving -----------------------------------------------------------------------------
     def poll(self) -> list[Mail]:

@@ -1,0 +1,76 @@
+"""Messages that wait for room: broken off half way, and on lines with high numbers."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.errors import PeerLostError
+from unisono.testing import pool
+
+LIMIT_S = 30.0
+LONG = 32 << 20
+MANY = 1100
+
+
+def interrupted(comm: un.Communicator) -> str:
+    """What a rank hears that sends again after it was interrupted in the middle of a message."""
+    box, _ = comm.mailbox(None)
+    said = ""
+    if comm.rank == 0:
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        box.on_stall = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            box.send(1, b"", [torch.zeros(LONG, dtype=torch.uint8)], LIMIT_S)
+        with pytest.raises(PeerLostError) as told:
+            box.send(1, b"next", [], LIMIT_S)
+        said = str(told.value)
+    comm.barrier()
+    box.close()
+    return said
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_nothing_follows_half_a_message(backend: str) -> None:
+    said, _ = pool(backend, 2).run(interrupted)
+    assert said == "a message to rank 1 was broken off by KeyboardInterrupt"
+
+
+def with_many_files(comm: un.Communicator) -> tuple[int, int]:
+    """How often a long message stalls on a line whose number is beyond what select() knows, and what arrives."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard < 4 * MANY else max(soft, 4 * MANY), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY)]
+    stalls: list[None] = []
+    arrived = 0
+    try:
+        box, _ = comm.mailbox(None)
+        if comm.rank == 0:
+            box.on_stall = lambda: stalls.append(None)
+            box.send(1, b"", [torch.ones(LONG, dtype=torch.uint8)], LIMIT_S)
+        else:
+            mails = []
+            while not mails:
+                box.wait(LIMIT_S)
+                mails = box.poll()
+            arrived = int(mails[0].bodies[0].count_nonzero())
+        comm.barrier()
+        box.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return len(stalls), arrived
+
+
+def test_a_process_may_have_more_files_than_select_knows() -> None:
+    (stalls, _), (_, arrived) = pool("gloo", 2).run(with_many_files)
+    assert stalls
+    assert arrived == LONG

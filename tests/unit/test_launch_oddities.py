@@ -1,0 +1,153 @@
+"""`launch` where something is odd: forks, children, closed outputs, exits, interrupts, results that cannot be read."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono as un
+
+
+def square(comm: un.Communicator, x: int = 3) -> int:
+    return comm.rank * x
+
+
+def fork_a_caller(comm: un.Communicator) -> tuple[str, float]:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        said = "nothing"
+        try:
+            with comm:
+                comm.all_reduce(torch.ones(2))
+        except un.CommError as error:
+            said = str(error)
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.wait()
+    tensor = torch.ones(2)
+    comm.all_reduce(tensor)
+    return os.read(reader, 4096).decode(), tensor[0].item()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_forks_calls_are_refused_and_its_parent_goes_on(backend: str) -> None:
+    for said, total in un.launch(fork_a_caller, 2, backend, timeout=10.0):
+        assert "of which this one is a fork" in said
+        assert total == 2.0
+
+
+def leave_a_child(comm: un.Communicator) -> None:
+    reader, _writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Holds all that the rank holds, for longer than anybody waits.
+        signal.alarm(60)
+        os.read(reader, 1)
+    Path(os.environ["UNISONO_TEST_FILE"]).write_text(str(child))
+    # A signal without a name.
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)
+
+
+def test_a_ranks_own_children_do_not_hide_its_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_TEST_FILE", str(tmp_path / "child"))
+    started = time.monotonic()
+    with pytest.raises(un.errors.PeerLostError, match=f"was ended by signal {signal.SIGRTMIN + 6}"):
+        un.launch(leave_a_child, 1, "gloo")
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert time.monotonic() - started < 30
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return int, ("no number",)
+
+
+def test_a_result_that_cannot_be_read_is_that_ranks_failure() -> None:
+    found = un.launch(lambda comm: Unreadable() if comm.rank else 5, 2, "gloo", on_failure="continue")
+    assert found[0] == 5
+    assert isinstance(found[1], ValueError)
+    assert found[1].__notes__ == ["while the result of rank 1 was read"]
+
+
+def test_what_cannot_be_sent_leaves_nothing_behind() -> None:
+    before = threading.active_count()
+    with pytest.raises(TypeError, match="cannot be sent to the ranks"):
+        un.launch(square, 2, "gloo", args=(threading.Lock(),))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("backend", ["thread", "gloo"])
+def test_a_rank_that_exits_does_not_end_the_caller(backend: str) -> None:
+    with pytest.raises(un.errors.PeerLostError, match=r"rank 1 of 2 ended by SystemExit\(0\)") as caught:
+        un.launch(lambda comm: sys.exit(0) if comm.rank else comm.barrier(), 2, backend)
+    assert caught.value.peer == 1
+
+
+def test_no_gpu_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(un.errors.UnavailableError, match="torch sees none"):
+        un.launch(square, 2, "thread", device="cuda")
+
+
+TYPED = """
+    import sys, unisono as un
+    from dataclasses import dataclass
+    from functools import partial
+    @dataclass
+    class Settings:
+        rate: float
+    def program(comm, settings):
+        print("from", comm.rank, flush=True)
+        return settings
+    found = un.launch(partial(program, settings=Settings(0.5)), 2, "gloo")
+    assert found == [Settings(0.5)] * 2, found
+    with open(sys.argv[1], "w") as file:
+        file.write("done")
+"""
+
+
+def test_typed_programs_take_their_own_classes_along_and_need_no_output(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} - {tmp_path}/said >&-"],
+        input=textwrap.dedent(TYPED),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (tmp_path / "said").read_text() == "done", ran.stderr
+
+
+def test_an_interrupt_ends_ranks_that_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def interrupted(*_: object) -> None:
+        assert begun.wait(20)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("unisono.launching.threads._collect", interrupted)
+    ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def wait_for_each_other(comm: un.Communicator) -> None:
+        try:
+            comm.barrier()
+            begun.set()
+            comm.recv(torch.ones(1), src=1 - comm.rank)
+        except un.CommError as error:
+            ended.put(error)
+
+    with pytest.raises(KeyboardInterrupt):
+        un.launch(wait_for_each_other, 2, "thread")
+    for error in (ended.get(timeout=20), ended.get(timeout=20)):
+        assert isinstance(error, un.errors.AbortedError)
+        assert "launch was ended by KeyboardInterrupt" in str(error)

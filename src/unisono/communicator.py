@@ -41,9 +41,8 @@ class Communicator(Objects, Parts, Watching, Mailing):
     Made by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group that
     someone else owns, by `from_mpi` from an MPI communicator, and by `split`, `subgroup` and `dup` from
     another one. Ranks in every call are ranks of this communicator. It belongs to the thread that
-    first uses it. After a failure that
-    may have left ranks apart (all but wrong arguments) it is broken: later calls raise the first
-    cause at once.
+    first uses it. After a failure that may have left ranks apart (all but wrong arguments) it is
+    broken: later calls raise the first cause at once.
 
     Args:
         transport: Connected, one a rank.

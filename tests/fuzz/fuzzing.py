@@ -109,8 +109,12 @@ _CHANGES = (_flip, _overwrite, _cut, _repeat, _insert, _overwrite_length, _splic
 
 def tried(target: Target, data: bytes, *, measured: bool = False) -> str | None:
     """What is wrong with how a target takes these bytes; None if nothing is."""
-    if measured:
+    began = measured and not tracemalloc.is_tracing()
+    if began:
         tracemalloc.start()
+    if measured:
+        tracemalloc.reset_peak()
+    held = tracemalloc.get_traced_memory()[0] if measured else 0
     started = time.thread_time()
     try:
         target.run(data)
@@ -122,8 +126,9 @@ def tried(target: Target, data: bytes, *, measured: bool = False) -> str | None:
         return f"{target.name} ended by {type(error).__name__}: {error}"
     finally:
         took_s = time.thread_time() - started
-        peak = tracemalloc.get_traced_memory()[1] if measured else 0
-        tracemalloc.stop()
+        peak = tracemalloc.get_traced_memory()[1] - held if measured else 0
+        if began:
+            tracemalloc.stop()
     most = target.memory[0] + target.memory[1] * len(data)
     if peak > most:
         return f"{target.name} took {peak} bytes of memory for {len(data)}, more than {most}"

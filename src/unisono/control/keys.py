@@ -17,10 +17,7 @@ class Keys:
 
     def set(self, key: str, value: bytes) -> list[tuple[int, int]]:
         """Set, and return who (client and request) has been waiting for it."""
-        # Made of a number, bytes would be that many.
-        if not isinstance(key, str) or not isinstance(value, bytes | bytearray | memoryview):
-            raise TypeError(f"a {type(key).__name__} and a {type(value).__name__} are no key and value")
-        self._values[key] = bytes(value)
+        self._values[key] = value
         return self._waiting.pop(key, [])
 
     def get(self, key: str, client: int, request: int) -> bytes | None:

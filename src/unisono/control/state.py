@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.control.base import Cause
+from unisono.control.forms import check_form
 from unisono.control.groups import Groups, Outgoing, failed
 from unisono.control.keys import Keys
 from unisono.control.rebuilds import Rebuilds
@@ -53,6 +54,8 @@ class ControlState:
         handler: Callable[..., Outgoing] | None = getattr(self, f"_on_{verb}", None)
         if handler is None:
             raise ValueError(f"there is no request {verb!r}")
+        # What is kept is looked at for other clients later, and then an error would be theirs.
+        check_form(handler, verb, arguments)
         return handler(client, request, *arguments)
 
     def lost(self, client: int) -> Outgoing:
@@ -106,8 +109,7 @@ class ControlState:
     def _on_join(
         self, client: int, request: int, name: str, rank: int, size: int, members: Sequence[int] = ()
     ) -> Outgoing:
-        # They are looked at when others go.
-        if len(members) not in (0, size) or not all(isinstance(number, int) for number in members):
+        if len(members) not in (0, size):
             raise ValueError(f"{size} ranks have {size} numbers in the job")
         return self._groups.join(client, request, name, rank, size, members)
 
@@ -119,9 +121,6 @@ class ControlState:
         return [*self._groups.leave(client, name), *self._rebuilds.look(name), (client, (request, "ok", None))]
 
     def _on_exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
-        # Compared with those of others later, and then an error would be theirs.
-        if not isinstance(topic, str) or not isinstance(content, bytes):
-            raise TypeError(f"a {type(topic).__name__} and a {type(content).__name__} are no topic and value")
         return self._groups.exchange(client, request, name, topic, content, agree)
 
     def _on_withdraw(

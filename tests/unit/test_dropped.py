@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -210,6 +211,9 @@ def test_a_fork_that_drops_its_copy_ends_nothing(start: Start) -> None:
         control.exchange(ending.group, "here", None, SOON_S)
         over = ending.over
         control.exchange(ending.group, "done", None, SOON_S)
+        ending.close(0.0)
+        # It was no fork.
+        ending._process = os.getpid()
         ending.close(0.0)
         ending.finish()
         return over

@@ -118,7 +118,7 @@ TYPED = """
 
 def test_typed_programs_take_their_own_classes_along_and_need_no_output(tmp_path: Path) -> None:
     ran = subprocess.run(
-        ["sh", "-c", f"exec {sys.executable} - {tmp_path}/said >&-"],
+        ["sh", "-c", 'exec "$0" - "$1" >&-', sys.executable, f"{tmp_path}/said"],
         input=textwrap.dedent(TYPED),
         stderr=subprocess.PIPE,
         text=True,

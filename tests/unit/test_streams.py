@@ -192,7 +192,13 @@ def test_lines_of_files_near_and_far(tmp_path: Path) -> None:
     assert sorted(ShardPartition(urls, read_lines)) == ["one", "three", "two"]
 
 
-@pytest.mark.parametrize("make", [lambda: StreamPartition(range(9)), lambda: ShardPartition(["a"], lambda _: range(9))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StreamPartition(range(9)),
+        pytest.param(lambda: ShardPartition(["a"], lambda _: range(9)), marks=pytest.mark.soak),
+    ],
+)
 def test_workers_that_live_on_leave_nothing_out_in_silence(make: Any) -> None:
     saved = make()
     iterator = iter(saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
 
 import pytest
@@ -36,3 +37,22 @@ def test_looking_at_connections_changes_none() -> None:
                     assert client.recv(1) == b""
     finally:
         socket.setdefaulttimeout(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are listed on Linux alone")
+def test_connections_that_were_reset_meanwhile_are_left_alone() -> None:
+    sockets = Sockets()
+    with sockets.listening(lambda: socket.create_server(("127.0.0.1", 0))) as server:
+        lost = socket.create_connection(server.getsockname())
+        kept = socket.create_connection(server.getsockname())
+        with kept, server.accept()[0] as first, server.accept()[0]:
+            sockets.look()
+            # A process that is killed with unread bytes goes like this.
+            lost.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            lost.close()
+            with pytest.raises(ConnectionResetError):
+                first.recv(1)
+            with pytest.raises(OSError, match="not connected"):
+                first.shutdown(socket.SHUT_RDWR)
+            assert not sockets.shut()
+            assert kept.recv(1) == b""

@@ -45,7 +45,9 @@ class Sockets:
         fresh = False
         for end in self._accepted():
             if _number(end) in self._seen:
-                end.shutdown(socket.SHUT_RDWR)
+                # One whose other end was reset is at its end already.
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
             else:
                 fresh = True
                 self._seen.add(_number(end))

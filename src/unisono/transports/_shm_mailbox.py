@@ -111,14 +111,14 @@ class ShmMailbox(Mailbox):
 
     def _make_room(self, out: Outgoing, peer: int, deadline: float) -> None:
         """Wait until the reader has read something."""
-        before = out.words[_LINE]
+        # What counts is that there is room, not that something is read from now on: all may have been read already.
         self._ring(peer)
         for _ in range(_YIELDS):
             os.sched_yield()
-            if out.words[_LINE] != before:
+            if out.room:
                 return
         self.on_stall()
-        while out.words[_LINE] == before:
+        while not out.room:
             self.check(peer)
             if time.monotonic() > deadline:
                 raise CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)

@@ -57,7 +57,7 @@ class Outgoing(_Ring):
             most: Bytes to write at once.
             padding: Bytes that are skipped after the last.
         """
-        length = min(len(content), self._room(), most)
+        length = min(len(content), self.room, most)
         place = self.base % RING_BYTES
         first = min(length, RING_BYTES - place)
         self.content[place : place + first] = content[:first]
@@ -71,7 +71,9 @@ class Outgoing(_Ring):
         """The same, of a long message: a part of it, so that the reader can begin."""
         return self.put(content, _STEP_BYTES, padding)
 
-    def _room(self) -> int:
+    @property
+    def room(self) -> int:
+        """Bytes that can be written now."""
         # Padding is counted where it would not fit, too: nobody writes it.
         return max(RING_BYTES - (self.base - self.words[_LINE]), 0)
 

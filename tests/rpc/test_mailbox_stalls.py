@@ -74,3 +74,34 @@ def test_a_process_may_have_more_files_than_select_knows() -> None:
     (stalls, _), (_, arrived) = pool("gloo", 2).run(with_many_files)
     assert stalls
     assert arrived == LONG
+
+
+def emptied(comm: un.Communicator) -> bool:
+    """A sender finds the ring full, and all of it is read before it begins to wait."""
+    box, _ = comm.mailbox(None)
+    arrived = 0
+    if comm.rank == 0:
+        real, left = box._make_room, []
+
+        def late(out: object, peer: int, deadline: float) -> None:
+            while not out.room:
+                pass
+            left.append(peer)
+            real(out, peer, deadline)
+
+        box._make_room = late
+        box.send(1, b"", [torch.ones(LONG, dtype=torch.uint8)], 5.0)
+        arrived = LONG if left else 0
+    else:
+        mails = []
+        while not mails:
+            box.wait(LIMIT_S)
+            mails = box.poll()
+        arrived = mails[0].bodies[0].numel()
+    comm.barrier()
+    box.close()
+    return arrived == LONG
+
+
+def test_a_ring_that_was_emptied_meanwhile_is_not_waited_for() -> None:
+    assert all(pool("shm", 2).run(emptied))

@@ -96,6 +96,9 @@ class Standing:
             told = error_of(first, self.group)
             told.__cause__ = error
             error = told
+        elif first != cause and isinstance(error, CommTimeoutError) and "\n" in first.message:
+            # By the time of a later report, whoever is to blame may have been told already, and be elsewhere.
+            error.message = error.message.partition("\n")[0] + "\n" + first.message.partition("\n")[2]
         return self.located(error, operation, call)
 
     def located(self, error: CommError, operation: str, call: int | None = None) -> CommError:

@@ -7,9 +7,11 @@ from typing import Any, cast
 import pytest
 
 from unisono.activity import Activity, Noted
-from unisono.control import Control
+from unisono.control import Cause, Control
 from unisono.control.hang import hang_report
+from unisono.errors import CommTimeoutError
 from unisono.group import Group
+from unisono.testing import run_ranks
 
 
 class Told:
@@ -52,3 +54,21 @@ def test_for_whom_a_collective_waits(calls: list[Any], missing: tuple[int, ...],
     assert (hang.missing, hang.deadlock) == (missing, False)
     assert hang.verdict.startswith(verdict)
     assert bool(hang.verdict) == bool(verdict)
+
+
+def _gives_up_second(comm: Any) -> str | None:
+    """Told what the first to give up was told, who asked before the one to blame could go on."""
+    comm.barrier()
+    if comm.rank == 1:
+        return None
+    engine = comm._engine
+    engine.control.fail(engine.group, Cause("CommTimeoutError", 1, "rank 2 gave up: waited\n  rank 1 is at train.py:7"))
+    return str(engine.failed(CommTimeoutError("waited 2.0 s"), "all_reduce"))
+
+
+def test_the_second_to_give_up_is_told_what_the_first_was_told() -> None:
+    told = run_ranks(_gives_up_second, 2, "thread")[0]
+    assert told is not None
+    first, *others = told.splitlines()
+    assert first.endswith("waited 2.0 s")
+    assert others == ["  rank 1 is at train.py:7"]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import struct
 import threading
+from typing import Any, cast
 
 import pytest
 import torch
 from patience import until
 
 import unisono as un
-from unisono.errors import PeerLostError
+from unisono.control import Control
+from unisono.errors import CommError, PeerLostError
+from unisono.group import Group
 from unisono.testing import pool
 from unisono.transports._shm_board import Board
+from unisono.transports._shm_memory import PAGE_BYTES, meet
 
 
 def forsaken(comm: un.Communicator) -> list[str]:
@@ -67,3 +74,33 @@ def test_a_rank_that_left_after_its_message_was_taken_is_not_missed() -> None:
     board.check(taken_by_another_thread, lambda: list(awaited))
     with pytest.raises(PeerLostError, match="rank 1 has left"):
         board.check(lambda: False, lambda: [1])
+
+
+class Deadly:
+    """A control plane by which rank 0 dies as soon as it has told where its memory is."""
+
+    def __init__(self, control: Any, pid: int) -> None:
+        self._control, self._pid = control, pid
+
+    def get(self, key: str, timeout: float, group: Group) -> bytes:
+        card: bytes = self._control.get(key, timeout, group)
+        os.kill(self._pid, signal.SIGKILL)
+        return card
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control, name)
+
+
+def outlives_the_memory(comm: un.Communicator) -> str:
+    group, control = comm._engine.group, comm._engine.control
+    [pid, _] = comm.all_gather_object(os.getpid())
+    if comm.rank == 0:
+        control.set(f"{group.name}/of the dead", struct.pack("<qqq16s", pid, 1 << 20, PAGE_BYTES, bytes(16)))
+        control.get("never", 20.0)
+    with pytest.raises(CommError) as caught:
+        meet(group, cast("Control", Deadly(control, pid)), "of the dead", PAGE_BYTES, 20.0)
+    return type(caught.value).__name__
+
+
+def test_memory_that_went_with_its_rank_is_a_lost_rank() -> None:
+    assert un.launch(outlives_the_memory, 2, "shm", timeout=20, on_failure="continue")[1] == "PeerLostError"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unisono.control import Control
+from unisono.control.failure import error_of
 from unisono.errors import CommError, UnavailableError
 from unisono.group import Group
 from unisono.hosts import host_identity, shm_obstacle
@@ -18,6 +19,9 @@ __all__ = ["PAGE_BYTES", "meet", "neighbours"]
 
 PAGE_BYTES = 4096
 _CARD = struct.Struct("<qqq16s")
+
+_PATIENCE_S = 1.0
+"""Within this time it is known that a rank has died."""
 
 
 def meet(group: Group, control: Control, name: str, nbytes: int, timeout: float) -> mmap.mmap:
@@ -46,8 +50,13 @@ def meet(group: Group, control: Control, name: str, nbytes: int, timeout: float)
         finally:
             os.close(descriptor)
         return memory
-    pid, number, size, proof = _CARD.unpack(control.get(key, timeout, group))
-    memory = _open(pid, number, size, proof)
+    card = _CARD.unpack(control.get(key, timeout, group))
+    try:
+        memory = _open(*card)
+    except UnavailableError as error:
+        # It is not there either if rank 0 has died, or given up, since it told of it.
+        cause = control.cause(group, _PATIENCE_S)
+        raise error if cause is None else error_of(cause, group) from error
     _all_here(group, control, key, timeout)
     return memory
 

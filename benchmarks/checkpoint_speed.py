@@ -151,8 +151,8 @@ def loads(clock: Clock, folder: Path, state: State, target: State) -> None:
         "ours": lambda: un.checkpoint.load(folder / "ours", target, comm),
         "unchecked": lambda: un.checkpoint.load(folder / "ours", target, comm, check=False),
     }
-    for warmth in ("cold", "warm", "warm"):
-        for name, way in ways.items():
+    for warmth, turned in (("cold", False), ("cold", True), ("warm", False), ("warm", True)):
+        for name, way in reversed(ways.items()) if turned else ways.items():
             for tensor in target.values():
                 tensor.zero_()
             if warmth == "cold" and comm.rank == 0:

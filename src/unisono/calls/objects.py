@@ -15,10 +15,11 @@ from unisono.calls.exchanging import Exchanging
 from unisono.calls.messages import Messages
 from unisono.calls.moving import Moving
 from unisono.calls.reducing import Reducing
+from unisono.control.failure import text_of
 
 __all__ = ["Objects"]
 
-_PLAIN, _PICKLED = b"\0", b"\1"
+_PLAIN, _PICKLED, _REFUSED = b"\0", b"\1", b"\2"
 
 
 class Objects(Messages, Moving, Exchanging, Reducing):
@@ -27,6 +28,9 @@ class Objects(Messages, Moving, Exchanging, Reducing):
     Values are None, bool, numbers, strings, bytes, containers, dataclasses, enums and tensors (see
     `unisono.wire`). With `trusted=True` on every rank, anything that cloudpickle carries: then a peer
     can run code here, so say it only where all ranks run your own program.
+
+    A value that cannot be sent is a `TypeError`, on its own rank and on all that were to get it. The communicator
+    stays in use.
 
     Cost: one small collective for the sizes, one for the bytes.
     """
@@ -40,11 +44,12 @@ class Objects(Messages, Moving, Exchanging, Reducing):
         """
         self._enter("broadcast_object")
         self._check_rank(src, "src")
-        data = _encode(obj, trusted) if self.rank == src else b""
+        data = self._encode(obj, trusted) if self.rank == src else b""
         length = self._numbers([len(data)])
         self.broadcast(length, src)
         buffer = self._bytes(data) if self.rank == src else self._blank(int(length.item()))
         self.broadcast(buffer, src)
+        _check(data)
         return obj if self.rank == src else _decode(buffer, trusted)
 
     def all_gather_object(self, obj: Any, *, trusted: bool = False) -> list[Any]:
@@ -55,7 +60,7 @@ class Objects(Messages, Moving, Exchanging, Reducing):
             ['', 'x', 'xx']
         """
         self._enter("all_gather_object")
-        buffer = self._bytes(_encode(obj, trusted))
+        buffer = self._bytes(self._encode(obj, trusted))
         lengths = self._numbers([0] * self.size)
         self.all_gather_single(lengths, self._numbers([buffer.numel()]))
         buffers = [self._blank(n) for n in lengths.tolist()]
@@ -66,13 +71,14 @@ class Objects(Messages, Moving, Exchanging, Reducing):
         """Every rank's value, in order of rank, on rank `dst`; None on the others."""
         self._enter("gather_object")
         self._check_rank(dst, "dst")
-        buffer = self._bytes(_encode(obj, trusted))
-        here = self.rank == dst
+        data = self._encode(obj, trusted)
+        buffer, here = self._bytes(data), self.rank == dst
         lengths = [self._blank(8).view(torch.int64) for _ in range(self.size)] if here else None
         self.gather(self._numbers([buffer.numel()]), lengths, dst)
         counts = [int(n.item()) for n in lengths] if lengths is not None else [0] * self.size
         collected = self._blank(sum(counts))
         self.all_to_all_single(collected, buffer, counts, [buffer.numel() if r == dst else 0 for r in range(self.size)])
+        _check(data)
         return [_decode(part, trusted) for part in collected.split(counts)] if here else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False) -> Any:
@@ -81,7 +87,8 @@ class Objects(Messages, Moving, Exchanging, Reducing):
         self._check_rank(src, "src")
         if self.rank == src and (objs is None or len(objs) != self.size):
             raise ValueError(f"objs must have one value for each of the {self.size} ranks on rank {src}")
-        parts = [_encode(obj, trusted) for obj in objs] if self.rank == src and objs is not None else []
+        parts = [self._encode(obj, trusted) for obj in objs] if self.rank == src and objs is not None else []
+        parts = [next((p for p in parts if p[:1] == _REFUSED), part) for part in parts]
         length = self._numbers([0])
         self.scatter(length, [self._numbers([len(p)]) for p in parts] or None, src)
         received = self._blank(int(length.item()))
@@ -95,6 +102,14 @@ class Objects(Messages, Moving, Exchanging, Reducing):
         """Where tensors of this communicator live by default."""
         return torch.device(self._engine.options.device)
 
+    def _encode(self, obj: Any, trusted: bool) -> bytes:
+        """A value's bytes. If it cannot be sent, the reason's, so that who waits for the value hears of it."""
+        try:
+            return _PICKLED + cloudpickle.dumps(obj) if trusted else _PLAIN + wire.encode(obj)
+        except Exception as error:
+            reason = f"rank {self.rank} has a value that cannot be sent: {text_of(error)}"
+            return _REFUSED + reason.encode(errors="replace")
+
     def _numbers(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
@@ -107,8 +122,9 @@ class Objects(Messages, Moving, Exchanging, Reducing):
         return torch.empty(length, dtype=torch.uint8, device=self.device)
 
 
-def _encode(obj: Any, trusted: bool) -> bytes:
-    return _PICKLED + cloudpickle.dumps(obj) if trusted else _PLAIN + wire.encode(obj)
+def _check(data: bytes) -> None:
+    if data[:1] == _REFUSED:
+        raise TypeError(data[1:].decode(errors="replace"))
 
 
 def _decode(buffer: torch.Tensor, trusted: bool) -> Any:
@@ -116,6 +132,7 @@ def _decode(buffer: torch.Tensor, trusted: bool) -> Any:
     data = ctypes.string_at(here.data_ptr(), here.numel()) if here.numel() else b""
     if data[:1] == _PLAIN:
         return wire.decode(data[1:])
+    _check(data)
     if data[:1] != _PICKLED or not trusted:
         raise ValueError("a rank sent a pickled value; pass trusted=True on every rank if you trust them all")
     return pickle.loads(data[1:])

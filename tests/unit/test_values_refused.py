@@ -1,0 +1,59 @@
+"""Values that cannot be sent: an error on every rank that was to get them, and the communicator stays in use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.testing import pool
+
+SOURCE = 1
+
+
+def broadcast(comm: un.Communicator, value: Any, trusted: bool) -> object:
+    return comm.broadcast_object(value, SOURCE, trusted=trusted)
+
+
+def all_gather(comm: un.Communicator, value: Any, trusted: bool) -> object:
+    return comm.all_gather_object(value, trusted=trusted)
+
+
+def gather(comm: un.Communicator, value: Any, trusted: bool) -> object:
+    return comm.gather_object(value, 2, trusted=trusted)
+
+
+def scatter(comm: un.Communicator, value: Any, trusted: bool) -> object:
+    return comm.scatter_object([1, value, 3] if comm.rank == SOURCE else None, SOURCE, trusted=trusted)
+
+
+def refused(
+    comm: un.Communicator, call: Callable[[un.Communicator, Any, bool], object], trusted: bool
+) -> tuple[str, float]:
+    """What this rank is told of a lock on rank 1, and a sum after it."""
+    said = "nothing"
+    try:
+        call(comm, threading.Lock() if comm.rank == SOURCE else 1, trusted)
+    except TypeError as error:
+        said = str(error)
+    after = torch.ones(1)
+    comm.all_reduce(after)
+    return said, after.item()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+@pytest.mark.parametrize(
+    ("call", "told"), [(broadcast, {0, 1, 2}), (all_gather, {0, 1, 2}), (gather, {1, 2}), (scatter, {0, 1, 2})]
+)
+def test_all_who_wait_for_it_are_told(
+    call: Callable[[un.Communicator, Any, bool], object], told: set[int], backend: str, trusted: bool
+) -> None:
+    for rank, (said, after) in enumerate(pool(backend, 3).run(refused, call, trusted)):
+        assert after == 3.0
+        assert said.startswith(f"rank {SOURCE} has a value that cannot be sent: ") == (rank in told)
+        assert ("lock" in said) == (rank in told)

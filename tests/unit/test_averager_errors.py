@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from averaged_models import TINY, Branches, Net, batches, made
@@ -142,3 +145,52 @@ def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
             call(used, comm)
     with pytest.raises(TypeError, match="parameter 1 is a str"):
         un.GradientAverager([model.weight, "bias"], comm)  # type: ignore[list-item]  # on purpose
+
+
+@pytest.mark.parametrize("call", [un.average_gradients, un.broadcast_parameters])
+def test_models_of_equal_length_that_differ_are_noticed(call: Callable[..., None]) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Linear(3, 2, bias=False) if comm.rank else nn.Linear(2, 3, bias=False)
+        before = model.weight.clone()
+        with pytest.raises(un.errors.MismatchError) as caught:
+            call(model, comm)
+        assert model.weight.equal(before)
+        return str(caught.value)
+
+    for said in un.launch(program, 2, "thread"):
+        assert "'weight' is float32 [3, 2] on cpu on rank 0" in said
+
+
+@pytest.mark.parametrize("call", [un.average_gradients, un.broadcast_parameters])
+def test_parameters_are_compared_once(call: Callable[..., None]) -> None:
+    def program(comm: un.Communicator) -> list[int]:
+        model, counts = nn.Linear(3, 2), []
+        for _ in range(3):
+            before = comm._engine.activity.calls
+            call(model, comm)
+            counts.append(comm._engine.activity.calls - before)
+        return counts
+
+    for first, second, third in un.launch(program, 2, "thread"):
+        assert first > second == third
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_parameters_that_are_replaced_are_noticed(part: bool) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        averager = un.GradientAverager(model, comm)
+        twin = copy.deepcopy(model)
+        model.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r"remove\(\) on the averager") as caught:
+            model[0].load_state_dict(model[0].state_dict(), assign=True) if part else model.load_state_dict(
+                state, assign=True
+            )
+        averager.remove()
+        model.load_state_dict(state, assign=True)
+        twin.load_state_dict(state, assign=True)
+        return str(caught.value)
+
+    for said in un.launch(program, 2, "thread"):
+        assert "a new parameter 'weight' (and 1 more) into a Linear" in said

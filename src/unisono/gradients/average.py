@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.buckets import buckets, flat_apply
-from unisono.gradients.plan import named_parameters
+from unisono.gradients.plan import Named, agree_on_parameters, named_parameters
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import Weights
 
 __all__ = ["average_gradients", "broadcast_parameters"]
 
 _MIB = 1 << 20
+
+_compared: WeakKeyDictionary[Communicator, set[int]] = WeakKeyDictionary()
 
 
 def average_gradients(
@@ -31,10 +34,10 @@ def average_gradients(
         bucket_cap_mb: Size of a message in MiB; gradients are packed into such.
 
     Raises:
-        MismatchError: Ranks have messages of different lengths or dtypes, of different models. Those that differ in
-            names or shapes alone are not noticed: `GradientAverager` compares them.
+        MismatchError: Ranks have different parameters; names the first that differs.
 
-    Cost: one all_reduce of the gradients' bytes in few messages, and two copies.
+    Cost: one all_reduce of the gradients' bytes in few messages, and two copies. The first call for these parameters
+    compares them between ranks, by one all_gather of their names and shapes.
 
     Example:
         >>> def program(comm):
@@ -45,7 +48,9 @@ def average_gradients(
         >>> un.launch(program, nprocs=2, backend="thread")
         [[1.5, 1.5], [1.5, 1.5]]
     """
-    trained = [p for _, p in named_parameters(model) if p.requires_grad]
+    named = named_parameters(model)
+    _compare(named, comm, frozen=True)
+    trained = [p for _, p in named if p.requires_grad]
     spread = sparse_parameters(model) if isinstance(model, torch.nn.Module) else set()
     gradients = [_dense_gradient(p) for p in trained if id(p) not in spread]
     with torch.no_grad():
@@ -59,14 +64,26 @@ def broadcast_parameters(
 ) -> None:
     """Make every rank's parameters and buffers equal to rank `src`'s. Call it once, before training.
 
-    Collective. In place; for a module its buffers too. Otherwise as `average_gradients`.
+    Collective. In place; for a module its buffers too. Otherwise as `average_gradients`, but what is frozen on one
+    rank need not be so on another.
     """
-    tensors = [p for _, p in named_parameters(model)]
+    named = named_parameters(model)
     if isinstance(model, torch.nn.Module):
-        tensors += list(model.buffers())
+        named += model.named_buffers()
+    _compare(named, comm, frozen=False)
+    tensors = [t for _, t in named]
     with torch.no_grad():
         for bucket in buckets(tensors, int(bucket_cap_mb * _MIB)):
             flat_apply(bucket, lambda flat: comm.broadcast(flat, src))
+
+
+def _compare(named: Named, comm: Communicator, *, frozen: bool) -> None:
+    """These tensors with those of the other ranks; once for each communicator."""
+    known = _compared.setdefault(comm, set())
+    key = hash((frozen, *((name, t.shape, t.dtype, frozen and t.requires_grad) for name, t in named)))
+    if key not in known:
+        agree_on_parameters(named, comm, frozen=frozen)
+        known.add(key)
 
 
 def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from unisono.gradients.average import broadcast_parameters
 from unisono.gradients.backward import Backward, current_pass, watch_outputs
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.join import joined
+from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
 from unisono.gradients.plan import MIB, agree_on_parameters, named_parameters, plan_buckets
 from unisono.gradients.reducer import Reducer, codec_for
@@ -128,6 +129,8 @@ class GradientAverager(Moving):
         if self._find_unused and self._model is not None:
             # A rank whose backward pass comes to no parameter at all takes part too.
             self._hooks[-1] = watch_outputs(self._model, self._passing)
+        if self._model is not None:
+            self._hooks[-2] = LoadWatch(self._model, self._parameters)
         for index, parameter in enumerate(self._parameters):
             self._watch(index, parameter)
         # Gradients come about in the reverse order of parameters.
@@ -202,8 +205,7 @@ class GradientAverager(Moving):
             return
         if current_pass() != self._backward.running:
             self._passing()
-        where = self._where.get(index)
-        if where is None:
+        if (where := self._where.get(index)) is None:
             return
         if self._seen is not None:
             self._seen[index] = None

@@ -79,10 +79,16 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
     return strides if sorted(parameter.stride()) == sorted(strides) else None
 
 
-def agree_on_parameters(named: Named, comm: Communicator, settings: Sequence[object] = ()) -> None:
-    """`MismatchError` on every rank if ranks have different parameters, or settings. Collective."""
+def agree_on_parameters(
+    named: Named, comm: Communicator, settings: Sequence[object] = (), *, frozen: bool = True
+) -> None:
+    """`MismatchError` on every rank if ranks have different parameters, or settings. Collective.
+
+    With `frozen=False` it does not matter which ones are frozen.
+    """
     card = [
-        [name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad, str(dense_strides(p))] for name, p in named
+        [name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad or not frozen, str(dense_strides(p))]
+        for name, p in named
     ]
     cards = comm.all_gather_object([card, [str(s) for s in settings]])
     for rank, (theirs, choices) in enumerate(cards):

@@ -186,67 +186,6 @@ def test_a_failed_asynchronous_call_tells_at_wait_and_breaks_the_communicator() 
     assert on_threads(program) == ["told"] * 2
 
 
-def test_calls_in_inference_mode() -> None:
-    def program(comm: un.Communicator) -> list[float]:
-        with torch.inference_mode():
-            t = torch.ones(4)
-            comm.all_reduce(t)
-            comm.all_reduce(t, async_op=True).wait()
-        return t.tolist()
-
-    assert on_threads(program) == [[4.0] * 4] * 2
-
-
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-def test_calls_in_and_out_of_inference_mode_take_turns(algorithm: str) -> None:
-    def program(comm: un.Communicator) -> list[float]:
-        for inference in (True, False, True):
-            with torch.inference_mode(inference):
-                t = torch.ones(4)
-                comm.all_reduce(t, algorithm=algorithm)
-        return t.tolist()
-
-    assert on_threads(program, 3) == [[3.0] * 4] * 3
-
-
-@pytest.mark.parametrize(
-    ("backend", "check"), [("thread", "auto"), ("thread", "full"), ("shm", "auto"), ("gloo", "auto")]
-)
-def test_a_tensor_made_in_inference_mode_takes_part_outside_of_it(backend: str, check: str) -> None:
-    def program(comm: un.Communicator) -> list[float]:
-        with torch.inference_mode():
-            t = torch.ones(4)
-        strided = t.view(2, 2).t()
-        comm.all_reduce(t)
-        comm.all_reduce(t, "avg")
-        comm.all_reduce(strided, async_op=True).wait()
-        comm.broadcast(t, 0)
-        comm.send(t, 1) if comm.rank == 0 else comm.recv(t, 0)
-        return t.tolist()
-
-    assert pool(backend, 2, check=check).run(program) == [[4.0] * 4] * 2
-
-
-@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_calls_after_inference_mode_and_with_its_tensors(backend: str) -> None:
-    def program(comm: un.Communicator) -> tuple[list[float], list[list[float]]]:
-        with torch.inference_mode():
-            comm.all_reduce(torch.ones(3), algorithm="ring")
-            made = [torch.ones(3, 2)[:, 0] for _ in range(4)] + [torch.ones(3) for _ in range(4)]
-        outside = torch.ones(3)
-        comm.all_reduce(outside, algorithm="ring")
-        for first in (0, 4):
-            comm.all_reduce(made[first])
-            comm.all_reduce(made[first + 1], "avg")
-            comm.all_reduce(made[first + 2], "max", async_op=True).wait()
-            other = 1 - comm.rank
-            comm.sendrecv(torch.full((3,), 5.0), other, made[first + 3], other)
-        return outside.tolist(), [t.tolist() for t in made]
-
-    results = [[2.0] * 3, [1.0] * 3, [1.0] * 3, [5.0] * 3]
-    assert pool(backend, 2).run(program) == [([2.0] * 3, results * 2)] * 2
-
-
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
 def test_a_message_that_has_not_come_when_the_communicator_is_closed_is_an_error(backend: str) -> None:
     def program(comm: un.Communicator) -> list[str]:
@@ -263,22 +202,6 @@ def test_a_message_that_has_not_come_when_the_communicator_is_closed_is_an_error
 
     for said in pool(backend, 2).run(program):
         assert set(said) <= {"ClosedError", "PeerLostError"}
-
-
-@pytest.mark.parametrize("receiver", [0, 1])
-def test_either_thread_may_deliver_into_a_tensor_of_inference_mode(receiver: int) -> None:
-    def program(comm: un.Communicator) -> list[float]:
-        with torch.inference_mode(comm.rank == receiver):
-            t = torch.full((4,), float(comm.rank))
-            work = comm.irecv(t, 1 - receiver) if comm.rank == receiver else None
-        comm.barrier()
-        if work is None:
-            comm.send(t, receiver)
-        else:
-            work.wait()
-        return t.tolist()
-
-    assert on_threads(program) == [[1.0 - receiver] * 4] * 2
 
 
 def test_errors_survive_pickling() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
+from hollow import Hollow
 
 import unisono as un
 from unisono.layout import Flat, Pieces, even_edges
@@ -66,19 +66,6 @@ def test_overlapping_targets_are_refused(tensor: torch.Tensor) -> None:
 )
 def test_strided_targets_are_fine(tensor: torch.Tensor) -> None:
     check_tensor(tensor, "t", CPU, written=True)
-
-
-class Hollow(torch.Tensor):
-    """As a DTensor is: its elements are elsewhere."""
-
-    @staticmethod
-    def __new__(cls, held: torch.Tensor) -> Hollow:
-        made: Hollow = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError
 
 
 def test_tensors_that_cannot_travel() -> None:

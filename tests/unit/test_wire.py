@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import hypothesis.strategies as st
 import pytest
 import torch
+from hollow import Hollow
 from hypothesis import example, given
 
 from unisono import wire
@@ -161,19 +162,6 @@ def test_equal_sets_have_equal_bytes() -> None:
 
 class Unlisted(Plain):
     """No dataclass itself: fields of its own would be lost."""
-
-
-class Hollow(torch.Tensor):
-    """As a DTensor is: its elements are elsewhere."""
-
-    @staticmethod
-    def __new__(cls, held: torch.Tensor) -> Hollow:
-        made: Hollow = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize(

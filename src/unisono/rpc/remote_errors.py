@@ -9,6 +9,7 @@ import types
 from typing import Any
 
 from unisono import wire
+from unisono.control.failure import text_of
 
 __all__ = ["RemoteError", "packed", "rebuilt"]
 
@@ -48,7 +49,7 @@ def packed(error: BaseException) -> _Told:
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
     else:
         kind = type(error)
-    text = _text_of(error)
+    text = text_of(error)
     trace = "".join(traceback.format_exception(error))
     content: Any = (tuple(error.args), dict(vars(error)))
     try:
@@ -57,13 +58,6 @@ def packed(error: BaseException) -> _Told:
         # Whatever is wrong with what it carries: the caller has to hear of the error itself.
         content = ((text,), {})
     return f"{kind.__module__}:{kind.__qualname__}", text, content, trace
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:
-        return f"<its str() raised {type(broken).__name__}>"
 
 
 def rebuilt(told: _Told, rank: int) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -198,13 +199,10 @@ def wait_any(works: Sequence[Work], timeout: float | None = None) -> int:
     for index, work in enumerate(works):
         if work.is_completed():
             return index
-    ended = threading.Event()
-    for work in works:
-        work.get_future().add_done_callback(lambda _: ended.set())
-    while True:
-        if not ended.wait(limit):
-            raise CommTimeoutError(f"waited {timeout} s for any of {len(works)} works", waited_s=timeout)
-        for index, work in enumerate(works):
-            if work.is_completed():
-                return index
-        ended.clear()
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index, work in enumerate(works):
+        work.get_future().add_done_callback(lambda _, index=index: ended.put(index))
+    try:
+        return ended.get(timeout=limit)
+    except queue.Empty:
+        raise CommTimeoutError(f"waited {timeout} s for any of {len(works)} works", waited_s=timeout) from None

@@ -1,0 +1,39 @@
+"""Works: the first of several to end, whatever they are made of."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from unisono.errors import CommTimeoutError
+from unisono.work import Completion, wait_any
+
+
+def test_the_one_that_ends_first_is_named() -> None:
+    works = [Completion(30.0) for _ in range(3)]
+    threading.Thread(target=works[1].complete).start()
+    assert wait_any(works, timeout=20.0) == 1
+    works[2].complete()
+    works[0].complete(ValueError("its own"))
+    assert wait_any(works, timeout=20.0) == 0
+
+
+class Modest(Completion):
+    """It says only by its future that it has ended."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_future_is_enough() -> None:
+    works = [Modest(30.0), Modest(30.0)]
+    works[1].complete()
+    assert wait_any(works, timeout=20.0) == 1
+
+
+def test_none_in_time_and_none_at_all() -> None:
+    with pytest.raises(CommTimeoutError, match=r"waited 0\.01 s for any of 2 works"):
+        wait_any([Completion(30.0), Completion(30.0)], timeout=0.01)
+    with pytest.raises(ValueError, match="at least one"):
+        wait_any([])

@@ -151,3 +151,16 @@ def test_an_interrupt_ends_ranks_that_are_threads(monkeypatch: pytest.MonkeyPatc
     for error in (ended.get(timeout=20), ended.get(timeout=20)):
         assert isinstance(error, un.errors.AbortedError)
         assert "launch was ended by KeyboardInterrupt" in str(error)
+
+
+@pytest.mark.soak
+def test_a_temporary_directory_with_too_long_a_name(tmp_path: Path) -> None:
+    folder, script = tmp_path / ("x" * 90), tmp_path / "ranks.py"
+    folder.mkdir()
+    script.write_text("import unisono as un\nif __name__ == '__main__':\n    un.launch(print, 2, 'shm')\n")
+    surroundings = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=surroundings, capture_output=True, text=True, check=False, timeout=60
+    )
+    # Later Pythons take another directory by themselves.
+    assert done.returncode == 0 or "set TMPDIR=/tmp" in done.stderr.splitlines()[-1]

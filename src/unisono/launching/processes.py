@@ -8,6 +8,7 @@ import os
 import pickle
 import secrets
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
             )
             process: BaseProcess = context.Process(target=live, args=(orders, writer), name=f"unisono rank {rank}")  # type: ignore[attr-defined]
             with _main_as_ranks_see_it():
-                process.start()
+                _start(process)
             writer.close()
             ranks.append((process, reader))
         _watch(ranks, on_failure, ended)
@@ -65,6 +66,18 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
         for _, reader in ranks:
             reader.close()
         server.close()
+
+
+def _start(process: BaseProcess) -> None:
+    try:
+        process.start()
+    except OSError as error:
+        if "AF_UNIX" not in str(error):
+            raise
+        raise CommError(
+            f"no rank can be started: the temporary directory {tempfile.gettempdir()} has too long a name for a "
+            "socket in it; set TMPDIR=/tmp"
+        ) from error
 
 
 def _watch(ranks: list[tuple[BaseProcess, connection.Connection]], on_failure: str, ended: list[Outcome]) -> None:

@@ -200,8 +200,12 @@ def wait_any(works: Sequence[Work], timeout: float | None = None) -> int:
         if work.is_completed():
             return index
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def noting(index: int) -> Callable[[object], None]:
+        return lambda _: ended.put(index)
+
     for index, work in enumerate(works):
-        work.get_future().add_done_callback(lambda _, index=index: ended.put(index))
+        work.get_future().add_done_callback(noting(index))
     try:
         return ended.get(timeout=limit)
     except queue.Empty:

@@ -54,7 +54,7 @@ def test_cell(name: str, backend: str) -> None:
     assert not cell.wrong, "\n".join(cell.wrong)
 
 
-@pytest.mark.parametrize("name", [*(name if name == "SIGKILL" else soaked(name) for name in JOBS if "mpi" in HERE)])
+@pytest.mark.parametrize("name", [soaked(name) for name in JOBS if "mpi" in HERE])
 def test_without_ulfm_the_job_ends(name: str) -> None:
     cell = tried(name, JOB)
     assert not cell.wrong, "\n".join(cell.wrong)

@@ -40,6 +40,7 @@ def run(comm: un.Communicator, path: str, ports: dict[str, int]) -> tuple[list[f
     return weights, alive
 
 
+@pytest.mark.soak
 def test_an_unchanged_program_learns_the_same() -> None:
     with reserved_ports(2) as (here, there):
         given = (str(EXAMPLE), {"unisono": here, "gloo": there})

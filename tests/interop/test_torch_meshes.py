@@ -126,6 +126,7 @@ def found() -> list[dict[str, Any]]:
         return un.launch(on_both, 4, "shm", (Path(folder),), timeout=30)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", WAYS)
 def test_equals_gloo(found: list[dict[str, Any]], name: str) -> None:
     assert [of_rank[name] for of_rank in found] == [""] * 4

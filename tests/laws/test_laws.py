@@ -81,6 +81,7 @@ class TestTraced(TransportLaws):
         return Traced(inner, lambda event: None)
 
 
+@pytest.mark.soak
 class TestFaultyWithoutFaults(TransportLaws):
     backend = "thread"
 

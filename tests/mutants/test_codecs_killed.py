@@ -39,7 +39,14 @@ def test_a_law_kills(path: Path) -> None:
         obey(mutant.LAW, mutant.CODEC, bucket)
 
 
-@pytest.mark.parametrize("law", sorted({load(path).LAW for path in MUTANTS}))
+# That feedback converges is among the tests of the laws themselves, and takes long.
+@pytest.mark.parametrize(
+    "law",
+    [
+        pytest.param(law, marks=[pytest.mark.soak] * (law == "check_feedback"))
+        for law in sorted({load(path).LAW for path in MUTANTS})
+    ],
+)
 @pytest.mark.parametrize("name", CODECS.names())
 def test_the_right_ones_live(name: str, law: str) -> None:
     assert complaint(obey, law, CODECS[name]) == ""

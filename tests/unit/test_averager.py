@@ -11,9 +11,15 @@ import unisono as un
 from unisono.gradients import plan_buckets
 from unisono.testing import pool
 
+# Processes import torch's compiler for checkpointed models, which takes seconds.
+CASES = [
+    pytest.param(name, backend, marks=[pytest.mark.soak] * (name == "checkpointed" and backend != "thread"))
+    for backend in ("thread", "shm", "gloo")
+    for name in MODELS
+]
 
-@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-@pytest.mark.parametrize("name", MODELS)
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
 def test_gradients_are_those_of_one_process_with_all_samples(name: str, backend: str) -> None:
     size, make = 3, MODELS[name]
     given = batches(size, 3)

@@ -31,6 +31,7 @@ def test_a_rank_that_skips_a_parameter_is_named_on_every_rank(backend: str) -> N
         assert "rank 1 has no gradient for 'left.weight' (and 3 more)" in message
 
 
+@pytest.mark.soak
 def test_many_ranks_are_counted_in_halves_too() -> None:
     def program(comm: un.Communicator) -> bool:
         weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)

@@ -46,7 +46,10 @@ def test_table_json_and_columns(tmp_path: Path, capfd: pytest.CaptureFixture[str
         assert f"{ratio['low']:.2f}..{ratio['high']:.2f}" in shown
 
 
-@pytest.mark.parametrize("collective", bench.COLLECTIVES)
+@pytest.mark.parametrize(
+    "collective",
+    [pytest.param(name, marks=[pytest.mark.soak] * (i % 2)) for i, name in enumerate(bench.COLLECTIVES)],
+)
 def test_every_collective_beside_gloo(collective: str) -> None:
     settings = Settings(collective, "thread", 3, (1000,), against=("gloo",), seconds=0.001, least=1)
     (found,) = bench.run(settings)
@@ -61,7 +64,7 @@ def test_registered_and_cold() -> None:
     assert found.samples >= 2
 
 
-@pytest.mark.parametrize("op", ["avg", "product", "max"])
+@pytest.mark.parametrize("op", ["avg", *(pytest.param(op, marks=pytest.mark.soak) for op in ("product", "max"))])
 def test_other_reductions_are_verified_too(op: str) -> None:
     settings = Settings(backend="thread", sizes=(4096,), dtype="bfloat16", op=op, ranks=3, seconds=0.001)
     assert bench.run(settings)[0].wrong == 0

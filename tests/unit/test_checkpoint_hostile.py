@@ -284,6 +284,7 @@ def test_values_of_ranks_that_contain_each_other(folder: Path) -> None:
         un.checkpoint.load(path)
 
 
+@pytest.mark.soak
 def test_what_could_not_be_loaded_is_not_saved(folder: Path) -> None:
     many = {str(number): torch.zeros(()) for number in range(8_000)}
     errors = run_ranks(lambda comm: un.checkpoint.save(folder / "many", many, comm), 2, on_failure="continue")

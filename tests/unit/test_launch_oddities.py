@@ -116,6 +116,7 @@ TYPED = """
 """
 
 
+@pytest.mark.soak
 def test_typed_programs_take_their_own_classes_along_and_need_no_output(tmp_path: Path) -> None:
     ran = subprocess.run(
         ["sh", "-c", 'exec "$0" - "$1" >&-', sys.executable, f"{tmp_path}/said"],

@@ -8,14 +8,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.buckets import buckets, flat_apply
-from unisono.gradients.plan import Named, agree_on_parameters, named_parameters
+from unisono.gradients.buckets import broadcast_all, buckets, flat_apply
+from unisono.gradients.plan import MIB, Named, agree_on_parameters, named_parameters
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import Weights
 
 __all__ = ["average_gradients", "broadcast_parameters"]
-
-_MIB = 1 << 20
 
 _compared: WeakKeyDictionary[Communicator, set[int]] = WeakKeyDictionary()
 
@@ -55,7 +53,7 @@ def average_gradients(
     gradients = [_dense_gradient(p) for p in trained if id(p) not in spread]
     with torch.no_grad():
         average_sparse([p for p in trained if id(p) in spread], comm, Weights(comm))
-        for bucket in buckets(gradients, int(bucket_cap_mb * _MIB)):
+        for bucket in buckets(gradients, int(bucket_cap_mb * MIB)):
             flat_apply(bucket, lambda flat: comm.all_reduce(flat, op="avg"))
 
 
@@ -71,10 +69,7 @@ def broadcast_parameters(
     if isinstance(model, torch.nn.Module):
         named += model.named_buffers()
     _compare(named, comm, frozen=False)
-    tensors = [t for _, t in named]
-    with torch.no_grad():
-        for bucket in buckets(tensors, int(bucket_cap_mb * _MIB)):
-            flat_apply(bucket, lambda flat: comm.broadcast(flat, src))
+    broadcast_all([t for _, t in named], comm, src, int(bucket_cap_mb * MIB))
 
 
 def _compare(named: Named, comm: Communicator, *, frozen: bool) -> None:

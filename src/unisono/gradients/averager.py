@@ -11,9 +11,9 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.errors import MismatchError
-from unisono.gradients.average import broadcast_parameters
 from unisono.gradients.backward import Backward, current_pass, watch_outputs
 from unisono.gradients.bucket import Bucket
+from unisono.gradients.buckets import broadcast_all
 from unisono.gradients.join import joined
 from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
@@ -109,7 +109,7 @@ class GradientAverager(Moving):
         self._comm.share()
         self.rank, self.size = comm.rank, comm.size
         if sync_parameters:
-            broadcast_parameters(self._model if self._model is not None else self._parameters, self._talk)
+            broadcast_all([*self._parameters, *(self._model.buffers() if self._model is not None else ())], self._talk)
         self._weights.comm = self._talk
         self._weights.forget()
         self._schedule = BucketSchedule(
@@ -246,7 +246,7 @@ class GradientAverager(Moving):
             self._take_in(thawed)
         average_sparse(self._sparse, self._talk, self._weights)
         if self._sync_buffers and self._model is not None:
-            broadcast_parameters(list(self._model.buffers()), self._talk)
+            broadcast_all(self._model.buffers(), self._talk)
 
     def _shadow(self) -> None:
         """Take part in a step of the ranks that still have data, with nothing."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from unisono.gradients.plan import plan_buckets
+from unisono.communicator import Communicator
+from unisono.gradients.plan import MIB, plan_buckets
 
-__all__ = ["buckets", "flat_apply"]
+__all__ = ["broadcast_all", "buckets", "flat_apply"]
 
 
 def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:
@@ -38,3 +39,20 @@ def flat_apply(bucket: Sequence[torch.Tensor], action: Callable[[torch.Tensor], 
     parts = flat.split([tensor.numel() for tensor in bucket])
     for tensor, part in zip(bucket, parts, strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
+
+
+def broadcast_all(tensors: Iterable[torch.Tensor], comm: Communicator, src: int = 0, cap_bytes: int = 25 * MIB) -> None:
+    """Make tensors equal to rank `src`'s, in place. Collective; all ranks give the same ones in the same order.
+
+    Example:
+        >>> def program(comm):
+        ...     tensors = [torch.ones(2) * comm.rank, torch.ones(1) * comm.rank]
+        ...     broadcast_all(tensors, comm, 1)
+        ...     return [t.tolist() for t in tensors]
+        >>> import unisono as un
+        >>> un.launch(program, nprocs=2, backend="thread")[0]
+        [[1.0, 1.0], [1.0]]
+    """
+    with torch.no_grad():
+        for bucket in buckets(tensors, cap_bytes):
+            flat_apply(bucket, lambda flat: comm.broadcast(flat, src))

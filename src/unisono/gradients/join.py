@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from unisono.gradients.average import broadcast_parameters
+from unisono.gradients.buckets import broadcast_all
 from unisono.gradients.weights import AllThroughError, Weights
 
 __all__ = ["joined"]
@@ -39,6 +39,6 @@ def joined(
         except AllThroughError:
             pass
         by_rank = weights.comm.all_gather_object(made)
-        broadcast_parameters(list(tensors), weights.comm, by_rank.index(max(by_rank)))
+        broadcast_all(tensors, weights.comm, by_rank.index(max(by_rank)))
     finally:
         weights.joining, weights.here = False, True

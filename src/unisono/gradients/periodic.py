@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from unisono.communicator import Communicator
 from unisono.errors import MismatchError
 from unisono.gradients.buckets import buckets, flat_apply
+from unisono.gradients.plan import MIB
 
 __all__ = [
     "Every",
@@ -38,8 +39,6 @@ Schedule = Callable[[int], bool]
 
 Facts = Sequence[tuple[str, str]]
 """Names with what ranks must have alike under them."""
-
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +253,7 @@ def over_buckets(
     tensors: Iterable[torch.Tensor], bucket_cap_mb: float, action: Callable[[torch.Tensor], object]
 ) -> None:
     """Let `action` change tensors in place, one flat bucket after another. Call it under `no_grad`."""
-    for bucket in buckets(tensors, int(bucket_cap_mb * _MIB)):
+    for bucket in buckets(tensors, int(bucket_cap_mb * MIB)):
         flat_apply(bucket, lambda flat: action(flat.detach()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 
 __all__ = ["PRELOADED"]
@@ -13,5 +14,9 @@ PRELOADED = (
     "unisono.transports.torch",
 )
 
+gc.disable()
 for _name in PRELOADED:
     importlib.import_module(_name)
+# What is there now stays. No rank has to look through it for garbage, which would copy the memory they share.
+gc.freeze()
+gc.enable()

@@ -141,7 +141,7 @@ def _context() -> BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # The main script of a test run is pytest, which every rank would otherwise import anew.
-    context.set_forkserver_preload(["unisono.launching.preload", *(["pytest"] if "pytest" in sys.modules else [])])
+    context.set_forkserver_preload([*(["pytest"] if "pytest" in sys.modules else []), "unisono.launching.preload"])
     return context
 
 

@@ -180,6 +180,7 @@ class Unsavable:
         ({"s": torch.eye(2).to_sparse()}, "'s' is a tensor of torch.sparse_coo"),
         ({"m": torch.empty(2, device="meta")}, "'m' is on the meta device"),
         ({"n": np.array(["text"])}, "'n' is a numpy array of"),
+        ({"n": np.ma.array([1.0, 2.0], mask=[0, 1])}, "'n' is a masked array, which would lose its mask"),
         ({"f": len}, "'f' is a builtins.builtin_function_or_method"),
     ],
 )

@@ -144,6 +144,8 @@ class Packer:
         )
 
     def _array(self, numpy: Any, value: Any, path: str) -> Node:
+        if isinstance(value, numpy.ma.MaskedArray):
+            raise TypeError(f"{path!r} is a masked array, which would lose its mask; save its data and its mask")
         array = numpy.asarray(value)
         array = numpy.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(array.shape)
         if not _NUMPY.fullmatch(array.dtype.str):

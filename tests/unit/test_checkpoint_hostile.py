@@ -30,7 +30,7 @@ ARENAS = 32 << 20
 """What they reserve at most without using it."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         yield Path(name)

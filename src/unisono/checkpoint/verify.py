@@ -53,9 +53,10 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
     manifest, _ = read_manifest(storage)
     manifest.check_sizes(storage.sizes())
     done, suspects = 0, []
+    spare = memoryview(bytearray(min(CHUNK, max((file.size for file in manifest.files), default=0))))
     with Files(storage, manifest) as files:
         for index, file in enumerate(manifest.files):
-            source, whole, spare = files.open(index), hasher(), memoryview(bytearray(min(CHUNK, file.size)))
+            source, whole = files.open(index), hasher()
             for start, stop in blocks(0, file.size, CHUNK):
                 if start % (_AHEAD // 2) == 0:
                     source.prefetch(start, min(start + _AHEAD, file.size))

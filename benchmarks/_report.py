@@ -2,6 +2,7 @@
 
     python benchmarks/_report.py [--only shm_traffic ...]
 
+With `--only`, the other answers stay as they are: each has its own date and machine.
 The machine that it runs on should have nothing else to do.
 """
 
@@ -11,6 +12,7 @@ import argparse
 import ast
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -20,12 +22,12 @@ import torch
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
+COMMAND = re.compile(r"^`python benchmarks/(\w+\.py)`", re.MULTILINE)
 HEAD = """\
 # Benchmarks
 
-What `make bench` measured, on {cores} cores ({processor}), {system}, Python {python}, torch {torch},
-{date}. Ratios are medians of neighbouring samples in one run, with quartiles; every result was verified.
-A line that says MISSED did not keep its bound in that run.
+What `make bench` measured. Ratios are medians of neighbouring samples in one run, with quartiles; every result was
+verified. A line that says MISSED did not keep its bound in that run.
 
 On a virtual machine the same program can take several times as long for minutes at a time, when the host has
 put the two processors far from each other: what one has just written is then dear to read for the other.
@@ -36,6 +38,19 @@ def questions(only: list[str]) -> list[Path]:
     """The scripts, in order; those named only, if any are."""
     scripts = sorted(path for path in HERE.glob("*.py") if not path.name.startswith("_"))
     return [path for path in scripts if not only or path.stem in only]
+
+
+def machine() -> str:
+    """What the answers were measured on, and when."""
+    system = f"{platform.system()} {platform.release().split('-')[0]}"
+    python = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{datetime.now(UTC).date()}, {os.cpu_count()} cores ({_processor()}), {system}, {python}"
+
+
+def known() -> dict[str, str]:
+    """The sections that the page has, by their scripts."""
+    _, *sections = PAGE.read_text().split("\n## ") if PAGE.exists() else [""]
+    return {found[1]: f"## {text.rstrip()}\n" for text in sections if (found := COMMAND.search(text))}
 
 
 def section(script: Path) -> str:
@@ -50,25 +65,18 @@ def section(script: Path) -> str:
             lines.append(line)
     if running.returncode:
         raise SystemExit(f"{script.name} failed")
-    return f"## {text.splitlines()[0]}\n\n`python benchmarks/{script.name}`\n\n```text\n{''.join(lines)}```\n"
+    command = f"`python benchmarks/{script.name}` ({machine()})"
+    return f"## {text.splitlines()[0]}\n\n{command}\n\n```text\n{''.join(lines)}```\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="scripts, without .py; then nothing is written")
+    parser.add_argument("--only", nargs="+", default=[], help="scripts, without .py")
     options = parser.parse_args()
-    sections = [section(script) for script in questions(options.only)]
-    if options.only:
-        return
-    head = HEAD.format(
-        cores=os.cpu_count(),
-        processor=_processor(),
-        system=f"{platform.system()} {platform.release().split('-')[0]}",
-        python=platform.python_version(),
-        torch=torch.__version__,
-        date=datetime.now(UTC).date(),
-    )
-    PAGE.write_text("\n".join([head, *sections]))
+    for script in questions(options.only):
+        # One by one, for all of it takes long.
+        answers = {**known(), script.name: section(script)}
+        PAGE.write_text("\n".join([HEAD, *(answers[name] for name in sorted(answers) if (HERE / name).exists())]))
     print(f"written: {PAGE.relative_to(HERE.parent)}")
 
 

@@ -16,7 +16,7 @@ __all__ = ["Counted", "Indices", "Joined", "Listed", "Places", "Selected", "are_
 Places = range | torch.Tensor
 """Some places of a sequence: a range with a positive step, or a one-dimensional int64 tensor on the CPU."""
 
-_CHUNK = 8192
+_CHUNK = 4096
 
 
 class Indices(ABC):

@@ -16,7 +16,7 @@ __all__ = ["Source", "Walk", "walk"]
 
 # The first sample should come at once; later ones in runs that are long enough for vector instructions, and
 # short enough for the cache and for less than a MiB.
-_FIRST, _LONGEST = 1, 8192
+_FIRST, _LONGEST = 1, 4096
 
 
 class Source:

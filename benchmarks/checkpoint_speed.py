@@ -2,7 +2,7 @@
 
 Answer (2 ranks, 2 cores): see docs/benchmarks.md; run it to see yours, on the disk that you mean:
 
-    python benchmarks/checkpoint_speed.py [--mib 64] [--tensors 32] [--ranks 2] [--rounds 5] [--pairs 20]
+    python benchmarks/checkpoint_speed.py [--mib 512] [--tensors 32] [--ranks 2] [--rounds 4] [--pairs 20]
 
 All ways take turns in one run, on the same state and disk. Files are removed and the disk is synced between them,
 outside the clock. A time is from when all ranks begin to when the last one ends. Cold is a load after the
@@ -209,10 +209,10 @@ def report(seconds: dict[str, list[float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=64, help="of the state (%(default)s)")
+    parser.add_argument("--mib", type=int, default=512, help="of the state (%(default)s)")
     parser.add_argument("--tensors", type=int, default=32, help="that it consists of (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=20, help="of cold loads, checked and not (%(default)s)")
     parser.add_argument("--backend", default="shm")
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured (%(default)s)")

@@ -97,4 +97,4 @@ def test_a_death_in_the_middle_of_100_mib(size: int) -> None:
             peer, seconds = end
             assert peer == 1
             assert seconds < 1.0
-    assert wait_until_as(before) == ""
+    assert wait_until_as(before, "threads", "descriptors", "processes") == ""

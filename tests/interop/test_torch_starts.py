@@ -115,6 +115,7 @@ def ends_without_waiting(rank: int, size: int, file: str) -> None:
         dist.all_reduce(torch.ones(100_000), async_op=True)
 
 
+@pytest.mark.soak
 def test_a_process_may_end_before_its_collectives(tmp_path: Path) -> None:
     """A thread that came back from gloo after the interpreter's end would end the process by SIGABRT."""
     started = multiprocessing.spawn(ends_without_waiting, (3, f"file://{tmp_path}/store"), nprocs=3, join=False)

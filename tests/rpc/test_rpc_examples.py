@@ -66,6 +66,7 @@ def test_the_agent_plays_in_gymnasium() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.soak
 def test_the_pipeline_learns_the_same_however_a_batch_is_cut(parts: int) -> None:
     losses, _ = launch("pipeline", 3, "shm", steps=8, parts=parts)
     whole, _ = launch("pipeline", 1, "thread", steps=8, parts=1)

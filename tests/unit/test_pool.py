@@ -158,6 +158,7 @@ def test_pools_are_kept_by_their_arguments() -> None:
     assert pool("thread", 4) is not pool("thread", 4, chunk_bytes=64)
 
 
+@pytest.mark.soak
 def test_ranks_end_with_their_process() -> None:
     program = """
         import os

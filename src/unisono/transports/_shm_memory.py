@@ -56,7 +56,9 @@ def meet(group: Group, control: Control, name: str, nbytes: int, timeout: float)
     except UnavailableError as error:
         # It is not there either if rank 0 has died, or given up, since it told of it.
         cause = control.cause(group, _PATIENCE_S)
-        raise error if cause is None else error_of(cause, group) from error
+        if cause is None:
+            raise
+        raise error_of(cause, group) from error
     _all_here(group, control, key, timeout)
     return memory
 

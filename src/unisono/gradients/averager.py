@@ -17,7 +17,7 @@ from unisono.gradients.buckets import broadcast_all
 from unisono.gradients.join import joined
 from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
-from unisono.gradients.plan import MIB, agree_on_parameters, named_parameters, plan_buckets
+from unisono.gradients.plan import MIB, agree_on_parameters, early_bytes, named_parameters, plan_buckets
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.schedule import BucketSchedule
 from unisono.gradients.sparse import average_sparse, sparse_parameters
@@ -44,7 +44,7 @@ class GradientAverager(Moving):
         model: A module, or its parameters.
         comm: Whose ranks average. The averager talks over two communicators of its own, made of it.
         bucket_cap_mb: Size of a message in MiB: a compromise of latency and overlap.
-        first_bucket_mb: Of the first bucket, which is small so that it starts early.
+        first_bucket_mb: Of the first: by default 1 where that travels while others fill, and as the others elsewhere.
         compression: A codec of `unisono.compression`, its name, or None.
         average: "mean", or "sum" for losses that are divided by the global batch already. A sum adds up all that
             `p.grad` holds, so what earlier steps left there is to be set to zero first.
@@ -79,7 +79,7 @@ class GradientAverager(Moving):
         comm: Communicator,
         *,
         bucket_cap_mb: float = 25,
-        first_bucket_mb: float = 1,
+        first_bucket_mb: float | None = None,
         compression: str | Codec | Callable[[], Codec] | None = None,
         average: Literal["mean", "sum"] = "mean",
         find_unused: bool = False,
@@ -91,7 +91,7 @@ class GradientAverager(Moving):
         self._named = named_parameters(model)
         self._names, self._parameters = [n for n, _ in self._named], [p for _, p in self._named]
         self._model = model if isinstance(model, torch.nn.Module) else None
-        self._sizes = int(bucket_cap_mb * MIB), int(first_bucket_mb * MIB)
+        self._sizes = int(bucket_cap_mb * MIB), None if first_bucket_mb is None else int(first_bucket_mb * MIB)
         plan_buckets([], [], *self._sizes)
         self._average, self._find_unused, self._sync_buffers = average, find_unused, sync_buffers
         self._compression = compression
@@ -112,9 +112,10 @@ class GradientAverager(Moving):
             broadcast_all([*self._parameters, *(self._model.buffers() if self._model is not None else ())], self._talk)
         self._weights.comm = self._talk
         self._weights.forget()
-        self._schedule = BucketSchedule(
-            self._named, Reducer(self._comm, codec), self._sizes, self._weights, self._talk.barrier
-        )
+        cap, first = self._sizes
+        sizes = cap, early_bytes(self._parameters, self._talk) if first is None else first
+        reducer = Reducer(self._comm, codec)
+        self._schedule = BucketSchedule(self._named, reducer, sizes, self._weights, self._talk.barrier)
         self._where = self._schedule.where
         self._backward = Backward(self._finish, self._abandon)
         self._hooks: dict[int, Any] = {}
@@ -209,11 +210,10 @@ class GradientAverager(Moving):
             return
         if self._seen is not None:
             self._seen[index] = None
-        if torch.is_grad_enabled():
+        bucket, slot = where
+        if bucket.arrived(slot):
             with torch.no_grad():
-                self._schedule.arrived(*where)
-        else:
-            self._schedule.arrived(*where)
+                self._schedule.advance()
 
     def _passing(self) -> None:
         """A backward pass is running."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -11,8 +12,8 @@ from unisono.types import Work
 
 __all__ = ["Bucket"]
 
-_HOT_BYTES = 128 << 10
-"""A gradient of at least this length is taken at once, while it is in the cache; shorter ones together."""
+_CHUNK_BYTES = 512 << 10
+"""When so much has come it is taken: it is still in the cache, and a call for each would take longer than copying."""
 
 
 class Bucket:
@@ -46,8 +47,10 @@ class Bucket:
         self.memory = allocate(sum(numels) + 2 * len(numels), like.dtype, like.device)
         self.flat = self.memory[: sum(numels)]
         self._words = self.memory[sum(numels) :]
+        self._all_came = torch.tensor([scale] * len(numels) + [0] * len(numels), dtype=like.dtype, device=like.device)
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
-        self._hot = [p.nbytes >= _HOT_BYTES for p in parameters]
+        self._edges = [0, *accumulate(numels)]
+        self._nbytes = [p.nbytes for p in parameters]
         self.shapes = [p.shape for p in parameters]
         self.work: Work | None = None
         self._factor = 1.0
@@ -58,6 +61,8 @@ class Bucket:
         count = len(self.parameters)
         self.came, self._inside = [False] * count, [False] * count
         self._graphs: dict[int, torch.Tensor] = {}
+        self._waiting: list[int] = []
+        self._waiting_bytes = 0
         self.missing = count
         self.started = self.late = False
 
@@ -66,25 +71,51 @@ class Bucket:
         if self.started:
             self.late = True
             return False
-        if self._hot[slot] or self._inside[slot]:
-            self._take(slot)
         if not self.came[slot]:
             self.came[slot] = True
             self.missing -= 1
+            self._waiting.append(slot)
+            self._waiting_bytes += self._nbytes[slot]
+            if self._waiting_bytes >= _CHUNK_BYTES:
+                self._take(self._waiting)
+        elif self._inside[slot]:
+            self._add(slot)
         return not self.missing
 
-    def _take(self, slot: int) -> None:
-        parameter, view = self.parameters[slot], self.views[slot]
+    def _take(self, slots: Sequence[int]) -> None:
+        """Copy gradients in that are not inside yet, in one go."""
+        views, grads, taken = [], [], []
+        for slot in slots:
+            parameter = self.parameters[slot]
+            # A later hook may have taken it away.
+            if parameter.grad is None:
+                continue
+            views.append(self.views[slot])
+            grads.append(self._plain(slot, parameter.grad))
+            taken.append(slot)
+            self._inside[slot] = True
+            # What comes now comes alone, and is added.
+            parameter.grad = None
+        self._waiting, self._waiting_bytes = [], 0
+        if len(views) == 1 and self.scale != 1.0:
+            torch.mul(grads[0], self.scale, out=views[0])
+        elif views:
+            torch._foreach_copy_(views, grads)
+            if self.scale != 1.0:
+                torch._foreach_mul_(self._run(taken) or views, self.scale)
+
+    def _run(self, slots: Sequence[int]) -> list[torch.Tensor]:
+        """The memory of gradients that lie side by side as one tensor, for which one call is enough."""
+        first, last = min(slots), max(slots)
+        if last - first + 1 > len(slots):
+            return []
+        return [self.flat[self._edges[first] : self._edges[last + 1]]]
+
+    def _add(self, slot: int) -> None:
+        """More has come of a gradient that is inside."""
+        parameter = self.parameters[slot]
         assert parameter.grad is not None
-        grad = self._plain(slot, parameter.grad)
-        if self._inside[slot]:
-            view.add_(grad, alpha=self.scale)
-        elif self.scale != 1.0:
-            torch.mul(grad, self.scale, out=view)
-        elif grad.data_ptr() != view.data_ptr():
-            view.copy_(grad)
-        self._inside[slot] = True
-        # What comes now comes alone, and is added.
+        self.views[slot].add_(self._plain(slot, parameter.grad), alpha=self.scale)
         parameter.grad = None
 
     def _plain(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
@@ -114,31 +145,20 @@ class Bucket:
             lacks = [here and not came for came in self.came]
             self._words.copy_(torch.tensor([*self.came, *lacks], dtype=self._words.dtype).mul_(self.scale))
         else:
-            count = len(self.parameters)
-            self._words[:count].fill_(self.scale)
-            self._words[count:].zero_()
+            self._words.copy_(self._all_came)
 
     def _take_rest(self) -> None:
-        """All that has not been taken, in one go: a call of torch's for each would take longer than the copying."""
-        views, grads = [], []
+        """All that has not been taken, and zeros for what has not come."""
+        rest = []
         for slot, (parameter, view, inside) in enumerate(zip(self.parameters, self.views, self._inside, strict=True)):
-            grad = parameter.grad
-            if grad is None:
+            if parameter.grad is None:
                 if not inside:
                     view.zero_()
             elif inside:
-                self._take(slot)
+                self._add(slot)
             else:
-                views.append(view)
-                grads.append(self._plain(slot, grad))
-                self._inside[slot] = True
-                parameter.grad = None
-        if not views:
-            return
-        torch._foreach_copy_(views, grads)
-        if self.scale != 1.0:
-            # One call for all of the memory, where nothing in it has been multiplied yet.
-            torch._foreach_mul_([self.flat] if len(views) == len(self.views) else views, self.scale)
+                rest.append(slot)
+        self._take(rest)
 
     def present(self) -> list[tuple[bool, bool]]:
         """After the reduction, for each gradient: whether any rank had it, and whether any lacked it.
@@ -147,6 +167,8 @@ class Bucket:
         """
         words: list[float | complex] = self._words.tolist()
         count = len(self.parameters)
+        if all(words[:count]) and not any(words[count:]):
+            return [(True, False)] * count
         return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count:], strict=True)]
 
     def words(self) -> torch.Tensor:
@@ -155,16 +177,13 @@ class Bucket:
 
     def hand_out(self, present: Sequence[tuple[bool, bool]]) -> None:
         """Put the means where optimizers look; a gradient that no rank had stays what it was."""
-        for slot, (had, _) in enumerate(present):
-            if not had and not self._inside[slot]:
-                continue
-            graph = self._graphs.get(slot)
-            if graph is not None:
-                # The values become the mean; what the gradient was made of stays this rank's.
-                graph.detach().copy_(self.views[slot])
-                self.parameters[slot].grad = graph
-            else:
-                self.parameters[slot].grad = self.views[slot]
+        for parameter, view, inside, (had, _) in zip(self.parameters, self.views, self._inside, present, strict=True):
+            if had or inside:
+                parameter.grad = view
+        for slot, graph in self._graphs.items():
+            # The values become the mean; what the gradient was made of stays this rank's.
+            graph.detach().copy_(self.views[slot])
+            self.parameters[slot].grad = graph
 
     def add_late(self) -> None:
         """Add to the means what came after them, so that another reduction takes it in."""

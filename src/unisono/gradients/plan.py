@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -9,7 +10,15 @@ import torch
 from unisono.communicator import Communicator
 from unisono.errors import MismatchError
 
-__all__ = ["MIB", "Named", "agree_on_parameters", "dense_strides", "named_parameters", "plan_buckets"]
+__all__ = [
+    "MIB",
+    "Named",
+    "agree_on_parameters",
+    "dense_strides",
+    "early_bytes",
+    "named_parameters",
+    "plan_buckets",
+]
 
 MIB = 1 << 20
 
@@ -41,7 +50,7 @@ def plan_buckets(
         parameters: All of them.
         order: Indices of those that take part, in the order in which their gradients are expected.
         cap_bytes: Most of a bucket, unless it is one parameter alone.
-        first_bytes: Most of the first bucket, which is small so that it starts early.
+        first_bytes: Most of the first bucket, if it is to be small so that it starts early.
 
     Example:
         >>> plan_buckets([torch.zeros(4), torch.zeros(2), torch.zeros(8)], [2, 1, 0], cap_bytes=24)
@@ -64,6 +73,18 @@ def plan_buckets(
         filling.setdefault(kind, []).append(index)
         lengths[kind] = lengths.get(kind, 0) + parameter.nbytes
     return [*full, *filling.values()]
+
+
+def early_bytes(parameters: Sequence[torch.Tensor], comm: Communicator) -> int | None:
+    """Most bytes of a first bucket that starts early; None where nobody would reduce it while others fill.
+
+    Collective. One starts early where the backend goes on by itself and each rank has a core to spare for that.
+    """
+    if not comm.overlaps:
+        return None
+    here = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
+    spare = any(p.device.type != "cpu" for p in parameters) or (os.cpu_count() or 1) >= 2 * here
+    return MIB if all(comm.all_gather_object(spare)) else None
 
 
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.errors import CommError
 from unisono.gradients.bucket import Bucket
+from unisono.reduction import HALVES
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
@@ -29,22 +30,28 @@ def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | 
 class Reducer:
     """Starts and finishes the reduction of buckets, in the same order on all ranks.
 
-    Where the backend goes on by itself, the sum is under way while backward computes the rest; elsewhere the
-    reduction is done at once. Contributions are divided on their way into the bucket, which costs nothing
-    there, unless a division of the sum is more exact and the reduction can do it.
+    Where the backend goes on by itself, the sum is under way while backward computes the rest, and contributions
+    are divided on their way into the bucket. Elsewhere the reduction is done at once, and divides the sum, which is
+    more exact and touches less memory.
 
     Args:
         comm: Used for nothing else at the same time.
         codec: Made anew for each bucket of real numbers; None reduces the gradients as they are.
+
+    Attributes:
+        background: Whether a bucket travels while others fill.
     """
 
     def __init__(self, comm: Communicator, codec: Codec | None = None) -> None:
         self._comm, self._codec = comm, codec
         self._codecs: dict[tuple[int, ...], Codec] = {}
-        self._background = comm.overlaps and codec is None
-        # To divide by a power of two is exact, before the sum and after it.
-        exact = comm.size.bit_count() == 1
-        self.scale = 1 / comm.size if self._background or (exact and codec is None) else 1.0
+        self.background = comm.overlaps and codec is None
+
+    def scale(self, dtype: torch.dtype) -> float:
+        """What each contribution is multiplied by on its way into a bucket of this dtype."""
+        # An average of halves divides them first, to which a power of two is exact: then it is cheaper here.
+        first = dtype in HALVES and self._codec is None and self._comm.size.bit_count() == 1
+        return 1 / self._comm.size if self.background or first else 1.0
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What the backend reduces best. Collective."""
@@ -67,10 +74,10 @@ class Reducer:
         if codec is not None:
             codec.average(bucket.flat, self._comm, bucket.shapes)
             self._comm.all_reduce(bucket.words(), "avg")
-        elif self._background:
+        elif self.background:
             bucket.work = self._comm.all_reduce(bucket.memory, "sum", async_op=True)
         else:
-            self._comm.all_reduce(bucket.memory, "avg" if self.scale == 1.0 else "sum")
+            self._comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
 
     def finish(self, bucket: Bucket) -> None:
         """Return when the bucket holds the means."""

@@ -20,7 +20,7 @@ class BucketSchedule:
     Args:
         named: All parameters, with their names.
         reducer: What reduces one bucket.
-        sizes: Most bytes of a bucket, and of the first one.
+        sizes: Most bytes of a bucket, and of the first one if that is another number.
         weights: Asked before the first bucket of a step what to multiply this rank's gradients by.
         meet: Called before a bucket is reduced once more; returns when all ranks have called it.
 
@@ -33,7 +33,7 @@ class BucketSchedule:
         self,
         named: Named,
         reducer: Reducer,
-        sizes: tuple[int, int],
+        sizes: tuple[int, int | None],
         weights: Weights,
         meet: Callable[[], object],
     ) -> None:
@@ -48,7 +48,8 @@ class BucketSchedule:
     def add(self, order: Sequence[int]) -> None:
         """Make buckets for these parameters, after those that there are. Collective."""
         for indices in plan_buckets(self._parameters, order, self._cap, None if self.buckets else self._first):
-            bucket = Bucket(indices, [self._parameters[i] for i in indices], self.reducer.memory, self.reducer.scale)
+            members = [self._parameters[i] for i in indices]
+            bucket = Bucket(indices, members, self.reducer.memory, self.reducer.scale(members[0].dtype))
             self.buckets.append(bucket)
             self.where.update((index, (bucket, slot)) for slot, index in enumerate(indices))
 
@@ -65,11 +66,6 @@ class BucketSchedule:
         """Forget all buckets."""
         self.buckets.clear()
         self.where.clear()
-
-    def arrived(self, bucket: Bucket, slot: int) -> None:
-        """A gradient has come."""
-        if bucket.arrived(slot):
-            self.advance()
 
     def advance(self, *, to_the_end: bool = False) -> None:
         """Start the buckets whose turn it is: those that are full, or all."""

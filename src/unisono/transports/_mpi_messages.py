@@ -29,6 +29,7 @@ __all__ = ["Messages", "Posted"]
 
 _MANY = 64
 _LAST_LOOKS = 100
+_BYTES_A_ROUND = 1 << 20
 _FOREVER_S = 1e9
 _crew = Crew("unisono MPI messages")
 
@@ -79,7 +80,8 @@ class Messages:
         try:
             with self.comms.turn:
                 part.start()
-            if until(lambda: self._is_over(part), began + timeout, lambda: self.look([message.peer]), self.spins):
+            spins = self.spins_for(message.tensor.nbytes)
+            if until(lambda: self._is_over(part), began + timeout, lambda: self.look([message.peer]), spins):
                 return
         except self.comms.mpi.Exception as error:
             raise self.comms.error_of(error) from error
@@ -102,6 +104,10 @@ class Messages:
         if isinstance(message, Recv):
             return Received(self.comms, message)
         return Sent(self.comms, message, next(self._numbers) % self.comms.largest_tag)
+
+    def spins_for(self, nbytes: int) -> int:
+        """How often to ask before giving way: as long as a message of this length travels, since asking moves it along."""
+        return self.spins * (1 + nbytes // _BYTES_A_ROUND)
 
     def end(self, cause: BaseException) -> None:
         """All that is not done fails."""
@@ -178,7 +184,8 @@ class Posted(Countdown):
             started = time.monotonic()
             limit = self.timeout_s if timeout is None else timeout
             try:
-                over = until(self.move, started + limit, self._look, self._all.spins)
+                spins = self._all.spins_for(sum(message.tensor.nbytes for message in self._messages))
+                over = until(self.move, started + limit, self._look, spins)
             except PeerLostError:
                 # What it sent before it left may be here.
                 over = any(self.move() for _ in range(_LAST_LOOKS))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,20 @@ MODULES = [
 
 # Docstrings leave these imports out; pages have them.
 GIVEN = {"torch": torch, "un": unisono}
+
+
+@pytest.fixture(autouse=True)
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What examples leave in temporary folders goes with them."""
+    make = tempfile.mkdtemp
+    with tempfile.TemporaryDirectory() as folder:
+
+        def made(*given: Any, **named: Any) -> str:
+            # Others, such as multiprocessing, say more of theirs, and keep them longer.
+            return make(*given, **named) if given or named else make(dir=folder)
+
+        monkeypatch.setattr(tempfile, "mkdtemp", made)
+        yield
 
 
 def run_page(page: Path) -> int:

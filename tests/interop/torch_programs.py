@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,15 +71,24 @@ def dtensor(group: Group) -> list[torch.Tensor]:
     return [rows.full_tensor(), columns.to_local(), columns.redistribute(mesh, [Replicate()]).to_local()]
 
 
+@contextmanager
+def shared_folder(group: Group) -> Iterator[str]:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, group=group)
+    yield folder[0]
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
 def checkpoint(group: Group) -> list[torch.Tensor]:
     import torch.distributed.checkpoint as dcp
 
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, group=group)
     state = {"model": mlp().state_dict(), "step": torch.tensor([7])}
-    dcp.save(state, checkpoint_id=folder[0], process_group=group)
     empty = {"model": {k: torch.zeros_like(v) for k, v in mlp().state_dict().items()}, "step": torch.tensor([0])}
-    dcp.load(empty, checkpoint_id=folder[0], process_group=group)
+    with shared_folder(group) as folder:
+        dcp.save(state, checkpoint_id=folder, process_group=group)
+        dcp.load(empty, checkpoint_id=folder, process_group=group)
     return [*empty["model"].values(), empty["step"]]
 
 
@@ -173,12 +184,6 @@ def uneven_inputs_of_a_sharded_optimizer(group: Group) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def shared_folder(group: Group) -> str:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, group=group)
-    return folder[0]
-
-
 def sharded_checkpoint(group: Group) -> list[torch.Tensor]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
@@ -191,10 +196,11 @@ def sharded_checkpoint(group: Group) -> list[torch.Tensor]:
         FullyShardedDataParallel.set_state_dict_type(made, StateDictType.SHARDED_STATE_DICT)
         return made
 
-    folder, model, other = shared_folder(group), sharded(1), sharded(2)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder, process_group=group)
-    state = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=folder, process_group=group)
+    model, other = sharded(1), sharded(2)
+    with shared_folder(group) as folder:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder, process_group=group)
+        state = {"model": other.state_dict()}
+        dcp.load(state, checkpoint_id=folder, process_group=group)
     other.load_state_dict(state["model"])
     found = []
     for each in (model, other):
@@ -207,10 +213,11 @@ def sharded_checkpoint(group: Group) -> list[torch.Tensor]:
 def checkpoint_in_the_background(group: Group) -> list[torch.Tensor]:
     import torch.distributed.checkpoint as dcp
 
-    folder, state = shared_folder(group), {"model": mlp().state_dict()}
-    dcp.async_save(state, checkpoint_id=folder, process_group=group).result()
+    state = {"model": mlp().state_dict()}
     empty = {"model": {k: torch.zeros_like(v) for k, v in state["model"].items()}}
-    dcp.load(empty, checkpoint_id=folder, process_group=group)
+    with shared_folder(group) as folder:
+        dcp.async_save(state, checkpoint_id=folder, process_group=group).result()
+        dcp.load(empty, checkpoint_id=folder, process_group=group)
     return list(empty["model"].values())
 
 

@@ -57,3 +57,22 @@ def test_all_who_wait_for_it_are_told(
         assert after == 3.0
         assert said.startswith(f"rank {SOURCE} has a value that cannot be sent: ") == (rank in told)
         assert ("lock" in said) == (rank in told)
+
+
+def wrong_list(comm: un.Communicator, values: Any) -> tuple[str, float]:
+    """What this rank is told of what rank 1 has for the ranks, and a sum after it."""
+    said = "nothing"
+    try:
+        comm.scatter_object(values if comm.rank == SOURCE else None, SOURCE)
+    except ValueError as error:
+        said = str(error)
+    after = torch.ones(1)
+    comm.all_reduce(after)
+    return said, after.item()
+
+
+@pytest.mark.parametrize("backend", ["thread", "gloo"])
+@pytest.mark.parametrize(("values", "count"), [([1, 2], 2), ([1, 2, 3, 4], 4), (None, 0), (5, 0)])
+def test_all_are_told_that_there_is_not_a_value_for_each(values: Any, count: int, backend: str) -> None:
+    said = f"objs must have one value for each of the 3 ranks on rank {SOURCE}, not {count}"
+    assert pool(backend, 3).run(wrong_list, values) == [(said, 3.0)] * 3

@@ -19,7 +19,9 @@ from unisono.control.failure import text_of
 
 __all__ = ["Objects"]
 
-_PLAIN, _PICKLED, _REFUSED = b"\0", b"\1", b"\2"
+_PLAIN, _PICKLED, _REFUSED, _WRONG = b"\0", b"\1", b"\2", b"\3"
+_REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueError}
+"""What is raised where an error came in place of a value."""
 
 
 class Objects(Messages, Moving, Exchanging, Reducing):
@@ -82,13 +84,14 @@ class Objects(Messages, Moving, Exchanging, Reducing):
         return [_decode(part, trusted) for part in collected.split(counts)] if here else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False) -> Any:
-        """Entry r of rank `src`'s list, on rank r; the others give no list."""
+        """Entry r of rank `src`'s list, on rank r; the others give no list.
+
+        Raises:
+            ValueError: It has not one value for each rank; on all ranks.
+        """
         self._enter("scatter_object")
         self._check_rank(src, "src")
-        if self.rank == src and (objs is None or len(objs) != self.size):
-            raise ValueError(f"objs must have one value for each of the {self.size} ranks on rank {src}")
-        parts = [self._encode(obj, trusted) for obj in objs] if self.rank == src and objs is not None else []
-        parts = [next((p for p in parts if p[:1] == _REFUSED), part) for part in parts]
+        parts = self._entries(objs, trusted) if self.rank == src else []
         length = self._numbers([0])
         self.scatter(length, [self._numbers([len(p)]) for p in parts] or None, src)
         received = self._blank(int(length.item()))
@@ -96,6 +99,19 @@ class Objects(Messages, Moving, Exchanging, Reducing):
         taken = [received.numel() if r == src else 0 for r in range(self.size)]
         self.all_to_all_single(received, self._bytes(b"".join(parts)), taken, given)
         return _decode(received, trusted)
+
+    def _entries(self, objs: Sequence[Any] | None, trusted: bool) -> list[bytes]:
+        """The bytes for each rank; the same reason for all, if anything of it cannot be sent."""
+        try:
+            values = [] if objs is None else list(objs)
+        except TypeError:
+            # What is no list has no value for anybody.
+            values = []
+        parts = [self._encode(value, trusted) for value in values]
+        if len(parts) != self.size:
+            wrong = f"objs must have one value for each of the {self.size} ranks on rank {self.rank}, not {len(parts)}"
+            return [_WRONG + wrong.encode()] * self.size
+        return [next((p for p in parts if p[:1] == _REFUSED), part) for part in parts]
 
     @property
     def device(self) -> torch.device:
@@ -123,8 +139,8 @@ class Objects(Messages, Moving, Exchanging, Reducing):
 
 
 def _check(data: bytes) -> None:
-    if data[:1] == _REFUSED:
-        raise TypeError(data[1:].decode(errors="replace"))
+    if data[:1] in _REASONS:
+        raise _REASONS[data[:1]](data[1:].decode(errors="replace"))
 
 
 def _decode(buffer: torch.Tensor, trusted: bool) -> Any:

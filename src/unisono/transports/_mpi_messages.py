@@ -106,7 +106,7 @@ class Messages:
         return Sent(self.comms, message, next(self._numbers) % self.comms.largest_tag)
 
     def spins_for(self, nbytes: int) -> int:
-        """How often to ask before giving way: as long as a message of this length travels, since asking moves it along."""
+        """How often to ask before giving way: while a message of this length travels, since asking moves it along."""
         return self.spins * (1 + nbytes // _BYTES_A_ROUND)
 
     def end(self, cause: BaseException) -> None:

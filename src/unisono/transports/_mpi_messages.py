@@ -86,13 +86,20 @@ class Messages:
         except self.comms.mpi.Exception as error:
             raise self.comms.error_of(error) from error
         except PeerLostError:
-            # What it sent before it left may be here.
-            if not any(self._is_over(part) for _ in range(_LAST_LOOKS)):
+            if not self._has_come_after_all(part):
                 raise
             return
         finally:
             _keep([part], self.comms.turn)
         raise late([message], time.monotonic() - began)
+
+    def _has_come_after_all(self, part: Part) -> bool:
+        """What a rank sent before it left may be here."""
+        try:
+            return any(self._is_over(part) for _ in range(_LAST_LOOKS))
+        except self.comms.mpi.Exception:
+            # MPI has heard of it too, meanwhile.
+            return False
 
     def _is_over(self, part: Part) -> bool:
         with self.comms.turn:

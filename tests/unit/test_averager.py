@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from averaged_models import MODELS, TINY, Net, batches, gradients, made, same, wanted_of
@@ -213,6 +215,31 @@ def test_buckets_follow_the_order_in_which_gradients_come(backend: str) -> None:
     by_registration = [["middle"], ["late"], ["early"]]
     expected = [["early"], ["middle"], ["late"]] if backend == "gloo" else by_registration
     assert pool(backend, 3).run(program, size=2) == [(by_registration, expected)] * 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "codec", "cores", "first"),
+    [
+        ("gloo", None, [64, 64], 1),
+        ("gloo", None, [64, 1], 2),
+        # A state of a codec is of as many buckets whatever machine it is loaded on.
+        ("gloo", "topk", [64, 64], 2),
+        ("shm", None, [64, 64], 2),
+    ],
+)
+def test_the_first_bucket_is_small_where_it_travels_early(
+    backend: str, codec: str | None, cores: list[int], first: int
+) -> None:
+    def program(comm: un.Communicator, checked: bool) -> int:
+        model = nn.ParameterList(torch.zeros(150_000) for _ in range(2))
+        with patch("os.cpu_count", lambda: cores[comm.rank]):
+            averager = un.GradientAverager(model, comm if checked else comm.dup(check="off"), compression=codec)
+        found = len(averager.buckets[0])
+        averager.remove()
+        return found
+
+    for checked in (True, False):
+        assert pool(backend, 3).run(program, checked, size=2) == [first, first]
 
 
 def test_the_length_of_each_parameter_is_asked_for_once_or_twice() -> None:

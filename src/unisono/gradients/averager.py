@@ -112,9 +112,9 @@ class GradientAverager(Moving):
             broadcast_all([*self._parameters, *(self._model.buffers() if self._model is not None else ())], self._talk)
         self._weights.comm = self._talk
         self._weights.forget()
-        cap, first = self._sizes
-        sizes = cap, early_bytes(self._parameters, self._talk) if first is None else first
         reducer = Reducer(self._comm, codec)
+        cap, first = self._sizes
+        sizes = cap, early_bytes(self._parameters, self._talk, reducer.background) if first is None else first
         self._schedule = BucketSchedule(self._named, reducer, sizes, self._weights, self._talk.barrier)
         self._where = self._schedule.where
         self._backward = Backward(self._finish, self._abandon)

@@ -75,12 +75,12 @@ def plan_buckets(
     return [*full, *filling.values()]
 
 
-def early_bytes(parameters: Sequence[torch.Tensor], comm: Communicator) -> int | None:
+def early_bytes(parameters: Sequence[torch.Tensor], comm: Communicator, background: bool) -> int | None:
     """Most bytes of a first bucket that starts early; None where nobody would reduce it while others fill.
 
-    Collective. One starts early where the backend goes on by itself and each rank has a core to spare for that.
+    Collective. One starts early where buckets travel in the background and each rank has a core to spare for that.
     """
-    if not comm.overlaps:
+    if not background:
         return None
     here = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
     spare = any(p.device.type != "cpu" for p in parameters) or (os.cpu_count() or 1) >= 2 * here

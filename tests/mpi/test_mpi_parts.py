@@ -253,3 +253,17 @@ def test_what_mpi_does_wrongly_is_left_to_messages() -> None:
     assert not reducible(torch.complex64, ReduceOp.PRODUCT)
     assert not reducible(torch.complex32, ReduceOp.SUM)
     assert reducible(torch.bfloat16, ReduceOp.SUM)
+
+
+def test_who_asks_very_often_looks_up_now_and_then() -> None:
+    looks = []
+
+    def look() -> None:
+        looks.append(time.monotonic())
+        if len(looks) == 3:
+            raise PeerLostError("rank 1 is lost")
+
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 1 is lost"):
+        until(lambda: False, began + 60, look, spins=10**9)
+    assert not until(lambda: False, began, spins=10**9)

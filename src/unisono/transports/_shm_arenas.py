@@ -20,7 +20,8 @@ __all__ = ["Arenas"]
 
 _PLACE_BITS = 44
 _MOST_PLANS = 64
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 256 << 10, 512 << 10
+"""Of each row: of many, and of two, which are fewer bytes together."""
 _SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 
 
@@ -55,6 +56,7 @@ class Arenas:
         self._group, self._control, self._timeout_s = group, control, timeout_s
         self._arenas: dict[int, _Arena] = {}
         self._kept: dict[torch.dtype, torch.Tensor] = {}
+        self._piece_bytes = _PIECE_BYTES[group.size == 2]
         self.made = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -104,7 +106,7 @@ class Arenas:
         kept = self._kept.get(dtype)
         if kept is None:
             with torch.inference_mode(mode=False):
-                kept = self._kept[dtype] = torch.empty(_PIECE_BYTES // dtype.itemsize, dtype=dtype, device="cpu")
+                kept = self._kept[dtype] = torch.empty(self._piece_bytes // dtype.itemsize, dtype=dtype, device="cpu")
         return kept
 
     def _pieces(self, place: int, tensor: torch.Tensor) -> list[_Piece]:
@@ -123,7 +125,7 @@ class Arenas:
     def _cut(self, table: torch.Tensor) -> Iterator[_Piece]:
         rank, size, count = self._group.rank, self._group.size, table.shape[1]
         first, last = rank * count // size, (rank + 1) * count // size
-        step = max(1, _PIECE_BYTES // table.element_size())
+        step = max(1, self._piece_bytes // table.element_size())
         for low in range(first, last, step):
             block = table[:, low : min(low + step, last)]
             yield _Piece(block, block[rank], [row for r, row in enumerate(block.unbind(0)) if r != rank])

@@ -163,6 +163,19 @@ def test_the_state_of_another_model_is_refused() -> None:
     run_ranks(program, 1)
 
 
+def test_a_state_that_the_outer_optimizer_refuses_changes_nothing() -> None:
+    def program(comm: un.Communicator) -> None:
+        diloco = DiLoCo([("a", torch.zeros(2))], comm)
+        state = {**diloco.state_dict(), "steps": 3, "anchor": {"a": torch.ones(2)}}
+        state["outer"] = {**state["outer"], "param_groups": []}
+        with pytest.raises(ValueError, match="parameter group"):
+            diloco.load_state_dict(state)
+        assert diloco.steps == 0
+        assert diloco.anchor[0].tolist() == [0.0, 0.0]
+
+    run_ranks(program, 1)
+
+
 def test_ranks_must_start_together() -> None:
     def program(comm: un.Communicator) -> None:
         model = torch.nn.Linear(2, 2, dtype=torch.float64)

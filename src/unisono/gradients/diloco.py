@@ -114,11 +114,12 @@ class DiLoCo(Periodic):
             raise ValueError(
                 f"the state is of another model: {name!r} has shape {found.get(name)} in it, {wanted.get(name)} here"
             )
+        # The optimizer refuses what does not fit before it changes anything.
+        self.outer.load_state_dict(state["outer"])
         super().load_state_dict(state)
         with torch.no_grad():
             for (name, _), there in zip(self.named, self.anchor, strict=True):
                 there.copy_(anchor[name])
-        self.outer.load_state_dict(state["outer"])
 
     def _act(self) -> None:
         ways = [there - here.detach() for there, here in zip(self.anchor, self.tensors, strict=True)]

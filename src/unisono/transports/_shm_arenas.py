@@ -20,8 +20,8 @@ __all__ = ["Arenas"]
 
 _PLACE_BITS = 44
 _MOST_PLANS = 64
-_PIECE_BYTES = 256 << 10, 512 << 10
-"""Of each row: of many, and of two, which are fewer bytes together."""
+_PIECE_BYTES, _PIECE_BYTES_OF_TWO = 256 << 10, 512 << 10
+"""Of each row. Those of two ranks are fewer bytes together."""
 _SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 
 
@@ -56,7 +56,7 @@ class Arenas:
         self._group, self._control, self._timeout_s = group, control, timeout_s
         self._arenas: dict[int, _Arena] = {}
         self._kept: dict[torch.dtype, torch.Tensor] = {}
-        self._piece_bytes = _PIECE_BYTES[group.size == 2]
+        self._piece_bytes = _PIECE_BYTES_OF_TWO if group.size == 2 else _PIECE_BYTES
         self.made = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from unisono.layout import Flat, Layout, Pieces
-from unisono.reduction import HALVES, check_reducible
+from unisono.reduction import HALVES, check_reducible, divide
 from unisono.tensors import Staging
 from unisono.types import Call, ReduceOp
 
@@ -213,7 +213,7 @@ def _averaged(
     if op is not ReduceOp.AVG:
         return op
     if summed.dtype in HALVES:
-        staging.before.append(lambda: summed.div_(size))
+        staging.before.append(lambda: divide(summed, size))
     elif result_here:
-        staging.after.insert(0, lambda: result.div_(size))
+        staging.after.insert(0, lambda: divide(result, size))
     return ReduceOp.SUM

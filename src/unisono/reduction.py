@@ -9,7 +9,7 @@ import torch
 
 from unisono.types import ReduceOp
 
-__all__ = ["HALVES", "check_reducible", "combine", "combine_all", "parse_op"]
+__all__ = ["HALVES", "check_reducible", "combine", "combine_all", "divide", "parse_op"]
 
 HALVES = (torch.float16, torch.bfloat16)
 """Averages of these divide before they sum, so that the sum does not overflow."""
@@ -38,6 +38,14 @@ def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tenso
         return
     for i, share in enumerate(shares[1:], 1):
         combine(op, shares[0] if i == 1 else total, share, total)
+
+
+def divide(total: torch.Tensor, size: int) -> None:
+    """Divide in place, by a product where that gives the same bits: it is faster."""
+    if size.bit_count() == 1 and total.is_floating_point():
+        total.mul_(1 / size)
+    else:
+        total.div_(size)
 
 
 def parse_op(op: str | ReduceOp | object) -> ReduceOp:

@@ -133,7 +133,7 @@ def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.doctor.checks import cores
 
-    monkeypatch.setattr(cores, "_quota", lambda: 0.5)
+    monkeypatch.setattr(cores, "quota", lambda: 0.5)
     assert "1 core(s) are what the control group allows" in the_cross("cores", Patient(ranks=2)).text
 
 

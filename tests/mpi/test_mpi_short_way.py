@@ -59,6 +59,48 @@ def test_plain_tensors_take_the_shorter_way(ranks: RankPool) -> None:
         assert sorted(taken) == sorted([*CALLS, "barrier"])
 
 
+@given(
+    rows=st.lists(st.lists(st.floats(width=32), min_size=RANKS, max_size=RANKS), min_size=1, max_size=5),
+    op=st.sampled_from(["min", "max"]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    long=st.sets(st.integers(0, RANKS - 1), max_size=RANKS),
+)
+def test_extremes_of_floats_are_right_and_the_same_bits_on_all_ranks(
+    ranks: RankPool, rows: list[list[float]], op: str, dtype: torch.dtype, long: set[int]
+) -> None:
+    def program(comm: un.Communicator, given: torch.Tensor, op: str, long: set[int]) -> torch.Tensor:
+        tensor = given[comm.rank].clone(memory_format=torch.contiguous_format)
+        if work := comm.all_reduce(tensor, op, async_op=comm.rank in long):
+            work.wait()
+        return tensor
+
+    given_ = torch.tensor(rows, dtype=dtype).t().contiguous()
+    first, *others = ranks.run(program, given_, op, long)
+    assert torch.equal(first.nan_to_num(0.5), getattr(given_, f"a{op}")(0).nan_to_num(0.5))
+    assert torch.equal(first.isnan(), given_.isnan().any(0))
+    for other in others:
+        assert torch.equal(other.view(torch.uint8), first.view(torch.uint8))
+
+
+def test_extremes_take_the_longer_way_only_where_a_rank_has_nan(ranks: RankPool) -> None:
+    def program(comm: un.Communicator) -> dict[str, list[str]]:
+        # The first call makes this thread the owner.
+        comm.barrier()
+        native, taken = comm._engine.transport._native, {"number": [], "NaN": []}
+        run = native.run
+        try:
+            for case, calls in taken.items():
+                native.run = lambda call, deadline, calls=calls: calls.append(call.name) or run(call, deadline)
+                tensor = torch.tensor([torch.nan if case == "NaN" and comm.rank == 1 else float(comm.rank)])
+                comm.all_reduce(tensor, "max")
+                assert tensor.isnan().item() == (case == "NaN")
+        finally:
+            native.run = run
+        return taken
+
+    assert ranks.run(program) == [{"number": [], "NaN": ["all_reduce"]}] * RANKS
+
+
 def test_a_gather_too_long_for_mpi_is_cut_on_all_ranks(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> list[float]:
         from unisono.transports import _mpi_native, _mpi_quick

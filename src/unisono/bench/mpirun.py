@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from unisono.cores import cores
 from unisono.errors import CommError
 
 __all__ = ["JOB", "RESULT", "find_mpirun", "run_under_mpi"]
@@ -35,7 +36,7 @@ def run_under_mpi(folder: Path, ranks: int, limit_s: float) -> None:
     assert mpirun is not None
     # Nobody is bound to a processor: the others' threads could not leave it either.
     options = ["-n", str(ranks), "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
-    crowded = ranks > (os.cpu_count() or 1)
+    crowded = ranks > cores()
     environment = os.environ | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from unisono.communicator import Communicator
+from unisono.cores import cores
 from unisono.errors import MismatchError
 
 __all__ = [
@@ -83,7 +83,7 @@ def early_bytes(parameters: Sequence[torch.Tensor], comm: Communicator, backgrou
     if not background:
         return None
     here = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
-    spare = any(p.device.type != "cpu" for p in parameters) or (os.cpu_count() or 1) >= 2 * here
+    spare = any(p.device.type != "cpu" for p in parameters) or cores() >= 2 * here
     return MIB if all(comm.all_gather_object(spare)) else None
 
 

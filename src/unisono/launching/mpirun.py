@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle
 
 from unisono.control.server import Server
+from unisono.cores import cores
 from unisono.errors import PeerLostError, UnavailableError
 from unisono.launching.job import GRACE_S, Job, Outcome, name_of, reported
 from unisono.launching.processes import by_value, share_of_cores
@@ -87,11 +88,10 @@ def _running(command: list[str], size: int) -> Iterator[subprocess.Popen[bytes]]
 
 def _environment(size: int) -> dict[str, str]:
     """As many ranks as wanted, on any core, also for root; all of it is Open MPI's, and none to others."""
-    cores = os.cpu_count() or 1
     given = {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",
-        "OMPI_MCA_mpi_yield_when_idle": str(int(size > cores)),
+        "OMPI_MCA_mpi_yield_when_idle": str(int(size > cores())),
     }
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         given |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

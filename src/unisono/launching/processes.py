@@ -23,6 +23,7 @@ from typing import Any
 import cloudpickle
 
 from unisono.control.server import Server
+from unisono.cores import cores
 from unisono.errors import CommError, PeerLostError
 from unisono.launching.job import GRACE_S, Job, Outcome, name_of, reported
 from unisono.launching.rank import Orders, live
@@ -150,7 +151,7 @@ def share_of_cores(asked: int | None, size: int) -> int:
     if asked is not None:
         return asked
     given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else max(1, (os.cpu_count() or 1) // size)
+    return int(given) if given.isdecimal() and int(given) else max(1, cores() // size)
 
 
 def _outputs() -> tuple[Any, Any] | None:

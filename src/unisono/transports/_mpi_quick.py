@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from unisono.fingerprint import Fingerprint
-from unisono.reduction import HALVES, check_reducible, parse_op
+from unisono.reduction import HALVES, check_reducible, divide, parse_op
 from unisono.site import call_site
 from unisono.tensors import is_plain
-from unisono.transport import Tensors
 from unisono.transports._mpi_agreement import Agreement, word_of
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import Native
 from unisono.transports._mpi_parts import LONGEST
+from unisono.transports._mpi_reductions import may_have_nan, settle_zeros
 from unisono.transports._mpi_ways import WAYS, Kind, Way
 from unisono.types import Call, Message, ReduceOp
 
@@ -50,14 +50,16 @@ class _Recipe(NamedTuple):
     rows: int
     way: Way
     divisor: int
+    extreme: ReduceOp | None = None
+    """The minimum or maximum, of floats: MPI's own is right where no rank has NaN."""
 
 
 class QuickCalls:
     """Calls on plain dense tensors: what depends on dtype, lengths, operation and root alone is kept.
 
     Args:
-        agree: What `MpiTransport` does before a call: takes the call's word, a deadline, and rows.
-        agreement: Where it is told whether what ranks give in an all_to_all can be counted by MPI.
+        agree: What `MpiTransport` does before a call: takes the call's word, a deadline, rows, and a count.
+        agreement: Where it is told whether any rank has what a call of MPI would do wrong: then all go the longer way.
         native: Makes the call.
         messages: Carries those of users.
         comms: Of the ranks.
@@ -68,7 +70,7 @@ class QuickCalls:
 
     def __init__(
         self,
-        agree: Callable[[int, float, int], None],
+        agree: Callable[[int, float, int, int], None],
         agreement: Agreement,
         native: Native,
         messages: Messages,
@@ -82,12 +84,12 @@ class QuickCalls:
         self._now: tuple[str, Any, Any, Any, int | None] | None = None
         self._barrier = word_of(Fingerprint(0, "barrier", ReduceOp.BOR.value, algorithm="native").compared()[1:])
 
-    def call(self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float) -> bool:
+    def call(self, name: str, target: Any, source: Any, op: str, root: int | None, timeout: float) -> bool:
         """As `Quick.call`."""
         deadline = monotonic() + timeout
         if name == "barrier":
             self._now = (name, None, None, ReduceOp.BOR, None)
-            self._agree(self._barrier, deadline, 0)
+            self._agree(self._barrier, deadline, 0, 0)
             self._now = None
             return True
         key = _key(name, target, source, op, root)
@@ -103,14 +105,16 @@ class QuickCalls:
         if arguments is None:
             return False
         self._now = (name, target, source, op, root)
-        self._agree(recipe.word, deadline, recipe.rows)
+        self._agree(recipe.word, deadline, recipe.rows, recipe.extreme is not None and may_have_nan(target))
         self._now = None
-        if way.sends and self._agreement.counted:
-            self._run(_all_to_all(target, source, way), deadline)
+        if self._agreement.counted and (way.sends or recipe.extreme is not None):
+            self._run(_call(recipe, target, source), deadline)
             return True
         self._native.make(way.begin, arguments, deadline)
         if recipe.divisor:
-            target.div_(recipe.divisor)  # type: ignore[union-attr]  # a tensor, where there is one
+            divide(target, recipe.divisor)
+        elif recipe.extreme is not None:
+            settle_zeros(target, recipe.extreme)
         return True
 
     def carry(self, message: Message, timeout: float) -> bool:
@@ -141,13 +145,15 @@ class QuickCalls:
         if str(dtype).startswith("torch.q"):
             # Quantized.
             return None
-        kind, divisor = Kind(self._comms, dtype, targets, sources, root), 0
+        kind, divisor, extreme = Kind(self._comms, dtype, targets, sources, root), 0, None
         if name in _REDUCING:
             op = parse_op(op_name)
             check_reducible(op, dtype)
             if op is ReduceOp.AVG and dtype in HALVES:
                 return None
             found = self._native.reductions.plain(dtype, ReduceOp.SUM if op is ReduceOp.AVG else op)
+            if found is None and name == "all_reduce":
+                found, extreme = self._native.reductions.extreme(dtype, op), op
             if found is None:
                 return None
             kind = Kind(self._comms, dtype, targets, sources, root, *found)
@@ -161,7 +167,7 @@ class QuickCalls:
         rows = self._agreement.rows_of(way.sends, way.receives) if way.sends else 0
         if len(self._recipes) >= _MOST:
             self._recipes.clear()
-        recipe = self._recipes[key] = _Recipe(word, rows, way, divisor)
+        recipe = self._recipes[key] = _Recipe(word, rows, way, divisor, extreme)
         return recipe
 
 
@@ -204,8 +210,12 @@ def _fingerprint(key: _Key, way: Way, shape: tuple[int, ...] | None = None, site
     )
 
 
-def _all_to_all(target: Any, source: Any, way: Way) -> Call:
-    """The call as it passes the door."""
+def _call(recipe: _Recipe, target: Any, source: Any) -> Call:
+    """What takes the longer way after all, as it passes the door: an all_to_all, or an extreme of floats."""
+    way = recipe.way
+    if recipe.extreme is not None:
+        flat = (target.view(-1),)
+        return Call(name="all_reduce", inputs=flat, outputs=flat, op=recipe.extreme)
     sides = [
         side.view(-1).split(counts) if isinstance(side, torch.Tensor) else [t.view(-1) for t in side]
         for side, counts in ((source, way.sends), (target, way.receives))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,7 +13,7 @@ import torch
 from unisono.reduction import combine
 from unisono.types import ReduceOp
 
-__all__ = ["Reductions", "reducible"]
+__all__ = ["Reductions", "may_have_nan", "reducible", "settle_zeros"]
 
 _TYPES = {
     torch.uint8: "UINT8_T",
@@ -61,6 +62,8 @@ _CALLED_BACK = {
 }
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
+_WITH_EXTREMES = (torch.float32, torch.float64)
+"""Of floats, those of which MPI knows the larger one."""
 
 
 def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
@@ -80,6 +83,7 @@ class Reductions:
     MPI calls back: nothing is converted, and two bytes an element travel. So are those of integers of 8 and 16
     bits, whose sums Open MPI 5 cuts off at the largest number, where torch's wrap. The minimum and maximum
     of floats are taken of integers in the same order, since MPI's lose NaN, and keep either zero; NaN goes before all.
+    Where no rank has NaN, MPI's own are right but for the sign of zeros.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -115,18 +119,38 @@ class Reductions:
             return None
         return getattr(self._mpi, _TYPES[dtype]), self._op(dtype, op)
 
+    def extreme(self, dtype: torch.dtype, op: ReduceOp) -> tuple[Any, Any] | None:
+        """Type and operation of a minimum or maximum of floats, where no rank has NaN; else None."""
+        if op in _EXTREMES and dtype in _WITH_EXTREMES:
+            return getattr(self._mpi, _TYPES[dtype]), getattr(self._mpi, _OPS[op])
+        return None
+
     def _op(self, dtype: torch.dtype, op: ReduceOp) -> Any:
         if dtype in _CALLED_BACK and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
             return _own(op, _CALLED_BACK[dtype])
         return getattr(self._mpi, (_BOOLEAN if dtype is torch.bool else _OPS)[op])
 
 
+def may_have_nan(tensor: torch.Tensor) -> bool:
+    """False if there is none: a sum tells it, by far the fastest, though opposite infinities add up to NaN, too."""
+    return math.isnan(tensor.sum().item())
+
+
+def settle_zeros(tensor: torch.Tensor, op: ReduceOp) -> None:
+    """Give all zeros of a maximum the sign +, of a minimum the sign -: ranks of MPI may differ in it."""
+    if op is ReduceOp.MAX:
+        tensor.add_(0.0)
+    else:
+        tensor.neg_().add_(0.0).neg_()
+
+
 def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
     """Floats become integers, in place, of which a larger one stands for a larger float, and an extreme one for NaN."""
     bits = tensor.view(_WHOLE[tensor.itemsize])
-    info, lost = torch.iinfo(bits.dtype), tensor.isnan()
+    info, lost = torch.iinfo(bits.dtype), tensor.isnan() if may_have_nan(tensor) else None
     _swap(bits)
-    bits.masked_fill_(lost, info.max if op is ReduceOp.MAX else info.min)
+    if lost is not None:
+        bits.masked_fill_(lost, info.max if op is ReduceOp.MAX else info.min)
 
 
 def _swap(bits: torch.Tensor) -> None:

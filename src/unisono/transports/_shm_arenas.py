@@ -12,7 +12,7 @@ import torch
 
 from unisono.control import Control
 from unisono.group import Group
-from unisono.reduction import combine_all
+from unisono.reduction import combine_all, divide
 from unisono.transports._shm_memory import PAGE_BYTES, meet
 from unisono.types import ReduceOp
 
@@ -92,13 +92,13 @@ class Arenas:
                 total = self._scratch(tensor.dtype)[: piece.own.numel()]
                 torch.sum(piece.block, 0, out=total)
                 if op is ReduceOp.AVG:
-                    total.div_(self._group.size)
+                    divide(total, self._group.size)
                 piece.block.copy_(total)
             else:
                 # One rank alone reduces this share, so any order gives everybody the same bits.
                 combine_all(op, [piece.own, *piece.others], piece.own)
                 if op is ReduceOp.AVG:
-                    piece.own.div_(self._group.size)
+                    divide(piece.own, self._group.size)
                 for row in piece.others:
                     row.copy_(piece.own)
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from unisono.cores import cores
 from unisono.errors import CommTimeoutError, PeerLostError
 
 __all__ = ["Board"]
@@ -64,7 +65,7 @@ class Board:
         self._base = [r * _STRIDE for r in range(size)]
         self._bases = [base for r, base in enumerate(self._base) if r != rank]
         self._own = self._base[rank]
-        self._spins = _SPINS if size <= (os.cpu_count() or 1) else 3
+        self._spins = _SPINS if size <= cores() else 3
         self.round = 0
         self._reductions = 0
         self.broken: BaseException | None = None

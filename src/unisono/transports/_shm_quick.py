@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unisono.fingerprint import Fingerprint
-from unisono.reduction import HALVES, check_reducible, combine, parse_op
+from unisono.reduction import HALVES, check_reducible, combine, divide, parse_op
 from unisono.site import call_site
 from unisono.transport import Tensors
 from unisono.transports._shm_board import Board
@@ -79,7 +79,7 @@ class QuickRounds:
                 for view in views[2:]:
                     combine(by, flat, view, flat)
         if divisor:
-            flat.div_(divisor)
+            divide(flat, divisor)
         self._now = None
         return True
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from unisono.reduction import combine_all
+from unisono.reduction import combine_all, divide
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_marks import Mark
@@ -81,7 +81,7 @@ class Rounds:
         came with a sum that it divides by itself.
         """
         if self.size > 1 and not self._all_reduced(tensor, op, mark, deadline) and op is ReduceOp.AVG:
-            tensor.div_(self.size)
+            divide(tensor, self.size)
 
     def _all_reduced(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark, deadline: float) -> bool:
         """Combine in the way that suits; whether in place, and so divided already."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from unisono.control import Cause, error_of
 from unisono.control.hang import hang_report
+from unisono.cores import cores
 from unisono.deferred import Deferred
 from unisono.errors import ClosedError, CommError, MismatchError, PeerLostError, UnavailableError
 from unisono.fingerprint import Fingerprint, explain
@@ -23,7 +23,7 @@ from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import NATIVE, Native, carries, too_long
 from unisono.transports._mpi_quick import QuickCalls
 from unisono.transports._mpi_watch import Watch
-from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
+from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, ReduceOp, Send, Work
 from unisono.work import Completion
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = ["TRANSPORT", "MpiTransport"]
 
 _QUOTE_S = 10.0
 _LOOK_EVERY_S = 0.2
+_EXTREMES = (ReduceOp.MIN.value, ReduceOp.MAX.value)
 _SPINS, _CROWDED_SPINS = 1000, 5
 
 
@@ -63,7 +64,7 @@ class MpiTransport(Transport):
         self._broken: BaseException | None = None
         self._fingerprint: Fingerprint | None = None
         self._looked_s = 0.0
-        spins = _SPINS if group.size <= (os.cpu_count() or 1) else _CROWDED_SPINS
+        spins = _SPINS if group.size <= cores() else _CROWDED_SPINS
         self._messages = Messages(comms, options.timeout_s, self._look, spins)
         self._agreement = Agreement(comms, self._look, spins)
         self._watch = Watch(comms.mpi, lambda: self._broken, self._give_up, comms.revoke)
@@ -126,7 +127,8 @@ class MpiTransport(Transport):
             rows = self._agreement.rows_of(sends, receives)
             self._agree(word, deadline, rows, too_long(sends, receives, fingerprint.dtype))
         else:
-            self._agree(word, deadline)
+            # Who comes this way has not looked for NaN, and shorter ways make another call then.
+            self._agree(word, deadline, count=fingerprint.op in _EXTREMES)
 
     def _agree(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> None:
         """Return when all ranks have come to the same call."""

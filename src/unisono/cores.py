@@ -9,8 +9,9 @@ from unisono import mpilib
 
 __all__ = ["cores", "quota", "visible"]
 
-_V2 = Path("/sys/fs/cgroup/cpu.max")
-_V1 = (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
+_GROUP = Path("/proc/self/cgroup")
+_V2 = Path("/sys/fs/cgroup")
+_V1 = Path("/sys/fs/cgroup/cpu")
 
 
 def cores() -> int:
@@ -21,13 +22,14 @@ def cores() -> int:
         True
     """
     limit, seen = quota(), visible()
-    return seen if limit is None else min(seen, max(1, round(limit)))
+    return seen if limit is None else min(seen, max(1, int(limit)))
 
 
 def visible() -> int:
     """Processors that this process may run on; where a launcher binds each rank to its own, all of the machine."""
     of_the_machine = os.cpu_count() or 1
-    binds = mpilib.launched() is not None or ("SLURM_PROCID" in os.environ and "RANK" not in os.environ)
+    # The script that sbatch runs is no step, and has all that the job has on this host.
+    binds = mpilib.launched() is not None or ("SLURM_STEP_ID" in os.environ and "RANK" not in os.environ)
     if binds or not hasattr(os, "sched_getaffinity"):
         # What this rank is bound to says nothing of what all ranks together have.
         return of_the_machine
@@ -35,14 +37,34 @@ def visible() -> int:
 
 
 def quota() -> float | None:
-    """What the control group allows, of version 2, then 1, as a number of processors. None if there is no limit."""
+    """What the control groups of this process allow, as a number of processors. None if there is no limit."""
+    of = {name: path for _, names, path in _memberships() for name in names.split(",")}
+    # Of version 2, where groups have no name, and of version 1.
+    texts = [_said(group / "cpu.max") for group in _upwards(_V2, of.get("", "/"))]
+    texts += [
+        _said(group / "cpu.cfs_quota_us") + _said(group / "cpu.cfs_period_us")
+        for group in _upwards(_V1, of.get("cpu", "/"))
+    ]
+    limits = [int(words[0]) / int(words[1]) for text in texts if _is_limit(words := text.split())]
+    return min(limits, default=None)
+
+
+def _memberships() -> list[list[str]]:
+    return [line.split(":", 2) for line in _said(_GROUP).splitlines() if line.count(":") >= 2]
+
+
+def _upwards(root: Path, path: str) -> list[Path]:
+    """The folders of a group and of all above it."""
+    own = root / path.lstrip("/")
+    return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+
+
+def _said(path: Path) -> str:
     try:
-        limit, period = _V2.read_text().split()
-    except (OSError, ValueError):
-        try:
-            limit, period = (path.read_text().strip() for path in _V1)
-        except OSError:
-            return None
-    if not (limit.isdecimal() and period.isdecimal() and int(period)):
-        return None
-    return int(limit) / int(period)
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _is_limit(words: list[str]) -> bool:
+    return len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]) > 0

@@ -66,7 +66,7 @@ class Mailbox(ABC):
 
         Raises:
             PeerLostError: The peer has gone.
-            CommTimeoutError: It takes nothing.
+            CommTimeoutError: It takes nothing. Then it is lost; or, where it is not, the message arrives when it does.
         """
 
     @abstractmethod

@@ -116,7 +116,13 @@ class PostMailbox(Mailbox):
         # Messages of one pair arrive in the order posted, so the batch is posted as one.
         with self._locks[peer]:
             work = self._transport.post(batch)
-        self._see_through(work, peer, timeout)
+        try:
+            self._see_through(work, peer, timeout)
+        except Exception:
+            raise
+        except BaseException as error:
+            self.lose_half_way(peer, error)
+            raise
 
     def _see_through(self, work: Work, peer: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -80,6 +80,24 @@ def test_extremes_of_floats_are_right_and_the_same_bits_on_all_ranks(
     assert torch.equal(first.isnan(), given_.isnan().any(0))
     for other in others:
         assert torch.equal(other.view(torch.uint8), first.view(torch.uint8))
+    # Of zeros of both signs, a maximum is the positive one; the sign of equal ones stays.
+    signs = getattr(given_.signbit(), "all" if op == "max" else "any")(0)
+    zeros = first == 0
+    assert torch.equal(first.signbit()[zeros], (signs & (given_ == 0).any(0) if op == "max" else signs)[zeros])
+
+
+def test_tensors_of_inference_mode_are_averaged_outside_of_it(ranks: RankPool) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        comm.barrier()
+        found = []
+        for op in ("avg", "max", "min"):
+            with torch.inference_mode():
+                tensor = torch.tensor([float(comm.rank)])
+            comm.all_reduce(tensor, op)
+            found.append(tensor.item())
+        return found
+
+    assert ranks.run(program) == [[(RANKS - 1) / 2, RANKS - 1.0, 0.0]] * RANKS
 
 
 def test_extremes_take_the_longer_way_only_where_a_rank_has_nan(ranks: RankPool) -> None:

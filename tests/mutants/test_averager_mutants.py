@@ -84,9 +84,9 @@ def ends_with_the_inner_pass(self: Backward, number: int) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(number))
 
 
-def hands_out_copies_before_the_mean(self: Bucket, factor: float, here: bool = True) -> None:
+def hands_out_copies_before_the_mean(self: Bucket, factor: float, here: bool = True, number: int = 0) -> None:
     kept = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-    original_fill(self, factor, here)
+    original_fill(self, factor, here, number)
     self.views = [view if grad is None else grad for view, grad in zip(self.views, kept, strict=True)]
 
 

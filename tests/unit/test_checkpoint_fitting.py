@@ -135,3 +135,32 @@ def test_modules_hear_of_which_version_they_are(tmp_path: Path, around: Callable
     older._version = 1
     un.checkpoint.save(tmp_path, older)
     assert un.checkpoint.load(tmp_path, Moved(0.0)).w[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "fits"),
+    [
+        (torch.float64, torch.float16, True),
+        (torch.int64, torch.float32, True),
+        (torch.uint8, torch.int16, True),
+        (torch.bool, torch.int8, True),
+        (torch.float32, torch.complex64, True),
+        (torch.float32, torch.int64, False),
+        (torch.complex64, torch.float64, False),
+        (torch.int64, torch.int32, False),
+        (torch.int8, torch.uint8, False),
+        (torch.int8, torch.bool, False),
+    ],
+)
+def test_another_dtype_is_filled_only_if_values_keep_their_meaning(
+    tmp_path: Path, saved: torch.dtype, here: torch.dtype, fits: bool
+) -> None:
+    un.checkpoint.save(tmp_path / "it", {"x": torch.ones(2, dtype=saved)})
+    target = torch.zeros(2, dtype=here)
+    if fits:
+        un.checkpoint.load(tmp_path / "it", {"x": target})
+        assert target.tolist() == [1, 1]
+    else:
+        with pytest.raises(StateError, match=r"'x' is torch.* here, which would change its values"):
+            un.checkpoint.load(tmp_path / "it", {"x": target})
+        assert target.tolist() == [0, 0]

@@ -173,6 +173,23 @@ def test_asynchronous_calls_keep_their_order_and_overlap_with_blocking_ones() ->
     assert on_threads(program, 3) == [[3.0 * i for i in range(8)]] * 3
 
 
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_a_late_asynchronous_call_names_who_is_missing(backend: str) -> None:
+    def program(comm: un.Communicator) -> tuple[str, int | None]:
+        other = comm.dup()
+        if comm.rank == 1:
+            comm.recv(torch.zeros(1), 0)
+            return "", None
+        work = other.all_reduce(torch.ones(4), async_op=True, timeout=0.5)
+        with pytest.raises(un.errors.CommTimeoutError) as caught:
+            work.wait()
+        comm.send(torch.zeros(1), 1)
+        return str(caught.value), caught.value.peer
+
+    said, peer = un.launch(program, 2, backend, timeout=20)[0]
+    assert (peer, "rank 1" in said) == (1, True)
+
+
 def test_a_failed_asynchronous_call_tells_at_wait_and_breaks_the_communicator() -> None:
     def program(comm: un.Communicator) -> str:
         work = comm.all_reduce(torch.ones(comm.rank + 1), async_op=True)

@@ -15,12 +15,13 @@ from unisono.launching.processes import share_of_cores
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """One of 64 processors, of which this process may run on 16; a folder for what its control group says."""
-    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "OMP_NUM_THREADS"):
+    for name in ("RANK", "SLURM_PROCID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
-    monkeypatch.setattr(counting, "_V2", tmp_path / "cpu.max")
-    monkeypatch.setattr(counting, "_V1", (tmp_path / "quota", tmp_path / "period"))
+    monkeypatch.setattr(counting, "_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(counting, "_V2", tmp_path)
+    monkeypatch.setattr(counting, "_V1", tmp_path / "cpu")
     return tmp_path
 
 
@@ -33,9 +34,11 @@ def test_only_those_count_that_the_process_may_run_on() -> None:
     ("variables", "found"),
     [
         ({"OMPI_COMM_WORLD_RANK": "0"}, 64),
-        ({"SLURM_PROCID": "0"}, 64),
+        ({"SLURM_STEP_ID": "0"}, 64),
+        # What sbatch runs has all that the job has here.
+        ({"SLURM_PROCID": "0"}, 16),
         # srun started torchrun, whose workers share what it got.
-        ({"SLURM_PROCID": "0", "RANK": "3"}, 16),
+        ({"SLURM_STEP_ID": "0", "RANK": "3"}, 16),
     ],
 )
 def test_what_a_launcher_bound_a_rank_to_does_not_count(
@@ -55,8 +58,18 @@ def test_a_control_group_may_allow_less(machine: Path, said: str, found: int) ->
     assert cores() == found
 
 
+def test_the_least_of_all_groups_above_counts(machine: Path) -> None:
+    (machine / "cgroup").write_text("0::/job/step\n")
+    (machine / "job" / "step").mkdir(parents=True)
+    for group, said in (("", "900000 100000"), ("job", "300000 100000"), ("job/step", "max 100000")):
+        (machine / group / "cpu.max").write_text(said + "\n")
+    assert cores() == 3
+
+
 @pytest.mark.parametrize(("quota", "found"), [("-1", 16), ("300000", 3)])
 def test_older_control_groups_are_known(machine: Path, quota: str, found: int) -> None:
-    (machine / "quota").write_text(quota + "\n")
-    (machine / "period").write_text("100000\n")
+    (machine / "cgroup").write_text("9:memory:/other\n4:cpu,cpuacct:/job\n")
+    (machine / "cpu" / "job").mkdir(parents=True)
+    (machine / "cpu" / "job" / "cpu.cfs_quota_us").write_text(quota + "\n")
+    (machine / "cpu" / "job" / "cpu.cfs_period_us").write_text("100000\n")
     assert cores() == found

@@ -112,3 +112,25 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
         gather_metrics(None, {"a": 3.0})
     with pytest.raises(ValueError, match="'a' must be one number a sample"):
         gather_metrics(None, {"a": torch.ones(2, 2)})
+
+
+@pytest.mark.parametrize(
+    ("values", "count", "mean"),
+    [
+        ([0.1], None, 0.1),
+        (0.1, 1, 0.1),
+        ([16777217.0, 2**53 - 1], None, (16777217 + 2**53 - 1) / 2),
+        ([1e300], None, 1e300),
+        ([1e308, 1e308, -1e308], None, 1e308 / 3),
+        ([2**60, 1 - 2**60], None, 0.5),
+        (torch.tensor([2**62, 1 - 2**62]), None, 0.5),
+        ([True, False], None, 0.5),
+    ],
+)
+def test_plain_numbers_are_as_exact_as_tensors(values: Any, count: int | None, mean: float) -> None:
+    assert gather_metrics(None, {"x": values}, count=count) == {"x": mean}
+
+
+def test_complex_numbers_have_no_mean_here() -> None:
+    with pytest.raises(TypeError, match=r"'x' is .*complex64"):
+        gather_metrics(None, {"x": torch.ones(2, dtype=torch.complex64)})

@@ -25,7 +25,8 @@ def find_at(seat: Seat, host: str, port: int, secret: str | bytes | None) -> Pla
     """The place at this address, of which rank 0 is the host."""
     if host in ("0.0.0.0", "::", ""):
         raise ValueError(f"{host!r} names no host that others can reach; give the address of the host of rank 0")
-    host = "127.0.0.1" if host == "localhost" else host
+    # An IPv6 address may come as in a URL.
+    host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
     known = find_secret(secret)
     hosted = lease(f"tcp://{host}:{port}", known, host, port) if seat.rank == 0 else None
     return meet(seat, (host, port) if hosted is None else hosted.server.address, known, hosted)

@@ -176,7 +176,7 @@ def load(
         NoCheckpointError: There is none, or only an unfinished one.
         CorruptError: It is damaged; tensors are named, and the last good checkpoint beside it.
         FormatError: It was written by a newer version.
-        StateError: It is of another model: missing and unexpected names, and shapes.
+        StateError: It is of another model: missing and unexpected names, shapes, and dtypes that would change values.
         StorageError: It cannot be read.
 
     What is each rank's own is taken over by rank r from rank r, if as many ranks load as saved. Else rank r takes what

@@ -127,11 +127,25 @@ def _no_tensor(name: str) -> torch.Tensor:
     raise ValueError("a tensor is no key")
 
 
-def why_unfillable(tensor: torch.Tensor) -> str | None:
-    """Why values cannot be put into its memory; None if they can."""
+def why_unfillable(tensor: torch.Tensor, saved: torch.dtype) -> str | None:
+    """Why values of that dtype cannot be put into its memory; None if they can."""
     if is_hollow(tensor):
         return f"is a {type(tensor).__name__} here, without memory of its own to fill"
+    if not _keeps(saved, tensor.dtype):
+        return f"is {saved} in it, {tensor.dtype} here, which would change its values"
     return None if injective(tensor) else "has elements here that share memory, as after expand()"
+
+
+def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
+    """Whether numbers keep their meaning: they may be rounded, but no part of them and no large one is cut off."""
+    if here == saved or here.is_complex:
+        return True
+    if here.is_floating_point:
+        return not saved.is_complex
+    if saved.is_floating_point or saved.is_complex or torch.bool in (saved, here):
+        return saved == torch.bool
+    small, large = torch.iinfo(saved), torch.iinfo(here)
+    return large.min <= small.min and small.max <= large.max
 
 
 def with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:

@@ -202,7 +202,7 @@ class Restoration:
             return lambda: self.values[name]
         if target.is_meta:
             return lambda: self.values[name]
-        why = why_unfillable(target)
+        why = why_unfillable(target, entry.dtype)
         if why:
             if mode != "loose":
                 self._problems.append(f"{path!r} {why}")

@@ -130,7 +130,7 @@ def _check(heads: Sequence[tuple[torch.Tensor, int]], count: int | None) -> None
 
 def _summed(name: str, values: torch.Tensor | Sequence[float] | float, count: int | None) -> tuple[int, Any]:
     """How many samples, and their exact sum: a whole number of 2^-1130 in hexadecimal, or what is not finite."""
-    given = torch.as_tensor(values).detach().to("cpu", torch.float64)
+    given = _exact(name, values)
     if given.dim() == 0:
         # A number of Python's: numpy's would overflow later, in silence.
         many = -1 if count is None else operator.index(count)
@@ -142,9 +142,24 @@ def _summed(name: str, values: torch.Tensor | Sequence[float] | float, count: in
     return len(given), _exact_sum(given)
 
 
+def _exact(name: str, values: torch.Tensor | Sequence[float] | float) -> torch.Tensor:
+    """As float64, or as whole numbers: what they are exactly."""
+    given = torch.as_tensor(values)
+    if given.is_complex():
+        raise TypeError(f"{name!r} is {given.dtype}: a mean of numbers must be of real ones")
+    if not given.is_floating_point():
+        return given.detach().cpu()
+    if not hasattr(values, "dtype"):
+        # Python's numbers, of which torch makes its default dtype.
+        given = torch.as_tensor(values, dtype=torch.float64)
+    return given.detach().to("cpu", torch.float64)
+
+
 def _exact_sum(values: torch.Tensor) -> str | float:
     if not len(values):
         return "0x0"
+    if not values.is_floating_point():
+        return hex(sum(values.tolist()) << _UNIT)
     if not bool(values.isfinite().all()):
         return float(values[~values.isfinite()].sum())
     mantissas, exponents = torch.frexp(values)

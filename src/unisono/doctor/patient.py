@@ -36,7 +36,7 @@ class Patient:
 
     def wants(self, *backends: str) -> bool:
         """Whether what only these backends need is to be examined."""
-        return self.backend is None or self.backend == "auto" or self.backend in backends
+        return self.backend is None or not {"auto", *backends}.isdisjoint(self.backend.split("+"))
 
 
 class Check(Protocol):

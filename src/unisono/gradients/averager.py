@@ -48,18 +48,18 @@ class GradientAverager(Moving):
         compression: A codec of `unisono.compression`, its name, or None.
         average: "mean", or "sum" for losses that are divided by the global batch already. A sum adds up all that
             `p.grad` holds, so what earlier steps left there is to be set to zero first.
-        find_unused: Whether ranks may lack a gradient that others have: they take part with zeros. Give the
-            module, and not its parameters, if a rank may lack all of them.
+        find_unused: Whether ranks may lack a gradient that others have: they take part with zeros. Give the module,
+            not its parameters, if a rank may lack all.
         sync_parameters: Whether rank 0's parameters and buffers are given to all ranks now.
         sync_buffers: Whether rank 0's buffers are given to all ranks after each backward pass.
 
     Raises:
         ValueError: Another averager has the model, or a part of it.
         MismatchError: Ranks have different models or settings; or, from `backward()` and on every rank, some
-            rank has no gradient for a parameter that others have, and `find_unused` was not said.
+            rank has no gradient that others have, without `find_unused`; or broke a pass off half-way, alone.
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not come; names the parameters.
 
-    Cost: for each step one all_reduce a bucket, with two words for each parameter beside the gradients,
+    Cost: for each step one all_reduce a bucket, with two words a parameter and eight more beside the gradients,
     and one copy of each gradient. Memory: one bucket's worth for each gradient, which is the gradient
     itself once backward is through. The idea of buckets: Li et al., "PyTorch Distributed", VLDB 2020.
 
@@ -102,14 +102,15 @@ class GradientAverager(Moving):
         check_unhooked(self._named)
         codec = codec_for(self._compression)
         settings = (*self._sizes, self._average, self._find_unused, self._sync_buffers, repr(codec))
-        agree_on_parameters(self._named, comm, settings)
+        buffers = list(self._model.named_buffers()) if self._model is not None and sync_parameters else []
+        agree_on_parameters([*self._named, *buffers], comm, settings)
         self._talk, self._comm = comm.dup(), comm.dup(check="off")
         # Where there is a GPU, hooks run in threads of autograd.
         self._talk.share()
         self._comm.share()
         self.rank, self.size = comm.rank, comm.size
         if sync_parameters:
-            broadcast_all([*self._parameters, *(self._model.buffers() if self._model is not None else ())], self._talk)
+            broadcast_all([*self._parameters, *(buffer for _, buffer in buffers)], self._talk)
         self._weights.comm = self._talk
         self._weights.forget()
         reducer = Reducer(self._comm, codec)
@@ -218,7 +219,7 @@ class GradientAverager(Moving):
     def _passing(self) -> None:
         """A backward pass is running."""
         number = current_pass()
-        if number != self._backward.running and self._syncing:
+        if number != self._backward.running and self._syncing and self._hooks:
             self._backward.enter(number)
 
     # -- the end of a step ----------------------------------------------------------------------
@@ -241,8 +242,7 @@ class GradientAverager(Moving):
             if not bucket.started and not bucket.came[slot] and self._parameters[index].grad is not None:
                 bucket.arrived(slot)
         self._look_at(self._schedule.finish())
-        thawed = [i for i in self._frozen if self._parameters[i].requires_grad]
-        if thawed:
+        if thawed := [i for i in self._frozen if self._parameters[i].requires_grad]:
             self._take_in(thawed)
         average_sparse(self._sparse, self._talk, self._weights)
         if self._sync_buffers and self._model is not None:

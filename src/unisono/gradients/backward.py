@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 
 __all__ = ["Backward", "current_pass", "watch_outputs"]
 
 _APPLY = BackwardCFunction.apply.__code__
+_RUN = _engine_run_backward.__code__
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
@@ -49,6 +51,10 @@ class Backward:
                 self._handles += [after.register_prehook(self._outside) for after in following]
             return
         if self._outermost is not None and self._outermost != number:
+            if _runs_inside():
+                # A hook of the user's runs a pass: what comes of it belongs to the one that goes on afterwards.
+                self.running = number
+                return
             self._abandon()
             self.forget()
         self.running = number
@@ -81,14 +87,14 @@ class Backward:
 
 def watch_outputs(model: torch.nn.Module, passing: Callable[[], None]) -> Any:
     """Call `passing` when a backward pass comes to what the model returned; a handle to end that."""
-    return model.register_forward_hook(_Watch(passing))
+    return model.register_forward_hook(_Watch(passing, frozenset(id(p) for p in model.parameters())))
 
 
 class _Watch:
     """A forward hook that does nothing on copies of the model, pickled ones too: they are not averaged."""
 
-    def __init__(self, passing: Callable[[], None] | None = None) -> None:
-        self._passing = passing
+    def __init__(self, passing: Callable[[], None] | None = None, parameters: frozenset[int] = frozenset()) -> None:
+        self._passing, self._parameters = passing, parameters
 
     def __call__(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
         if self._passing is not None:
@@ -98,13 +104,56 @@ class _Watch:
         return _Watch, ()
 
     def _watch(self, returned: Any, passing: Callable[[], None]) -> None:
-        if isinstance(returned, torch.Tensor) and returned.requires_grad:
-            returned.register_hook(lambda gradient: passing())
+        if isinstance(returned, torch.Tensor):
+            self._watch_tensor(returned, passing)
         elif isinstance(returned, (list, tuple)):
             for part in returned:
                 self._watch(part, passing)
         elif isinstance(returned, dict):
             self._watch(list(returned.values()), passing)
+
+    def _watch_tensor(self, returned: torch.Tensor, passing: Callable[[], None]) -> None:
+        # A leaf has a hook of its own, and stays for many steps; what torch.func wraps is no part of a training step.
+        if returned.grad_fn is None or torch._C._functorch.is_functorch_wrapped_tensor(returned):
+            return
+        leaf = None if torch.compiler.is_compiling() else self._leaf(returned.grad_fn)
+
+        def reached(gradient: torch.Tensor) -> None:
+            # torch.autograd.grad passes here too, but adds to no parameter's gradient.
+            if leaf is None or _will_run(leaf):
+                passing()
+
+        returned.register_hook(reached)
+
+    def _leaf(self, node: Any) -> Any:
+        """A node that adds to a parameter's gradient, if the model's output depends on any."""
+        seen, stack = {node}, [node]
+        while stack:
+            for following, _ in stack.pop().next_functions:
+                if following is None or following in seen:
+                    continue
+                if id(getattr(following, "variable", None)) in self._parameters:
+                    return following
+                seen.add(following)
+                stack.append(following)
+        return None
+
+
+def _will_run(leaf: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:
+        # So torch says that a leaf's gradient was asked for by torch.autograd.grad.
+        return False
+
+
+def _runs_inside() -> bool:
+    """Whether this thread is in the middle of a backward pass that another one runs in."""
+    passes, frame = 0, sys._getframe(1)
+    while frame is not None:
+        passes += frame.f_code is _RUN
+        frame = frame.f_back  # type: ignore[assignment]  # typed by its first value, which is never None
+    return passes > 1
 
 
 def _outer_node() -> Any:

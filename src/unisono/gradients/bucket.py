@@ -1,4 +1,4 @@
-"""Gradients of some parameters in one run of memory, and two words on each: whether this rank has it, or lacks it."""
+"""Gradients of some parameters in one run of memory, and words on each: whether this rank has it, or lacks it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from itertools import accumulate
 
 import torch
 
+from unisono.errors import MismatchError
 from unisono.gradients.plan import dense_strides
 from unisono.types import Work
 
 __all__ = ["Bucket"]
 
+_PASSES = 8
+"""Passes are told apart by one word of so many that is not 0, since no number of many ranks is exact in 16 bits."""
 _CHUNK_BYTES = 512 << 10
 """When so much has come it is taken: it is still in the cache, and a call for each would take longer than copying."""
 
@@ -26,11 +29,12 @@ class Bucket:
         scale: What each contribution is multiplied by on its way in.
 
     Attributes:
-        memory: All that travels: the gradients and the words.
+        memory: All that travels: the gradients, two words on each, and some on the pass.
         flat: The gradients.
         missing: How many have not come yet.
         started: Whether it is being reduced, or has been.
         late: Whether a gradient came again after that.
+        found: What `present` said, once it was asked.
     """
 
     def __init__(
@@ -44,10 +48,12 @@ class Bucket:
         self.scale = scale
         numels = [p.numel() for p in parameters]
         like = parameters[0]
-        self.memory = allocate(sum(numels) + 2 * len(numels), like.dtype, like.device)
+        self.memory = allocate(sum(numels) + 2 * len(numels) + _PASSES, like.dtype, like.device)
         self.flat = self.memory[: sum(numels)]
         self._words = self.memory[sum(numels) :]
-        self._all_came = torch.tensor([scale] * len(numels) + [0] * len(numels), dtype=like.dtype, device=like.device)
+        self._marks = torch.eye(_PASSES, dtype=like.dtype, device=like.device).mul_(scale).unbind()
+        came = torch.tensor([scale] * len(numels) + [0] * len(numels), dtype=like.dtype, device=like.device)
+        self._all_came = [torch.cat([came, mark]) for mark in self._marks]
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
         self._edges = [0, *accumulate(numels)]
         self._nbytes = [p.nbytes for p in parameters]
@@ -65,6 +71,7 @@ class Bucket:
         self._waiting_bytes = 0
         self.missing = count
         self.started = self.late = False
+        self.found: list[tuple[bool, bool]] | None = None
 
     def arrived(self, slot: int) -> bool:
         """A gradient has come to `p.grad`: the first time, or again with more of it; whether the bucket is full now."""
@@ -127,12 +134,13 @@ class Bucket:
         dense: torch.Tensor = grad.to_dense()
         return dense
 
-    def fill(self, factor: float, here: bool = True) -> None:
+    def fill(self, factor: float, here: bool = True, number: int = 0) -> None:
         """Take what has not been taken, or zeros; multiply by this rank's weight; and say what has come.
 
         Args:
             factor: This rank's weight.
             here: Whether this rank has data: one that is through neither has a gradient nor lacks it.
+            number: Of the pass, the same on all ranks.
         """
         self.started, self._factor = True, factor
         self._take_rest()
@@ -143,9 +151,11 @@ class Bucket:
             self.flat.mul_(factor)
         if self.missing:
             lacks = [here and not came for came in self.came]
-            self._words.copy_(torch.tensor([*self.came, *lacks], dtype=self._words.dtype).mul_(self.scale))
+            said = torch.tensor([*self.came, *lacks], dtype=self._words.dtype).mul_(self.scale)
+            self._words[: len(said)].copy_(said)
+            self._words[len(said) :].copy_(self._marks[number % _PASSES])
         else:
-            self._words.copy_(self._all_came)
+            self._words.copy_(self._all_came[number % _PASSES])
 
     def _take_rest(self) -> None:
         """All that has not been taken, and zeros for what has not come."""
@@ -164,12 +174,21 @@ class Bucket:
         """After the reduction, for each gradient: whether any rank had it, and whether any lacked it.
 
         Both are told by what is 0, for no count of many ranks is exact in 16 bits.
+
+        Raises:
+            MismatchError: This was not the same pass on all ranks.
         """
         words: list[float | complex] = self._words.tolist()
         count = len(self.parameters)
-        if all(words[:count]) and not any(words[count:]):
+        if words[2 * count :].count(0) != _PASSES - 1:
+            raise MismatchError(
+                "ranks are not at the same backward pass: on some of them one was broken off when a part of it had "
+                "been averaged already, or began for another reason. These means are of different steps. Break off "
+                "all ranks' passes alike, or remove() the averager and make another one on all ranks"
+            )
+        if all(words[:count]) and not any(words[count : 2 * count]):
             return [(True, False)] * count
-        return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count:], strict=True)]
+        return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count : 2 * count], strict=True)]
 
     def words(self) -> torch.Tensor:
         """What travels beside the gradients where those travel in another form."""

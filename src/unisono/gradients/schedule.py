@@ -43,7 +43,7 @@ class BucketSchedule:
         self.buckets: list[Bucket] = []
         self.where: dict[int, tuple[Bucket, int]] = {}
         self._factor: float | None = None
-        self._next = 0
+        self._next = self._pass = 0
 
     def add(self, order: Sequence[int]) -> None:
         """Make buckets for these parameters, after those that there are. Collective."""
@@ -76,9 +76,12 @@ class BucketSchedule:
             with self._about(bucket):
                 if self._factor is None:
                     self._factor = self._weights.agree()
-                bucket.fill(self._factor, self._weights.here)
+                bucket.fill(self._factor, self._weights.here, self._pass)
+                # Before the reduction, which may end in an error on this rank alone.
+                self._next += 1
                 self.reducer.start(bucket)
-            self._next += 1
+                if not self.reducer.background:
+                    bucket.found = bucket.present()
 
     def finish(self, first: int = 0) -> list[tuple[Bucket, list[tuple[bool, bool]]]]:
         """Start what is left and wait for all; the means are given out. As `Bucket.present` tells it of each."""
@@ -89,7 +92,7 @@ class BucketSchedule:
         for bucket in self.buckets[first:]:
             with self._about(bucket):
                 self.reducer.finish(bucket)
-                present = bucket.present()
+                present = bucket.found or bucket.present()
                 if bucket.late:
                     # A shared parameter under re-entrant checkpointing: a part came when the rest was on its way.
                     self._meet()
@@ -114,6 +117,8 @@ class BucketSchedule:
         for bucket in self.buckets:
             self.reducer.give_up(bucket)
             bucket.begin()
+        # What was broken off before anything went out is no pass to the others.
+        self._pass += self._next > 0
         self._next, self._factor = 0, None
 
     @contextmanager

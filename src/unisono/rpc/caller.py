@@ -106,6 +106,8 @@ class Caller:
     def _patience(self, timeout: float | None) -> float:
         if timeout is None:
             return self._agent.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"timeout must be a number of seconds, or None, not {timeout!r}")
         if not timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, or None, not {timeout!r}")
         return timeout
@@ -123,16 +125,24 @@ class Caller:
         self._calls.add(call)
         try:
             agent.office.post(peer, head, bodies, min(call.timeout, SEND_S))
-        except BaseException:
+        except BaseException as error:
             self._calls.take(call.number)
             self._calls.over(call)
-            take_back(undo)
+            if not agent.office.may_arrive(peer, error):
+                take_back(undo)
+                raise
+            # It will be served, or found cancelled.
+            self._count(peer)
+            agent.office.tell(peer, frames.CANCEL, call.number)
             raise
-        with self._counting:
-            self.sent[peer] += 1
+        self._count(peer)
         if (peer in agent.office.gone or agent.closed) and self._calls.take(call.number) is not None:
             # It went, or this agent was closed, while this call was on its way, after those that wait were told.
             self._end(call, self.closed() if agent.closed else agent.box.lost[peer])
+
+    def _count(self, peer: int) -> None:
+        with self._counting:
+            self.sent[peer] += 1
 
     # -- ends ----------------------------------------------------------------------------------
     def answered(self, number: int, mail: Mail) -> tuple[Task, bool] | None:
@@ -175,25 +185,30 @@ class Caller:
 
     def _end(self, call: Call, error: BaseException | None) -> None:
         call.error = error
-        if call.future is not None:
-            before, self._here.call = getattr(self._here, "call", None), call
-            within, asked = context.set(call.within[0]), request.set(call.within[1])
-            try:
+        try:
+            if call.future is not None:
                 self._complete(call.future, call)
-            finally:
-                context.reset(within)
-                request.reset(asked)
-                self._here.call = before
-        self._calls.over(call)
-        # The last, so that who wakes finds the future complete.
-        call.end()
+        finally:
+            self._calls.over(call)
+            # The last, so that who wakes finds the future complete.
+            call.end()
 
     def _complete(self, future: CallFuture, call: Call) -> None:
-        """Its callbacks run here."""
+        """Its callbacks run here. What somebody else has completed stays as it is."""
+        before, self._here.call = getattr(self._here, "call", None), call
+        within, asked = context.set(call.within[0]), request.set(call.within[1])
         try:
-            future.set_result(self._result(call))
+            value = self._result(call)
         except Exception as raised:
-            future.set_exception(raised)
+            if not future.done():
+                future.set_exception(raised)
+        else:
+            if not future.done():
+                future.set_result(value)
+        finally:
+            context.reset(within)
+            request.reset(asked)
+            self._here.call = before
 
     def leave_callback(self) -> None:
         """If this thread runs the callback of a call, that one does not count as under way any more."""

@@ -12,7 +12,7 @@ import torch
 
 from unisono.errors import CommError
 
-__all__ = ["Exposed", "NotExposedError", "async_execution", "expose", "is_async", "name_of"]
+__all__ = ["Exposed", "NotExposedError", "async_execution", "changes", "expose", "is_async", "name_of"]
 
 T = TypeVar("T")
 
@@ -22,8 +22,20 @@ _MARK = "__unisono_exposed__"
 _ASYNC = "__unisono_async__"
 _NAMES_KEPT = 4096
 
-_exposed: dict[str, Any] = {}
 _names: dict[Any, str] = {}
+
+
+class _Table(dict[str, Any]):
+    """What is exposed in this process, by name."""
+
+    changes = 0
+
+    def __setitem__(self, name: str, target: Any) -> None:
+        super().__setitem__(name, target)
+        self.changes += 1
+
+
+_exposed = _Table()
 
 
 class NotExposedError(CommError, PermissionError):
@@ -83,6 +95,11 @@ def async_execution(function: T) -> T:
     inner = function.__func__ if isinstance(function, staticmethod | classmethod) else function
     setattr(inner, _ASYNC, True)
     return function
+
+
+def changes() -> int:
+    """How often the table of what is exposed has changed: what anybody keeps of it is of one number."""
+    return _exposed.changes
 
 
 def is_async(function: Any) -> bool:
@@ -158,6 +175,10 @@ class Exposed:
                 "or say rpc.init(..., trusted=True) on the rank that is called"
             )
         return found  # type: ignore[no-any-return]  # callable, as was looked at
+
+    def lists(self, name: str) -> bool:
+        """Whether this name is in a table, and so leads to the same function until `changes` is another number."""
+        return name in self._own or name in _exposed
 
     def finds(self, name: str, target: Any) -> bool:
         """Whether this name leads to this function or class, by what is exposed here or by an import."""

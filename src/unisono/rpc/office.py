@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono import wire
-from unisono.errors import CommError, PeerLostError
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.mailbox import Mail
 from unisono.rpc import frames
 from unisono.rpc.frames import HEADER, NO_CONTEXT
@@ -49,9 +49,14 @@ class Office:
         head, bodies, undo = pack(self._agent, peer, kind, number, within, values)
         try:
             self.post(peer, head, bodies, SEND_S)
-        except BaseException:
-            take_back(undo)
+        except BaseException as error:
+            if not self.may_arrive(peer, error):
+                take_back(undo)
             raise
+
+    def may_arrive(self, peer: int, error: BaseException) -> bool:
+        """After an error in `post`: whether the message is on its way all the same, as its receiver is only slow."""
+        return isinstance(error, CommTimeoutError) and peer not in self._box.lost
 
     def post(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
         """Send a message; what this rank sends to itself is served by another thread."""

@@ -15,7 +15,7 @@ import torch
 from unisono.errors import CommError
 from unisono.mailbox import Mail
 from unisono.rpc.current import context, request
-from unisono.rpc.exposing import is_async
+from unisono.rpc.exposing import changes, is_async
 from unisono.rpc.frames import ERROR, HEADER, REMOTE, REPLY, REQUEST
 from unisono.rpc.references import Key
 from unisono.rpc.remote_errors import packed
@@ -70,6 +70,7 @@ class Serving:
         self._slow: set[bytes] = set()
         self._quick: set[bytes] = set()
         self._functions: dict[bytes, Callable[..., Any]] = {}
+        self._as_of = changes()
         self._lock = threading.Lock()
         self.served: Counter[int] = Counter()
 
@@ -138,6 +139,9 @@ class Serving:
     def _run(self, asked: _Request, mail: Mail, named: bytes) -> Any:
         agent, context, message = self._agent, asked.context, asked.message
         at = HEADER.size + len(named)
+        if self._as_of != changes():
+            self._as_of = changes()
+            self._functions.clear()
         function = self._functions.get(named)
         if asked.kind == REQUEST and function is not None and mail.head[at] == _NONE and not asked.cancelled:
             # A function that was called before: only the arguments have to be read.
@@ -158,7 +162,7 @@ class Serving:
             function, args = agent.exposed.given(args[0]), args[1:]
         else:
             function = agent.exposed.function(target)
-            if len(self._functions) < _KEPT:
+            if len(self._functions) < _KEPT and agent.exposed.lists(target):
                 self._functions[named] = function
         return self._result(function, args, kwargs)
 

@@ -17,7 +17,7 @@ from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import Native
 from unisono.transports._mpi_parts import LONGEST
-from unisono.transports._mpi_reductions import may_have_nan, settle_zeros
+from unisono.transports._mpi_reductions import is_odd
 from unisono.transports._mpi_ways import WAYS, Kind, Way
 from unisono.types import Call, Message, ReduceOp
 
@@ -51,7 +51,7 @@ class _Recipe(NamedTuple):
     way: Way
     divisor: int
     extreme: ReduceOp | None = None
-    """The minimum or maximum, of floats: MPI's own is right where no rank has NaN."""
+    """The minimum or maximum, of floats: MPI's own is right where no rank `is_odd`."""
 
 
 class QuickCalls:
@@ -102,10 +102,10 @@ class QuickCalls:
             return False
         way = recipe.way
         arguments = way.describe(target, source)
-        if arguments is None:
+        if arguments is None or (recipe.divisor and _locked(target)):
             return False
         self._now = (name, target, source, op, root)
-        self._agree(recipe.word, deadline, recipe.rows, recipe.extreme is not None and may_have_nan(target))
+        self._agree(recipe.word, deadline, recipe.rows, recipe.extreme is not None and is_odd(target))
         self._now = None
         if self._agreement.counted and (way.sends or recipe.extreme is not None):
             self._run(_call(recipe, target, source), deadline)
@@ -113,8 +113,6 @@ class QuickCalls:
         self._native.make(way.begin, arguments, deadline)
         if recipe.divisor:
             divide(target, recipe.divisor)
-        elif recipe.extreme is not None:
-            settle_zeros(target, recipe.extreme)
         return True
 
     def carry(self, message: Message, timeout: float) -> bool:
@@ -189,6 +187,11 @@ def _key(name: str, target: Any, source: Any, op: str, root: int | None) -> _Key
             dtype = tensor.dtype
         counts.append(tuple([tensor.numel() for tensor in tensors]))
     return None if dtype is None else (name, op, root, dtype, counts[0], counts[1])
+
+
+def _locked(tensor: torch.Tensor) -> bool:
+    """Whether torch lets it be changed in inference mode only."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _fingerprint(key: _Key, way: Way, shape: tuple[int, ...] | None = None, site: str | None = None) -> Fingerprint:

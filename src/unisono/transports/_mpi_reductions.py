@@ -13,7 +13,7 @@ import torch
 from unisono.reduction import combine
 from unisono.types import ReduceOp
 
-__all__ = ["Reductions", "may_have_nan", "reducible", "settle_zeros"]
+__all__ = ["Reductions", "is_odd", "reducible"]
 
 _TYPES = {
     torch.uint8: "UINT8_T",
@@ -83,7 +83,7 @@ class Reductions:
     MPI calls back: nothing is converted, and two bytes an element travel. So are those of integers of 8 and 16
     bits, whose sums Open MPI 5 cuts off at the largest number, where torch's wrap. The minimum and maximum
     of floats are taken of integers in the same order, since MPI's lose NaN, and keep either zero; NaN goes before all.
-    Where no rank has NaN, MPI's own are right but for the sign of zeros.
+    Where no rank has NaN or -0.0, MPI's own give the same bits.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -120,7 +120,7 @@ class Reductions:
         return getattr(self._mpi, _TYPES[dtype]), self._op(dtype, op)
 
     def extreme(self, dtype: torch.dtype, op: ReduceOp) -> tuple[Any, Any] | None:
-        """Type and operation of a minimum or maximum of floats, where no rank has NaN; else None."""
+        """Type and operation of a minimum or maximum of floats, where no rank `is_odd`; else None."""
         if op in _EXTREMES and dtype in _WITH_EXTREMES:
             return getattr(self._mpi, _TYPES[dtype]), getattr(self._mpi, _OPS[op])
         return None
@@ -131,23 +131,22 @@ class Reductions:
         return getattr(self._mpi, (_BOOLEAN if dtype is torch.bool else _OPS)[op])
 
 
-def may_have_nan(tensor: torch.Tensor) -> bool:
+def _may_have_nan(tensor: torch.Tensor) -> bool:
     """False if there is none: a sum tells it, by far the fastest, though opposite infinities add up to NaN, too."""
     return math.isnan(tensor.sum().item())
 
 
-def settle_zeros(tensor: torch.Tensor, op: ReduceOp) -> None:
-    """Give all zeros of a maximum the sign +, of a minimum the sign -: ranks of MPI may differ in it."""
-    if op is ReduceOp.MAX:
-        tensor.add_(0.0)
-    else:
-        tensor.neg_().add_(0.0).neg_()
+def is_odd(tensor: torch.Tensor) -> bool:
+    """Whether MPI's own minimum and maximum may be wrong: where there is NaN, or a zero of negative sign."""
+    whole = _WHOLE[tensor.itemsize]
+    # Of all numbers' bits, those of -0.0 are the least whole number.
+    return _may_have_nan(tensor) or tensor.view(whole).min().item() == torch.iinfo(whole).min
 
 
 def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
     """Floats become integers, in place, of which a larger one stands for a larger float, and an extreme one for NaN."""
     bits = tensor.view(_WHOLE[tensor.itemsize])
-    info, lost = torch.iinfo(bits.dtype), tensor.isnan() if may_have_nan(tensor) else None
+    info, lost = torch.iinfo(bits.dtype), tensor.isnan() if _may_have_nan(tensor) else None
     _swap(bits)
     if lost is not None:
         bits.masked_fill_(lost, info.max if op is ReduceOp.MAX else info.min)

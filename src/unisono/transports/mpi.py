@@ -127,7 +127,7 @@ class MpiTransport(Transport):
             rows = self._agreement.rows_of(sends, receives)
             self._agree(word, deadline, rows, too_long(sends, receives, fingerprint.dtype))
         else:
-            # Who comes this way has not looked for NaN, and shorter ways make another call then.
+            # Who comes this way has not looked for odd ones, and shorter ways make another call then.
             self._agree(word, deadline, count=fingerprint.op in _EXTREMES)
 
     def _agree(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> None:

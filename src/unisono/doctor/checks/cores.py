@@ -47,5 +47,5 @@ def _cores() -> tuple[int, str]:
     """How many, and what they are called."""
     cores, of_the_machine, limit = visible(), os.cpu_count() or 1, quota()
     if limit is not None and limit < cores:
-        return max(1, round(limit)), f"core(s) are what the control group allows of {cores}"
+        return max(1, int(limit)), f"core(s) are what the control group allows of {cores}"
     return cores, f"of {of_the_machine} cores are allowed to this process" if cores < of_the_machine else "core(s)"

@@ -70,7 +70,7 @@ def _master(launch: Launched) -> Iterator[Finding]:
 
 
 def _backend(patient: Patient, launch: Launched) -> Iterator[Finding]:
-    if patient.backend == "mpi" and launch.by in ("torchrun", "the environment"):
+    if "mpi" in (patient.backend or "").split("+") and launch.by in ("torchrun", "the environment"):
         yield cross(
             f"backend mpi was asked for, but {launch.by} has started the ranks: MPI knows nothing of them, and would "
             "be a world of one in each",

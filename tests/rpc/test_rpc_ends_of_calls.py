@@ -1,0 +1,87 @@
+"""Every call ends once, whatever becomes of its message or its future, so that agents can end."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from rpc_functions import BACKENDS, add, echo, hold, release
+
+import unisono as un
+from unisono.errors import CommTimeoutError
+from unisono.post_mailbox import PostMailbox
+from unisono.testing import run_ranks
+
+rpc = un.rpc
+
+
+@pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
+def test_a_call_that_is_late_while_it_is_sent_is_under_way_no_more(call: Any) -> None:
+    def program(comm: un.Communicator) -> int:
+        rpc.init(comm, timeout=30.0)
+        if comm.rank == 0:
+            # What was posted arrives all the same.
+            with patch.object(PostMailbox, "_see_through", side_effect=CommTimeoutError("late")):
+                for _ in range(3):
+                    with pytest.raises(CommTimeoutError):
+                        call(1, echo, (torch.ones(100_000),))
+        comm.barrier()
+        found = rpc.rpc_sync(1 - comm.rank, add, (comm.rank, 1))
+        rpc.shutdown(timeout=30.0)
+        return found
+
+    assert run_ranks(program, 2) == [1, 2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", ["set_result", "set_exception"])
+def test_a_future_that_somebody_else_completes_stays_so(backend: str, how: str) -> None:
+    def program(comm: un.Communicator) -> str:
+        rpc.init(comm, timeout=30.0)
+        found = ""
+        if comm.rank == 0:
+            key = uuid.uuid4().hex
+            future = rpc.rpc_async(1, hold, (key,))
+            getattr(future, how)(ValueError("mine"))
+            rpc.rpc_sync(1, release, (key,))
+            try:
+                found = str(future.wait())
+            except ValueError as error:
+                found = str(error)
+        rpc.shutdown(timeout=30.0)
+        return found
+
+    assert un.launch(program, 2, backend)[0] == "mine"
+
+
+def test_what_is_exposed_under_a_name_anew_is_called_from_then_on() -> None:
+    def program(comm: un.Communicator) -> list[str]:
+        rpc.init(comm, timeout=30.0)
+        found = []
+        if comm.rank == 0:
+            for said in ("old", "new"):
+
+                def told(said: str = said) -> str:
+                    return said
+
+                told.__qualname__ = told.__name__ = "told_by_the_notebook"
+                rpc.expose(told)
+                found += [rpc.rpc_sync(1, told) for _ in range(2)]
+        rpc.shutdown(timeout=30.0)
+        return found
+
+    assert run_ranks(program, 2)[0] == ["old", "old", "new", "new"]
+
+
+def test_a_timeout_that_is_no_number_is_refused() -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm, timeout=30.0)
+        for wrong in ("5", True):
+            with pytest.raises(TypeError, match="number of seconds"):
+                rpc.rpc_sync(1 - comm.rank, add, (1, 2), timeout=wrong)
+        rpc.shutdown(timeout=30.0)
+
+    assert run_ranks(program, 2) == [None, None]

@@ -1,0 +1,172 @@
+"""Which backward passes are steps of training, and what becomes of those that are not, or that ranks do not share."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from averaged_models import TINY
+from torch import nn
+
+import unisono as un
+from unisono.errors import MismatchError
+from unisono.testing import pool
+
+
+class OddError(Exception):
+    """Of a hook."""
+
+
+def layers() -> nn.Sequential:
+    # Ranks that are threads share torch's own generator.
+    numbers = torch.Generator().manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)]).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(generator=numbers)
+    return model
+
+
+def sample(rank: int) -> torch.Tensor:
+    return torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def mean(size: int) -> list[torch.Tensor]:
+    model = layers()
+    losses = [model(sample(rank)).square().mean() for rank in range(size)]
+    return list(torch.autograd.grad(torch.stack(losses).mean(), list(model.parameters())))
+
+
+def close(model: nn.Module, size: int) -> bool:
+    return all(torch.allclose(p.grad, g) for p, g in zip(model.parameters(), mean(size), strict=True))
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_a_pass_that_one_rank_broke_off_half_way_and_began_again_is_noticed_by_all(backend: str) -> None:
+    def program(comm: un.Communicator) -> str:
+        model, failing = layers(), comm.rank == 1
+        averager = un.GradientAverager(model, comm, bucket_cap_mb=128 / 2**20)
+
+        def fails(gradient: torch.Tensor) -> None:
+            if failing:
+                raise OddError
+
+        # Two buckets are on their way by then; those of all layers are of one length.
+        model[0].weight.register_hook(fails)
+        if failing:
+            with pytest.raises(OddError):
+                model(sample(comm.rank)).sum().backward()
+            failing = False
+        with pytest.raises(MismatchError) as caught:
+            model(sample(comm.rank)).sum().backward()
+        averager.remove()
+        return str(caught.value)
+
+    for message in pool(backend, 2).run(program):
+        assert "not at the same backward pass" in message
+
+
+@pytest.mark.parametrize("backend", ["thread", "gloo"])
+def test_passes_that_all_ranks_break_off_alike_do_no_harm(backend: str) -> None:
+    def program(comm: un.Communicator) -> bool:
+        model = layers()
+        averager = un.GradientAverager(model, comm, bucket_cap_mb=128 / 2**20)
+        tries = itertools.count()
+
+        def fails(gradient: torch.Tensor) -> None:
+            if next(tries) < 9:
+                raise OddError
+
+        model[0].weight.register_hook(fails)
+        for _ in range(9):
+            with pytest.raises(OddError):
+                model(sample(comm.rank)).sum().backward()
+            model.zero_grad()
+        model(sample(comm.rank)).square().mean().backward()
+        averager.remove()
+        return close(model, comm.size)
+
+    assert all(pool(backend, 2).run(program))
+
+
+def test_gradients_that_a_rank_asks_for_by_itself_are_no_step() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model = layers()
+        averager = un.GradientAverager(model, comm, find_unused=True, **TINY)
+        if comm.rank == 0:
+            given = sample(7).requires_grad_()
+            torch.autograd.grad(model(given).sum(), given)
+            torch.autograd.grad(model(given).sum(), list(model.parameters()))
+            torch.func.grad(lambda x: model(x).sum())(sample(7))
+        model(sample(comm.rank)).square().mean().backward()
+        averager.remove()
+        return close(model, comm.size)
+
+    assert all(pool("thread", 2).run(program))
+
+
+def test_a_weight_outlives_a_gradient_penalty() -> None:
+    def penalized(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+        given = given.requires_grad_()
+        found = model(given).square().sum(1)
+        (slope,) = torch.autograd.grad(found.sum(), given, create_graph=True)
+        return found + slope.square().sum(1)
+
+    def program(comm: un.Communicator) -> bool:
+        model, lengths = layers(), [2, 5]
+        averager = un.GradientAverager(model, comm, find_unused=True)
+        averager.weight(lengths[comm.rank])
+        penalized(model, sample(comm.rank)[: lengths[comm.rank]]).mean().backward()
+        averager.remove()
+        alone = layers()
+        penalized(alone, torch.cat([sample(rank)[:n] for rank, n in enumerate(lengths)])).mean().backward()
+        return all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+
+    assert all(pool("thread", 2).run(program))
+
+
+def test_a_pass_in_a_hook_of_another_one_loses_nothing() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model = layers()
+        averager = un.GradientAverager(model, comm)
+        hidden = model[1](model[0](sample(comm.rank)))
+
+        def runs_another(gradient: torch.Tensor) -> None:
+            # The last layer's gradient has come by now.
+            with torch.enable_grad():
+                model[2](torch.zeros(1, 4, dtype=torch.float64)).sum().backward()
+
+        hidden.register_hook(runs_another)
+        model[2](hidden).square().mean().backward()
+        averager.remove()
+        return close(model, comm.size)
+
+    assert all(pool("thread", 2).run(program))
+
+
+@pytest.mark.parametrize("backend", ["thread", "gloo"])
+def test_outputs_made_before_remove_are_no_concern_of_it(backend: str) -> None:
+    def program(comm: un.Communicator) -> bool:
+        model = layers()
+        averager = un.GradientAverager(model, comm, find_unused=True)
+        loss = model(sample(comm.rank)).square().mean()
+        averager.remove()
+        loss.backward()
+        (alone,) = torch.autograd.grad(model(sample(comm.rank)).square().mean(), [model[0].weight])
+        return torch.equal(model[0].weight.grad, alone)
+
+    assert all(pool(backend, 2).run(program))
+
+
+def test_models_with_other_buffers_are_refused() -> None:
+    def program(comm: un.Communicator) -> str:
+        model = layers()
+        for name in "ab" if comm.rank == 0 else "ba":
+            model.register_buffer(name, torch.zeros(2))
+        with pytest.raises(MismatchError) as caught:
+            un.GradientAverager(model, comm)
+        return str(caught.value)
+
+    for message in pool("thread", 2).run(program):
+        assert "'a'" in message

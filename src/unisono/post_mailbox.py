@@ -118,9 +118,8 @@ class PostMailbox(Mailbox):
             work = self._transport.post(batch)
         try:
             self._see_through(work, peer, timeout)
-        except Exception:
-            raise
-        except BaseException as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
+            # Nobody knows any more whether it arrives. A timeout is no such thing: what was posted goes on.
             self.lose_half_way(peer, error)
             raise
 

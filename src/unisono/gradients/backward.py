@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -149,18 +150,21 @@ def _will_run(leaf: Any) -> bool:
 
 def _runs_inside() -> bool:
     """Whether this thread is in the middle of a backward pass that another one runs in."""
-    passes, frame = 0, sys._getframe(1)
-    while frame is not None:
-        passes += frame.f_code is _RUN
-        frame = frame.f_back  # type: ignore[assignment]  # typed by its first value, which is never None
-    return passes > 1
+    return sum(frame.f_code is _RUN for frame in _frames()) > 1
 
 
 def _outer_node() -> Any:
     """The node that the outermost backward pass of this thread is in the middle of, if it is in Python."""
-    node, frame = None, sys._getframe(1)
-    while frame is not None:
+    node = None
+    for frame in _frames():
         if frame.f_code is _APPLY:
             node = frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]  # typed by its first value, which is never None
     return node
+
+
+def _frames() -> Iterator[FrameType]:
+    """Of this thread, from the innermost."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

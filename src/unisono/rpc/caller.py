@@ -126,6 +126,7 @@ class Caller:
         try:
             agent.office.post(peer, head, bodies, min(call.timeout, SEND_S))
         except BaseException as error:
+            # An interrupt too: no call may stay under way that nobody will answer.
             self._calls.take(call.number)
             self._calls.over(call)
             if not agent.office.may_arrive(peer, error):

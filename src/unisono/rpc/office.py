@@ -50,6 +50,7 @@ class Office:
         try:
             self.post(peer, head, bodies, SEND_S)
         except BaseException as error:
+            # An interrupt too: references that went nowhere would be counted for good.
             if not self.may_arrive(peer, error):
                 take_back(undo)
             raise

@@ -201,7 +201,8 @@ def test_local_classes_can_be_registered() -> None:
 
 def test_main_has_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
     main = type(sys)("__mp_main__")
-    cls = dataclasses.make_dataclass("InMain", ["x"], namespace={"__module__": "__mp_main__"})
+    cls = dataclasses.make_dataclass("InMain", ["x"])
+    cls.__module__ = "__mp_main__"
     main.InMain = cls  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__mp_main__", main)
     data = wire.encode(cls(5))

@@ -28,7 +28,7 @@ _SAFETENSORS = {
     "float8_e5m2": "F8_E5M2",
 }
 # Not every reader of safetensors knows complex numbers: they are pairs there, and the manifest says so.
-_PAIRS = {"complex32": "F16", "complex64": "F32", "complex128": "F64"}
+_PAIRS = {"bcomplex32": "BF16", "complex32": "F16", "complex64": "F32", "complex128": "F64"}
 # Each element is stored as one byte, whatever it means.
 _OPAQUE = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 

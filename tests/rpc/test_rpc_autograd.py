@@ -229,9 +229,12 @@ def passes(comm: un.Communicator) -> Any:
         with pytest.raises(CommError, match="no autograd context"):
             autograd.get_gradients(context)
         with autograd.context() as context:
-            for wrong in ([x], x.sum(), [], [torch.ones(1)]):
+            for wrong in ([x], x.sum(), [], [torch.ones(1)], 5, iter(())):
                 with pytest.raises(ValueError, match="root"):
                     autograd.backward(context, wrong)  # type: ignore[arg-type]  # wrong or narrower on purpose
+            for alien in ([None], [rpc.RRef(x.sum())]):
+                with pytest.raises(TypeError, match=r"must be a tensor \(a loss\), not a"):
+                    autograd.backward(context, alien)  # type: ignore[arg-type]  # wrong on purpose
             # Nothing crossed any rank.
             autograd.backward(context, [(x * x).sum(), x.sum()])
             assert torch.equal(autograd.get_gradients(context)[x], 2 * x + 1)
@@ -243,6 +246,45 @@ def passes(comm: un.Communicator) -> Any:
 
 def test_one_pass_after_another() -> None:
     assert run_ranks(passes, 2)[0] is True
+
+
+def test_tensors_that_came_in_another_context() -> None:
+    """Messages are numbered in each context anew: gradients would go to another one of the same number."""
+
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm, timeout=20.0)
+        begin(comm.rank)
+        comm.barrier()
+        if comm.rank == 0:
+            x = torch.ones(N, dtype=torch.float64, requires_grad=True)
+            with autograd.context() as outer:
+                loss = rpc.rpc_sync(1, times, (x,)).sum()
+                with autograd.context() as inner:
+                    own = rpc.rpc_sync(1, times, (3 * x,)).sum()
+                    for roots in ([loss], [own, loss]):
+                        with pytest.raises(RuntimeError, match="from rank 1 did so in another context"):
+                            autograd.backward(inner, roots)
+                    assert not autograd.get_gradients(inner)
+                    autograd.backward(inner, iter([own]))  # type: ignore[arg-type]  # narrower than it need be
+                autograd.backward(outer, [loss])
+                assert x in autograd.get_gradients(outer)
+        rpc.shutdown(timeout=20.0)
+
+    run_ranks(program, 2)
+
+
+def test_a_reference_to_what_is_no_loss_is_no_root() -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm, timeout=20.0)
+        begin(comm.rank)
+        comm.barrier()
+        if comm.rank == 0:
+            x = torch.ones(N, dtype=torch.float64)
+            with autograd.context() as context, pytest.raises(ValueError, match="one element"):
+                rpc.remote(1, times, (x,)).backward(context)
+        rpc.shutdown(timeout=20.0)
+
+    run_ranks(program, 2)
 
 
 def test_a_reference_can_be_the_root() -> None:

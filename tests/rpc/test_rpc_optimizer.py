@@ -79,6 +79,10 @@ def test_wrong_arguments_of_the_optimizer() -> None:
             rpc.DistributedOptimizer(torch.optim.SGD, [], lr=0.1)
         with pytest.raises(ValueError, match="learning rate"):
             rpc.DistributedOptimizer(torch.optim.SGD, [ref], lr=-1.0)
+        with pytest.raises(TypeError, match=r"LBFGS\.step .* needs a closure"):
+            rpc.DistributedOptimizer(torch.optim.LBFGS, [ref])
+        with pytest.raises(TypeError, match=r"RRefs.*not a Tensor"):
+            rpc.DistributedOptimizer(torch.optim.SGD, [torch.ones(2)], lr=0.1)  # type: ignore[list-item]  # wrong
         rpc.shutdown()
 
 

@@ -115,6 +115,39 @@ def test_a_refused_argument_leaves_nothing_behind() -> None:
     assert not RAN
 
 
+@rpc.expose
+def gives_a_function() -> Any:
+    HAVE_RUN.append(1)
+    return unexposed
+
+
+HAVE_RUN: list[int] = []
+
+
+def test_a_function_that_came_as_a_value_is_not_said_to_have_been_called() -> None:
+    def program() -> None:
+        with pytest.raises(rpc.NotExposedError, match=r"rank 1 sent .*unexposed as a value.*on rank 0") as caught:
+            rpc.rpc_sync(1, gives_a_function)
+        assert "nothing ran" not in str(caught.value)
+        assert HAVE_RUN
+        with pytest.raises(rpc.NotExposedError, match=r"rank 0 sent .*unexposed as a value.*exposed on rank 1"):
+            rpc.rpc_sync(1, echo, (unexposed,))
+
+    run_ranks(on_rank_0(program), 2)
+    assert not RAN
+
+
+@pytest.mark.parametrize("args", [5, None, "ab", {"x": 1}, torch.ones(1)], ids=str)
+def test_arguments_that_are_no_tuple(args: Any) -> None:
+    def program() -> None:
+        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+            with pytest.raises(TypeError, match=r"args must be a tuple of arguments, not a .*args=\(x,\)"):
+                call(1, echo, args)
+        assert rpc.rpc_sync(1, add, [1, 2]) == 3
+
+    run_ranks(on_rank_0(program), 2)
+
+
 def test_only_public_methods_of_exposed_classes_are_called() -> None:
     class Plain:
         def method(self) -> int:

@@ -46,6 +46,9 @@ class Caller:
 
     def target(self, func: Callable[..., Any], args: Any) -> tuple[str, tuple[Any, ...]]:
         """What to ask for, and with which arguments. What has no name goes along, if peers are trusted."""
+        if type(args) is not tuple and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
+            # A tensor could be taken apart; but who forgot a comma did not mean that.
+            raise TypeError(f"args must be a tuple of arguments, not a {type(args).__name__}; one alone is args=(x,)")
         exposed = self._agent.exposed
         try:
             name = name_of(func)

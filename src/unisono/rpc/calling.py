@@ -85,7 +85,8 @@ def rpc_sync(
     Raises:
         Exception: What the function raised: of the same class where that is known here, with the remote
             traceback in its text. It is a `RemoteError` too.
-        NotExposedError: The function cannot be called there. Nothing ran.
+        NotExposedError: The function cannot be called there, and nothing ran; or what it returned is, or has in it, a
+            function that is not exposed here.
         CommTimeoutError: No answer in time; the function may run on.
         PeerLostError: That rank died, or shut down.
         TypeError: An argument cannot be sent; the message says which.

@@ -39,7 +39,7 @@ _exposed = _Table()
 
 
 class NotExposedError(CommError, PermissionError):
-    """A rank called what is not open to calls there. Nothing ran."""
+    """A rank called what is not open to calls there, or sent such a function as a value. It did not run."""
 
 
 class _Mark:

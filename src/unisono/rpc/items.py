@@ -127,8 +127,12 @@ def _take_function(view: View, at: int, _depth: int) -> tuple[Any, int]:
         raise ValueError(f"the function {name} came")
     try:
         return view.agent.exposed.function(name), at
-    except NotExposedError as error:
-        view.refused = error
+    except NotExposedError:
+        view.refused = NotExposedError(
+            f"rank {view.peer} sent {name.replace(':', '.')} as a value, which is not exposed on rank "
+            f"{view.agent.rank}: put @unisono.rpc.expose above it in the code of every rank, name it in "
+            "rpc.init(..., expose=[...]), or say rpc.init(..., trusted=True) on the rank that it comes to"
+        )
         return None, at
 
 

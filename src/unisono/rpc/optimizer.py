@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -67,6 +68,12 @@ def _class_of(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
+def _needs_more(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether its `step` has arguments that must be given."""
+    _, *further = inspect.signature(cls.step).parameters.values()
+    return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in further)
+
+
 class DistributedOptimizer:
     """A torch optimizer over parameters of many ranks, stepped with the gradients of a context.
 
@@ -74,7 +81,8 @@ class DistributedOptimizer:
     parameters come one after another.
 
     Args:
-        optimizer_class: Any subclass of `torch.optim.Optimizer`; imported on the owners too.
+        optimizer_class: Any subclass of `torch.optim.Optimizer` that steps with gradients alone, as all of torch's do
+            but `LBFGS`; imported on the owners too.
         params_rref: References to parameters, or to modules, of which all parameters are meant.
         args, kwargs: For the optimizer; they travel as arguments of calls do.
 
@@ -97,9 +105,17 @@ class DistributedOptimizer:
     ) -> None:
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
             raise TypeError(f"optimizer_class must be a class of torch optimizers, not {optimizer_class!r}")
-        params_rref = list(params_rref)
+        if _needs_more(optimizer_class):
+            raise TypeError(
+                f"{optimizer_class.__name__}.step cannot be called with gradients alone, which are all that a context "
+                "has: it needs a closure, to compute the loss anew within a step"
+            )
+        params_rref = list(params_rref) if isinstance(params_rref, Iterable) else [params_rref]
         if not params_rref:
             raise ValueError("there are no parameters to optimize")
+        for ref in params_rref:
+            if not isinstance(ref, RRef):
+                raise TypeError(f"params_rref must be references to parameters (RRefs), not a {type(ref).__name__}")
         owners: dict[int, list[RRef[Any]]] = {}
         for ref in params_rref:
             owners.setdefault(ref.owner().id, []).append(ref)

@@ -67,9 +67,10 @@ def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = F
         retain_graph: Keep the graph for another pass.
 
     Raises:
-        ValueError: A root has more than one element, or no history.
+        TypeError: A root is no tensor; a reference has a `backward` of its own.
+        ValueError: There is no root, or one has more than one element, or no history.
         CommError: There is no such context.
-        RuntimeError: The graph is gone, for an earlier pass did not retain it.
+        RuntimeError: The graph is gone, for an earlier pass did not retain it; or a tensor came in another context.
         PeerLostError: A rank that the gradients have to pass has died.
 
     Cost: one call there and back for each message that is passed, and one more to find out which these are.
@@ -77,14 +78,7 @@ def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = F
     found = current.current_agent().contexts.get(context) if isinstance(context, int) else None
     if found is None:
         raise CommError(f"there is no autograd context {context!r} on this rank; take the number from context()")
-    if isinstance(roots, torch.Tensor) or not roots:
-        raise ValueError("roots must be a list of tensors, at least one")
-    for root in roots:
-        if root.numel() != 1:
-            raise ValueError(f"a root must have one element (a loss), not the shape {list(root.shape)}")
-        if not root.requires_grad:
-            raise ValueError("a root has no history: nothing that requires a gradient was used to compute it")
-    start(found, list(roots), retain_graph)
+    start(found, roots, retain_graph)
 
 
 def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ class Pass:
         new = []
         for record in output.received:
             key = record.peer, record.message
+            if self._context.received.get(key) is not record:
+                raise RuntimeError(
+                    f"a tensor that came from rank {record.peer} did so in another context than the one to "
+                    "back-propagate in, which knows no way back: call backward within its own context, or detach() it"
+                )
             if key not in self._gathered:
                 self._gathered[key] = [None] * len(record.triggers)
                 new.append(record)
@@ -158,8 +163,9 @@ _TWICE = (
 )
 
 
-def start(context: Context, roots: list[torch.Tensor], retain_graph: bool) -> None:
+def start(context: Context, roots: Any, retain_graph: bool) -> None:
     """The whole pass, from the rank that has the roots. Returns when all ranks are done."""
+    roots = _checked(roots)
     name = current_agent().rank, next(_numbers)
     beginning = context.passes[name] = Pass(context, retain_graph)
     try:
@@ -169,6 +175,20 @@ def start(context: Context, roots: list[torch.Tensor], retain_graph: bool) -> No
         _all(_flow(context, name, 0, None)).wait()
     finally:
         context.passes.pop(name, None)
+
+
+def _checked(roots: Any) -> list[torch.Tensor]:
+    found = [] if isinstance(roots, torch.Tensor) or not isinstance(roots, Iterable) else list(roots)
+    if not found:
+        raise ValueError("roots must be a list of tensors, at least one")
+    for root in found:
+        if not isinstance(root, torch.Tensor):
+            raise TypeError(f"a root must be a tensor (a loss), not a {type(root).__name__}")
+        if root.numel() != 1:
+            raise ValueError(f"a root must have one element (a loss), not the shape {list(root.shape)}")
+        if not root.requires_grad:
+            raise ValueError("a root has no history: nothing that requires a gradient was used to compute it")
+    return found
 
 
 @expose

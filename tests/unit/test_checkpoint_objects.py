@@ -144,3 +144,23 @@ def test_map_location(tmp_path: Path) -> None:
     assert asked == ["cpu"]
     assert un.checkpoint.load(tmp_path, map_location="meta")["w"].is_meta
     assert un.checkpoint.load(tmp_path, map_location={"cpu": "meta"})["w"].is_meta
+
+
+@pytest.mark.parametrize("where", [5, True, [], {"cpu": 5}, "nowhere", {"cpu": "nowhere"}], ids=str)
+def test_what_is_no_map_location(tmp_path: Path, where: Any) -> None:
+    """Also where all tensors are there already, and none is made anew."""
+    un.checkpoint.save(tmp_path, {"w": torch.ones(2)})
+    for state in (None, {"w": torch.zeros(2)}):
+        with pytest.raises((TypeError, ValueError), match=r"^map_location"):
+            un.checkpoint.load(tmp_path, state, map_location=where)
+        assert state is None or not state["w"].any()
+
+
+@pytest.mark.parametrize("path", [None, 5, b"here", {"w": 1}], ids=str)
+def test_what_is_no_path(path: Any) -> None:
+    for call in (lambda: un.checkpoint.save(path, {}), lambda: un.checkpoint.load(path)):
+        with pytest.raises(TypeError, match=r"a path is a str, a pathlib\.Path or a storage, not a"):
+            call()
+    for use in (un.checkpoint.latest, un.checkpoint.verify, un.checkpoint.Checkpointer):
+        with pytest.raises(TypeError, match="a path is"):
+            use(path)

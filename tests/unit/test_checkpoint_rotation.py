@@ -6,11 +6,12 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import unisono as un
-from unisono.checkpoint import Checkpointer, CorruptError, NoCheckpointError
+from unisono.checkpoint import Checkpointer, CorruptError, NoCheckpointError, latest
 from unisono.testing import run_ranks
 
 
@@ -95,4 +96,22 @@ def test_what_was_just_saved_stays_when_the_clock_goes_back(
             monkeypatch.setattr("unisono.checkpoint.saving.time.time_ns", lambda instant=instant: instant)
             checkpointer.save(step, {"step": step})
             checkpointer.wait()
-    assert checkpointer.steps() == [2, 3]
+            # Who resumes goes on with what was saved last.
+            assert checkpointer.load({}) == step
+        checkpointer.save(4, {})
+    assert checkpointer.steps() == [3, 4]
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert Path(newest).name == "step-0000000004"
+
+
+def test_numbers_of_steps_are_whole(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        Checkpointer(tmp_path, keep=2.5)  # type: ignore[arg-type]  # wrong on purpose
+    checkpointer = Checkpointer(tmp_path, background=False)
+    for wrong in (2.0, "2"):
+        for call in (checkpointer.save, checkpointer.step, lambda step, state: checkpointer.load(state, step=step)):
+            with pytest.raises(TypeError, match="integer"):
+                call(wrong, {})
+    assert checkpointer.step(np.int64(3), {})
+    assert checkpointer.load({}) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.checkpoint.background import Saving, begin, finish_earlier
@@ -19,7 +20,7 @@ from unisono.checkpoint.verify import last_good
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["Path", "async_save", "load", "save", "start"]
+__all__ = ["Path", "async_save", "load", "save", "start", "write"]
 
 Path = str | os.PathLike[str] | Storage
 
@@ -63,10 +64,25 @@ def save(
         >>> un.checkpoint.load(path, {"model": model, "step": 0})["step"]
         7
     """
+    write(path, state, comm, extra=extra, timeout=timeout, progress=progress)
+
+
+def write(
+    path: Path,
+    state: Any,
+    comm: Communicator | None,
+    *,
+    extra: Mapping[str, Any] | None,
+    timeout: float | None = None,
+    progress: Progress | None = None,
+    newest: Callable[[], int] = int,
+) -> None:
+    """As `save`; the checkpoint is newer than the time that `newest` tells on rank 0 (ns), whatever the clock says."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     team = Team(comm, "save", storage.where, timeout)
-    commit(lambda: prepare(state, team.rank, team.size, copy=False), storage, team, dict(extra or {}), progress)
+    make = partial(prepare, state, team.rank, team.size, copy=False)
+    commit(make, storage, team, dict(extra or {}), progress, newest)
 
 
 def async_save(
@@ -110,16 +126,17 @@ def start(
     extra: Mapping[str, Any] | None,
     timeout: float | None = None,
     progress: Progress | None = None,
+    newest: Callable[[], int] = int,
     after: Callable[[], None] | None = None,
 ) -> Saving:
-    """As `async_save`; `after` is called in the background when the checkpoint counts, on every rank."""
+    """As `async_save`, with `newest` as `write`; `after` is called in the background when it counts, on every rank."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
     make = _held(lambda: prepare(state, rank, size, copy=True))
 
     def work(twin: Communicator | None) -> None:
-        commit(make, storage, Team(twin, "save", storage.where, timeout), dict(extra or {}), progress)
+        commit(make, storage, Team(twin, "save", storage.where, timeout), dict(extra or {}), progress, newest)
         if after is not None:
             after()
 

@@ -13,6 +13,7 @@ from unisono.checkpoint.errors import CheckpointError, CorruptError, StateError
 from unisono.checkpoint.filling import Filling, Wishes
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.nodes import taken_over
+from unisono.checkpoint.places import check_location
 from unisono.checkpoint.reader import Files, Window, deal, read_manifest, windows_of
 from unisono.checkpoint.restore import Restoration
 from unisono.checkpoint.storage import Storage
@@ -62,6 +63,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: Team, wishes: 
     builds: list[Callable[[], Any]] = []
 
     def match() -> list[str]:
+        check_location(wishes.map_location)
         builds.append(restoration.match(state, manifest.state))
         absent = [name for name in restoration.needed if name not in manifest.tensors]
         if absent:

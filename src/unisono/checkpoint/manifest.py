@@ -78,7 +78,7 @@ class Manifest:
     Attributes:
         id: A number in hexadecimal that no other save has.
         ranks: How many ranks saved it.
-        created_ns: When, in nanoseconds since 1970.
+        created_ns: When, in nanoseconds since 1970; after what a `Checkpointer` saved before, whatever the clock says.
         files, tensors: What is there, and where.
         state: The tree of what is the same on all ranks.
         per_rank: For each rank, the trees of what it had for itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "has_objects",
     "has_tensors",
     "join",
+    "leaves",
     "tagged",
     "taken_over",
     "why_unfillable",
@@ -32,6 +34,24 @@ __all__ = [
 
 _DICTS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 _log = logging.getLogger("unisono.checkpoint")
+
+
+def leaves(node: Node, path: str = "") -> dict[str, str]:
+    """Every value of a tree in words, but tensors; those with one path (keys may have dots) after each other."""
+    if isinstance(node, dict) and "$tensor" not in node:
+        inside = [(f"{path}.{key}" if path else key, item) for key, item in node.items()]
+    elif isinstance(node, list):
+        inside = [(f"{path}.{index}", item) for index, item in enumerate(node)]
+    else:
+        # A tensor's own name may be the path.
+        return {f"{path} (which tensor)" if isinstance(node, dict) else path: json.dumps(node)}
+    if not inside:
+        return {path: json.dumps(node)}
+    found: dict[str, str] = {}
+    for key, item in inside:
+        for name, told in leaves(item, key).items():
+            found[name] = f"{found[name]}, {told}" if name in found else told
+    return found
 
 
 def taken_over(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:

@@ -10,7 +10,7 @@ import torch
 from unisono.checkpoint.dtypes import as_bytes, memory_of
 from unisono.checkpoint.manifest import TensorEntry
 
-__all__ = ["Landing", "MapLocation", "device_for"]
+__all__ = ["Landing", "MapLocation", "check_location", "device_for"]
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
 
@@ -38,6 +38,23 @@ def device_for(saved: str, map_location: MapLocation) -> torch.device:
     if moved is not None and not isinstance(moved, (torch.UntypedStorage, torch.TypedStorage)):
         raise TypeError(f"map_location returned {moved!r:.80}; as for torch.load, it returns a storage, or None")
     return torch.device(saved if moved is None else moved.device)
+
+
+def check_location(map_location: MapLocation) -> None:
+    """Raise TypeError or ValueError for what is no `map_location`."""
+    if isinstance(map_location, Mapping):
+        named: list[object] = list(map_location.values())
+    elif callable(map_location) or map_location is None:
+        named = []
+    else:
+        named = [map_location]
+    for name in named:
+        if not isinstance(name, (str, torch.device)):
+            raise TypeError(f"map_location is a device, a dict of devices or a function, not {map_location!r:.80}")
+        try:
+            torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(f"map_location={map_location!r:.80}: {error}") from error
 
 
 class Landing:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
+from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from unisono.checkpoint.background import Saving
-from unisono.checkpoint.calls import Path, load, save, start
+from unisono.checkpoint.calls import Path, load, start, write
 from unisono.checkpoint.manifest import FILE, MANIFEST
 from unisono.checkpoint.places import MapLocation
 from unisono.checkpoint.storage import Storage, storage_at
@@ -28,7 +30,7 @@ class Checkpointer:
     """Saves each n-th step into a directory of its own, and keeps the newest few.
 
     An old checkpoint is taken away only after a newer one counts on all ranks, its manifest first, so that what a
-    crash leaves of it is never taken for a checkpoint.
+    crash leaves of it is never taken for a checkpoint. What was saved last is the newest, whatever the clock says.
 
     Args:
         directory: For the checkpoints of one run, such as "runs/7"; they are called "step-0000000100".
@@ -58,29 +60,31 @@ class Checkpointer:
         every: int = 1,
         background: bool = True,
     ) -> None:
+        self.keep, self.every, self.background = index(keep), index(every), background
         if keep < 1 or every < 1:
             raise ValueError(f"keep={keep} and every={every} must be at least 1")
-        self.keep, self.every, self.background = keep, every, background
         self._storage, self._comm = storage_at(directory), comm
         self._saving: Saving | None = None
 
     def step(self, step: int, state: Any) -> bool:
         """Save if this step's turn has come, and say so. Collective then."""
-        if step % self.every:
+        if index(step) % self.every:
             return False
         self.save(step, state)
         return True
 
     def save(self, step: int, state: Any) -> None:
         """Save now, as step number `step`. Collective."""
+        step = index(step)
         if not 0 <= step < 10**10:
             raise ValueError(f"step={step} must be from 0 to 10**10 - 1")
         self.wait()
         place, extra = self._storage.child(f"{_PREFIX}{step:010d}"), {"step": step}
         if self.background:
-            self._saving = start(place, state, self._comm, extra=extra, after=lambda: self._rotate(place.name))
+            after = partial(self._rotate, place.name)
+            self._saving = start(place, state, self._comm, extra=extra, newest=self._newest_ns, after=after)
         else:
-            save(place, state, self._comm, extra=extra)
+            write(place, state, self._comm, extra=extra, newest=self._newest_ns)
             self._rotate(place.name)
 
     def load(self, state: Any, *, step: int | None = None, map_location: MapLocation = None) -> int | None:
@@ -93,7 +97,7 @@ class Checkpointer:
             CheckpointError: As `load`. A damaged one is not passed over in silence; the message names a good one.
         """
         self.wait()
-        found = step if step is not None else Team(self._comm, "load", self._storage.where).first(self._newest)
+        found = index(step) if step is not None else Team(self._comm, "load", self._storage.where).first(self._newest)
         if found is None:
             return None
         load(self._storage.child(f"{_PREFIX}{found:010d}"), state, self._comm, map_location=map_location)
@@ -121,6 +125,9 @@ class Checkpointer:
     def _newest(self) -> int | None:
         found = self._complete()
         return int(found[0].name.removeprefix(_PREFIX)) if found else None
+
+    def _newest_ns(self) -> int:
+        return max((manifest.created_ns for _, manifest in complete(self._storage)), default=0)
 
     def _complete(self) -> list[Storage]:
         """Newest first."""

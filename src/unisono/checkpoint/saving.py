@@ -20,13 +20,14 @@ from unisono.checkpoint.dtypes import as_bytes, dtype_of, memory_of, name_of
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.layout import Slice, shares
 from unisono.checkpoint.manifest import FILE, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
+from unisono.checkpoint.nodes import leaves
 from unisono.checkpoint.state import capture
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.team import Team
 from unisono.checkpoint.tree import Node
 from unisono.checkpoint.writer import Portion, write_file
 
-__all__ = ["Progress", "Snapshot", "commit", "leaves", "prepare"]
+__all__ = ["Progress", "Snapshot", "commit", "prepare"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has done, and with all that it has to do."""
@@ -68,24 +69,6 @@ class Snapshot:
             name: f"{name_of(e.dtype)} {list(e.shape)} {digest('.'.join(self.digests.get(name, ())).encode())}"
             for name, e in self.entries.items()
         }
-
-
-def leaves(node: Node, path: str = "") -> dict[str, str]:
-    """Every value of a tree in words, but tensors; those with one path (keys may have dots) after each other."""
-    if isinstance(node, dict) and "$tensor" not in node:
-        inside = [(f"{path}.{key}" if path else key, item) for key, item in node.items()]
-    elif isinstance(node, list):
-        inside = [(f"{path}.{index}", item) for index, item in enumerate(node)]
-    else:
-        # A tensor's own name may be the path.
-        return {f"{path} (which tensor)" if isinstance(node, dict) else path: json.dumps(node)}
-    if not inside:
-        return {path: json.dumps(node)}
-    found: dict[str, str] = {}
-    for key, item in inside:
-        for name, told in leaves(item, key).items():
-            found[name] = f"{found[name]}, {told}" if name in found else told
-    return found
 
 
 def prepare(state: Any, rank: int, size: int, *, copy: bool) -> Snapshot:
@@ -161,9 +144,17 @@ def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, l
 
 
 def commit(
-    make: Callable[[], Snapshot], storage: Storage, team: Team, extra: dict[str, Any], progress: Progress | None
+    make: Callable[[], Snapshot],
+    storage: Storage,
+    team: Team,
+    extra: dict[str, Any],
+    progress: Progress | None,
+    newest: Callable[[], int] = int,
 ) -> None:
-    """Compare, write, and publish. Collective. Until it is published, what was there before stays."""
+    """Compare, write, and publish. Collective. Until it is published, what was there before stays.
+
+    `newest` tells when the checkpoint was made that this one is to be newer than.
+    """
     made: list[Any] = []
     team.together(lambda: made.append(make()))
     snapshot, save_id = made[0], team.first(lambda: secrets.token_hex(8))
@@ -182,7 +173,7 @@ def commit(
         with suppress(OSError):
             storage.remove(name)
         raise
-    team.first(lambda: _publish(snapshot, parts, storage, save_id, extra))
+    team.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest))
     if team.rank == 0:
         _tidy(storage, save_id)
 
@@ -215,7 +206,14 @@ def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progre
     }
 
 
-def _publish(snapshot: Snapshot, parts: list[Any], storage: Storage, save_id: str, extra: dict[str, Any]) -> None:
+def _publish(
+    snapshot: Snapshot,
+    parts: list[Any],
+    storage: Storage,
+    save_id: str,
+    extra: dict[str, Any],
+    newest: Callable[[], int],
+) -> None:
     """Put the manifest together from what all ranks have written, and in its place."""
     files: list[FileEntry] = []
     found: dict[str, list[Piece]] = {n: [] for part in parts for n in (*snapshot.entries, *part["own"])}
@@ -230,7 +228,7 @@ def _publish(snapshot: Snapshot, parts: list[Any], storage: Storage, save_id: st
     manifest = Manifest(
         id=save_id,
         ranks=len(parts),
-        created_ns=time.time_ns(),
+        created_ns=max(time.time_ns(), newest() + 1),
         files=tuple(files),
         tensors={n: TensorEntry(e.dtype, e.shape, e.device, tuple(found[n])) for n, e in tensors.items()},
         state=snapshot.tree,

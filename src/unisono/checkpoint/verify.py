@@ -91,7 +91,8 @@ def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
     """The newest complete checkpoint in a directory; None if there is none.
 
     What a crash left unfinished does not count, nor do those with files that are missing or too short. Bytes are not
-    compared: `load` and `verify` do that.
+    compared: `load` and `verify` do that. Newest is the one that was saved last, by the clock of rank 0's host; those
+    of one `Checkpointer` are in order although that clock was set back.
 
     Example:
         >>> import pathlib, tempfile

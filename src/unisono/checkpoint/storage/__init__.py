@@ -20,6 +20,8 @@ def storage_at(path: str | os.PathLike[str] | Storage) -> Storage:
         'run-7'
     """
     if not isinstance(path, (str, os.PathLike)):
+        if not hasattr(path, "publish"):
+            raise TypeError(f"a path is a str, a pathlib.Path or a storage, not a {type(path).__name__}")
         return path
     text = os.fspath(path)
     if not isinstance(text, str) or not text:

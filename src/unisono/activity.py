@@ -21,8 +21,13 @@ _TOLD = 5
 _FRAMES = 12
 _KNOT_S = 0.5
 
+_TAGS = 256
+
 Awaited = tuple[str, int, int, int]
-"""A message that is waited for: "send" or "recv", the peer, the tag, and which one of these it is, from 1."""
+"""A message that is waited for: "send" or "recv", the peer, the tag, and which one of these it is, from 1.
+
+Tags that are equal modulo 256 are counted together, on every rank: a program may use each tag once.
+"""
 
 
 Noted = tuple[str, int | None, str, "str | tuple[CodeType, int] | None"]
@@ -103,8 +108,9 @@ class Activity:
 
     def post(self, kind: str, peer: int, tag: int) -> Awaited:
         """A message is posted; how it is known from now on."""
-        self.posted[kind, peer, tag] += 1
-        return kind, peer, tag, self.posted[kind, peer, tag]
+        key = kind, peer, tag % _TAGS
+        self.posted[key] += 1
+        return *key, self.posted[key]
 
     # -- what others want to know --------------------------------------------------------------
     def last(self, count: int = _TOLD) -> list[str]:

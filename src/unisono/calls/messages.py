@@ -147,7 +147,7 @@ class Messages(Caller):
             for action in staging.before:
                 action()
             if self._check == "full":
-                staging.after[:0] = vouch(self._engine, flat, awaited)
+                staging.after[:0] = vouch(self._engine, flat)
             work = traced(self._engine.transport).post(flat)
         return _Posted(self._engine, noted, awaited, work, staging.after)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 
-from unisono.activity import Awaited
 from unisono.engine import Engine
 from unisono.errors import CorruptedError
 from unisono.guarded import digest
@@ -16,16 +15,18 @@ __all__ = ["vouch"]
 _DIGEST = struct.Struct("<Q")
 
 
-def vouch(engine: Engine, messages: Sequence[Message], awaited: Sequence[Awaited]) -> list[Callable[[], object]]:
+def vouch(engine: Engine, messages: Sequence[Message]) -> list[Callable[[], object]]:
     """Tell the hashes of what is sent; and what to do when all has arrived, to compare what was received.
 
     Cost: one request to the control plane a message sent, two a message received.
     """
     checks: list[Callable[[], object]] = []
-    for message, (_, peer, tag, number) in zip(messages, awaited, strict=True):
-        rank = engine.group.rank
+    for message in messages:
+        rank, peer = engine.group.rank, message.peer
         source, target = (peer, rank) if isinstance(message, Recv) else (rank, peer)
-        key = f"{engine.group.name}/message {number} of tag {tag} from {source} to {target}"
+        stream = source, target, message.tag
+        engine.vouched[stream] += 1
+        key = f"{engine.group.name}/message {engine.vouched[stream]} of tag {message.tag} from {source} to {target}"
         if isinstance(message, Recv):
             # Mypy cannot type a lambda's default.
             checks.append(lambda message=message, key=key: _compare(engine, message, key))  # type: ignore[misc]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ from unisono.types import Message, Recv, Send
 from unisono.work import Countdown, elements, misfit
 
 __all__ = ["RING_BYTES", "Rings"]
+
+ItemT = TypeVar("ItemT")
 
 RING_BYTES = 128 << 10
 _LINE_BYTES = 64
@@ -91,8 +94,9 @@ class _Incoming:
         self._head: tuple[int, int, torch.dtype] | None = None
 
     def post(self, message: Recv, work: Countdown) -> None:
-        if self.early[message.tag]:
-            content, sent = self.early[message.tag].popleft()
+        early = _next(self.early, message.tag)
+        if early is not None:
+            content, sent = early
             if self._fits(message, work, sent):
                 message.tensor.view(torch.uint8).copy_(content)
                 work.arrived(message)
@@ -125,14 +129,14 @@ class _Incoming:
             tag, numel, code = self.data[place : place + 24].view(torch.int64).tolist()
             self._head = (tag, numel, _DTYPES[code])
         tag, numel, dtype = self._head
-        waiting = self.posted[tag]
-        if waiting:
-            message, work = waiting.popleft()
+        waiting = _next(self.posted, tag)
+        if waiting is not None:
+            message, work = waiting
             if self._fits(message, work, elements(numel, str(dtype))):
                 self._target, self._end = message.tensor.view(torch.uint8), (message, work)
             else:
                 self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
-        elif any(self.posted.values()):
+        elif self.posted:
             # Somebody waits for a later message of another tag: this one has to step aside.
             self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
             self._aside = (tag, elements(numel, str(dtype)))
@@ -150,8 +154,9 @@ class _Incoming:
         if aside is not None:
             assert content is not None
             self.early[aside[0]].append((content, aside[1]))
-            if self.posted[aside[0]]:
-                self.post(*self.posted[aside[0]].popleft())
+            waiting = _next(self.posted, aside[0])
+            if waiting is not None:
+                self.post(*waiting)
 
     def _fits(self, message: Recv, work: Countdown, sent: str) -> bool:
         expected = elements(message.tensor.numel(), str(message.tensor.dtype))
@@ -167,6 +172,17 @@ class _Incoming:
     def _advance(self, step: int) -> None:
         self.read += step
         self.words[8] = self.read
+
+
+def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT | None:
+    """Take out the first of a tag. An empty queue goes: a program may use each tag once."""
+    queue = queues.get(tag)
+    if queue is None:
+        return None
+    first = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return first
 
 
 class Rings:

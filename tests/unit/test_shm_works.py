@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
+import resource
 import signal
 import struct
 import threading
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,7 +19,7 @@ from patience import until
 
 import unisono as un
 from unisono.control import Control
-from unisono.errors import CommError, PeerLostError
+from unisono.errors import CommError, MismatchError, PeerLostError
 from unisono.group import Group
 from unisono.testing import pool
 from unisono.transports._shm_board import Board
@@ -82,25 +87,87 @@ class Deadly:
     def __init__(self, control: Any, pid: int) -> None:
         self._control, self._pid = control, pid
 
-    def get(self, key: str, timeout: float, group: Group) -> bytes:
-        card: bytes = self._control.get(key, timeout, group)
-        os.kill(self._pid, signal.SIGKILL)
-        return card
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._control, name)
+    def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
+        told: list[Any] = self._control.exchange(group, topic, value, timeout)
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        return told
 
 
 def outlives_the_memory(comm: un.Communicator) -> str:
     group, control = comm._engine.group, comm._engine.control
     [pid, _] = comm.all_gather_object(os.getpid())
     if comm.rank == 0:
-        control.set(f"{group.name}/of the dead", struct.pack("<qqq16s", pid, 1 << 20, PAGE_BYTES, bytes(16)))
+        card = struct.pack("<qqq16s", pid, 1 << 20, PAGE_BYTES, bytes(16))
+        control.exchange(group, "memory: of the dead", (PAGE_BYTES, card, None), 20.0)
         control.get("never", 20.0)
     with pytest.raises(CommError) as caught:
-        meet(group, cast("Control", Deadly(control, pid)), "of the dead", PAGE_BYTES, 20.0)
+        meet(group, cast("Control", Deadly(control, pid)), "of the dead", PAGE_BYTES, 20.0, mmap.mmap)
     return type(caught.value).__name__
 
 
 def test_memory_that_went_with_its_rank_is_a_lost_rank() -> None:
     assert un.launch(outlives_the_memory, 2, "shm", timeout=20, on_failure="continue")[1] == "PeerLostError"
+
+
+def without_descriptors(comm: un.Communicator, short: int) -> str:
+    """One rank may open no more files: all are told, at once, and go on."""
+    known = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as files:
+        if comm.rank == short:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, known[1]))
+            with suppress(OSError):
+                while True:
+                    files.enter_context(Path(os.devnull).open())
+        with pytest.raises(CommError, match=f"cannot be had on rank {short}.*Too many open files") as caught:
+            comm.empty(4)
+    resource.setrlimit(resource.RLIMIT_NOFILE, known)
+    tensor = comm.empty(4).fill_(comm.rank + 1)
+    comm.all_reduce(tensor)
+    return f"{type(caught.value).__name__} {tensor[0].item()}"
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_memory_that_one_rank_cannot_have(short: int) -> None:
+    assert pool("shm", 2).run(without_descriptors, short) == ["CommError 3.0"] * 2
+
+
+def many_registered(comm: un.Communicator) -> bool:
+    """Whether tensors cost no keys of the control plane and no descriptors while they are there, no maps afterwards."""
+    control, kept = comm._engine.control, []
+    gc.collect()
+    keys, files, maps = control.num_keys(), _count("/proc/self/fd"), _maps()
+    comm.barrier()
+    for _ in range(50):
+        kept.append(comm.empty(10))
+        comm.all_reduce(kept[-1])
+    held = _count("/proc/self/fd") - files
+    last = kept[-1][4:].view(2, 3)
+    kept.clear()
+    comm.barrier()
+    assert torch.equal(last.fill_(2), torch.full_like(last, 2))
+    del last
+    # What others had left may go meanwhile.
+    return control.num_keys() <= keys and held <= 0 and _maps() <= maps
+
+
+def _count(folder: str) -> int:
+    return len(list(Path(folder).iterdir()))
+
+
+def _maps() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:unisono arena")
+
+
+def test_registered_memory_leaves_nothing_behind() -> None:
+    assert pool("shm", 2).run(many_registered) == [True] * 2
+
+
+def asks_for_more(comm: un.Communicator) -> str:
+    with pytest.raises(MismatchError, match=r"8192 on rank 0, 16384 on rank 1") as caught:
+        comm.empty(1024 * (1 + comm.rank))
+    return str(caught.value)
+
+
+def test_registered_memory_of_different_lengths() -> None:
+    assert all("bytes of all ranks" in text for text in pool("shm", 2).run(asks_for_more))

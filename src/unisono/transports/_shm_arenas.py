@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,6 +25,11 @@ _MOST_PLANS = 64
 _PIECE_BYTES, _PIECE_BYTES_OF_TWO = 256 << 10, 512 << 10
 """Of each row. Those of two ranks are fewer bytes together."""
 _SUMS = (ReduceOp.SUM, ReduceOp.AVG)
+
+
+def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
+    """A map of its own; Python's would hold a descriptor for as long as it lives, and a process has few of these."""
+    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +71,12 @@ class Arenas:
         self.made += 1
         count, rank, size = math.prod(shape), self._group.rank, self._group.size
         stride = max(1, -(-count * dtype.itemsize // PAGE_BYTES)) * PAGE_BYTES
-        memory = meet(self._group, self._control, f"arena {self.made}", stride * size, self._timeout_s)
-        handed_out = memoryview(memory)
         with torch.inference_mode(mode=False):
-            rows = torch.frombuffer(memory, dtype=torch.uint8).view(size, stride)
-            tensor = torch.frombuffer(handed_out, dtype=torch.uint8, count=stride, offset=stride * rank)
+            memory = meet(self._group, self._control, f"arena {self.made}", stride * size, self._timeout_s, _mapped)
+            rows = memory.view(size, stride)
+            handed_out: Any = (ctypes.c_ubyte * stride).from_address(rows[rank].data_ptr())
+            tensor = torch.frombuffer(handed_out, dtype=torch.uint8)
+        handed_out.memory = memory
         self._arenas[self.made] = _Arena(self.made, tensor.data_ptr(), stride, rows)
         # A tensor and its views keep alive what they were made from, and nothing else does.
         weakref.finalize(handed_out, partial(self._arenas.pop, self.made, None)).atexit = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import struct
 import threading
@@ -52,7 +53,7 @@ class ShmMailbox(Mailbox):
         size, rank = group.size, group.rank
         bells, rings = PAGE_BYTES, -(-size * _LINE * 8 // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
         data_at = rings + -(-size * size * PAIR_WORDS * 8 // PAGE_BYTES) * PAGE_BYTES
-        memory = meet(group, control, "mailbox", data_at + size * size * RING_BYTES, timeout_s)
+        memory = meet(group, control, "mailbox", data_at + size * size * RING_BYTES, timeout_s, mmap.mmap)
         content = memoryview(memory)
         with torch.inference_mode(mode=False):
             data = torch.frombuffer(memory, dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 import weakref
 import zlib
@@ -79,7 +80,7 @@ class ShmTransport(Transport):
         board = PAGE_BYTES
         stages = board + -(-Board.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
         rings = stages + size * 2 * _STAGE_BYTES
-        memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s)
+        memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s, mmap.mmap)
         with torch.inference_mode(mode=False):
             words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
         self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
@@ -97,6 +98,8 @@ class ShmTransport(Transport):
         obstacle = shm_obstacle()
         if obstacle is not None:
             raise UnavailableError(obstacle)
+        # The communicator will be told of failures; memory is met for as members only.
+        control.join(group, lambda cause: None)
         return cls(group, control, options)
 
     @classmethod

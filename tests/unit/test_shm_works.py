@@ -171,3 +171,23 @@ def asks_for_more(comm: un.Communicator) -> str:
 
 def test_registered_memory_of_different_lengths() -> None:
     assert all("bytes of all ranks" in text for text in pool("shm", 2).run(asks_for_more))
+
+
+def nans(comm: un.Communicator) -> list[torch.Tensor]:
+    """Sums of NaNs whose sign and payload differ between ranks: their bits."""
+    found = []
+    for dtype, kind, quiet in ((torch.float32, torch.int32, 0x7FC00000), (torch.float64, torch.int64, 0x7FF8 << 48)):
+        for count in (1, 9, 1027, 300_001):
+            bits = torch.arange(count).to(kind).remainder(1000) + quiet + 1000 * comm.rank
+            bits[comm.rank :: 2] |= torch.iinfo(kind).min
+            for tensor in (bits.view(dtype).clone(), comm.empty(count, dtype).copy_(bits.view(dtype))):
+                for op in ("sum", "avg"):
+                    comm.all_reduce(tensor, op)
+                    found.append(tensor.view(kind).clone())
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_agree_about_the_bits_of_nans(size: int) -> None:
+    first, *others = pool("shm", size).run(nans)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

@@ -72,8 +72,9 @@ class QuickRounds:
             views[board.rank].copy_(flat)
             self._rounds.first(mark, monotonic() + timeout)
             if by is ReduceOp.SUM and board.size == 2:
-                # Of two, the sum's bits do not depend on the order, and adding in place is the fastest.
-                flat.add_(views[1 - board.rank])
+                # Adding in place is the fastest. In the order of ranks: of two NaNs, the first one's bits stay.
+                low, high = (views[0], flat) if board.rank else (flat, views[1])
+                torch.add(low, high, out=flat)
             else:
                 combine(by, views[0], views[1], flat)
                 for view in views[2:]:

@@ -120,8 +120,9 @@ class Activity:
     def told(self) -> dict[str, Any]:
         """All of it in plain values."""
         # Who has just given up waiting counts as waiting: others, who ask at the same time, are in the same knot.
-        inside = self.inside or (self.gave_up and time.monotonic() - self.since < _KNOT_S)
+        # An error of the program may come from a wait that was none of its calls.
         now = self.now
+        inside = now is not None and (self.inside or (self.gave_up and time.monotonic() - self.since < _KNOT_S))
         shown = now if inside or not self.latest else self.latest[-1]
         # A quick call is counted when it is done.
         come = now[1] if inside and now is not None else None

@@ -1,7 +1,7 @@
 """Python's clocks, locks, queues and threads, as a thread of a simulation sees them.
 
-Programs need not know that they are simulated: `time.sleep`, `threading.Thread`, `queue.Queue` and what is
-made of them work, in virtual time. Every replacement first asks whether it is called by a task; other
+Programs need not know that they are simulated: `time.sleep`, `threading.Thread`, `queue.Queue`, loops of asyncio
+and what is made of them work, in virtual time. Every replacement first asks whether it is called by a task; other
 threads of the process get what they always get. It is all taken back when the last simulation has ended.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import _thread
 import queue
+import selectors
 import sys
 import threading
 import time
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +42,7 @@ class _Interposer:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                patches = [*_clocks(), *_locks(), *_threads(), *_futures()]
+                patches = [*_clocks(), *_locks(), *_threads(), *_futures(), *_loops()]
                 self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
                 for patch in patches:
                     setattr(*patch)
@@ -205,3 +207,39 @@ def _futures() -> list[_Patch]:
         return real_wait(future)
 
     return [(kind, "wait", wait)]
+
+
+# -- asyncio ---------------------------------------------------------------------------------------
+def _loops() -> list[_Patch]:
+    """A loop waits in its selector, until its next timer, or until another thread writes to it."""
+    kind, loops = selectors.DefaultSelector, BaseSelectorEventLoop
+    real_select = kind.select
+    # Not in the annotations of what it is.
+    real_write = loops._write_to_self  # type: ignore[attr-defined]
+    waiting: dict[Any, Task] = {}
+
+    def select(selector: Any, timeout: float | None = None) -> Any:
+        task = here()
+        if task is None:
+            return real_select(selector, timeout)
+        found = real_select(selector, 0)
+        if found or (timeout is not None and timeout <= 0):
+            task.scheduler.poll()
+            return found
+        # What else a selector could wait for, such as sockets, is outside of the simulation.
+        waiting[selector] = task
+        task.hasty += 1
+        try:
+            task.scheduler.block(None if timeout is None else task.scheduler.now + nanoseconds(timeout))
+        finally:
+            task.hasty -= 1
+            del waiting[selector]
+        return real_select(selector, 0)
+
+    def write(loop: Any) -> None:
+        real_write(loop)
+        me, task = here(), waiting.get(loop._selector)
+        if me is not None and task is not None:
+            me.scheduler.wake(task)
+
+    return [(kind, "select", select), (loops, "_write_to_self", write)]

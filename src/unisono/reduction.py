@@ -78,6 +78,8 @@ def _reducible(op: ReduceOp, dtype: torch.dtype) -> bool:
     try:
         one = torch.ones(1, dtype=dtype, device="cpu")
         combine(op, one, one.clone(), one)
+        if op is ReduceOp.AVG:
+            divide(one, 3)
     except (RuntimeError, TypeError):
         return False
     return True

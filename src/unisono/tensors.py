@@ -35,8 +35,10 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
             f"{name} is a {type(tensor).__name__}, whose elements are not in its own memory; pass the plain tensor "
             "that it holds, such as what to_local() of a DTensor returns"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise ValueError(f"{name} is {tensor.layout}; convert it with .to_dense() (or .dequantize()) first")
+    if tensor.is_quantized:
+        raise ValueError(f"{name} is quantized; convert it with .dequantize() first, or send its int_repr()")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; convert it with .to_dense() first")
     if tensor.device.type not in devices:
         raise ValueError(
             f"{name} is on {tensor.device}, which this backend cannot carry; it carries {', '.join(sorted(devices))}"

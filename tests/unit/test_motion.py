@@ -117,6 +117,7 @@ def test_conjugate_views_are_resolved() -> None:
         assert torch.equal(result, values.conj().resolve_conj() * 2)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_operations_by_name() -> None:
     assert parse_op("AVG") is ReduceOp.AVG
     assert parse_op(torch.distributed.ReduceOp.MAX) is ReduceOp.MAX
@@ -128,6 +129,10 @@ def test_operations_by_name() -> None:
         check_reducible(ReduceOp.BAND, torch.float32)
     with pytest.raises(ValueError, match=r"cannot do max on torch\.complex64"):
         check_reducible(ReduceOp.MAX, torch.complex64)
+    # Torch can add these, but not divide them.
+    with pytest.raises(ValueError, match=r"cannot do avg on torch\.complex32"):
+        check_reducible(ReduceOp.AVG, torch.complex32)
+    check_reducible(ReduceOp.SUM, torch.complex32)
 
 
 def test_cheapest_algorithm_depends_on_size() -> None:

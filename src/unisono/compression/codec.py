@@ -63,6 +63,19 @@ class Codec(ABC):
             TypeError, ValueError: The arguments are not as said; nothing has moved.
         """
 
+    def average_used(
+        self, flat: torch.Tensor, comm: Communicator, shapes: Sequence[torch.Size], used: Sequence[bool]
+    ) -> None:
+        """As `average`, of a bucket in which nobody is going to look at the means of some parameters.
+
+        Args:
+            flat: As for `average`; 0 where parameters are not used.
+            comm: As for `average`.
+            shapes: As for `average`.
+            used: For each shape whether its parameter is used; the same on all ranks.
+        """
+        self.average(flat, comm, shapes)
+
     @abstractmethod
     def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
         """The most that the Euclidean norm of `flat - kept` can be, at first use.

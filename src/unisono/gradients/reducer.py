@@ -71,13 +71,15 @@ class Reducer:
     def start(self, bucket: Bucket) -> None:
         """Begin; the bucket's memory belongs to this until `finish`."""
         codec = self.codec_of(bucket)
-        if codec is not None:
-            codec.average(bucket.flat, self._comm, bucket.shapes)
-            self._comm.all_reduce(bucket.words(), "avg")
-        elif self.background:
+        if self.background:
             bucket.work = self._comm.all_reduce(bucket.memory, "sum", async_op=True)
-        else:
+        elif codec is None:
             self._comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
+            bucket.found = bucket.present()
+        else:
+            self._comm.all_reduce(bucket.words(), "avg")
+            bucket.found = bucket.present()
+            codec.average_used(bucket.flat, self._comm, bucket.shapes, [had for had, _ in bucket.found])
 
     def finish(self, bucket: Bucket) -> None:
         """Return when the bucket holds the means."""

@@ -80,8 +80,6 @@ class BucketSchedule:
                 # Before the reduction, which may end in an error on this rank alone.
                 self._next += 1
                 self.reducer.start(bucket)
-                if not self.reducer.background:
-                    bucket.found = bucket.present()
 
     def finish(self, first: int = 0) -> list[tuple[Bucket, list[tuple[bool, bool]]]]:
         """Start what is left and wait for all; the means are given out. As `Bucket.present` tells it of each."""

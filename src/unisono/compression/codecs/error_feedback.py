@@ -6,6 +6,7 @@ Sources: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Ka
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,22 @@ class ErrorFeedback(Codec):
         kept = torch.empty_like(flat) if kept is None else kept
         self.codec.average(flat, comm, shapes, kept)
         self._residual = given.sub_(kept).nan_to_num_(0.0, 0.0, 0.0)
+
+    def average_used(
+        self, flat: torch.Tensor, comm: Communicator, shapes: Sequence[torch.Size], used: Sequence[bool]
+    ) -> None:
+        if all(used):
+            self.average(flat, comm, shapes)
+            return
+        # What a parameter is owed waits until it is used again: if it were sent now, it would be lost.
+        sizes = torch.tensor([math.prod(shape) for shape in shapes])
+        idle = torch.tensor(used).logical_not_().repeat_interleave(sizes).to(flat.device)
+        owed = flat.new_zeros(flat.shape, dtype=wide(flat.dtype)) if self._residual is None else self._residual
+        self._residual = owed.masked_fill(idle, 0.0)
+        try:
+            self.average(flat, comm, shapes)
+        finally:
+            self._residual = torch.where(idle, owed, self._residual)
 
     def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
         return self.codec.error_bound(flat, others, shapes)

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from averaged_models import TINY, Net, batches, gradients, made, same, wanted_of
-from torch import nn
 
 import unisono as un
 
@@ -70,33 +69,3 @@ def test_parameters_that_freeze_are_left_alone() -> None:
     for found in un.launch(program, 2, "thread"):
         assert found[:2] == [None, None]
         assert same(found[2:], wanted[2:])
-
-
-class Words(nn.Module):
-    def __init__(self, *, sparse: bool) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.embedding(x))
-        return out
-
-
-@pytest.mark.parametrize("thawed", [True, False])
-@pytest.mark.parametrize("as_list", [True, False])
-def test_sparse_gradients_equal_dense_ones(as_list: bool, thawed: bool) -> None:
-    words = [torch.tensor([1, 2, 2]), torch.tensor([8, 2]), torch.tensor([], dtype=torch.int64)]
-
-    def program(comm: un.Communicator) -> tuple[bool, list[torch.Tensor | None]]:
-        model = made(lambda: Words(sparse=True))
-        model.get_submodule("embedding").requires_grad_(not thawed)
-        un.GradientAverager(list(model.parameters()) if as_list else model, comm)
-        model.requires_grad_(True)
-        model(words[comm.rank]).square().sum().backward()
-        return model.get_parameter("embedding.weight").grad.is_sparse, gradients(model)  # type: ignore[union-attr]
-
-    model = made(lambda: Words(sparse=False))
-    (sum(model(w).square().sum() for w in words) / 3).backward()
-    for is_sparse, found in un.launch(program, 3, "thread"):
-        assert is_sparse is not as_list
-        assert same(found, gradients(model))

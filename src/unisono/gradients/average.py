@@ -48,11 +48,11 @@ def average_gradients(
     """
     named = named_parameters(model)
     _compare(named, comm, frozen=True)
-    trained = [p for _, p in named if p.requires_grad]
+    trained = [(name, p) for name, p in named if p.requires_grad]
     spread = sparse_parameters(model) if isinstance(model, torch.nn.Module) else set()
-    gradients = [_dense_gradient(p) for p in trained if id(p) not in spread]
+    gradients = [_dense_gradient(p) for _, p in trained if id(p) not in spread]
     with torch.no_grad():
-        average_sparse([p for p in trained if id(p) in spread], comm, Weights(comm))
+        average_sparse([pair for pair in trained if id(pair[1]) in spread], comm, Weights(comm), find_unused=True)
         for bucket in buckets(gradients, int(bucket_cap_mb * MIB)):
             flat_apply(bucket, lambda flat: comm.all_reduce(flat, op="avg"))
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from unisono.communicator import Communicator
-from unisono.errors import MismatchError
 from unisono.gradients.backward import Backward, current_pass, watch_outputs
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.buckets import broadcast_all
 from unisono.gradients.join import joined
 from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
-from unisono.gradients.plan import MIB, agree_on_parameters, early_bytes, named_parameters, plan_buckets
+from unisono.gradients.naming import check_skipped
+from unisono.gradients.plan import MIB, Named, agree_on_parameters, early_bytes, named_parameters, plan_buckets
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.schedule import BucketSchedule
 from unisono.gradients.sparse import average_sparse, sparse_parameters
@@ -120,7 +120,7 @@ class GradientAverager(Moving):
         self._where = self._schedule.where
         self._backward = Backward(self._finish, self._abandon)
         self._hooks: dict[int, Any] = {}
-        self._sparse: list[torch.Tensor] = []
+        self._sparse: Named = []
         self._owed: set[int] = set()
         self._syncing = True
         # Where buckets travel while others fill, the first step of all ranks tells in which order gradients come.
@@ -198,7 +198,7 @@ class GradientAverager(Moving):
         """Average these parameters too, from now on."""
         spread = sparse_parameters(self._model) if self._model is not None else set()
         self._schedule.add([i for i in indices if id(self._parameters[i]) not in spread])
-        self._sparse += [self._parameters[i] for i in indices if i not in self._where]
+        self._sparse += [self._named[i] for i in indices if i not in self._where]
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient has been added to `p.grad`."""
@@ -244,7 +244,7 @@ class GradientAverager(Moving):
         self._look_at(self._schedule.finish())
         if thawed := [i for i in self._frozen if self._parameters[i].requires_grad]:
             self._take_in(thawed)
-        average_sparse(self._sparse, self._talk, self._weights)
+        average_sparse(self._sparse, self._talk, self._weights, find_unused=self._find_unused)
         if self._sync_buffers and self._model is not None:
             broadcast_all(self._model.buffers(), self._talk)
 
@@ -270,16 +270,7 @@ class GradientAverager(Moving):
             if not came
         ]
         by_rank = self._talk.all_gather_object(lacking if self._weights.here else [])
-        partly = [name for name in self._names if 0 < sum(name in names for names in by_rank) < self._weights.active]
-        ranks = [r for r, names in enumerate(by_rank) if partly[0] in names]
-        more = f" (and {len(partly) - 1} more)" if len(partly) > 1 else ""
-        raise MismatchError(
-            f"rank {', '.join(map(str, ranks))} has no gradient for {partly[0]!r}{more}, which other ranks have: it "
-            "skipped a part of the model. Say find_unused=True if that is meant",
-            rank=self.rank,
-            size=self.size,
-            peer=ranks[0],
-        )
+        check_skipped(self._names, by_rank, self._weights.active, self._talk)
 
     def _take_in(self, thawed: list[int]) -> None:
         """Parameters that were frozen are no more: average what they have now, and from now on."""

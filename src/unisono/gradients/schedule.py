@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
-from unisono.errors import CommError
 from unisono.gradients.bucket import Bucket
+from unisono.gradients.naming import about
 from unisono.gradients.plan import Named, plan_buckets
 from unisono.gradients.reducer import Reducer
 from unisono.gradients.weights import Weights
@@ -119,14 +119,8 @@ class BucketSchedule:
         self._pass += self._next > 0
         self._next, self._factor = 0, None
 
-    @contextmanager
-    def _about(self, bucket: Bucket) -> Iterator[None]:
-        """An error tells which parameters it is about."""
-        try:
-            yield
-        except CommError as error:
-            error.message += f" (while averaging the gradients of {self._called(bucket)})"
-            raise
+    def _about(self, bucket: Bucket) -> AbstractContextManager[None]:
+        return about(f"averaging the gradients of {self._called(bucket)}")
 
     def _called(self, bucket: Bucket) -> str:
         first, last = self._names[bucket.indices[0]], self._names[bucket.indices[-1]]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from unisono.communicator import Communicator
+from unisono.gradients.naming import about, check_skipped
+from unisono.gradients.plan import Named
 from unisono.gradients.weights import Weights
 
 __all__ = ["average_sparse", "sparse_parameters"]
+
+_LACKS, _AWAY, _DENSE = -1, -2, -3
+"""What ranks say in place of a number of rows: none came, none is to come, or it is not sparse."""
 
 
 def sparse_parameters(model: torch.nn.Module) -> set[int]:
@@ -18,29 +21,58 @@ def sparse_parameters(model: torch.nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, kinds) and m.sparse}
 
 
-def average_sparse(parameters: Sequence[torch.Tensor], comm: Communicator, weights: Weights) -> None:
+def average_sparse(named: Named, comm: Communicator, weights: Weights, *, find_unused: bool) -> None:
     """Replace each `p.grad` by the mean over all ranks; a rank without one takes part with no rows.
 
-    Cost: for each gradient one all_gather of its rows and their numbers; a rank receives all ranks' rows.
+    One that is dense on some rank, as where a dense layer shares the parameter, becomes dense on all.
+
+    Raises:
+        MismatchError: A rank has no gradient that others have, without `find_unused`.
+
+    Cost: one all_gather of the numbers of rows, and for each gradient one of its rows and one of their places; a rank
+    receives all ranks' rows. One all_reduce for each that is dense.
     """
-    if not parameters:
+    if not named:
         return
     factor = weights.factor / comm.size
+    parameters = [parameter for _, parameter in named]
     for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None and not grad.is_sparse:
-            grad = grad.to_sparse(1)
-        rows = None if grad is None else grad.coalesce()
-        shape, device = parameter.shape[1:], parameter.device
-        indices = torch.empty(0, dtype=torch.int64, device=device) if rows is None else rows.indices()[0]
-        values = parameter.new_empty((0, *shape)) if rows is None else rows.values()
-        counts = comm.all_gather_object(-1 if rows is None else int(indices.numel()))
-        if max(counts) < 0:
-            continue
-        all_indices = [torch.empty(max(0, n), dtype=torch.int64, device=device) for n in counts]
-        all_values = [parameter.new_empty((max(0, n), *shape)) for n in counts]
-        comm.all_gather(all_indices, indices.contiguous())
-        comm.all_gather(all_values, values.mul(factor) if factor else torch.zeros_like(values))
-        places, rows_there = torch.cat(all_indices)[None], torch.cat(all_values)
-        mean = torch.sparse_coo_tensor(places, rows_there, parameter.shape, check_invariants=False)
-        parameter.grad = mean.coalesce()
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    with about(f"averaging the sparse gradients of {', '.join(repr(name) for name, _ in named)}"):
+        said = comm.all_gather_object([_said(p.grad, weights.here) for p in parameters])
+        if not find_unused:
+            names = [name for name, _ in named]
+            lacking = [[n for n, one in zip(names, row, strict=True) if one == _LACKS] for row in said]
+            check_skipped(names, lacking, weights.active, comm)
+        for parameter, counts in zip(parameters, zip(*said, strict=True), strict=True):
+            if _DENSE in counts:
+                parameter.grad = _dense_mean(parameter, comm, factor)
+            elif max(counts) >= 0:
+                parameter.grad = _sparse_mean(parameter, comm, factor, [max(0, n) for n in counts])
+
+
+def _said(grad: torch.Tensor | None, here: bool) -> int:
+    """How many rows of it travel, or one of the words for what has none."""
+    if grad is None:
+        return _LACKS if here else _AWAY
+    return int(grad.indices().shape[1]) if grad.is_sparse else _DENSE
+
+
+def _dense_mean(parameter: torch.Tensor, comm: Communicator, factor: float) -> torch.Tensor:
+    grad = parameter.grad
+    mean = torch.zeros_like(parameter) if grad is None or not factor else grad.to_dense().mul(factor)
+    comm.all_reduce(mean)
+    return mean
+
+
+def _sparse_mean(parameter: torch.Tensor, comm: Communicator, factor: float, counts: list[int]) -> torch.Tensor:
+    grad, shape, device = parameter.grad, parameter.shape[1:], parameter.device
+    indices = torch.empty(0, dtype=torch.int64, device=device) if grad is None else grad.indices()[0]
+    values = parameter.new_empty((0, *shape)) if grad is None else grad.values()
+    all_indices = [torch.empty(n, dtype=torch.int64, device=device) for n in counts]
+    all_values = [parameter.new_empty((n, *shape)) for n in counts]
+    comm.all_gather(all_indices, indices.contiguous())
+    comm.all_gather(all_values, values.mul(factor) if factor else torch.zeros_like(values))
+    places, rows = torch.cat(all_indices)[None], torch.cat(all_values)
+    return torch.sparse_coo_tensor(places, rows, parameter.shape, check_invariants=False).coalesce()

@@ -1,0 +1,44 @@
+"""Errors that say which parameter they are about, and which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from unisono.communicator import Communicator
+from unisono.errors import CommError, MismatchError
+
+__all__ = ["about", "check_skipped"]
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """A `CommError` raised inside also says during what it came."""
+    try:
+        yield
+    except CommError as error:
+        error.message += f" (while {what})"
+        raise
+
+
+def check_skipped(names: Sequence[str], lacking: Sequence[Sequence[str]], active: int, comm: Communicator) -> None:
+    """`MismatchError` if a gradient is lacking on some ranks, and not on all that take part.
+
+    Args:
+        names: Of the parameters, in their order.
+        lacking: For each rank which of them have no gradient there.
+        active: How many ranks take part.
+        comm: Whose ranks these are.
+    """
+    partly = [name for name in names if 0 < sum(name in lacks for lacks in lacking) < active]
+    if not partly:
+        return
+    ranks = [rank for rank, lacks in enumerate(lacking) if partly[0] in lacks]
+    more = f" (and {len(partly) - 1} more)" if len(partly) > 1 else ""
+    raise MismatchError(
+        f"rank {', '.join(map(str, ranks))} has no gradient for {partly[0]!r}{more}, which other ranks have: it "
+        "skipped a part of the model. Say find_unused=True if that is meant",
+        rank=comm.rank,
+        size=comm.size,
+        peer=ranks[0],
+    )

@@ -1,0 +1,93 @@
+"""Gradients of embeddings that are sparse, and what becomes of them where they are not so everywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from averaged_models import gradients, made, same
+from torch import nn
+
+import unisono as un
+from unisono.testing import pool
+
+
+class Words(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embedding(x))
+        return out
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+@pytest.mark.parametrize("as_list", [True, False])
+def test_sparse_gradients_equal_dense_ones(as_list: bool, thawed: bool) -> None:
+    words = [torch.tensor([1, 2, 2]), torch.tensor([8, 2]), torch.tensor([], dtype=torch.int64)]
+
+    def program(comm: un.Communicator) -> tuple[bool, list[torch.Tensor | None]]:
+        model = made(lambda: Words(sparse=True))
+        model.get_submodule("embedding").requires_grad_(not thawed)
+        un.GradientAverager(list(model.parameters()) if as_list else model, comm)
+        model.requires_grad_(True)
+        model(words[comm.rank]).square().sum().backward()
+        return model.get_parameter("embedding.weight").grad.is_sparse, gradients(model)  # type: ignore[union-attr]
+
+    model = made(lambda: Words(sparse=False))
+    (sum(model(w).square().sum() for w in words) / 3).backward()
+    for is_sparse, found in un.launch(program, 3, "thread"):
+        assert is_sparse is not as_list
+        assert same(found, gradients(model))
+
+
+class Tied(nn.Module):
+    """An embedding that a dense layer shares, if it is told to use that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, dense: bool) -> torch.Tensor:
+        hidden: torch.Tensor = self.embedding(x)
+        return hidden @ self.embedding.weight.T if dense else self.head(hidden)
+
+
+@pytest.mark.parametrize("call", [False, True])
+@pytest.mark.parametrize("dense", [[True, True], [False, True]])
+def test_what_is_dense_on_a_rank_is_dense_on_all(dense: list[bool], call: bool) -> None:
+    words = [torch.tensor([1, 2, 2]), torch.tensor([8, 2])]
+
+    def program(comm: un.Communicator) -> tuple[torch.layout, list[torch.Tensor | None]]:
+        model = made(Tied)
+        if not call:
+            un.GradientAverager(model, comm, find_unused=True)
+        model(words[comm.rank], dense[comm.rank]).square().sum().backward()
+        if call:
+            model.get_submodule("head").requires_grad_(False)
+            un.average_gradients(model, comm)
+        return model.get_parameter("embedding.weight").grad.layout, gradients(model)[:1]  # type: ignore[union-attr]
+
+    model = made(Tied)
+    (sum(model(w, d).square().sum() for w, d in zip(words, dense, strict=True)) / 2).backward()
+    for layout, found in un.launch(program, 2, "thread"):
+        assert layout == torch.strided
+        assert same(found, gradients(model)[:1])
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm"])
+def test_a_rank_that_skips_an_embedding_is_named_on_every_rank(backend: str) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = made(lambda: Words(sparse=True))
+        averager = un.GradientAverager(model, comm)
+        head, words = model.get_submodule("head"), torch.tensor([1, 2])
+        with pytest.raises(un.errors.MismatchError) as caught:
+            (head(torch.ones(4, dtype=torch.float64)) if comm.rank else model(words)).sum().backward()
+        # Nothing is broken: the next step is right again.
+        model.zero_grad()
+        model(words).sum().backward()
+        averager.remove()
+        return str(caught.value)
+
+    for message in pool(backend, 3).run(program):
+        assert "rank 1, 2 has no gradient for 'embedding.weight', which other ranks have" in message

@@ -176,6 +176,24 @@ def test_parameters_are_compared_once(call: Callable[..., None]) -> None:
         assert first > second == third
 
 
+@pytest.mark.parametrize("frozen", [[(1, 1), (2, 2), (1, 2)], [(1, 2)], [(0, 0), (0, 2)]])
+def test_ranks_that_freeze_others_are_named(frozen: list[tuple[int, int]]) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+        for step, layers in enumerate(frozen):
+            for index, layer in enumerate(model):
+                layer.requires_grad_(index != layers[comm.rank])
+            model(torch.ones(1, 3)).sum().backward()
+            if step < len(frozen) - 1:
+                un.average_gradients(model, comm)
+        with pytest.raises(un.errors.MismatchError) as caught:
+            un.average_gradients(model, comm)
+        return str(caught.value)
+
+    for said in un.launch(program, 2, "thread"):
+        assert f"'{frozen[-1][0]}.weight' is float32 [3, 3] on cpu, frozen on rank 0, " in said
+
+
 @pytest.mark.parametrize("part", [False, True])
 def test_parameters_that_are_replaced_are_noticed(part: bool) -> None:
     def program(comm: un.Communicator) -> str:

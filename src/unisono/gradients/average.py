@@ -15,7 +15,8 @@ from unisono.gradients.weights import Weights
 
 __all__ = ["average_gradients", "broadcast_parameters"]
 
-_compared: WeakKeyDictionary[Communicator, set[int]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[Communicator, dict[object, int]] = WeakKeyDictionary()
+"""For each communicator the kinds of models that its ranks had in common, with their numbers, the same on all."""
 
 
 def average_gradients(
@@ -34,8 +35,8 @@ def average_gradients(
     Raises:
         MismatchError: Ranks have different parameters; names the first that differs.
 
-    Cost: one all_reduce of the gradients' bytes in few messages, and two copies. The first call for these parameters
-    compares them between ranks, by one all_gather of their names and shapes.
+    Cost: one all_reduce of the gradients' bytes in few messages, two copies, and one all_gather of 8 bytes. The first
+    call for these parameters compares them between ranks, by one all_gather of their names and shapes.
 
     Example:
         >>> def program(comm):
@@ -73,12 +74,15 @@ def broadcast_parameters(
 
 
 def _compare(named: Named, comm: Communicator, *, frozen: bool) -> None:
-    """These tensors with those of the other ranks; once for each communicator."""
-    known = _compared.setdefault(comm, set())
-    key = hash((frozen, *((name, t.shape, t.dtype, frozen and t.requires_grad) for name, t in named)))
-    if key not in known:
+    """These tensors with those of the other ranks: by name once for each communicator, then by a number."""
+    known = _compared.setdefault(comm, {})
+    kind = (frozen, *((name, t.shape, t.dtype, frozen and t.requires_grad) for name, t in named))
+    number = known.get(kind, -1)
+    said = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(said, torch.tensor([number], device=comm.device))
+    if number < 0 or bool((said != number).any()):
         agree_on_parameters(named, comm, frozen=frozen)
-        known.add(key)
+        known[kind] = len(known)
 
 
 def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -84,14 +84,17 @@ def ends_with_the_inner_pass(self: Backward, number: int) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(number))
 
 
-def hands_out_copies_before_the_mean(self: Bucket, factor: float, here: bool = True, number: int = 0) -> None:
+def hands_out_copies_before_the_mean(
+    self: Bucket, factor: float, here: bool = True, number: int = 0, asks: Any = ()
+) -> None:
     kept = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-    original_fill(self, factor, here, number)
+    original_fill(self, factor, here, number, asks)
     self.views = [view if grad is None else grad for view, grad in zip(self.views, kept, strict=True)]
 
 
-def forgets_the_last_bucket(self: BucketSchedule, *, to_the_end: bool = False) -> None:
-    original_advance(self, to_the_end=False)
+def forgets_the_last_bucket(self: BucketSchedule, first: int = 0, *, asks: bool = False) -> Any:
+    self._next = len(self.buckets)
+    return original_last(self, first, asks=asks)
 
 
 def weighs_all_alike(self: Weights, n_samples: float) -> None:
@@ -108,7 +111,7 @@ def takes_all_for_present(self: Bucket) -> list[tuple[bool, bool]]:
 
 
 original_finish = GradientAverager._finish_step
-original_fill, original_advance, original_agree = Bucket.fill, BucketSchedule.advance, Weights.agree
+original_fill, original_last, original_agree = Bucket.fill, BucketSchedule.finish, Weights.agree
 
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (GradientAverager, "_finish_step", forgets_what_is_owed),
@@ -116,7 +119,7 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (Backward, "enter", ends_with_the_inner_pass),
     (Bucket, "fill", hands_out_copies_before_the_mean),
     (Bucket, "present", takes_all_for_present),
-    (BucketSchedule, "advance", forgets_the_last_bucket),
+    (BucketSchedule, "finish", forgets_the_last_bucket),
     (Weights, "say", weighs_all_alike),
     (Weights, "agree", counts_who_is_through),
 ]

@@ -46,14 +46,15 @@ def law(given: tuple[list[torch.nn.Parameter], list[int]], chunk: int, scale: fl
             with patch.object(buckets, "_CHUNK_BYTES", chunk):
                 full.append(bucket.arrived(slot))
         assert full == [set(coming[: i + 1]) == set(range(len(parameters))) for i in range(len(coming))]
-        bucket.fill(factor, number=step)
+        bucket.fill(factor, number=step, asks=(False, step == 1))
         for view, total in zip(bucket.views, sums, strict=True):
             assert view.stride() == total.stride()
             assert torch.equal(view, total * (scale * factor))
         came = [slot in coming for slot in range(len(parameters))]
-        marks = [scale * (place == step) for place in range(8)]
+        marks = [*(scale * (place == step) for place in range(8)), 0.0, scale * (step == 1)]
         assert bucket.words().tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *marks]
         assert bucket.present() == [(c, not c) for c in came]
+        assert bucket.asked == (False, step == 1)
         bucket.hand_out(bucket.present())
         assert [p.grad is view for p, view in zip(parameters, bucket.views, strict=True)] == came
         bucket.begin()

@@ -103,6 +103,22 @@ def test_a_rank_that_makes_fewer_steps_is_named_with_the_parameters() -> None:
     assert other.startswith(("CommTimeoutError", "DeadlockError", "PeerLostError"))
 
 
+def test_a_weight_that_one_rank_alone_says_is_named_as_such() -> None:
+    def program(comm: un.Communicator) -> str:
+        model = made(Net)
+        averager = un.GradientAverager(model, comm)
+        if comm.rank == 1:
+            averager.weight(3)
+        with pytest.raises(un.errors.CommError) as caught:
+            model(batches(1, 1)[0][0]).sum().backward()
+        return str(caught.value)
+
+    one, other = un.launch(program, 2, "thread", timeout=1)
+    assert "rank 1" in one
+    assert "while averaging the gradients of 'unused.bias' to 'a.weight'" in one
+    assert "while telling what weight() said, which all ranks call or none" in other
+
+
 def test_a_model_that_is_converted_later_is_told_what_to_do() -> None:
     def program(comm: un.Communicator) -> None:
         model = nn.Linear(1, 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from averaged_models import TINY
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.errors import MismatchError
@@ -157,6 +158,27 @@ def test_outputs_made_before_remove_are_no_concern_of_it(backend: str) -> None:
         return torch.equal(model[0].weight.grad, alone)
 
     assert all(pool(backend, 2).run(program))
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_ranks_may_use_what_is_checkpointed_more_often_than_others(backend: str) -> None:
+    def loss(model: nn.Module, rank: int) -> torch.Tensor:
+        hidden = model[0](sample(rank))
+        for _ in range(1 + 2 * (rank % 2)):
+            hidden = checkpoint(model[1], torch.tanh(hidden), use_reentrant=True)
+        return model[2](hidden).square().mean()
+
+    def program(comm: un.Communicator) -> bool:
+        model, alone = layers(), layers()
+        averager = un.GradientAverager(model, comm, bucket_cap_mb=128 / 2**20)
+        for _ in range(2):
+            model.zero_grad()
+            loss(model, comm.rank).backward()
+        averager.remove()
+        (sum(loss(alone, rank) for rank in range(comm.size)) / comm.size).backward()
+        return all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+
+    assert all(pool(backend, 3).run(program))
 
 
 def test_models_with_other_buffers_are_refused() -> None:

@@ -9,6 +9,7 @@ import torch
 from averaged_models import TINY, Net, batches, gradients, made, same, wanted_of
 
 import unisono as un
+from unisono.testing import pool
 
 
 def test_parameters_that_thaw_are_averaged_from_then_on() -> None:
@@ -51,6 +52,40 @@ def test_all_of_a_model_may_thaw(inside: bool) -> None:
     wanted = wanted_of(Net, [given[r][0] for r in range(2)])
     for found in un.launch(program, 2, "thread"):
         assert same(found, wanted)
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_what_thaws_on_one_rank_alone_is_named_on_every_rank(backend: str) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = made(Net)
+        model.get_submodule("b").requires_grad_(False)
+        averager = un.GradientAverager(model, comm, **TINY)
+        batch = batches(1, 1)[0][0]
+        model(batch).sum().backward()
+        model.get_submodule("b").requires_grad_(comm.rank == 1)
+        with pytest.raises(un.errors.MismatchError) as caught:
+            model(batch).sum().backward()
+        # Nothing is broken: the next step is right again.
+        model.get_submodule("b").requires_grad_(True)
+        model(batch).sum().backward()
+        averager.remove()
+        return str(caught.value)
+
+    for message in pool(backend, 3).run(program):
+        assert "frozen on rank 0, 'b.weight' is float64 [40, 40] on cpu on rank 1" in message
+
+
+def test_what_thaws_where_nothing_else_is_averaged_is_named() -> None:
+    def program(comm: un.Communicator) -> str:
+        model = made(Net).requires_grad_(False)
+        un.GradientAverager(model, comm)
+        model.requires_grad_(comm.rank == 1)
+        action = model(batches(1, 1)[0][0]).sum().backward if comm.rank else comm.barrier
+        with pytest.raises(un.errors.CommError) as caught:
+            action()
+        return str(caught.value)
+
+    assert "no longer so on rank 1: ['a.weight', 'a.bias', " in un.launch(program, 2, "thread", timeout=1)[1]
 
 
 def test_parameters_that_freeze_are_left_alone() -> None:

@@ -16,7 +16,7 @@ from unisono.gradients.buckets import broadcast_all
 from unisono.gradients.join import joined
 from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
-from unisono.gradients.naming import check_skipped
+from unisono.gradients.naming import about, check_skipped
 from unisono.gradients.plan import MIB, Named, agree_on_parameters, early_bytes, named_parameters, plan_buckets
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.schedule import BucketSchedule
@@ -59,7 +59,7 @@ class GradientAverager(Moving):
             rank has no gradient that others have, without `find_unused`; or broke a pass off half-way, alone.
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not come; names the parameters.
 
-    Cost: for each step one all_reduce a bucket, with two words a parameter and eight more beside the gradients,
+    Cost: for each step one all_reduce a bucket, with two words a parameter and ten more beside the gradients,
     and one copy of each gradient. Memory: one bucket's worth for each gradient, which is the gradient
     itself once backward is through. The idea of buckets: Li et al., "PyTorch Distributed", VLDB 2020.
 
@@ -116,7 +116,7 @@ class GradientAverager(Moving):
         reducer = Reducer(self._comm, codec)
         cap, first = self._sizes
         sizes = cap, early_bytes(self._parameters, self._talk, reducer.background) if first is None else first
-        self._schedule = BucketSchedule(self._named, reducer, sizes, self._weights, self._talk.barrier)
+        self._schedule = BucketSchedule(self._named, reducer, sizes, self._weights, self._talk.all_gather_object)
         self._where = self._schedule.where
         self._backward = Backward(self._finish, self._abandon)
         self._hooks: dict[int, Any] = {}
@@ -241,8 +241,10 @@ class GradientAverager(Moving):
             # It may have been set to None since.
             if not bucket.started and not bucket.came[slot] and self._parameters[index].grad is not None:
                 bucket.arrived(slot)
-        self._look_at(self._schedule.finish())
-        if thawed := [i for i in self._frozen if self._parameters[i].requires_grad]:
+        thawed = [i for i in self._frozen if self._parameters[i].requires_grad]
+        self._look_at(self._schedule.finish(asks=bool(thawed)))
+        # Without a bucket nobody could be told.
+        if self._schedule.asked or (thawed and not self._where):
             self._take_in(thawed)
         average_sparse(self._sparse, self._talk, self._weights, find_unused=self._find_unused)
         if self._sync_buffers and self._model is not None:
@@ -274,7 +276,8 @@ class GradientAverager(Moving):
 
     def _take_in(self, thawed: list[int]) -> None:
         """Parameters that were frozen are no more: average what they have now, and from now on."""
-        agree_on_parameters(self._named, self._talk)
+        with about(f"comparing what is frozen; no longer so on rank {self.rank}: {[self._names[i] for i in thawed]}"):
+            agree_on_parameters(self._named, self._talk)
         self._frozen = [i for i in self._frozen if i not in thawed]
         known = len(self._schedule.buckets)
         self._adopt(thawed)

@@ -15,6 +15,8 @@ __all__ = ["Bucket"]
 
 _PASSES = 8
 """Passes are told apart by one word of so many that is not 0, since no number of many ranks is exact in 16 bits."""
+_ASKS = 2
+"""Words by which a rank asks all ranks to talk about what came late, and about what is frozen no more."""
 _CHUNK_BYTES = 512 << 10
 """When so much has come it is taken: it is still in the cache, and a call for each would take longer than copying."""
 
@@ -29,12 +31,13 @@ class Bucket:
         scale: What each contribution is multiplied by on its way in.
 
     Attributes:
-        memory: All that travels: the gradients, two words on each, and some on the pass.
+        memory: All that travels: the gradients, two words on each, and some on the pass and on what is asked.
         flat: The gradients.
         missing: How many have not come yet.
         started: Whether it is being reduced, or has been.
         late: Whether a gradient came again after that.
         found: What `present` said, once it was asked.
+        asked: After that: whether any rank asks all of them to talk, about either of two things.
     """
 
     def __init__(
@@ -48,10 +51,11 @@ class Bucket:
         self.scale = scale
         numels = [p.numel() for p in parameters]
         like = parameters[0]
-        self.memory = allocate(sum(numels) + 2 * len(numels) + _PASSES, like.dtype, like.device)
+        self.memory = allocate(sum(numels) + 2 * len(numels) + _PASSES + _ASKS, like.dtype, like.device)
         self.flat = self.memory[: sum(numels)]
         self._words = self.memory[sum(numels) :]
-        self._marks = torch.eye(_PASSES, dtype=like.dtype, device=like.device).mul_(scale).unbind()
+        marks = torch.eye(_PASSES, _PASSES + _ASKS, dtype=like.dtype, device=like.device)
+        self._marks = marks.mul_(scale).unbind()
         came = torch.tensor([scale] * len(numels) + [0] * len(numels), dtype=like.dtype, device=like.device)
         self._all_came = [torch.cat([came, mark]) for mark in self._marks]
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
@@ -72,6 +76,7 @@ class Bucket:
         self.missing = count
         self.started = self.late = False
         self.found: list[tuple[bool, bool]] | None = None
+        self.asked = (False,) * _ASKS
 
     def arrived(self, slot: int) -> bool:
         """A gradient has come to `p.grad`: the first time, or again with more of it; whether the bucket is full now."""
@@ -134,13 +139,14 @@ class Bucket:
         dense: torch.Tensor = grad.to_dense()
         return dense
 
-    def fill(self, factor: float, here: bool = True, number: int = 0) -> None:
+    def fill(self, factor: float, here: bool = True, number: int = 0, asks: Sequence[bool] = ()) -> None:
         """Take what has not been taken, or zeros; multiply by this rank's weight; and say what has come.
 
         Args:
             factor: This rank's weight.
             here: Whether this rank has data: one that is through neither has a gradient nor lacks it.
             number: Of the pass, the same on all ranks.
+            asks: What this rank asks all ranks to talk about.
         """
         self.started, self._factor = True, factor
         self._take_rest()
@@ -156,6 +162,9 @@ class Bucket:
             self._words[len(said) :].copy_(self._marks[number % _PASSES])
         else:
             self._words.copy_(self._all_came[number % _PASSES])
+        for index, ask in enumerate(asks):
+            if ask:
+                self._words[index - _ASKS] = self.scale
 
     def _take_rest(self) -> None:
         """All that has not been taken, and zeros for what has not come."""
@@ -180,7 +189,8 @@ class Bucket:
         """
         words: list[float | complex] = self._words.tolist()
         count = len(self.parameters)
-        if words[2 * count :].count(0) != _PASSES - 1:
+        self.asked = tuple(word != 0 for word in words[-_ASKS:])
+        if words[2 * count : -_ASKS].count(0) != _PASSES - 1:
             raise MismatchError(
                 "ranks are not at the same backward pass: on some of them one was broken off when a part of it had "
                 "been averaged already, or began for another reason. These means are of different steps. Break off "

@@ -17,16 +17,19 @@ __all__ = ["BucketSchedule"]
 class BucketSchedule:
     """Each bucket is reduced as soon as it and all before it are full, so the order is the same on all ranks.
 
+    The last one waits for the end of the pass: by then its rank knows what it has to tell the others.
+
     Args:
         named: All parameters, with their names.
         reducer: What reduces one bucket.
         sizes: Most bytes of a bucket, and of the first one if that is another number.
         weights: Asked before the first bucket of a step what to multiply this rank's gradients by.
-        meet: Called before a bucket is reduced once more; returns when all ranks have called it.
+        gather: Gives what all ranks gave it; called where a gradient came too late on any of them.
 
     Attributes:
         buckets: In their order.
         where: For each parameter that has a bucket, which one, and its place there.
+        asked: Whether any rank said in this step that it has something to ask.
     """
 
     def __init__(
@@ -35,15 +38,16 @@ class BucketSchedule:
         reducer: Reducer,
         sizes: tuple[int, int | None],
         weights: Weights,
-        meet: Callable[[], object],
+        gather: Callable[[list[int]], list[list[int]]],
     ) -> None:
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
-        self.reducer, self._weights, self._meet = reducer, weights, meet
+        self.reducer, self._weights, self._gather = reducer, weights, gather
         self._cap, self._first = sizes
         self.buckets: list[Bucket] = []
         self.where: dict[int, tuple[Bucket, int]] = {}
         self._factor: float | None = None
         self._next = self._pass = 0
+        self.asked = False
 
     def add(self, order: Sequence[int]) -> None:
         """Make buckets for these parameters, after those that there are. Collective."""
@@ -67,39 +71,55 @@ class BucketSchedule:
         self.buckets.clear()
         self.where.clear()
 
-    def advance(self, *, to_the_end: bool = False) -> None:
-        """Start the buckets whose turn it is: those that are full, or all."""
-        while self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
-            if bucket.missing and not to_the_end:
-                return
-            with self._about(bucket):
-                if self._factor is None:
-                    self._factor = self._weights.agree()
-                bucket.fill(self._factor, self._weights.here, self._pass)
-                # Before the reduction, which may end in an error on this rank alone.
-                self._next += 1
-                self.reducer.start(bucket)
+    def advance(self) -> None:
+        """Start the buckets whose turn it is: those that are full, but for the last."""
+        while self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
+            self._start()
 
-    def finish(self, first: int = 0) -> list[tuple[Bucket, list[tuple[bool, bool]]]]:
-        """Start what is left and wait for all; the means are given out. As `Bucket.present` tells it of each."""
-        self.advance(to_the_end=True)
+    def _start(self, asks: bool = False) -> None:
+        bucket, last = self.buckets[self._next], self._next == len(self.buckets) - 1
+        with self._about(bucket):
+            if self._factor is None:
+                self._factor = self._weights.agree()
+            about = (any(b.late for b in self.buckets), asks) if last else ()
+            bucket.fill(self._factor, self._weights.here, self._pass, about)
+            # Before the reduction, which may end in an error on this rank alone.
+            self._next += 1
+            self.reducer.start(bucket)
+
+    def finish(self, first: int = 0, *, asks: bool = False) -> list[tuple[Bucket, list[tuple[bool, bool]]]]:
+        """Start what is left and wait for all; the means are given out. As `Bucket.present` tells it of each.
+
+        Args:
+            first: The first bucket to wait for.
+            asks: Whether this rank has something to ask of all ranks.
+        """
+        while self._next < len(self.buckets):
+            self._start(asks)
         if self._factor is None:
             self._factor = self._weights.agree()
         found = []
         for bucket in self.buckets[first:]:
             with self._about(bucket):
                 self.reducer.finish(bucket)
-                present = bucket.found or bucket.present()
-                if bucket.late:
-                    # A shared parameter under re-entrant checkpointing: a part came when the rest was on its way.
-                    self._meet()
-                    bucket.add_late()
-                    self.reducer.start(bucket)
-                    self.reducer.finish(bucket)
+                found.append((bucket, bucket.found or bucket.present()))
+        if self.buckets:
+            late, self.asked = self.buckets[-1].asked
+            if late:
+                self._take_late()
+        for bucket, present in found:
             self._hand_out(bucket, present)
-            found.append((bucket, present))
         return found
+
+    def _take_late(self) -> None:
+        """A shared parameter under re-entrant checkpointing: a part came when the rest was on its way, on some rank."""
+        late = self._gather([index for index, bucket in enumerate(self.buckets) if bucket.late])
+        for index in sorted(set().union(*late)):
+            bucket = self.buckets[index]
+            with self._about(bucket):
+                bucket.add_late()
+                self.reducer.start(bucket)
+                self.reducer.finish(bucket)
 
     def _hand_out(self, bucket: Bucket, present: list[tuple[bool, bool]]) -> None:
         try:
@@ -118,6 +138,7 @@ class BucketSchedule:
         # What was broken off before anything went out is no pass to the others.
         self._pass += self._next > 0
         self._next, self._factor = 0, None
+        self.asked = False
 
     def _about(self, bucket: Bucket) -> AbstractContextManager[None]:
         return about(f"averaging the gradients of {self._called(bucket)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from unisono.communicator import Communicator
+from unisono.gradients.naming import about
 
 __all__ = ["AllThroughError", "Weights"]
 
@@ -46,7 +47,8 @@ class Weights:
             return self.factor
         weight = float(self.here) if mine is None or not self.here else mine
         figures = torch.tensor([float(self.here), weight], dtype=torch.float64, device=self.comm.device)
-        self.comm.all_reduce(figures)
+        with about("telling what weight() said, which all ranks call or none, and who has data left in join()"):
+            self.comm.all_reduce(figures)
         self.active, total = int(figures[0]), float(figures[1])
         if not self.active:
             raise AllThroughError

@@ -178,6 +178,22 @@ def test_models_of_equal_length_that_differ_are_noticed(call: Callable[..., None
         assert "'weight' is float32 [3, 2] on cpu on rank 0" in said
 
 
+@pytest.mark.parametrize("call", [un.GradientAverager, un.broadcast_parameters])
+@pytest.mark.parametrize("odd", ["sparse", "expanded"])
+def test_buffers_that_cannot_be_shared_are_named(odd: str, call: Callable[..., object]) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Linear(3, 2)
+        model.register_buffer("even", torch.ones(3))
+        model.register_buffer("odd", torch.eye(3).to_sparse() if odd == "sparse" else torch.ones(1).expand(3))
+        with pytest.raises(ValueError, match="'odd'") as caught:
+            call(model, comm)
+        comm.barrier()
+        return str(caught.value)
+
+    (said,) = set(un.launch(program, 2, "thread"))
+    assert said.startswith("'odd' is torch.sparse_coo" if odd == "sparse" else "'odd' has elements that share memory")
+
+
 @pytest.mark.parametrize("call", [un.average_gradients, un.broadcast_parameters])
 def test_parameters_are_compared_once(call: Callable[..., None]) -> None:
     def program(comm: un.Communicator) -> list[int]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from averaged_models import TINY
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.errors import MismatchError
-from unisono.testing import pool
+from unisono.testing import pool, run_ranks
 
 
 class OddError(Exception):
@@ -192,3 +195,33 @@ def test_models_with_other_buffers_are_refused() -> None:
 
     for message in pool("thread", 2).run(program):
         assert "'a'" in message
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+    kind: str = "odd"
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [(t, 1)], lambda t: {"value": t}, Output])
+def test_a_rank_whose_loss_comes_to_no_parameter_takes_part(wrap: Callable[[torch.Tensor], object]) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layers()
+
+        def forward(self, x: torch.Tensor, skips: bool) -> object:
+            return wrap(x * 2 if skips else self.inner(x))
+
+    def program(comm: un.Communicator) -> bool:
+        model, tensors = Wrapped(), []
+        averager = un.GradientAverager(model, comm, find_unused=True)
+        found = model(sample(0).requires_grad_(), comm.rank == 1)
+        tree_map_only(torch.Tensor, tensors.append, vars(found) if isinstance(found, Output) else found)
+        tensors[0].square().mean().backward()
+        averager.remove()
+        alone = layers()
+        (alone(sample(0)).square().mean() / 2).backward()
+        return all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+
+    assert run_ranks(program, 2, timeout=5) == [True, True]

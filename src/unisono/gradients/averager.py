@@ -17,7 +17,15 @@ from unisono.gradients.join import joined
 from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
 from unisono.gradients.naming import about, check_skipped
-from unisono.gradients.plan import MIB, Named, agree_on_parameters, early_bytes, named_parameters, plan_buckets
+from unisono.gradients.plan import (
+    MIB,
+    Named,
+    agree_on_parameters,
+    check_shareable,
+    early_bytes,
+    named_parameters,
+    plan_buckets,
+)
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.schedule import BucketSchedule
 from unisono.gradients.sparse import average_sparse, sparse_parameters
@@ -104,6 +112,8 @@ class GradientAverager(Moving):
         settings = (*self._sizes, self._average, self._find_unused, self._sync_buffers, repr(codec))
         buffers = list(self._model.named_buffers()) if self._model is not None and sync_parameters else []
         agree_on_parameters([*self._named, *buffers], comm, settings)
+        if sync_parameters:
+            check_shareable([*self._named, *buffers])
         self._talk, self._comm = comm.dup(), comm.dup(check="off")
         # Where there is a GPU, hooks run in threads of autograd.
         self._talk.share()

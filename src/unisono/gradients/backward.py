@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
 
@@ -112,6 +113,8 @@ class _Watch:
                 self._watch(part, passing)
         elif isinstance(returned, dict):
             self._watch(list(returned.values()), passing)
+        elif is_dataclass(returned) and not isinstance(returned, type):
+            self._watch([getattr(returned, field.name, None) for field in fields(returned)], passing)
 
     def _watch_tensor(self, returned: torch.Tensor, passing: Callable[[], None]) -> None:
         # A leaf has a hook of its own, and stays for many steps; what torch.func wraps is no part of a training step.

@@ -9,11 +9,13 @@ import torch
 from unisono.communicator import Communicator
 from unisono.cores import cores
 from unisono.errors import MismatchError
+from unisono.tensors import check_tensor, injective
 
 __all__ = [
     "MIB",
     "Named",
     "agree_on_parameters",
+    "check_shareable",
     "dense_strides",
     "early_bytes",
     "named_parameters",
@@ -108,7 +110,7 @@ def agree_on_parameters(
     With `frozen=False` it does not matter which ones are frozen.
     """
     card = [
-        [name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad or not frozen, str(dense_strides(p))]
+        [name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad or not frozen, _order(p)]
         for name, p in named
     ]
     cards = comm.all_gather_object([card, [str(s) for s in settings]])
@@ -123,6 +125,22 @@ def agree_on_parameters(
                 size=comm.size,
                 peer=rank,
             )
+
+
+def check_shareable(named: Named) -> None:
+    """`ValueError` for one that other ranks' values cannot be written to: it is sparse, or its elements share memory.
+
+    After `agree_on_parameters`, all ranks find the same.
+    """
+    for name, p in named:
+        check_tensor(p, repr(name), frozenset([p.device.type]), written=True)
+
+
+def _order(p: torch.Tensor) -> str:
+    """How its elements lie in memory, if not as usual."""
+    if p.layout != torch.strided or not injective(p):
+        return f"{p.layout}, {p.layout == torch.strided and p.stride()}"
+    return str(dense_strides(p))
 
 
 def _difference(first: Sequence[Sequence[object]], other: Sequence[Sequence[object]], rank: int) -> str | None:

@@ -225,3 +225,20 @@ def test_a_rank_whose_loss_comes_to_no_parameter_takes_part(wrap: Callable[[torc
         return all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
 
     assert run_ranks(program, 2, timeout=5) == [True, True]
+
+
+@pytest.mark.soak
+def test_compiled_autograd_is_refused_where_it_would_average_nothing() -> None:
+    def program(comm: un.Communicator) -> str:
+        model = layers()
+        averager = un.GradientAverager(model, comm)
+        with (
+            torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+            pytest.raises(RuntimeError) as caught,
+        ):
+            model(sample(comm.rank)).sum().backward()
+        averager.remove()
+        return str(caught.value)
+
+    for message in pool("shm", 2).run(program):
+        assert "compiled autograd does not tell hooks when a backward pass ends" in message

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.buckets import broadcast_all, buckets, flat_apply
-from unisono.gradients.plan import MIB, Named, agree_on_parameters, check_shareable, named_parameters
+from unisono.gradients.buckets import buckets, flat_apply, share
+from unisono.gradients.plan import MIB, Named, agree_on_parameters, named_parameters
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import Weights
 
@@ -70,8 +70,7 @@ def broadcast_parameters(
     if isinstance(model, torch.nn.Module):
         named += model.named_buffers()
     _compare(named, comm, frozen=False)
-    check_shareable(named)
-    broadcast_all([t for _, t in named], comm, src, int(bucket_cap_mb * MIB))
+    share(named, comm, src, int(bucket_cap_mb * MIB))
 
 
 def _compare(named: Named, comm: Communicator, *, frozen: bool) -> None:

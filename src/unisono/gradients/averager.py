@@ -12,20 +12,12 @@ import torch
 from unisono.communicator import Communicator
 from unisono.gradients.backward import Backward, current_pass, watch_outputs
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.buckets import broadcast_all
+from unisono.gradients.buckets import broadcast_all, share
 from unisono.gradients.join import joined
 from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
 from unisono.gradients.naming import about, check_skipped
-from unisono.gradients.plan import (
-    MIB,
-    Named,
-    agree_on_parameters,
-    check_shareable,
-    early_bytes,
-    named_parameters,
-    plan_buckets,
-)
+from unisono.gradients.plan import MIB, Named, agree_on_parameters, early_bytes, named_parameters, plan_buckets
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.schedule import BucketSchedule
 from unisono.gradients.sparse import average_sparse, sparse_parameters
@@ -113,14 +105,12 @@ class GradientAverager(Moving):
         buffers = list(self._model.named_buffers()) if self._model is not None and sync_parameters else []
         agree_on_parameters([*self._named, *buffers], comm, settings)
         if sync_parameters:
-            check_shareable([*self._named, *buffers])
+            share([*self._named, *buffers], comm)
         self._talk, self._comm = comm.dup(), comm.dup(check="off")
         # Where there is a GPU, hooks run in threads of autograd.
         self._talk.share()
         self._comm.share()
         self.rank, self.size = comm.rank, comm.size
-        if sync_parameters:
-            broadcast_all([*self._parameters, *(buffer for _, buffer in buffers)], self._talk)
         self._weights.comm = self._talk
         self._weights.forget()
         reducer = Reducer(self._comm, codec)

@@ -45,6 +45,12 @@ class Backward:
 
     def enter(self, number: int) -> None:
         """The running pass has this number; called when it is not the one that was seen last."""
+        if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+            raise RuntimeError(
+                "compiled autograd does not tell hooks when a backward pass ends, so a GradientAverager cannot average "
+                "in it. Switch it off for backward(), which torch.compile does not need, or call "
+                "un.average_gradients(model, comm) after it in place of an averager"
+            )
         node = _outer_node()
         if node is not None:
             self.running = number

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.plan import MIB, plan_buckets
+from unisono.gradients.plan import MIB, Named, plan_buckets
+from unisono.tensors import check_tensor
 
-__all__ = ["broadcast_all", "buckets", "flat_apply"]
+__all__ = ["broadcast_all", "buckets", "flat_apply", "share"]
 
 
 def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:
@@ -56,3 +57,14 @@ def broadcast_all(tensors: Iterable[torch.Tensor], comm: Communicator, src: int 
     with torch.no_grad():
         for bucket in buckets(tensors, cap_bytes):
             flat_apply(bucket, lambda flat: comm.broadcast(flat, src))
+
+
+def share(named: Named, comm: Communicator, src: int = 0, cap_bytes: int = 25 * MIB) -> None:
+    """As `broadcast_all`, of tensors with names.
+
+    Raises:
+        ValueError: One cannot be written to, since it is sparse or its elements share memory; names it.
+    """
+    for name, tensor in named:
+        check_tensor(tensor, repr(name), frozenset([tensor.device.type]), written=True)
+    broadcast_all([tensor for _, tensor in named], comm, src, cap_bytes)

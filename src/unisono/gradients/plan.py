@@ -9,13 +9,12 @@ import torch
 from unisono.communicator import Communicator
 from unisono.cores import cores
 from unisono.errors import MismatchError
-from unisono.tensors import check_tensor, injective
+from unisono.tensors import injective
 
 __all__ = [
     "MIB",
     "Named",
     "agree_on_parameters",
-    "check_shareable",
     "dense_strides",
     "early_bytes",
     "named_parameters",
@@ -125,15 +124,6 @@ def agree_on_parameters(
                 size=comm.size,
                 peer=rank,
             )
-
-
-def check_shareable(named: Named) -> None:
-    """`ValueError` for one that other ranks' values cannot be written to: it is sparse, or its elements share memory.
-
-    After `agree_on_parameters`, all ranks find the same.
-    """
-    for name, p in named:
-        check_tensor(p, repr(name), frozenset([p.device.type]), written=True)
 
 
 def _order(p: torch.Tensor) -> str:

@@ -10,6 +10,7 @@ from averaged_models import Branches, batches, made
 from torch import nn
 
 import unisono as un
+from unisono.compression import Codec
 
 
 def flat(parts: Sequence[torch.Tensor | None], like: list[nn.Parameter]) -> torch.Tensor:
@@ -41,3 +42,27 @@ def test_what_an_unused_parameter_is_owed_waits(name: str, find_unused: bool) ->
 
     (used, one, owed), (_, two, other) = un.launch(program, 2, "thread")
     torch.testing.assert_close(used + (owed + other) / 2, (one + two) / 2, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("codec", [None, un.compression.error_feedback("onebit")])
+def test_a_state_of_other_buckets_is_refused_if_a_codec_remembers_something(codec: Codec | None) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        states = []
+        for cap in (0.00055, 0.0006):
+            averager = un.GradientAverager(model, comm, compression=codec, bucket_cap_mb=cap)
+            for state in states:
+                try:
+                    averager.load_state_dict(state)
+                except ValueError as error:
+                    return str(error)
+            model(torch.ones(1, 8)).sum().backward()
+            states.append(averager.state_dict())
+            averager.remove()
+        return str(states[1]["steps"])
+
+    for said in un.launch(program, 2, "thread"):
+        if codec is None:
+            assert said == "2"
+        else:
+            assert "one is '3.bias' to '2.weight' there, and '3.bias' to '1.bias' here" in said

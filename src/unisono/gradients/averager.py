@@ -179,11 +179,6 @@ class GradientAverager(Moving):
         self._talk.close()
         self._comm.close()
 
-    @property
-    def buckets(self) -> list[list[str]]:
-        """The names of the parameters in each message, in the order of messages."""
-        return [[self._names[i] for i in bucket.indices] for bucket in self._schedule.buckets]
-
     # -- hooks ----------------------------------------------------------------------------------
     def _watch(self, index: int, parameter: Any) -> None:
         """Also one that is frozen, for it may be the first that is not: torch takes no hook while it is."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.communicator import Communicator
 from unisono.gradients.plan import Named
 from unisono.gradients.schedule import BucketSchedule
+
+if TYPE_CHECKING:
+    from unisono.compression.codec import Codec
 
 __all__ = ["Moving", "check_unhooked"]
 
@@ -17,26 +20,44 @@ class Moving(ABC):
     """Base of the averager: its state, and its moves."""
 
     _schedule: BucketSchedule
+    _names: list[str]
     _steps: list[int]
 
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names of the parameters in each message, in the order of messages."""
+        return [[self._names[i] for i in bucket.indices] for bucket in self._schedule.buckets]
+
     def state_dict(self) -> dict[str, Any]:
-        """What a codec remembers from step to step, and how many steps there were. Differs from rank to rank."""
-        codecs = [self._schedule.reducer.codec_of(bucket) for bucket in self._schedule.buckets]
-        return {"steps": self._steps[-1], "codecs": [None if codec is None else codec.state_dict() for codec in codecs]}
+        """What codecs remember from step to step, and how many steps there were. Differs from rank to rank."""
+        codecs = self._codecs()
+        states = [codec.state_dict() for _, codec in codecs]
+        return {"steps": self._steps[-1], "buckets": [names for names, _ in codecs], "codecs": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of the same rank, of an averager made alike."""
-        buckets = self._schedule.buckets
-        if len(state["codecs"]) != len(buckets):
+        """Go on from a `state_dict` of the same rank, of an averager made alike.
+
+        Raises:
+            ValueError: It is of another model, or of buckets of other sizes, and a codec remembers something of them.
+        """
+        codecs = self._codecs()
+        names, saved = [names for names, _ in codecs], state["buckets"]
+        if saved != names:
+            first = next((pair for pair in zip(saved, names, strict=False) if pair[0] != pair[1]), None)
+            ends = [f"{part[0]!r} to {part[-1]!r}" for part in first or ()]
+            where = f"; one is {ends[0]} there, and {ends[1]} here" if ends else ""
             raise ValueError(
-                f"the state is of {len(state['codecs'])} buckets, and this averager has {len(buckets)}: "
-                "it was made of another model, or with other sizes"
+                f"the state is of {len(saved)} buckets with codecs, and this averager has {len(names)}{where}: it was "
+                "made of another model, with other sizes, or with no codec or another one"
             )
+        for (_, codec), one in zip(codecs, state["codecs"], strict=True):
+            codec.load_state_dict(one)
         self._steps[-1] = state["steps"]
-        for bucket, saved in zip(buckets, state["codecs"], strict=True):
-            codec = self._schedule.reducer.codec_of(bucket)
-            if codec is not None and saved is not None:
-                codec.load_state_dict(saved)
+
+    def _codecs(self) -> list[tuple[list[str], Codec]]:
+        """Those that remember something, with the names of their parameters."""
+        made = [self._schedule.reducer.codec_of(bucket) for bucket in self._schedule.buckets]
+        return [(names, codec) for names, codec in zip(self.buckets, made, strict=True) if codec is not None]
 
     def move_to(self, comm: Communicator) -> None:
         """Average over the ranks of another communicator from now on, such as what `comm.rebuild()` gave.

@@ -245,3 +245,26 @@ def test_parameters_that_are_replaced_are_noticed(part: bool) -> None:
 
     for said in un.launch(program, 2, "thread"):
         assert "a new parameter 'weight' (and 1 more) into a Linear" in said
+
+
+@pytest.mark.parametrize("kind", ["layer", "parameter"])
+def test_parameters_that_are_added_are_noticed(kind: str) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+        averager = un.GradientAverager(model, comm)
+        frozen = nn.Linear(3, 3).requires_grad_(False)
+        model.append(frozen)
+        model(torch.ones(1, 2)).sum().backward()
+        if kind == "layer":
+            model.append(nn.Linear(3, 3))
+        else:
+            model[1].weight = nn.Parameter(torch.ones(3, 3))
+        with pytest.raises(RuntimeError, match="not averaged") as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        averager.remove()
+        un.GradientAverager(model, comm)
+        model(torch.ones(1, 2)).sum().backward()
+        return str(caught.value)
+
+    for said in un.launch(program, 2, "thread"):
+        assert said.startswith("'3.weight' (and 1 more) was put" if kind == "layer" else "'1.weight' was put")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from unisono.communicator import Communicator
+from unisono.gradients.additions import AdditionWatch
 from unisono.gradients.backward import Backward, current_pass, watch_outputs
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.buckets import broadcast_all, share
@@ -122,6 +123,7 @@ class GradientAverager(Moving):
         self._hooks: dict[int, Any] = {}
         self._sparse: Named = []
         self._owed: set[int] = set()
+        self._additions: AdditionWatch | None = None
         self._syncing = True
         # Where buckets travel while others fill, the first step of all ranks tells in which order gradients come.
         self._seen: dict[int, None] | None = {} if self._comm.overlaps and codec is None else None
@@ -133,6 +135,7 @@ class GradientAverager(Moving):
             self._hooks[-1] = watch_outputs(self._model, self._passing)
         if self._model is not None:
             self._hooks[-2] = LoadWatch(self._model, self._parameters)
+            self._hooks[-3] = self._additions = AdditionWatch(self._model, self._parameters)
         for index, parameter in enumerate(self._parameters):
             self._watch(index, parameter)
         # Gradients come about in the reverse order of parameters.
@@ -231,6 +234,8 @@ class GradientAverager(Moving):
             self._schedule.rearrange(self._talk.broadcast_object(seen))
 
     def _finish_step(self) -> None:
+        if self._additions is not None:
+            self._additions.check()
         for index in self._owed & self._where.keys():
             bucket, slot = self._where[index]
             # It may have been set to None since.

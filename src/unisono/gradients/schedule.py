@@ -120,6 +120,7 @@ class BucketSchedule:
                 bucket.add_late()
                 self.reducer.start(bucket)
                 self.reducer.finish(bucket)
+                bucket.late = False
 
     def _hand_out(self, bucket: Bucket, present: list[tuple[bool, bool]]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A model that is given more parameters while its gradients are averaged: said at the next step, or ranks drift apart."""
+"""A model that is given more parameters while its gradients are averaged: said at the next step, or ranks drift."""
 
 from __future__ import annotations
 

@@ -35,6 +35,19 @@ def test_an_empty_file_is_taken_over_and_left_empty(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("name", ["a#b", "a?b", "50% a%20b", "a b"])
+def test_paths_are_taken_whole(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    for url in (f"file://{folder}/{name}", (folder / name).as_uri()):
+        places = meet(url, 2)
+        (held,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert held.parent == folder
+        assert held.name in (name, name.replace("%20", " "))
+        for place in places:
+            place.close()
+
+
 def test_a_file_of_a_dead_run_leads_nowhere_and_is_replaced(tmp_path: Path, port: int) -> None:
     path = tmp_path / "meet"
     path.write_text(f"unisono meets here\n127.0.0.1\n{port}\nold secret\n{socket.gethostname()}\n")

@@ -10,7 +10,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from unisono.bootstrap.hosting import Lease, lease
 from unisono.bootstrap.meeting import MovedError, Seat, meet, settle
@@ -58,9 +58,12 @@ def address_in(url: str) -> tuple[tuple[str, int], bytes]:
 
 
 def _path(url: str) -> Path:
-    parts = urlsplit(url)
-    path = Path(unquote(parts.path))
-    if parts.netloc or not path.is_absolute():
+    # Names of files have "#" and "?" like any letter, and "%20" too, though `Path.as_uri` writes blanks so.
+    name = url.removeprefix("file://")
+    path = Path(unquote(name))
+    if not path.parent.is_dir() and Path(name).parent.is_dir():
+        path = Path(name)
+    if not name.startswith("/"):
         raise ValueError(f"{url!r} names no file; write file:///path/of/a/file, with three slashes")
     if not path.parent.is_dir():
         raise ValueError(f"there is no directory {path.parent}; make it first")

@@ -52,6 +52,8 @@ class Ending:
         self._process = os.getpid()
         # Simulated threads end with the simulation, which must not depend on when memory is given back.
         self._simulated = here() is not None
+        if not self._simulated:
+            close_at_exit(self)
 
     def close(self, patience: float) -> None:
         """Leave, and let go; waits a little for the others to leave too."""
@@ -126,7 +128,6 @@ class Ending:
             aside(self._settle, f"unisono end of {self.group.name}")
 
     def _settle(self) -> None:
-        close_at_exit(self)
         try:
             self.close(CLOSE_S)
             self.finish()
@@ -134,5 +135,10 @@ class Ending:
             self._settled.set()
 
     def give_up(self, error: BaseException | None) -> None:
-        """The process ends; what is under way here comes first."""
-        self._settled.wait(_AT_EXIT_S)
+        """The process ends: what is under way here comes first, and whoever waits for this rank is told."""
+        if os.getpid() != self._process:
+            return
+        if self.dropped and not self._is_part:
+            self._settled.wait(_AT_EXIT_S)
+        elif error is None and not self.over:
+            self._transport.leave()

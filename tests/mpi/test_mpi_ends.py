@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import mpi_jobs
@@ -27,6 +28,15 @@ if comm.rank == culprit:
 DIES = """
 if comm.rank == culprit:
     os.kill(os.getpid(), signal.SIGKILL)
+"""
+EXITS = """
+if comm.rank == culprit:
+    try:
+        sys.exit(5)
+    except SystemExit:
+        comm.barrier()
+    sys.exit(3)
+comm.barrier()
 """
 GOES_ON = """
 t = torch.ones(2)
@@ -71,6 +81,43 @@ def test_an_exception_ends_the_job_whatever_the_backend(tmp_path: Path, backend:
     assert not ended.left
     assert "KeyError: 'my own mistake'" in ended.err.split("Traceback")[1]
     assert "rank 0 of 3 ends the job" in ended.err.split("Traceback")[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "culprit"),
+    [("mpi", 1), pytest.param("gloo", 0, marks=pytest.mark.soak), pytest.param("shm", 1, marks=pytest.mark.soak)],
+)
+def test_a_rank_that_leaves_by_an_exit_status_ends_the_job_with_it(tmp_path: Path, backend: str, culprit: int) -> None:
+    ended = mpi_jobs.mpirun(tmp_path, STARTED + EXITS + GOES_ON, arguments=(backend, str(culprit)))
+    assert ended.status == 3
+    assert not ended.left
+    assert f"rank {culprit} of 2 ends the job by sys.exit(3)" in ended.err
+    assert f"rank {1 - culprit} of 2 ends the job" not in ended.err
+    assert since_it_worked(ended) < SOON_S
+
+
+@pytest.mark.soak
+def test_a_status_at_the_end_of_all_is_nobody_elses_matter(tmp_path: Path) -> None:
+    last_words = """
+    comm.close()
+    if comm.rank == culprit:
+        sys.exit(3)
+    import time
+    time.sleep(3)
+    print("my own last words", flush=True)
+    """
+    ended = mpi_jobs.mpirun(tmp_path, STARTED + textwrap.dedent(last_words), arguments=("gloo", "1"))
+    assert ended.status == 3
+    assert "my own last words" in ended.out
+
+
+@pytest.mark.soak
+def test_a_rank_whose_program_ends_is_not_waited_for(tmp_path: Path) -> None:
+    returns = "if comm.rank != culprit:\n    comm.barrier()\n"
+    ended = mpi_jobs.mpirun(tmp_path, STARTED + returns, arguments=("mpi", "1"))
+    assert ended.status == 1
+    assert "rank 1 has left" in ended.err.split("Traceback")[0]
+    assert since_it_worked(ended) < SOON_S
 
 
 @pytest.mark.soak

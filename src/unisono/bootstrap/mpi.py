@@ -1,31 +1,26 @@
 """Under mpirun: rank, size and local rank are MPI's, and over MPI rank 0 tells where to meet, and a secret.
 
-So every backend works there. An exception that ends one rank ends the job, after its traceback.
+So every backend works there. What ends one rank too early ends the job; see `job_end`.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import struct
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from unisono import wire
 from unisono.bootstrap import alone
 from unisono.bootstrap.hosting import lease
+from unisono.bootstrap.job_end import job_end
 from unisono.bootstrap.meeting import Seat, meet
 from unisono.bootstrap.place import Place, Request
-from unisono.control.exits import close_all
 from unisono.control.secret import secret_bytes
-from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
+from unisono.errors import CommTimeoutError
 from unisono.hosts import address_for_others, host_identity
-from unisono.mpilib import check_world, launched, library, name_of, survives, until
+from unisono.mpilib import check_world, launched, library, name_of, until
 
 __all__ = ["find", "find_on", "here"]
 
@@ -33,12 +28,9 @@ _TAG = 23041
 _CARD_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 _GRACE_S = 2.0
-"""What `mpirun --with-ft ulfm` sets: the job outlives its ranks."""
 
 # For documentation only; no host has it. The way to it is the way to everywhere.
 _FAR_AWAY = "192.0.2.1"
-
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def here(_request: Request) -> bool:
@@ -62,8 +54,9 @@ def find(request: Request) -> Place:
     source = f"rank {rank} of {size} by {name_of(mpi)}"
     if size == 1:
         return replace(alone.find(request), source=f"{source}: a world of one")
-    _end_job_on_error(mpi, rank, size)
+    end = job_end(mpi, rank, size)
     place = find_on(world, source, request.deadline, request.secret)
+    end.await_closing(place)
     # All ranks are there, so nobody waits for anybody here.
     node = world.Split_type(mpi.COMM_TYPE_SHARED, rank)
     place.local_rank = node.Get_rank()
@@ -178,33 +171,3 @@ def _all_done(waiting: dict[int, Any]) -> bool:
 def _read(memory: bytearray) -> Any:
     (length,) = _LENGTH.unpack_from(memory)
     return wire.decode(bytes(memory[_LENGTH.size : _LENGTH.size + length]))
-
-
-def _end_job_on_error(mpi: Any, rank: int, size: int) -> None:
-    """Without this, the other ranks would wait for ever in MPI for one that an exception has ended."""
-    if getattr(sys.excepthook, "ends_mpi_job", False):
-        return
-    before: _Hook = sys.excepthook
-    process = os.getpid()
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != process or mpi.Is_finalized():
-            before(kind, error, trace)
-            return
-        if isinstance(error, PeerLostError | AbortedError):
-            # Another rank's failure is the cause; that rank tells, and ends the job, first.
-            sys.stderr.write(f"rank {rank} of {size}: {error.message}\n")
-            sys.stderr.flush()
-            time.sleep(_GRACE_S)
-        sys.stderr.write(f"rank {rank} of {size} ends the job:\n")
-        before(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if survives():
-            # This rank alone ends, and the others learn of it: that is what was asked for.
-            close_all()
-            os._exit(1)
-        mpi.COMM_WORLD.Abort(1)
-
-    hook.ends_mpi_job = True  # type: ignore[attr-defined]  # not in the annotations of what it is
-    sys.excepthook = hook

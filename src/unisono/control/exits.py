@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Protocol
 
-from unisono.errors import CommError
+from unisono.errors import AbortedError, CommError, PeerLostError
 
 __all__ = ["CLOSE_HANDLES", "CLOSE_SERVERS", "Handle", "close_all", "close_at_exit", "when_process_ends"]
 
 # multiprocessing's finalizers run in its child processes too, which heed no atexit. Higher ones run first.
 CLOSE_HANDLES, CLOSE_SERVERS = 20, 10
+_GRACE_S = 2.0
 
 
 class Handle(Protocol):
@@ -26,7 +29,8 @@ class Handle(Protocol):
         ...
 
 
-_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+_handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 _registered: set[tuple[int, int]] = set()
 
 
@@ -39,14 +43,26 @@ def when_process_ends(function: Callable[[], object], priority: int) -> None:
 
 def close_at_exit(handle: Handle) -> None:
     """Have it closed at the end of the process, if it is still there."""
-    _handles.add(handle)
-    when_process_ends(close_all, CLOSE_HANDLES)
+    _handles[next(_numbers)] = handle
+    when_process_ends(_take_leave, CLOSE_HANDLES)
+
+
+def _take_leave() -> None:
+    error = _what_ends_the_process()
+    _close_all(error)
+    if isinstance(error, PeerLostError | AbortedError):
+        # Launchers blame the process that ends first, which should be the one that failed.
+        time.sleep(_GRACE_S)
 
 
 def close_all() -> None:
     """Close all handles that are still open."""
-    error = _what_ends_the_process()
-    for handle in list(_handles):
+    _close_all(_what_ends_the_process())
+
+
+def _close_all(error: BaseException | None) -> None:
+    # The last ones first, for they may need those that were there before.
+    for _, handle in sorted(_handles.items(), reverse=True):
         with contextlib.suppress(CommError, OSError):
             handle.give_up(error)
 

@@ -7,7 +7,10 @@ from unisono.control.base import Cause
 from unisono.errors import CommError
 from unisono.group import Group
 
-__all__ = ["error_of", "text_of"]
+__all__ = ["LEFT", "error_of", "text_of"]
+
+LEFT = "has left (it closed the communicator, or its program has ended)"
+"""What becomes of a rank that others wait for in vain, though nothing went wrong there."""
 
 _MOST_SAID = 10_000
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unisono.control.base import Cause
+from unisono.control.failure import LEFT
 
 __all__ = ["Contribution", "Groups", "Outgoing", "Reply", "failed", "pushed"]
 
@@ -15,8 +16,6 @@ Reply = tuple[int, str, object]
 
 Outgoing = list[tuple[int, Reply]]
 """Which client is told what, in this order."""
-
-_LEFT = "has left (it closed the communicator)"
 
 
 def failed(request: int, cause: Cause) -> Reply:
@@ -282,7 +281,7 @@ def _results(exchange: dict[int, Contribution]) -> Outgoing:
 
 
 def _left(rank: int) -> Cause:
-    return Cause("PeerLostError", rank, f"rank {rank} {_LEFT}")
+    return Cause("PeerLostError", rank, f"rank {rank} {LEFT}")
 
 
 def _waited(topic: str, waited_s: float, missing: list[int]) -> str:

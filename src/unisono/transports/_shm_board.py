@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from unisono.control.failure import LEFT
 from unisono.cores import cores
 from unisono.errors import CommTimeoutError, PeerLostError
 
@@ -158,7 +159,7 @@ class Board:
         for rank in missing():
             # It may have come before it left; and another thread may have taken what it sent.
             if self._words[self._base[rank] + _LEFT] and not ready() and rank in missing():
-                raise PeerLostError(f"rank {rank} has left (it closed the communicator)", peer=rank)
+                raise PeerLostError(f"rank {rank} {LEFT}", peer=rank)
 
     def leave(self) -> None:
         """Tell that this rank will take no further part."""

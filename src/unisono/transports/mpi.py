@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from unisono.control import Cause, error_of
+from unisono.control.failure import LEFT
 from unisono.control.hang import hang_report
 from unisono.cores import cores
 from unisono.deferred import Deferred
@@ -181,7 +182,7 @@ class MpiTransport(Transport):
             if self._control.check([self._left()]):
                 for peer in peers:
                     if self._control.check([self._left(peer)]):
-                        raise PeerLostError(f"rank {peer} has left (it closed the communicator)", peer=peer)
+                        raise PeerLostError(f"rank {peer} {LEFT}", peer=peer)
 
     def _left(self, rank: int | None = None) -> str:
         """The key that is set when a rank has left; when any has."""

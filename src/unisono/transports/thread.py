@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.control import Control
+from unisono.control.failure import LEFT
 from unisono.errors import PeerLostError
 from unisono.group import Group
 from unisono.transport import Options, Transport
@@ -164,7 +165,7 @@ class ThreadTransport(Transport):
 
 
 def _gone(rank: int) -> PeerLostError:
-    return PeerLostError(f"rank {rank} has left (it closed the communicator)", peer=rank)
+    return PeerLostError(f"rank {rank} {LEFT}", peer=rank)
 
 
 TRANSPORT = ThreadTransport

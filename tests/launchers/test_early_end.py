@@ -1,0 +1,52 @@
+"""A rank whose program ends too early, by itself: the others learn of it at once, and are not blamed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import sys, torch
+import unisono as un
+
+comm = un.init(sys.argv[1], timeout=60)
+comm.barrier()
+if comm.rank == int(sys.argv[2]):
+    sys.exit(int(sys.argv[3]))
+comm.all_reduce(torch.ones(2))
+"""
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+@pytest.mark.parametrize("status", [3, 0])
+def test_nobody_waits_for_it_and_it_ends_first(start: Start, script: str, port: int, status: int) -> None:
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    stays, ends = [start([sys.executable, script, "shm", "1", str(status)], env | {"RANK": str(r)}) for r in (0, 1)]
+    assert ends.wait(60) == status
+    assert stays.poll() is None
+    _, said = stays.communicate(timeout=60)
+    assert stays.returncode == 1
+    assert "rank 0 of 2, all_reduce #2 of world1: rank 1 has left" in said
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_torchrun_blames_it(start: Start, script: str, backend: str, culprit: int) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    _, said = start([*torchrun, script, backend, str(culprit), "3"]).communicate(timeout=60)
+    root = said[said.index("Root Cause") :]
+    assert re.search(rf"rank +: {culprit} .*\n *exitcode *: 3 ", root), said

@@ -61,8 +61,16 @@ def _patient(given: argparse.Namespace) -> Patient:
     unknown = [name for name in given.checks if name not in CHECKS]
     if unknown:
         raise Refusal(f"there is no check {unknown[0]!r}; known: {', '.join(CHECKS.names())}")
+    backends = _backends()
+    unknown = [name for name in (given.backend or "auto").split("+") if backends and name not in backends]
+    if unknown:
+        raise Refusal(
+            f"there is no backend {unknown[0]!r}; known: {', '.join(backends)}, and two of them as in shm+gloo"
+        )
     if given.hosts and len(hosts) < 2:
         raise Refusal("--hosts takes two or more, with commas between them: --hosts 10.1.1.20,10.1.1.21")
+    if given.rank is not None and not hosts:
+        raise Refusal("--rank says which of --hosts this one is: give them too; for how many ranks, there is --ranks")
     if given.rank is not None and not 0 <= given.rank < len(hosts):
         raise Refusal(f"--rank {given.rank} is not among 0 to {len(hosts) - 1}, the numbers of --hosts")
     if given.ranks is not None and given.ranks < 1:
@@ -72,3 +80,12 @@ def _patient(given: argparse.Namespace) -> Patient:
     if not given.timeout > 0:
         raise Refusal(f"--timeout has to be a positive number of seconds, not {given.timeout}")
     return Patient(given.backend, given.ranks, hosts, given.rank, given.port, given.timeout)
+
+
+def _backends() -> list[str]:
+    """What `init` takes; nothing where torch is broken, which is to be examined all the same."""
+    try:
+        from unisono.transports import TRANSPORTS
+    except (ImportError, OSError):
+        return []
+    return ["auto", *TRANSPORTS.names()]

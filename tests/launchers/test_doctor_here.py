@@ -131,10 +131,12 @@ def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.doctor.checks import cores
+    from unisono import cores
 
-    monkeypatch.setattr(cores, "quota", lambda: 0.5)
-    assert "1 core(s) are what the control group allows" in the_cross("cores", Patient(ranks=2)).text
+    monkeypatch.setattr(cores, "quota", lambda: 1.5)
+    monkeypatch.setattr(cores, "visible", lambda: 64)
+    monkeypatch.setattr("unisono.doctor.checks.cores.visible", lambda: 64)
+    assert "1 core(s) are what the control group allows of 64" in the_cross("cores", Patient(ranks=2)).text
 
 
 # -- hosts -----------------------------------------------------------------------------------------

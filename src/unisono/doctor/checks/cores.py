@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from unisono.cores import quota, visible
+from unisono.cores import cores, visible
 from unisono.doctor.finding import Finding, cross, note, tick
 from unisono.doctor.launched import launched, number
 from unisono.doctor.patient import Patient
@@ -18,25 +18,25 @@ ORDER = 40
 def check(patient: Patient) -> Iterator[Finding]:
     """Count them: what the process may run on, and what its control group is allowed."""
     launch = launched()
-    cores, why = _cores()
+    count, why = _cores()
     ranks = patient.ranks if patient.ranks is not None else launch.ranks_here
     if ranks is None:
-        yield tick(f"{cores} {why}")
+        yield tick(f"{count} {why}")
         return
-    if ranks > cores:
+    if ranks > count:
         by = f" by {launch.by}" if patient.ranks is None and launch.by else ""
         yield cross(
-            f"{ranks} ranks on this host{by}, more ranks than cores ({cores} {why}): they take turns, each wait costs "
+            f"{ranks} ranks on this host{by}, more ranks than cores ({count} {why}): they take turns, each wait costs "
             "milliseconds, and all get slower",
-            f"torchrun --nproc-per-node {cores} train.py   # no more than {cores} rank(s) on this host",
+            f"torchrun --nproc-per-node {count} train.py   # no more than {count} rank(s) on this host",
         )
         return
-    yield tick(f"{cores} {why}, for {ranks} rank(s)")
+    yield tick(f"{count} {why}, for {ranks} rank(s)")
     threads = number("OMP_NUM_THREADS")
-    share = max(1, cores // ranks)
-    if threads is not None and threads * ranks > cores:
+    share = max(1, count // ranks)
+    if threads is not None and threads * ranks > count:
         yield cross(
-            f"{ranks} ranks with OMP_NUM_THREADS={threads} are more threads than cores ({cores})",
+            f"{ranks} ranks with OMP_NUM_THREADS={threads} are more threads than cores ({count})",
             f"export OMP_NUM_THREADS={share}",
         )
     elif threads is None and ranks > 1 and not launch.binds:
@@ -45,7 +45,7 @@ def check(patient: Patient) -> Iterator[Finding]:
 
 def _cores() -> tuple[int, str]:
     """How many, and what they are called."""
-    cores, of_the_machine, limit = visible(), os.cpu_count() or 1, quota()
-    if limit is not None and limit < cores:
-        return max(1, int(limit)), f"core(s) are what the control group allows of {cores}"
-    return cores, f"of {of_the_machine} cores are allowed to this process" if cores < of_the_machine else "core(s)"
+    count, seen, of_the_machine = cores(), visible(), os.cpu_count() or 1
+    if count < seen:
+        return count, f"core(s) are what the control group allows of {seen}"
+    return count, f"of {of_the_machine} cores are allowed to this process" if count < of_the_machine else "core(s)"

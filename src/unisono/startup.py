@@ -12,6 +12,7 @@ import torch
 from unisono import bootstrap
 from unisono.communicator import Check, Communicator
 from unisono.compose import transport_named
+from unisono.errors import CommError
 from unisono.group import Group
 from unisono.hosts import shm_obstacle
 from unisono.launching.job import Job, conclude
@@ -99,8 +100,10 @@ def init(
         around.prepare(name, place, timeout)
         transport = kind.connect(Group.world(place.rank, place.size, place.name), place.control, options)
         comm = Communicator(wrap(transport) if wrap else transport, place.control, options, check=check)
-    except BaseException:
+    except BaseException as error:
         place.close()
+        if isinstance(error, CommError):
+            error.locate(rank=place.rank, size=place.size, operation="init")
         raise
     comm.on_close(place.close)
     return comm

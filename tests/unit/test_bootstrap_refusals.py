@@ -65,6 +65,22 @@ def test_unreachable_master(port: int) -> None:
         find(f"tcp://127.0.0.1:{port}", 1, 2, 0.3)
 
 
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "1", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+    ],
+)
+def test_who_speaks_is_named_wherever_it_is_known_from(
+    monkeypatch: pytest.MonkeyPatch, port: int, env: dict[str, str]
+) -> None:
+    for name, value in {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommTimeoutError, match=r"^rank 1 of 2, init: nobody answers"):
+        find(timeout_s=0.3)
+
+
 def test_occupied_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -63,5 +63,5 @@ def find(
     try:
         return start(request)
     except CommError as error:
-        error.locate(rank=rank, size=world_size, operation="init")
+        error.locate(rank=request.rank, size=request.size, operation="init")
         raise

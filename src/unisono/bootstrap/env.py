@@ -21,7 +21,7 @@ def here(request: Request) -> bool:
 
 def find(request: Request) -> Place:
     """The place that the environment tells; what the caller gave goes before it."""
-    rank, size = _both(request)
+    rank, size = request.rank, request.size = _both(request)
     host = os.environ.get("MASTER_ADDR")
     port = _number("MASTER_PORT")
     if not host or port is None:

@@ -46,11 +46,13 @@ def find(request: Request) -> Place:
         UnavailableError: mpi4py or its library is missing, or is not the one of the launcher.
         CommTimeoutError: Not all ranks have called `init` in time; rank 0's error names who is missing.
     """
-    mpi = library()
     started = launched()
+    if started is not None:
+        request.rank, request.size = started.rank, started.size
+    mpi = library()
     check_world(mpi, (started and started.size) or 1)
     world = mpi.COMM_WORLD
-    rank, size = world.Get_rank(), world.Get_size()
+    rank, size = request.rank, request.size = world.Get_rank(), world.Get_size()
     source = f"rank {rank} of {size} by {name_of(mpi)}"
     if size == 1:
         return replace(alone.find(request), source=f"{source}: a world of one")

@@ -11,13 +11,13 @@ from unisono.control.server import Server
 __all__ = ["Place", "Request", "checked", "nothing"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """What the caller of `init` said.
 
     Attributes:
         init_method: As given.
-        rank, size: As given.
+        rank, size: As given; or as found out, for errors to say who speaks.
         deadline: By when all ranks have to be there, on the monotonic clock.
         secret: As given.
     """

@@ -109,6 +109,7 @@ def step() -> Step | None:
 
 
 def _meet(task: Step, request: Request) -> Place:
+    request.rank, request.size = task.rank, task.size
     port = _number("MASTER_PORT")
     if port is None:
         port = port_of(task.job, task.number)

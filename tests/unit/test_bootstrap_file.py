@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from bootstrap_kit import SOON, meet
-from patience import together
+from patience import together, until
 
 from unisono.bootstrap import Place, find
 from unisono.control.client import SocketControl
@@ -46,6 +46,20 @@ def test_paths_are_taken_whole(tmp_path: Path, name: str) -> None:
         assert held.name in (name, name.replace("%20", " "))
         for place in places:
             place.close()
+
+
+def test_a_file_that_another_rank_0_has_taken_over_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    other = f"unisono meets here\n127.0.0.1\n9\nits secret\n{socket.gethostname()}\n"
+
+    def take_over() -> None:
+        assert until(path.exists, SOON)
+        path.write_text(other)
+
+    first, _ = together(lambda: find(f"file://{path}", 0, 2, 2.0), take_over)
+    assert isinstance(first, CommTimeoutError)
+    assert f"Another process has written {path} since" in str(first)
+    assert path.read_text() == other
 
 
 def test_a_file_of_a_dead_run_leads_nowhere_and_is_replaced(tmp_path: Path, port: int) -> None:

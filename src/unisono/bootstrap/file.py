@@ -106,18 +106,28 @@ def _host(path: Path, seat: Seat) -> Place:
     except OSError as error:
         held.release()
         raise CommError(f"cannot write {path}: {error.strerror or error}; choose another file") from error
-    return meet(seat, held.server.address, held.secret, held)
+    try:
+        return meet(seat, held.server.address, held.secret, held)
+    except CommTimeoutError as error:
+        if _read(path) is not None:
+            error.message += f" (Another process has written {path} since: do two of them say that they are rank 0?)"
+        raise
 
 
 def _lease(path: Path, *, made_by_user: bool) -> Lease:
     def withdraw() -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError, CommError):
+            note = _read(path)
+            if note is None or note.secret.encode() != held.secret:
+                # Somebody else has taken it over.
+                return
             if made_by_user:
                 path.write_text("")
             else:
                 path.unlink()
 
-    return lease(f"file://{path}", None, "127.0.0.1", 0, withdraw)
+    held = lease(f"file://{path}", None, "127.0.0.1", 0, withdraw)
+    return held
 
 
 def _write(path: Path, text: str) -> None:

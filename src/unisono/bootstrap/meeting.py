@@ -13,12 +13,14 @@ from unisono.bootstrap.hosting import Lease
 from unisono.bootstrap.place import Place, nothing
 from unisono.control import Cause, error_of
 from unisono.control.client import SocketControl
-from unisono.errors import ClosedError, MismatchError
+from unisono.errors import ClosedError, CommError, MismatchError
 from unisono.group import Group
 
-__all__ = ["MovedError", "Seat", "meet", "settle"]
+__all__ = ["MovedError", "Seat", "claim", "meet", "settle"]
 
 _LOOK_EVERY_S = 0.05
+_CLAIM_WITHIN_S = 1.0
+_OPEN = "open"
 
 
 class MovedError(Exception):
@@ -76,6 +78,28 @@ def meet(seat: Seat, address: tuple[str, int], secret: bytes, lease: Lease | Non
         raise
 
 
+def claim(seat: Seat, address: tuple[str, int], secret: bytes) -> None:
+    """Ask for the seat of rank 0 where this process should host and cannot. Whatever else is wrong is not told.
+
+    Raises:
+        MismatchError: Another process holds it; those that gather there are told, too.
+    """
+    try:
+        control = SocketControl(address, secret, _CLAIM_WITHIN_S)
+    except CommError:
+        return
+    try:
+        # Not to be taken from one who is about to come.
+        control.get(f"{seat.job}1/{_OPEN}", _CLAIM_WITHIN_S)
+        control.enrol(seat.job, seat.rank, seat.size, _process(os.getpid()))
+    except MismatchError:
+        raise
+    except CommError:
+        return
+    finally:
+        control.close()
+
+
 def settle(
     seat: Seat, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
 ) -> Place:
@@ -130,7 +154,7 @@ def _await_rank_0(seat: Seat, control: SocketControl, group: Group, moved: Calla
 
 
 def _open(group: Group) -> str:
-    return f"{group.name}/open"
+    return f"{group.name}/{_OPEN}"
 
 
 @functools.cache

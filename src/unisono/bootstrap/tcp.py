@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from urllib.parse import urlsplit
 
 from unisono.bootstrap.hosting import lease
-from unisono.bootstrap.meeting import Seat, meet
+from unisono.bootstrap.meeting import Seat, claim, meet
 from unisono.bootstrap.place import Place, Request
 from unisono.control.secret import find_secret
+from unisono.errors import CommError
 
 __all__ = ["address_of", "find", "find_at"]
 
@@ -28,7 +30,12 @@ def find_at(seat: Seat, host: str, port: int, secret: str | bytes | None) -> Pla
     # An IPv6 address may come as in a URL.
     host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
     known = find_secret(secret)
-    hosted = lease(f"tcp://{host}:{port}", known, host, port) if seat.rank == 0 else None
+    try:
+        hosted = lease(f"tcp://{host}:{port}", known, host, port) if seat.rank == 0 else None
+    except CommError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
+            claim(seat, (host, port), known)
+        raise
     return meet(seat, (host, port) if hosted is None else hosted.server.address, known, hosted)
 
 

@@ -182,7 +182,9 @@ class ControlState:
         """
         number, holder, last = self._seats.get((job, rank), (0, process, client))
         if holder != process and last in self._clients:
-            message = f"two processes claim to be rank {rank} of {job}; give each one its own rank"
+            message = (
+                f"two processes claim to be rank {rank} of {job}; give each one its own rank, and each job its own port"
+            )
             cause = Cause("MismatchError", rank, message)
             name = f"{job}{number}"
             out = [] if self._groups.complete(name) else self._groups.fail(name, cause)[1]

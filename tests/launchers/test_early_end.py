@@ -50,3 +50,11 @@ def test_torchrun_blames_it(start: Start, script: str, backend: str, culprit: in
     _, said = start([*torchrun, script, backend, str(culprit), "3"]).communicate(timeout=60)
     root = said[said.index("Root Cause") :]
     assert re.search(rf"rank +: {culprit} .*\n *exitcode *: 3 ", root), said
+
+
+def test_a_forked_child_comes_to_its_own_end(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "forks.py"
+    path.write_text("import os, unisono as un\ncomm = un.init('gloo')\npid = os.fork()\npid and os.waitpid(pid, 0)\n")
+    process = start([sys.executable, str(path)])
+    _, said = process.communicate(timeout=40)
+    assert process.returncode == 0, said

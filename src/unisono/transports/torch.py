@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from unisono.control import Control
+from unisono.control.sockets import close_after_fork
 from unisono.control.store import ControlStore
 from unisono.crew import Crew
 from unisono.errors import ClosedError, CommError
@@ -60,6 +62,11 @@ class TorchTransport(Transport):
         self.tags = not self._cuda
         self._broken: BaseException | None = None
         self._envelopes = Envelopes(self)
+        close_after_fork(self)
+
+    def let_go(self) -> None:
+        """In a forked child: kept for good, since at their end torch's backends wait for the parent's threads."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._backend, self._upward)))
 
     @classmethod
     def declared(cls, backend: str) -> Declared:

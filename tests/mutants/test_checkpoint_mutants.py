@@ -80,9 +80,9 @@ def the_manifest_is_overwritten(patch: Patch) -> None:
 def old_files_go_before_the_new_manifest(patch: Patch) -> None:
     real = saving._publish
 
-    def publish(snapshot: Any, parts: Any, storage: Any, save_id: str, extra: Any) -> None:
+    def publish(snapshot: Any, parts: Any, storage: Any, save_id: str, *more: Any) -> None:
         saving._tidy(storage, save_id)
-        real(snapshot, parts, storage, save_id, extra)
+        real(snapshot, parts, storage, save_id, *more)
 
     patch.setattr(saving, "_publish", publish)
 

@@ -87,16 +87,16 @@ def test_ranks_that_see_each_others_memory_are_neighbours() -> None:
 
 def test_who_finds_another_number_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in another container under the same kernel: everything but the proof says that the host is the same."""
-    opened, shown = _shm_memory._open, threading.Lock()
-    seen: list[int] = []
+    found_by, shown = _shm_memory._found, threading.Lock()
+    seen: list[bytes] = []
 
-    def other(pid: int, number: int, size: int, proof: bytes) -> Any:
+    def other(card: bytes) -> Any:
         with shown:
-            seen.append(number)
+            seen.append(card)
             wrong = len(seen) == 2
-        return opened(pid, number, size, bytes(16) if wrong else proof)
+        return found_by(card[:-16] + bytes(16) if wrong else card)
 
-    monkeypatch.setattr(_shm_memory, "_open", other)
+    monkeypatch.setattr(_shm_memory, "_found", other)
     found = neighbours(3)
     assert found == [found[0]] * 3
     assert sorted(map(len, found[0])) == [1, 2]

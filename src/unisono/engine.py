@@ -32,7 +32,7 @@ from unisono.standing import ANYONE, Standing
 from unisono.transport import Options, Tensors, Transport
 from unisono.types import ReduceOp, Work
 from unisono.work import Completion, patience
-from unisono.wrappers.trace import is_traced
+from unisono.wrappers.trace import sink_here
 
 __all__ = ["Engine"]
 
@@ -80,7 +80,7 @@ class Engine(Standing):
         quick = self.quick
         if quick is None or name not in quick.names or (self.owner != get_ident() and self.owner != ANYONE):
             return False
-        if self._pending or self._broken is not None or self.closed or is_traced():
+        if self._pending or self._broken is not None or self.closed or sink_here() is not None:
             return False
         limit = self.options.timeout_s if timeout is None else patience(timeout, 0.0)
         caller, activity = _getframe(2), self.activity
@@ -88,12 +88,13 @@ class Engine(Standing):
         # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
         noted = activity.now = (name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
         # As `enter`, `note` and `leave` do, without the calls: there is less than a microsecond for it.
+        activity.since = now = monotonic()
         if activity.record is None:
-            activity.since, activity.inside = monotonic(), True
+            activity.inside = True
         else:
             activity.enter(noted)
         try:
-            done = quick.call(name, target, source, op, root, limit)
+            done = quick.call(name, target, source, op, root, now + limit)
             if done:
                 activity.calls = self._calls = self._calls + 1
                 activity.latest.append(noted)
@@ -116,7 +117,7 @@ class Engine(Standing):
 
     def start_quickly(self, tensor: torch.Tensor, op: str, timeout: float | None) -> Work | None:
         """Start an all-reduce by the transport's shorter way; None if it was not taken."""
-        if self._pending or not self.open or is_traced() or self.owner not in (get_ident(), ANYONE):
+        if self._pending or not self.open or sink_here() is not None or self.owner not in (get_ident(), ANYONE):
             return None
         limit = patience(timeout, self.options.timeout_s)
         noted = ("all_reduce", self._calls + 1, op, call_site())

@@ -88,7 +88,7 @@ class Quick(Protocol):
     @property
     def names(self) -> frozenset[str]: ...
 
-    def call(self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float) -> bool:
+    def call(self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, deadline: float) -> bool:
         """Make the call and return True; or return False, with nothing done, if it needs more than is done here.
 
         Args:
@@ -97,7 +97,7 @@ class Quick(Protocol):
             source: What is read, where that is something else.
             op: As the caller gave it, where there is one.
             root: Likewise.
-            timeout: Seconds.
+            deadline: On the monotonic clock.
         """
         ...
 

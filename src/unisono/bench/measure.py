@@ -14,7 +14,7 @@ from unisono.bench.memory import Pool
 from unisono.bench.own import Own
 from unisono.bench.peer import Peer
 from unisono.bench.peers import PEERS
-from unisono.bench.problem import Problem
+from unisono.bench.problem import Problem, Slot
 from unisono.bench.row import Against, Row, Spread
 from unisono.bench.settings import Settings
 from unisono.communicator import Communicator
@@ -66,6 +66,7 @@ class _Size:
         for pool in {id(pool): pool for pool in self._pools.values()}.values():
             pool.fill(comm.rank)
         self._wrong = dict.fromkeys(contenders, 0)
+        self._calls: dict[tuple[str, int], Callable[[], object]] = {}
 
     def measure(self) -> Row:
         names = list(self._contenders)
@@ -103,7 +104,7 @@ class _Size:
         """Seconds of one call, the mean of a few that follow each other; verified, and all made ready for the next."""
         problem, contender, rank = self._problem, self._contenders[name], self._comm.rank
         slots = self._pools[name].next()
-        calls = [contender.bind(problem, slot) for slot in slots]
+        calls = [self._bound(name, slot) for slot in slots]
         if not self._settings.cold:
             for slot in slots:
                 problem.fill(slot, rank)
@@ -120,6 +121,13 @@ class _Size:
             if self._settings.cold:
                 problem.fill(slot, rank)
         return seconds
+
+    def _bound(self, name: str, slot: Slot) -> Callable[[], object]:
+        """The call, prepared once: as long as this lasts, a slot stays what it is."""
+        call = self._calls.get((name, id(slot)))
+        if call is None:
+            call = self._calls[name, id(slot)] = self._contenders[name].bind(self._problem, slot)
+        return call
 
     def _row(self, algorithm: str, times: torch.Tensor) -> Row:
         problem, names = self._problem, list(self._contenders)

@@ -53,26 +53,23 @@ class Pool:
         # line more keeps slots from meeting in the same set of a cache.
         stride = -(-max(used, _PAGE_BYTES if cold else 1) // _LINE_BYTES) * _LINE_BYTES + _LINE_BYTES
         slots = max(self._batch, 1 + -(-2 * cache_bytes() // stride) if cold else 0)
-        self._slots = -(-slots // self._batch) * self._batch
-        self._stride = stride // problem.dtype.itemsize
-        self._memory = allocate(self._slots * self._stride)
+        slots = -(-slots // self._batch) * self._batch
+        step = stride // problem.dtype.itemsize
+        memory = allocate(slots * step)
+        self._slots = [problem.slot(memory[at : at + problem.slot_numel]) for at in range(0, slots * step, step)]
         self._next = 0
 
     @property
     def slots(self) -> int:
         """How many there are."""
-        return self._slots
+        return len(self._slots)
 
     def next(self) -> list[Slot]:
-        """The slots for the next sample: the same ones every time if there are no more."""
-        first, self._next = self._next, (self._next + self._batch) % self._slots
-        return [self._slot(number) for number in range(first, first + self._batch)]
+        """The slots for the next sample: the same tensors every time if there are no more."""
+        first, self._next = self._next, (self._next + self._batch) % self.slots
+        return self._slots[first : first + self._batch]
 
     def fill(self, rank: int) -> None:
         """Fill all slots as `Problem.fill` does."""
-        for number in range(self._slots):
-            self._problem.fill(self._slot(number), rank)
-
-    def _slot(self, number: int) -> Slot:
-        start = number * self._stride
-        return self._problem.slot(self._memory[start : start + self._problem.slot_numel])
+        for slot in self._slots:
+            self._problem.fill(slot, rank)

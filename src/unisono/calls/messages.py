@@ -21,7 +21,7 @@ from unisono.standing import ANYONE
 from unisono.tensors import check_apart, is_plain
 from unisono.types import MAX_TAG, Message, Recv, Send, Work
 from unisono.work import patience, readable
-from unisono.wrappers.trace import is_traced, traced
+from unisono.wrappers.trace import sink_here, traced
 
 __all__ = ["Messages"]
 
@@ -112,7 +112,7 @@ class Messages(Caller):
             return False
         if peer == group.rank or not 0 <= peer < group.size or not is_plain(message.tensor):
             return False
-        if not engine.open or is_traced():
+        if not engine.open or sink_here() is not None:
             return False
         caller = _getframe(2)
         noted = (name, None, f"rank {peer}", (caller.f_code, caller.f_lasti))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +13,16 @@ from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.mpilib import until
 from unisono.transports._mpi_comms import Comms
 
-__all__ = ["Agreement", "word_of"]
+__all__ = ["Agreement", "Said", "word_of"]
+
+Said = tuple[bytes, bytes]
+"""The words of a call, and their sums if all ranks are at the same one."""
 
 _WORD = 2**64
 _MOST = 4096
 _LAST_WORD_S = 0.02
-_LOOKS = 100
+_LOOKS = range(100)
+_WORDS = struct.Struct("=3Q")
 _words: dict[tuple[Any, ...], int] = {}
 
 
@@ -61,66 +66,90 @@ class Agreement:
         mpi = comms.mpi
         self._comms, self._spins, self._look = comms, spins, look
         self._rank, self._size = comms.own.Get_rank(), comms.own.Get_size()
-        self._sums = memoryview(bytearray(24)).cast("Q")
+        self._words = bytearray(_WORDS.size)
+        self._sums = memoryview(self._words).cast("Q")
         self._arguments = (mpi.IN_PLACE, [self._sums, 3, mpi.UINT64_T], mpi.SUM)
-        self._request: Any = None
+        self._start: Callable[[], object] = self._first
+        self._test: Callable[[], bool] = _yes
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._given: list[int] = []
         self._taken: list[int] = []
         self.number = 0
         self.counted = 0
 
-    def reach(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
+    def reach(self, said: Said, deadline: float, count: int = 0) -> bool:
         """Whether all ranks gave the same word, and their rows fit.
 
         Args:
-            word: As of `word_of`.
+            said: As of `say`.
             deadline: On the monotonic clock.
-            rows: As of `rows_of`.
             count: For `counted`.
 
         Raises:
             CommTimeoutError: Not all have come until the deadline. There is no second try.
         """
-        sums = self._sums
+        comms, words = self._comms, self._words
+        if comms.broken is not None:
+            raise comms.broken
         self.number += 1
-        if self._size == 1:
-            self.counted = count
-            return not rows
-        sums[0], sums[1], sums[2] = word, rows, count
+        words[:], wanted = said
+        self._sums[2] = count
+        lock = comms.lock
+        if lock is not None:
+            lock.acquire()
         try:
-            with self._comms.turn:
-                request = self._begin()
-                test, over = request.Test, False
-                for _ in range(_LOOKS):
+            try:
+                self._start()
+                over, test = False, self._test
+                for _ in _LOOKS:
                     # Most often the others come at about the same time.
                     if over := test():
                         break
+            finally:
+                if lock is not None:
+                    lock.release()
             if not over:
-                self._see_through(request, deadline)
-        except self._comms.mpi.Exception as error:
-            raise self._comms.error_of(error) from error
-        self.counted = sums[2]
-        return sums[0] == word * self._size % _WORD and not sums[1]
+                self._see_through(deadline)
+        except comms.mpi.Exception as error:
+            raise comms.error_of(error) from error
+        if comms.broken is not None:
+            raise comms.broken
+        if words == wanted:
+            self.counted = 0
+            return True
+        self.counted = self._sums[2]
+        return words[:16] == wanted[:16]
 
-    def _begin(self) -> Any:
+    def say(self, word: int, rows: int = 0) -> Said:
+        """What this rank gives, and what is to come of it.
+
+        Args:
+            word: As of `word_of`.
+            rows: As of `rows_of`.
+        """
+        return _WORDS.pack(word, rows, 0), _WORDS.pack(word * self._size % _WORD, 0, 0)
+
+    def _first(self) -> None:
         """Start the sum. MPI prepares it once, if it knows how to: that halves the time."""
-        if self._request is None:
-            own = self._comms.own
-            try:
-                self._request = own.Allreduce_init(*self._arguments)
-            except (AttributeError, NotImplementedError, self._comms.mpi.Exception):
-                # Older than MPI 4.
-                return own.Iallreduce(*self._arguments)
-        self._request.Start()
-        return self._request
+        own = self._comms.own
+        if self._size == 1:
+            self._start = _yes
+            return
+        try:
+            request = own.Allreduce_init(*self._arguments)
+        except (AttributeError, NotImplementedError, self._comms.mpi.Exception):
+            # Older than MPI 4.
+            self._test = own.Iallreduce(*self._arguments).Test
+            return
+        self._start, self._test = request.Start, request.Test
+        request.Start()
 
-    def _see_through(self, request: Any, deadline: float) -> None:
+    def _see_through(self, deadline: float) -> None:
         turn, began = self._comms.turn, time.monotonic()
 
         def done() -> bool:
             with turn:
-                return bool(request.Test())
+                return bool(self._test())
 
         try:
             over = until(done, deadline, lambda: self._look(self._others), self._spins)
@@ -141,6 +170,10 @@ class Agreement:
         given = sum(factor * count for factor, count in zip(self._given, sends, strict=True))
         taken = sum(factor * count for factor, count in zip(self._taken, receives, strict=True))
         return (given - taken) % _WORD
+
+
+def _yes() -> bool:
+    return True
 
 
 def _factor(source: int, target: int) -> int:

@@ -90,13 +90,17 @@ class Comms:
         users: For users' messages.
         own: For collectives, and the messages that they are made of.
         turn: To be held while MPI is called.
+        lock: The same for who is in haste: None where nobody else has to wait.
+        broken: Why nothing can be called any more, if so.
         largest_tag: That users may give; each message takes two of MPI's.
     """
 
     def __init__(self, base: Base, ranks: Sequence[int], name: str) -> None:
         mpi = self.mpi = library()
         several = mpi.Query_thread() == mpi.THREAD_MULTIPLE
-        self.turn: AbstractContextManager[Any] = nullcontext() if several else _turns
+        self.lock = None if several else _turns
+        self.turn: AbstractContextManager[Any] = self.lock or nullcontext()
+        self.broken: BaseException | None = None
         with self.turn:
             _free_unused()
             # The least that every MPI has for tags is 32767.

@@ -69,18 +69,25 @@ class Native:
 
     def make(self, function: Callable[..., object], arguments: tuple[Any, ...], deadline: float) -> None:
         """Call one of MPI's functions for collectives, watched."""
-        self._watch.enter(deadline)
+        watch, lock = self._watch, self._comms.lock
+        watch.deadline = deadline
+        if not watch.enrolled:
+            watch.enrol()
+        if lock is not None:
+            lock.acquire()
         try:
-            with self._comms.turn:
-                function(*arguments)
+            function(*arguments)
         except self._mpi.Exception as error:
             raise self._comms.error_of(error) from error
         finally:
-            self._watch.deadline = None
+            if lock is not None:
+                lock.release()
+            watch.deadline = None
 
     @contextmanager
     def _watched(self, deadline: float) -> Iterator[None]:
-        self._watch.enter(deadline)
+        self._watch.deadline = deadline
+        self._watch.enrol()
         try:
             with self._comms.turn:
                 yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +11,20 @@ from unisono.fingerprint import Fingerprint
 from unisono.reduction import HALVES, check_reducible, divide, parse_op
 from unisono.site import call_site
 from unisono.tensors import is_plain
-from unisono.transports._mpi_agreement import Agreement, word_of
+from unisono.transports._mpi_agreement import Agreement, Said, word_of
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import Native
 from unisono.transports._mpi_parts import LONGEST
 from unisono.transports._mpi_reductions import is_odd
+from unisono.transports._mpi_seen import Seen, same, seen
 from unisono.transports._mpi_ways import WAYS, Kind, Way
 from unisono.types import Call, Message, ReduceOp
 
 __all__ = ["QuickCalls"]
 
 _MOST = 256
+_MOST_AGAIN = 1024
 _ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
 _PARTED = frozenset({"gather", "scatter"})
 _REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
@@ -40,25 +41,37 @@ _LISTS = {
 _BY_SOURCE = frozenset({"all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "gather"})
 """Those of which what is read has the shape that messages tell."""
 
+_ONCE, _OTHERS = "called once", "called with tensors that come and go"
+
+_Place = tuple[str, str, "int | None", int, int]
 _Key = tuple[str, str, "int | None", torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class _Recipe(NamedTuple):
     """What depends on a call's key alone: what ranks agree on, how it is made, and by what the result is divided."""
 
-    word: int
-    rows: int
+    said: Said
     way: Way
     divisor: int
     extreme: ReduceOp | None = None
     """The minimum or maximum, of floats: MPI's own is right where no rank `is_odd`."""
 
 
+class _Again(NamedTuple):
+    """What a call needs that is made again with the very tensors of an earlier one, and in the same place."""
+
+    target: Seen
+    source: Seen
+    root: int | None
+    recipe: _Recipe
+    arguments: tuple[Any, ...]
+
+
 class QuickCalls:
     """Calls on plain dense tensors: what depends on dtype, lengths, operation and root alone is kept.
 
     Args:
-        agree: What `MpiTransport` does before a call: takes the call's word, a deadline, rows, and a count.
+        differ: What `MpiTransport` does where other ranks came to another call than this one: it raises.
         agreement: Where it is told whether any rank has what a call of MPI would do wrong: then all go the longer way.
         native: Makes the call.
         messages: Carries those of users.
@@ -70,50 +83,82 @@ class QuickCalls:
 
     def __init__(
         self,
-        agree: Callable[[int, float, int, int], None],
+        differ: Callable[[Fingerprint], object],
         agreement: Agreement,
         native: Native,
         messages: Messages,
         comms: Comms,
         run: Callable[[Call, float], None],
     ) -> None:
-        self._agree, self._agreement, self._native, self._messages = agree, agreement, native, messages
+        self._differ, self._agreement, self._native, self._messages = differ, agreement, native, messages
         self._comms, self._run = comms, run
         self._size = comms.own.Get_size()
         self._recipes: dict[_Key, _Recipe] = {}
-        self._now: tuple[str, Any, Any, Any, int | None] | None = None
-        self._barrier = word_of(Fingerprint(0, "barrier", ReduceOp.BOR.value, algorithm="native").compared()[1:])
+        self._again: dict[_Place, object] = {}
+        self._barrier = agreement.say(word_of(_of_barrier().compared()[1:]))
 
-    def call(self, name: str, target: Any, source: Any, op: str, root: int | None, timeout: float) -> bool:
+    def call(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         """As `Quick.call`."""
-        deadline = monotonic() + timeout
+        agreement = self._agreement
         if name == "barrier":
-            self._now = (name, None, None, ReduceOp.BOR, None)
-            self._agree(self._barrier, deadline, 0, 0)
-            self._now = None
+            if not agreement.reach(self._barrier, deadline):
+                self._differ(_of_barrier(call_site()))
             return True
-        key = _key(name, target, source, op, root)
+        place = (name, op, root, id(target), id(source))
         try:
-            recipe = None if key is None else self._recipes.get(key) or self._prepare(key)
+            again = self._again.get(place)
         except TypeError:
-            # What cannot be a key is no operation.
+            # What cannot be a key is no operation, and no rank.
             return False
-        if recipe is None:
-            return False
-        way = recipe.way
-        arguments = way.describe(target, source)
-        if arguments is None or (recipe.divisor and _locked(target)):
-            return False
-        self._now = (name, target, source, op, root)
-        self._agree(recipe.word, deadline, recipe.rows, recipe.extreme is not None and is_odd(target))
-        self._now = None
-        if self._agreement.counted and (way.sends or recipe.extreme is not None):
+        if (
+            type(again) is _Again
+            and again.root is root
+            and same(again.target, target)
+            and (again.source is None or same(again.source, source))
+        ):
+            recipe, arguments = again.recipe, again.arguments
+        else:
+            described = self._described(name, target, source, op, root)
+            if described is None:
+                return False
+            recipe, arguments = described
+            if again is not _OTHERS:
+                self._remember(place, again, target, source, recipe, arguments)
+        said, way, divisor, extreme = recipe
+        if not agreement.reach(said, deadline, extreme is not None and is_odd(target)):
+            self._differ(self._quoted(name, target, source, op, root))
+        if agreement.counted and (way.sends or extreme is not None):
             self._run(_call(recipe, target, source), deadline)
             return True
         self._native.make(way.begin, arguments, deadline)
-        if recipe.divisor:
-            divide(target, recipe.divisor)
+        if divisor:
+            divide(target, divisor)
         return True
+
+    def _described(
+        self, name: str, target: Any, source: Any, op: str, root: int | None
+    ) -> tuple[_Recipe, tuple[Any, ...]] | None:
+        key = _key(name, target, source, op, root)
+        recipe = None if key is None else self._recipes.get(key) or self._prepare(key)
+        if recipe is None:
+            return None
+        arguments = recipe.way.describe(target, source)
+        if arguments is None or (recipe.divisor and _locked(target)):
+            return None
+        return recipe, arguments
+
+    def _remember(
+        self, place: _Place, known: Any, target: Any, source: Any, recipe: _Recipe, arguments: tuple[Any, ...]
+    ) -> None:
+        """From the second call on, unless other tensors come in the place of those that are gone."""
+        if len(self._again) >= _MOST_AGAIN:
+            self._again.clear()
+        if known is None:
+            self._again[place] = _ONCE
+        elif known is _ONCE:
+            self._again[place] = _Again(seen(target), seen(source), place[2], recipe, arguments)
+        else:
+            self._again[place] = _OTHERS
 
     def carry(self, message: Message, timeout: float) -> bool:
         """As `Quick.carry`."""
@@ -122,13 +167,7 @@ class QuickCalls:
         self._messages.carry(message, timeout)
         return True
 
-    def fingerprint(self) -> Fingerprint | None:
-        """Of the call that is being made this way, if any."""
-        if self._now is None:
-            return None
-        name, target, source, op, root = self._now
-        if name == "barrier":
-            return Fingerprint(0, name, op.value, algorithm="native", site=call_site())
+    def _quoted(self, name: str, target: Any, source: Any, op: str, root: int | None) -> Fingerprint:
         key = _key(name, target, source, op, root)
         assert key is not None
         given = source if name in _BY_SOURCE else target
@@ -165,7 +204,7 @@ class QuickCalls:
         rows = self._agreement.rows_of(way.sends, way.receives) if way.sends else 0
         if len(self._recipes) >= _MOST:
             self._recipes.clear()
-        recipe = self._recipes[key] = _Recipe(word, rows, way, divisor, extreme)
+        recipe = self._recipes[key] = _Recipe(self._agreement.say(word, rows), way, divisor, extreme)
         return recipe
 
 
@@ -192,6 +231,10 @@ def _key(name: str, target: Any, source: Any, op: str, root: int | None) -> _Key
 def _locked(tensor: torch.Tensor) -> bool:
     """Whether torch lets it be changed in inference mode only."""
     return tensor.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def _of_barrier(site: str | None = None) -> Fingerprint:
+    return Fingerprint(0, "barrier", ReduceOp.BOR.value, algorithm="native", site=site)
 
 
 def _fingerprint(key: _Key, way: Way, shape: tuple[int, ...] | None = None, site: str | None = None) -> Fingerprint:

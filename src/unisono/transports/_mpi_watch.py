@@ -46,13 +46,12 @@ class Watch:
         self._mpi, self._broken, self._give_up, self._free = mpi, broken, give_up, free
         self.deadline: float | None = None
         self._since: float | None = None
-        self._enrolled = False
+        self.enrolled = False
 
-    def enter(self, deadline: float) -> None:
-        """A blocking call begins."""
-        self.deadline = deadline
-        if not self._enrolled:
-            self._enrolled = True
+    def enrol(self) -> None:
+        """Be looked at from now on."""
+        if not self.enrolled:
+            self.enrolled = True
             _enrol(self)
 
     def look(self) -> None:

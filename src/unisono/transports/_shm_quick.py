@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import Any
 
 import torch
@@ -40,11 +39,11 @@ class QuickRounds:
         """As `Quick.carry`."""
         return False
 
-    def call(self, name: str, target: Any, source: Tensors, op: str, root: int | None, timeout: float) -> bool:
+    def call(self, name: str, target: Any, source: Tensors, op: str, root: int | None, deadline: float) -> bool:
         """As `Quick.call`."""
         if name == "barrier":
             self._now = (name, None, None)
-            self._rounds.first(_BARRIER, monotonic() + timeout)
+            self._rounds.first(_BARRIER, deadline)
             self._now = None
             return True
         tensor = target
@@ -64,13 +63,13 @@ class QuickRounds:
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)
         if stages is None or self._rounds.may_lie_in_place(tensor.nbytes):
             # Where it lies in shared memory, an average is divided on the way.
-            self._rounds.all_reduce(flat, ReduceOp.AVG if divisor else by, mark, monotonic() + timeout)
+            self._rounds.all_reduce(flat, ReduceOp.AVG if divisor else by, mark, deadline)
             divisor = 0
         else:
             board = self._board
             views = stages[(board.round + 1) & 1]
             views[board.rank].copy_(flat)
-            self._rounds.first(mark, monotonic() + timeout)
+            self._rounds.first(mark, deadline)
             if by is ReduceOp.SUM and board.size == 2:
                 # Adding in place is the fastest. In the order of ranks: of two NaNs, the first one's bits stay.
                 low, high = (views[0], flat) if board.rank else (flat, views[1])

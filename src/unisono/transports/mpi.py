@@ -62,16 +62,14 @@ class MpiTransport(Transport):
 
     def __init__(self, group: Group, comms: Comms, control: Control, options: Options) -> None:
         self.group, self._comms, self._control, self._options = group, comms, control, options
-        self._broken: BaseException | None = None
         self._fingerprint: Fingerprint | None = None
         self._looked_s = 0.0
         spins = _SPINS if group.size <= cores() else _CROWDED_SPINS
         self._messages = Messages(comms, options.timeout_s, self._look, spins)
         self._agreement = Agreement(comms, self._look, spins)
-        self._watch = Watch(comms.mpi, lambda: self._broken, self._give_up, comms.revoke)
+        self._watch = Watch(comms.mpi, lambda: comms.broken, self._give_up, comms.revoke)
         self._native = Native(comms, self._watch)
-        quick = QuickCalls(self._agree, self._agreement, self._native, self._messages, comms, self._run)
-        self.quick = self._quick = quick
+        self.quick = QuickCalls(self._differ, self._agreement, self._native, self._messages, comms, self._run)
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> MpiTransport:
@@ -111,9 +109,9 @@ class MpiTransport(Transport):
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
-        if self._broken is not None:
+        if self._comms.broken is not None:
             work = Completion(0.0)
-            work.complete(self._broken)
+            work.complete(self._comms.broken)
             return work
         for message in batch:
             if message.tag > self._comms.largest_tag:
@@ -133,13 +131,9 @@ class MpiTransport(Transport):
 
     def _agree(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> None:
         """Return when all ranks have come to the same call."""
-        if self._broken is not None:
-            raise self._broken
-        same = self._agreement.reach(word, deadline, rows, count)
-        if self._broken is not None:
-            raise self._broken
-        if not same:
-            self._differ()
+        if not self._agreement.reach(self._agreement.say(word, rows), deadline, count):
+            assert self._fingerprint is not None
+            self._differ(self._fingerprint)
 
     def carries(self, call: Call) -> bool:
         return call.name in self.native and carries(call, self.size)
@@ -158,10 +152,8 @@ class MpiTransport(Transport):
         batch += [Send(call.inputs[rank], rank, COLLECTIVE_TAG) for rank in others]
         self.post(batch).wait(max(0.0, deadline - time.monotonic()))
 
-    def _differ(self) -> None:
+    def _differ(self, mine: Fingerprint) -> None:
         """Words differ, which all ranks see: quote what each was about to do."""
-        mine = self._quick.fingerprint() or self._fingerprint
-        assert mine is not None
         topic, patience = f"mismatch in call {self._agreement.number}", min(self._options.timeout_s, _QUOTE_S)
         # Quick calls are not numbered here; that all ranks are at the same call is known.
         values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), patience)
@@ -171,8 +163,8 @@ class MpiTransport(Transport):
     # -- long waits ----------------------------------------------------------------------------
     def _look(self, peers: Sequence[int]) -> None:
         """In a long wait: go on with messages; raise if it is in vain, as this is broken or one of the ranks left."""
-        if self._broken is not None:
-            raise self._broken
+        if self._comms.broken is not None:
+            raise self._comms.broken
         self._messages.move()
         now = time.monotonic()
         if now < self._looked_s + _LOOK_EVERY_S:
@@ -200,17 +192,17 @@ class MpiTransport(Transport):
 
     # -- end -----------------------------------------------------------------------------------
     def leave(self) -> None:
-        if self._broken is None and self.size > 1:
+        if self._comms.broken is None and self.size > 1:
             with suppress(CommError):
                 self._control.set(self._left(self.rank), b"")
                 self._control.set(self._left(), b"")
 
     def close(self) -> None:
-        if self._comms.mpi.Is_finalized() or isinstance(self._broken, ClosedError):
+        if self._comms.mpi.Is_finalized() or isinstance(self._comms.broken, ClosedError):
             return
         self._let_go()
-        self._broken = self._broken or ClosedError("the communicator is closed")
-        self._messages.end(self._broken)
+        self._comms.broken = self._comms.broken or ClosedError("the communicator is closed")
+        self._messages.end(self._comms.broken)
 
     def __del__(self) -> None:
         if "_messages" in self.__dict__ and not self._comms.mpi.Is_finalized():
@@ -218,12 +210,12 @@ class MpiTransport(Transport):
 
     def _let_go(self) -> None:
         """Of MPI's communicators, unless something may be under way there: then they are kept for good."""
-        if self._broken is None and self._messages.idle:
+        if self._comms.broken is None and self._messages.idle:
             self._comms.free()
 
     def abort(self, cause: BaseException) -> None:
-        if self._broken is None:
-            self._broken = cause
+        if self._comms.broken is None:
+            self._comms.broken = cause
         self._messages.end(cause)
         if self._watch.deadline is not None:
             # Nothing else ends a collective that has begun.

@@ -20,7 +20,7 @@ from unisono.transport import Transport
 from unisono.types import Call, Message, Send, Work
 from unisono.wrappers.wrapper import Wrapper
 
-__all__ = ["Event", "Sink", "Traced", "is_traced", "trace", "traced"]
+__all__ = ["Event", "Sink", "Traced", "sink_here", "trace", "traced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,8 @@ class _TracedWork(Work):
 
 _sink: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
 
-
-def is_traced() -> bool:
-    """Whether a `trace` is open in this context."""
-    return _sink.get() is not None
+sink_here = _sink.get
+"""The sink of the `trace` that is open in this context, or None. Asked at each call, so it takes no frame of Python."""
 
 
 def traced(transport: Transport) -> Transport:

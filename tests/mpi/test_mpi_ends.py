@@ -112,6 +112,20 @@ def test_a_status_at_the_end_of_all_is_nobody_elses_matter(tmp_path: Path) -> No
 
 
 @pytest.mark.soak
+def test_an_exit_that_was_caught_and_kept_ends_nothing(tmp_path: Path) -> None:
+    catches = """
+    try:
+        sys.exit(3)
+    except SystemExit as error:
+        kept = error
+    comm.barrier()
+    """
+    ended = mpi_jobs.mpirun(tmp_path, STARTED + textwrap.dedent(catches), arguments=("mpi", "1"))
+    assert ended.status == 0, ended.err
+    assert "ends the job" not in ended.err
+
+
+@pytest.mark.soak
 def test_a_rank_whose_program_ends_is_not_waited_for(tmp_path: Path) -> None:
     returns = "if comm.rank != culprit:\n    comm.barrier()\n"
     ended = mpi_jobs.mpirun(tmp_path, STARTED + returns, arguments=("mpi", "1"))

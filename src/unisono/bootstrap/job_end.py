@@ -78,7 +78,8 @@ class JobEnd:
             self._end(status & 0xFF or 1 if isinstance(status, int) else 1)
 
     def _over(self) -> bool:
-        return os.getpid() != self._process or self._mpi.Is_finalized()
+        # What was caught and kept is forgotten when the interpreter ends.
+        return os.getpid() != self._process or sys.is_finalizing() or self._mpi.Is_finalized()
 
     def _end(self, status: int) -> None:
         sys.stdout.flush()

@@ -103,6 +103,7 @@ def test_a_status_at_the_end_of_all_is_nobody_elses_matter(tmp_path: Path) -> No
     if comm.rank == culprit:
         sys.exit(3)
     import time
+    # Long enough for a job that the other rank's status ended to be gone by then.
     time.sleep(3)
     print("my own last words", flush=True)
     """

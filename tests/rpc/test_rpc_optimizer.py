@@ -82,7 +82,7 @@ def test_wrong_arguments_of_the_optimizer() -> None:
         with pytest.raises(TypeError, match=r"LBFGS\.step .* needs a closure"):
             rpc.DistributedOptimizer(torch.optim.LBFGS, [ref])
         with pytest.raises(TypeError, match=r"RRefs.*not a Tensor"):
-            rpc.DistributedOptimizer(torch.optim.SGD, [torch.ones(2)], lr=0.1)  # type: ignore[list-item]  # wrong
+            rpc.DistributedOptimizer(torch.optim.SGD, [torch.ones(2)], lr=0.1)  # type: ignore[list-item]  # a mistake
         rpc.shutdown()
 
 

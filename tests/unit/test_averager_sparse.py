@@ -27,6 +27,7 @@ def test_sparse_gradients_equal_dense_ones(as_list: bool, thawed: bool) -> None:
     words = [torch.tensor([1, 2, 2]), torch.tensor([8, 2]), torch.tensor([], dtype=torch.int64)]
 
     def program(comm: un.Communicator) -> tuple[bool, list[torch.Tensor | None]]:
+        # After the pass it has a gradient, of which mypy does not know.
         model = made(lambda: Words(sparse=True))
         model.get_submodule("embedding").requires_grad_(not thawed)
         un.GradientAverager(list(model.parameters()) if as_list else model, comm)
@@ -66,6 +67,7 @@ def test_what_is_dense_on_a_rank_is_dense_on_all(dense: list[bool], call: bool) 
         if call:
             model.get_submodule("head").requires_grad_(False)
             un.average_gradients(model, comm)
+        # It has one by now, of which mypy does not know.
         return model.get_parameter("embedding.weight").grad.layout, gradients(model)[:1]  # type: ignore[union-attr]
 
     model = made(Tied)

@@ -248,62 +248,6 @@ def test_one_pass_after_another() -> None:
     assert run_ranks(passes, 2)[0] is True
 
 
-def test_tensors_that_came_in_another_context() -> None:
-    """Messages are numbered in each context anew: gradients would go to another one of the same number."""
-
-    def program(comm: un.Communicator) -> None:
-        rpc.init(comm, timeout=20.0)
-        begin(comm.rank)
-        comm.barrier()
-        if comm.rank == 0:
-            x = torch.ones(N, dtype=torch.float64, requires_grad=True)
-            with autograd.context() as outer:
-                loss = rpc.rpc_sync(1, times, (x,)).sum()
-                with autograd.context() as inner:
-                    own = rpc.rpc_sync(1, times, (3 * x,)).sum()
-                    for roots in ([loss], [own, loss]):
-                        with pytest.raises(RuntimeError, match="from rank 1 did so in another context"):
-                            autograd.backward(inner, roots)
-                    assert not autograd.get_gradients(inner)
-                    autograd.backward(inner, iter([own]))  # type: ignore[arg-type]  # narrower than it need be
-                autograd.backward(outer, [loss])
-                assert x in autograd.get_gradients(outer)
-        rpc.shutdown(timeout=20.0)
-
-    run_ranks(program, 2)
-
-
-def test_a_reference_to_what_is_no_loss_is_no_root() -> None:
-    def program(comm: un.Communicator) -> None:
-        rpc.init(comm, timeout=20.0)
-        begin(comm.rank)
-        comm.barrier()
-        if comm.rank == 0:
-            x = torch.ones(N, dtype=torch.float64)
-            with autograd.context() as context, pytest.raises(ValueError, match="one element"):
-                rpc.remote(1, times, (x,)).backward(context)
-        rpc.shutdown(timeout=20.0)
-
-    run_ranks(program, 2)
-
-
-def test_a_reference_can_be_the_root() -> None:
-    def program(comm: un.Communicator) -> Any:
-        rpc.init(comm)
-        begin(comm.rank)
-        comm.barrier()
-        result = None
-        if comm.rank == 0:
-            with autograd.context() as context:
-                loss = rpc.remote(1, times, (torch.ones(N, dtype=torch.float64),)).remote().sum()
-                loss.backward(context)
-                result = rpc.rpc_sync(1, gradients, (context,))[0].tolist()
-        rpc.shutdown()
-        return result
-
-    assert run_ranks(program, 2)[0] == [1.0] * N
-
-
 def test_a_lost_rank_ends_the_pass() -> None:
     def program(comm: un.Communicator) -> Any:
         agent = rpc.init(comm)

@@ -127,3 +127,9 @@ def expected(steps: list[Step], size: int) -> list[list[torch.Tensor | None]]:
         values = values + locally(step[0][1:], step[1], chosen(values, step), step[0][0], all_own)
     found = list(torch.autograd.grad(loss_of(values), leaves, allow_unused=True))
     return [found[:2], *(found[2 + OWN * rank : 2 + OWN * (rank + 1)] for rank in range(size))]
+
+
+@rpc.expose
+def times(value: torch.Tensor) -> torch.Tensor:
+    """The product with the first of the parameters here."""
+    return value * own_parameters()[0]

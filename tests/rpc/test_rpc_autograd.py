@@ -23,6 +23,7 @@ from rpc_graphs import (
     loss_of,
     own_parameters,
     start_values,
+    times,
 )
 
 import unisono as un
@@ -163,11 +164,6 @@ def test_gradients_of_two_leaves_have_memory_of_their_own() -> None:
         rpc.shutdown(timeout=20.0)
 
     run_ranks(program, 1)
-
-
-@rpc.expose
-def times(value: torch.Tensor) -> torch.Tensor:
-    return value * own_parameters()[0]
 
 
 def both_at_once(comm: un.Communicator) -> float:

@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from rpc_graphs import N, begin, gradients, own_parameters
+from rpc_graphs import N, begin, gradients, times
 
 import unisono as un
 from unisono.rpc import autograd
 from unisono.testing import run_ranks
 
 rpc = un.rpc
-
-
-@rpc.expose
-def times(value: torch.Tensor) -> torch.Tensor:
-    return value * own_parameters()[0]
 
 
 def test_tensors_that_came_in_another_context() -> None:

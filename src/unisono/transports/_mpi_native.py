@@ -17,6 +17,7 @@ import torch
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_parts import LONGEST, memory
 from unisono.transports._mpi_reductions import Reductions, reducible
+from unisono.transports._mpi_scattering import one_each, reduce_each
 from unisono.transports._mpi_watch import Watch
 from unisono.types import Call
 
@@ -126,11 +127,17 @@ class Native:
         target = call.outputs[0]
         with self.reductions.of(call.whole, call.op, result=target) as (whole, kind, op):
             factor = whole.numel() // max(1, call.whole.numel())
+            scaled = [count * factor for count in counts]
             into = [memory(self._comms, target), target.numel() * factor, kind]
-            if len(set(counts)) == 1:
+            if one_each(self._mpi, counts, target.itemsize):
+                stops = list(accumulate(scaled))
+                given = [self._described(whole, kind, stop - n, stop) for n, stop in zip(scaled, stops, strict=True)]
+                results = [into if root == self._rank else None for root in range(len(counts))]
+                reduce_each(self._comm.Reduce, zip(given, results, strict=True), op)
+            elif len(set(counts)) == 1:
                 self._comm.Reduce_scatter_block([memory(self._comms, whole), kind], into, op)
             else:
-                self._comm.Reduce_scatter(self._described(whole, kind), into, [n * factor for n in counts], op)
+                self._comm.Reduce_scatter(self._described(whole, kind), into, scaled, op)
 
     # -- what only moves -----------------------------------------------------------------------
     def _broadcast(self, call: Call) -> None:

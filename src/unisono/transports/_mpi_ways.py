@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_lists import Parts, touch
+from unisono.transports._mpi_scattering import one_each, reduce_each
 
 __all__ = ["WAYS", "Kind", "Way"]
 
@@ -97,22 +99,26 @@ def _broadcast(kind: Kind) -> Way:
 
 
 def _reduce_scatter_single(kind: Kind) -> Way | None:
-    element, op, whole = kind.element, kind.op, kind.whole
-    if kind.sources[0] != kind.targets[0] * kind.size:
+    element, op, whole, counts = kind.element, kind.op, kind.whole, kind.targets * kind.size
+    if kind.sources[0] != sum(counts):
         return None
+    if one_each(kind.comms.mpi, counts, kind.dtype.itemsize):
+        return Way(*_one_each(kind, lambda source: source.view(-1).split(kind.targets[0])), counts)
 
     def describe(target: torch.Tensor, source: torch.Tensor) -> _Arguments | None:
         if touch(target, source):
             return None
         return [whole(source), element], [whole(target), element], op
 
-    return Way(kind.comms.own.Reduce_scatter_block, describe, kind.targets * kind.size)
+    return Way(kind.comms.own.Reduce_scatter_block, describe, counts)
 
 
 def _reduce_scatter(kind: Kind) -> Way | None:
     element, op = kind.element, kind.op
     if kind.sources != kind.targets * kind.size:
         return None
+    if one_each(kind.comms.mpi, kind.sources, kind.dtype.itemsize):
+        return Way(*_one_each(kind, lambda sources: sources), kind.sources)
     step = kind.targets[0] * kind.dtype.itemsize
     extent = step * kind.size
 
@@ -126,6 +132,23 @@ def _reduce_scatter(kind: Kind) -> Way | None:
         return [kind.comms.mpi.buffer.fromaddress(first, extent), element], [kind.whole(target), element], op
 
     return Way(kind.comms.own.Reduce_scatter_block, describe, kind.sources)
+
+
+def _one_each(kind: Kind, split: Callable[[Any], Sequence[torch.Tensor]]) -> tuple[Callable[..., object], _Describe]:
+    """A reduction for each rank, and its arguments from what is written and the parts that are read."""
+    reduce, rank, element, op, whole = kind.comms.own.Reduce, kind.rank, kind.element, kind.op, kind.whole
+    in_place = kind.comms.mpi.IN_PLACE
+
+    def describe(target: torch.Tensor, source: Any) -> _Arguments | None:
+        parts = split(source)
+        here = target.data_ptr() == parts[rank].data_ptr()
+        if any(touch(target, part) for root, part in enumerate(parts) if not here or root != rank):
+            return None
+        calls: list[tuple[Any, Any]] = [([whole(part), element], None) for part in parts]
+        calls[rank] = (in_place if here else calls[rank][0], [whole(target), element])
+        return calls, op
+
+    return partial(reduce_each, reduce), describe
 
 
 def _all_gather_single(kind: Kind) -> Way | None:

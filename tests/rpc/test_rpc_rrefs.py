@@ -12,6 +12,7 @@ from patience import until
 from rpc_functions import census
 
 import unisono as un
+from unisono.rpc.references import Key
 from unisono.testing import pool, run_ranks
 
 rpc = un.rpc
@@ -57,6 +58,33 @@ def test_objects_that_could_not_be_asked_for_leave_no_gap() -> None:
         rpc.shutdown()
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("how", ["remote", "rpc_async"])
+def test_an_object_outlives_the_calls_that_were_made_of_it(how: str) -> None:
+    def program(comm: un.Communicator) -> int | None:
+        rpc.init(comm)
+        found = None
+        serving, references = rpc.current.current_agent().serving, rpc.current.current_agent().references
+        run = serving._run
+
+        def after_it_was_dropped(asked: Any, mail: Any, named: bytes) -> Any:
+            if named.endswith(b".add"):
+                assert until(lambda: not references._protocol.ledger.value(Key(0, 1)))
+            return run(asked, mail, named)
+
+        if comm.rank == 1:
+            serving._run = after_it_was_dropped
+        comm.barrier()
+        if comm.rank == 0:
+            rref = rpc.remote(1, Counter, (5,))
+            made = getattr(rref, how)().add(2)
+            del rref
+            found = made.to_here() if how == "remote" else made.wait()
+        rpc.shutdown()
+        return found
+
+    assert run_ranks(program, 2)[0] == 7
 
 
 @rpc.expose

@@ -119,7 +119,7 @@ class RRef(Generic[T]):
         if self.is_owner():
             return cast(T, self._agent.references.wait(self._key, timeout))
         self._check()
-        return cast(T, self._agent.caller.call(self._owner, "@fetch", self._key, (), {}, timeout))
+        return cast(T, self._agent.caller.call(self._owner, "@fetch", tuple(self._key), (), {}, timeout))
 
     def local_value(self) -> T:
         """The object itself, on its owner. Raises RuntimeError elsewhere."""
@@ -129,15 +129,15 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """A stand-in whose methods run on the object, on its owner: `ref.rpc_sync().step(3)`."""
-        return _Proxy(self, _sync, timeout)
+        return _Proxy(self, self._agent.caller.call, timeout)
 
     def rpc_async(self, timeout: float | None = None) -> Any:
         """The same; its methods return futures."""
-        return _Proxy(self, _async, timeout)
+        return _Proxy(self, self._agent.caller.start, timeout)
 
     def remote(self, timeout: float | None = None) -> Any:
         """The same; its methods return references to their results."""
-        return _Proxy(self, _remote, timeout)
+        return _Proxy(self, self._agent.caller.make, timeout)
 
     def backward(self, context: int, retain_graph: bool = False) -> None:
         """Back-propagate from the object, a tensor of one element, within a context of distributed autograd."""
@@ -179,25 +179,14 @@ class _Proxy:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
-            self._rref._check()
-            return self._call(self._rref, f".{name}", args, kwargs, self._timeout)
+            rref = self._rref
+            rref._check()
+            return self._call(rref._owner, f".{name}", tuple(rref._key), args, kwargs, self._timeout)
 
         return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__getattr__("__call__")(*args, **kwargs)
-
-
-def _sync(rref: RRef[Any], target: str, args: Any, kwargs: Any, timeout: float | None) -> Any:
-    return rref._agent.caller.call(rref._owner, target, rref._key, args, kwargs, timeout)
-
-
-def _async(rref: RRef[Any], target: str, args: Any, kwargs: Any, timeout: float | None) -> Any:
-    return rref._agent.caller.start(rref._owner, target, rref._key, args, kwargs, timeout)
-
-
-def _remote(rref: RRef[Any], target: str, args: Any, kwargs: Any, timeout: float | None) -> Any:
-    return rref._agent.caller.make(rref._owner, target, rref._key, args, kwargs, timeout)
 
 
 class RRefs:
@@ -264,7 +253,10 @@ class RRefs:
 
     def wait(self, key: Key, timeout: float | None) -> Any:
         """The value of an object of this rank."""
-        outcome = self.outcome(key)
+        return self.value_of(self.outcome(key), timeout)
+
+    def value_of(self, outcome: Outcome, timeout: float | None) -> Any:
+        """The same; nobody need refer to it any more."""
         if not outcome.known:
             self._agent.wait_known(outcome, timeout)
         if outcome.error is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.errors import CommError
+from unisono.errors import CommError, PeerLostError
 from unisono.mailbox import Mail
 from unisono.rpc.current import context, request
 from unisono.rpc.exposing import changes, is_async
@@ -35,18 +35,28 @@ _LONG_BYTES = 64 << 10
 _NUMBER = struct.Struct("<q")
 _KEPT = 1000
 _NONE = ord("N")
+_KEY = struct.Struct("<3sqcq")
+"""An object's key among the values of a call: a tuple of two whole numbers."""
 
 
 class _Request:
-    """One call of another rank. `cancelled`: its caller waits no longer; `thread`: what runs its function."""
+    """One call of another rank.
 
-    __slots__ = ("cancelled", "context", "kind", "message", "number", "outcome", "peer", "thread")
+    Attributes:
+        cancelled: Its caller waits no longer.
+        thread: What runs its function.
+        outcome: The place of its result, where that stays here.
+        called: The object whose method it calls, if it is one.
+    """
+
+    __slots__ = ("called", "cancelled", "context", "kind", "message", "number", "outcome", "peer", "thread")
 
     def __init__(self, mail: Mail) -> None:
         self.kind, self.number, self.context, self.message = HEADER.unpack_from(mail.head)
         self.peer = mail.peer
         self.cancelled = False
         self.outcome: Outcome | None = None
+        self.called: Outcome | None = None
         self.thread: int | None = None
 
 
@@ -86,11 +96,24 @@ class Serving:
             # Counted now: what this rank says of the object later comes after.
             key = Key(mail.peer, _NUMBER.unpack_from(mail.head, HEADER.size + 1)[0])
             asked.outcome = self._agent.references.expect(key, mail.peer)
+        asked.called = self._called(mail.head, start + len(target))
         long = bool(mail.bodies) and sum([b.numel() for b in mail.bodies]) > _LONG_BYTES
         short = target in self._quick if long else target not in self._slow
         # Bytes that are no call have been found out by now: those would never end.
         self._open[mail.peer, asked.number] = asked
         return lambda: self._serve(asked, mail, target), short
+
+    def _called(self, head: bytes, at: int) -> Outcome | None:
+        """What a call's key stands for, found before its caller's next message: that may say that it drops it."""
+        if head[at : at + 1] == b"N" or len(head) < at + _KEY.size:
+            return None
+        kinds, creator, kind, number = _KEY.unpack_from(head, at)
+        # What is no key, or one of nothing, is an error for its caller when the call is served.
+        if (kinds, kind) != (b"t\2i", b"i"):
+            return None
+        with contextlib.suppress(PeerLostError):
+            return self._agent.references.outcome(Key(creator, number))
+        return None
 
     def runs_here(self) -> bool:
         """Whether this thread runs a function that another rank called."""
@@ -155,9 +178,10 @@ class Serving:
         if asked.kind == REQUEST and asked.cancelled:
             raise CommError("this call was cancelled before it began")
         if key is not None:
+            outcome = asked.called or agent.references.outcome(Key(*key))
             if target == "@fetch":
-                return _Later(agent, Key(*key))
-            function = agent.exposed.method(agent.references.wait(Key(*key), None), target[1:])
+                return _Later(outcome)
+            function = agent.exposed.method(agent.references.value_of(outcome, None), target[1:])
         elif target == "@call":
             function, args = agent.exposed.given(args[0]), args[1:]
         else:
@@ -221,8 +245,8 @@ class Serving:
 class _Later:
     """The value of an object that may not be there yet."""
 
-    def __init__(self, agent: Agent, key: Key) -> None:
-        self._outcome = agent.references.outcome(key)
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
 
     def then(self, action: Callable[[Outcome], None]) -> None:
         self._outcome.when_known(lambda: action(self._outcome))

@@ -123,7 +123,8 @@ class Transport(ABC):
         devices: The device types whose tensors it carries.
         staged: Those of them that take the way over the CPU's memory; `post` sees CPU tensors then.
         overlaps: Whether a native collective, once started, goes on while the caller does other things.
-        background: Whether a collective mostly waits for a network, so that a thread that sees it through pays.
+        background: Whether a thread that sees a collective through pays: it mostly waits for a network, or each rank
+            has a core to spare. The same on every rank.
         quick: A shorter way for the simplest calls, or None.
         latency_s, second_per_byte: Rough cost of a message, from which an algorithm is chosen.
     """

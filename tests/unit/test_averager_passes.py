@@ -46,29 +46,48 @@ def close(model: nn.Module, size: int) -> bool:
     return all(torch.allclose(p.grad, g) for p, g in zip(model.parameters(), mean(size), strict=True))
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_a_pass_that_one_rank_broke_off_half_way_and_began_again_is_noticed_by_all(backend: str) -> None:
+def broken_off(comm: un.Communicator, model: nn.Sequential) -> None:
+    """Rank 1 breaks a pass off before the first layer; two buckets are full by then: those of all are of one length."""
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise OddError
+
+    if comm.rank == 1:
+        handle = model[0].weight.register_hook(fails)
+        with pytest.raises(OddError):
+            model(sample(comm.rank)).sum().backward()
+        handle.remove()
+
+
+def test_a_pass_that_one_rank_broke_off_half_way_and_began_again_is_noticed_by_all() -> None:
     def program(comm: un.Communicator) -> str:
-        model, failing = layers(), comm.rank == 1
+        model = layers()
         averager = un.GradientAverager(model, comm, bucket_cap_mb=128 / 2**20)
-
-        def fails(gradient: torch.Tensor) -> None:
-            if failing:
-                raise OddError
-
-        # Two buckets are on their way by then; those of all layers are of one length.
-        model[0].weight.register_hook(fails)
-        if failing:
-            with pytest.raises(OddError):
-                model(sample(comm.rank)).sum().backward()
-            failing = False
+        broken_off(comm, model)
         with pytest.raises(MismatchError) as caught:
             model(sample(comm.rank)).sum().backward()
         averager.remove()
         return str(caught.value)
 
-    for message in pool(backend, 2).run(program):
+    for message in pool("gloo", 2).run(program):
         assert "not at the same backward pass" in message
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm"])
+def test_it_does_no_harm_where_no_bucket_leaves_before_the_end(backend: str) -> None:
+    def program(comm: un.Communicator) -> bool:
+        with comm.dup() as part:
+            if backend == "shm":
+                part._engine.transport.background = False
+            model = layers()
+            averager = un.GradientAverager(model, part, bucket_cap_mb=128 / 2**20)
+            broken_off(part, model)
+            model.zero_grad()
+            model(sample(comm.rank)).square().mean().backward()
+            averager.remove()
+        return close(model, comm.size)
+
+    assert all(pool(backend, 2).run(program))
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo"])

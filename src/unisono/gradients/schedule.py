@@ -17,7 +17,8 @@ __all__ = ["BucketSchedule"]
 class BucketSchedule:
     """Each bucket is reduced as soon as it and all before it are full, so the order is the same on all ranks.
 
-    The last one waits for the end of the pass: by then its rank knows what it has to tell the others.
+    The last one waits for the end of the pass: by then its rank knows what it has to tell the others. All do where the
+    calling thread would have to reduce them.
 
     Args:
         named: All parameters, with their names.
@@ -72,7 +73,9 @@ class BucketSchedule:
         self.where.clear()
 
     def advance(self) -> None:
-        """Start the buckets whose turn it is: those that are full, but for the last."""
+        """Start the buckets whose turn it is, the full ones but for the last; none where it would hold up the pass."""
+        if not self.reducer.background:
+            return
         while self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
             self._start()
 

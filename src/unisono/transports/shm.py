@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from unisono.cores import cores
 from unisono.crew import Crew
 from unisono.deferred import Deferred
 from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, UnavailableError
@@ -40,6 +41,9 @@ _STAGE_BYTES = 1 << 20
 _QUOTE_S = 10.0
 _FOREVER_S = 1e9
 _TRIES = 50
+_SPARE = 64
+"""Where ranks say, a byte each, whether they have a core to spare: in the page that proves to be the right one."""
+
 _crew = Crew("unisono shared memory")
 _NATIVE = frozenset(
     {
@@ -61,7 +65,8 @@ class ShmTransport(Transport):
 
     Memory of p ranks: 2 MiB for each rank and 128 KiB for each ordered pair, taken when first
     touched, and given back with the last process; messages of any length pass through it.
-    A wait is seen through by whoever waits; there is no thread.
+    A wait is seen through by whoever waits; there is no thread. `background` is set if each rank, when they met, had
+    a core beside those of torch's threads.
     """
 
     native = _NATIVE
@@ -71,7 +76,7 @@ class ShmTransport(Transport):
     latency_s = 10e-6
     second_per_byte = 2e-10
 
-    def __init__(self, group: Group, control: Control, options: Options) -> None:
+    def __init__(self, group: Group, control: Control, options: Options, *, spare: bool) -> None:
         self.group, self._control, self._options = group, control, options
         self._fingerprint: Fingerprint | None = None
         self._quick: QuickRounds | None = None
@@ -80,7 +85,14 @@ class ShmTransport(Transport):
         board = PAGE_BYTES
         stages = board + -(-Board.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
         rings = stages + size * 2 * _STAGE_BYTES
-        memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s, mmap.mmap)
+
+        def mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+            memory = mmap.mmap(descriptor, nbytes)
+            memory[_SPARE + group.rank] = spare
+            return memory
+
+        memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s, mapped)
+        self.background = all(memory[_SPARE : _SPARE + size])
         with torch.inference_mode(mode=False):
             words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
         self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
@@ -100,7 +112,7 @@ class ShmTransport(Transport):
             raise UnavailableError(obstacle)
         # The communicator will be told of failures; memory is met for as members only.
         control.join(group, lambda cause: None)
-        return cls(group, control, options)
+        return cls(group, control, options, spare=cores() >= group.size * (torch.get_num_threads() + 1))
 
     @classmethod
     def neighbours(cls, group: Group, control: Control, timeout: float) -> tuple[tuple[int, ...], ...]:
@@ -110,7 +122,8 @@ class ShmTransport(Transport):
         return self._arenas.empty(shape, dtype)
 
     def split(self, group: Group) -> ShmTransport:
-        return ShmTransport(group, self._control, self._options)
+        # Whether others than the ranks of a part compute too is not known there.
+        return ShmTransport(group, self._control, self._options, spare=self.background)
 
     def mailbox(self, group: Group) -> Mailbox:
         return ShmMailbox(group, self._control, self._options.timeout_s)

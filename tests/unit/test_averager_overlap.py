@@ -1,0 +1,86 @@
+"""When buckets travel: while backward fills others if somebody has the time for it, else at the end of the pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from averaged_models import MODELS, TINY, batches, gradients, made, same, wanted_of
+from torch import nn
+
+import unisono as un
+from unisono.testing import pool
+from unisono.transports import shm
+
+# Processes import torch's compiler for checkpointed models, which takes seconds.
+CASES = [pytest.param(name, marks=[pytest.mark.soak] * ("checkpointed" in name)) for name in MODELS]
+
+
+def with_cores_to_spare(comm: un.Communicator) -> un.Communicator:
+    """The same ranks over shared memory, as on a host of more processors."""
+    part = comm.dup()
+    part._engine.transport.background = True
+    assert part.overlaps
+    return part
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_means_are_the_same_where_another_thread_makes_them(name: str) -> None:
+    size, make = 3, MODELS[name]
+    given = batches(size, 3)
+
+    def program(comm: un.Communicator) -> list[list[torch.Tensor | None]]:
+        with with_cores_to_spare(comm) as part:
+            model = made(make)
+            averager = un.GradientAverager(model, part, **TINY)
+            steps = []
+            for batch in given[comm.rank]:
+                model.zero_grad()
+                model(batch).square().mean().backward()
+                steps.append(gradients(model))
+            averager.remove()
+        return steps
+
+    results = pool("shm", size).run(program)
+    for step in range(3):
+        wanted = wanted_of(make, [given[rank][step] for rank in range(size)])
+        assert all(same(found[step], wanted) for found in results)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_buckets_leave_before_the_pass_ends_only_where_that_does_not_hold_it_up(spare: bool) -> None:
+    def program(comm: un.Communicator, spare: bool) -> list[bool]:
+        with with_cores_to_spare(comm) as part:
+            part._engine.transport.background = spare
+            model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+            averager = un.GradientAverager(model, part, bucket_cap_mb=64 / 2**20)
+            found = []
+            model[0].weight.register_hook(lambda _: found.extend(b.started for b in averager._schedule.buckets))
+            model(torch.ones(2, 4)).sum().backward()
+            averager.remove()
+        return found
+
+    # The pass comes to the first layer last.
+    for found in pool("shm", 2).run(program, spare):
+        assert found == [spare, spare, False]
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "spare"), [((4, 4), 1, True), ((4, 3), 1, False), ((4, 4), 2, False), ((6, 8), 2, True)]
+)
+def test_ranks_agree_whether_each_has_a_core_to_spare(cores: tuple[int, int], threads: int, spare: bool) -> None:
+    def program(comm: un.Communicator, cores: tuple[int, int], threads: int) -> bool:
+        whole = comm._engine.transport
+        group = replace(whole.group, name=f"{whole.group.name} of {cores}, {threads}")
+        with (
+            patch.object(shm, "cores", lambda: cores[comm.rank]),
+            patch.object(torch, "get_num_threads", lambda: threads),
+        ):
+            made = shm.ShmTransport.connect(group, whole._control, whole._options)
+        made.leave()
+        made.close()
+        return made.background
+
+    assert pool("shm", 2).run(program, cores, threads) == [spare] * 2

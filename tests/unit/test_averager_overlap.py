@@ -84,3 +84,28 @@ def test_ranks_agree_whether_each_has_a_core_to_spare(cores: tuple[int, int], th
         return made.background
 
     assert pool("shm", 2).run(program, cores, threads) == [spare] * 2
+
+
+@pytest.mark.parametrize(
+    ("spare", "compression", "cap", "count"),
+    [
+        (False, None, None, 1),
+        (True, None, None, 2),
+        (False, "bf16", None, 2),
+        (False, None, 20, 2),
+        (True, None, 50, 1),
+    ],
+)
+def test_one_message_is_enough_where_none_travels_while_others_fill(
+    spare: bool, compression: str | None, cap: float | None, count: int
+) -> None:
+    def program(comm: un.Communicator, spare: bool, compression: str | None, cap: float | None) -> int:
+        with with_cores_to_spare(comm) as part:
+            part._engine.transport.background = spare
+            model = nn.ParameterList(torch.zeros(4 << 20) for _ in range(2))
+            averager = un.GradientAverager(model, part, bucket_cap_mb=cap, first_bucket_mb=cap, compression=compression)
+            found = len(averager.buckets)
+            averager.remove()
+        return found
+
+    assert pool("shm", 2).run(program, spare, compression, cap) == [count] * 2

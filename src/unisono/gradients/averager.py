@@ -18,7 +18,7 @@ from unisono.gradients.join import joined
 from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
 from unisono.gradients.naming import about, check_skipped
-from unisono.gradients.plan import MIB, Named, agree_on_parameters, early_bytes, named_parameters, plan_buckets
+from unisono.gradients.plan import MIB, Named, agree_on_parameters, bucket_sizes, named_parameters, plan_buckets
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.schedule import BucketSchedule
 from unisono.gradients.sparse import average_sparse, sparse_parameters
@@ -44,8 +44,9 @@ class GradientAverager(Moving):
     Args:
         model: A module, or its parameters.
         comm: Whose ranks average. The averager talks over two communicators of its own, made of it.
-        bucket_cap_mb: Size of a message in MiB: a compromise of latency and overlap.
-        first_bucket_mb: Of the first: by default 1 where that travels while others fill, and as the others elsewhere.
+        bucket_cap_mb: Size of a message in MiB, a compromise of latency and overlap: by default 25 where a message
+            travels while others fill (`comm.overlaps`) or is compressed, and no limit elsewhere.
+        first_bucket_mb: Of the first: by default 1 if each rank has a core that reduces it while others fill.
         compression: A codec of `unisono.compression`, its name, or None.
         average: "mean", or "sum" for losses that are divided by the global batch already. A sum adds up all that
             `p.grad` holds, so what earlier steps left there is to be set to zero first.
@@ -79,7 +80,7 @@ class GradientAverager(Moving):
         model: torch.nn.Module | Iterable[torch.Tensor],
         comm: Communicator,
         *,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
         first_bucket_mb: float | None = None,
         compression: str | Codec | Callable[[], Codec] | None = None,
         average: Literal["mean", "sum"] = "mean",
@@ -92,8 +93,9 @@ class GradientAverager(Moving):
         self._named = named_parameters(model)
         self._names, self._parameters = [n for n, _ in self._named], [p for _, p in self._named]
         self._model = model if isinstance(model, torch.nn.Module) else None
-        self._sizes = int(bucket_cap_mb * MIB), None if first_bucket_mb is None else int(first_bucket_mb * MIB)
-        plan_buckets([], [], *self._sizes)
+        cap, first = (None if mb is None else int(mb * MIB) for mb in (bucket_cap_mb, first_bucket_mb))
+        plan_buckets([], [], MIB if cap is None else cap, first)
+        self._sizes = cap, first
         self._average, self._find_unused, self._sync_buffers = average, find_unused, sync_buffers
         self._compression = compression
         self._weights, self._steps = Weights(comm, average == "sum"), [0]
@@ -115,8 +117,8 @@ class GradientAverager(Moving):
         self._weights.comm = self._talk
         self._weights.forget()
         reducer = Reducer(self._comm, codec)
-        cap, first = self._sizes
-        sizes = cap, early_bytes(self._parameters, self._talk, reducer.background) if first is None else first
+        how = {"background": reducer.background, "compressed": codec is not None}
+        sizes = bucket_sizes(self._sizes, self._parameters, self._talk, **how)
         self._schedule = BucketSchedule(self._named, reducer, sizes, self._weights, self._talk.all_gather_object)
         self._where = self._schedule.where
         self._backward = Backward(self._finish, self._abandon)

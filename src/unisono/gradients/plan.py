@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -15,13 +16,14 @@ __all__ = [
     "MIB",
     "Named",
     "agree_on_parameters",
+    "bucket_sizes",
     "dense_strides",
-    "early_bytes",
     "named_parameters",
     "plan_buckets",
 ]
 
 MIB = 1 << 20
+_CAP_BYTES = 25 * MIB
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -76,16 +78,33 @@ def plan_buckets(
     return [*full, *filling.values()]
 
 
-def early_bytes(parameters: Sequence[torch.Tensor], comm: Communicator, background: bool) -> int | None:
-    """Most bytes of a first bucket that starts early; None where nobody would reduce it while others fill.
+def bucket_sizes(
+    given: tuple[int | None, int | None],
+    parameters: Sequence[torch.Tensor],
+    comm: Communicator,
+    *,
+    background: bool,
+    compressed: bool,
+) -> tuple[int, int | None]:
+    """Most bytes of a bucket, and of the first one if that is another number, where the user has not said it.
 
-    Collective. One starts early where buckets travel in the background and each rank has a core to spare for that.
+    Collective. A first one starts early if each rank has a core to spare for that.
+
+    Args:
+        given: What the user has said, if anything.
+        parameters: All of them.
+        comm: Of the ranks that average.
+        background: Whether buckets travel while others fill. If not, each more is one more wait for the slowest rank.
+        compressed: Whether a codec makes the messages: it is to have the same buckets on every machine.
     """
-    if not background:
-        return None
-    here = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
-    spare = any(p.device.type != "cpu" for p in parameters) or cores() >= 2 * here
-    return MIB if all(comm.all_gather_object(spare)) else None
+    cap, first = given
+    if cap is None:
+        cap = _CAP_BYTES if background or compressed else sys.maxsize
+    if first is None and background:
+        here = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
+        spare = any(p.device.type != "cpu" for p in parameters) or cores() >= 2 * here
+        first = MIB if all(comm.all_gather_object(spare)) else None
+    return cap, first
 
 
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:

@@ -36,6 +36,16 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [None if p.grad is None else p.grad.detach().to_dense().clone() for p in model.parameters()]
 
 
+def stepped(model: nn.Module, given: list[torch.Tensor]) -> list[list[torch.Tensor | None]]:
+    """The gradients after each batch's backward pass."""
+    steps = []
+    for batch in given:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        steps.append(gradients(model))
+    return steps
+
+
 def same(found: list[torch.Tensor | None], wanted: list[torch.Tensor | None]) -> bool:
     return all(
         (a is None) == (b is None) and (a is None or b is None or torch.allclose(a, b, 0, 1e-10))

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from averaged_models import MODELS, TINY, Net, batches, gradients, made, same, wanted_of
+from averaged_models import MODELS, TINY, Net, batches, gradients, made, same, stepped, wanted_of
 from torch import nn
 
 import unisono as un
@@ -32,11 +32,7 @@ def test_gradients_are_those_of_one_process_with_all_samples(name: str, backend:
         with torch.no_grad():
             for parameter, first in zip(model.parameters(), made(make).parameters(), strict=True):
                 assert torch.equal(parameter, first), "rank 0's parameters must be everybody's"
-        steps = []
-        for batch in given[comm.rank]:
-            model.zero_grad()
-            model(batch).square().mean().backward()
-            steps.append(gradients(model))
+        steps = stepped(model, given[comm.rank])
         averager.remove()
         return steps
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from averaged_models import MODELS, TINY, batches, gradients, made, same, wanted_of
+from averaged_models import MODELS, TINY, batches, made, same, stepped, wanted_of
 from torch import nn
 
 import unisono as un
@@ -35,11 +35,7 @@ def test_means_are_the_same_where_another_thread_makes_them(name: str) -> None:
         with with_cores_to_spare(comm) as part:
             model = made(make)
             averager = un.GradientAverager(model, part, **TINY)
-            steps = []
-            for batch in given[comm.rank]:
-                model.zero_grad()
-                model(batch).square().mean().backward()
-                steps.append(gradients(model))
+            steps = stepped(model, given[comm.rank])
             averager.remove()
         return steps
 

@@ -268,3 +268,14 @@ def test_parameters_that_are_added_are_noticed(kind: str) -> None:
 
     for said in un.launch(program, 2, "thread"):
         assert said.startswith("'3.weight' (and 1 more) was put" if kind == "layer" else "'1.weight' was put")
+
+
+@pytest.mark.parametrize("size", ["25", float("nan"), [25]])
+def test_a_bucket_of_no_size_is_refused(size: object) -> None:
+    def program(comm: un.Communicator, size: object) -> None:
+        for name in ("bucket_cap_mb", "first_bucket_mb"):
+            with pytest.raises(TypeError, match="must be a number of MiB"):
+                un.GradientAverager(made(Net), comm, **{name: size})
+        un.GradientAverager(made(Net), comm, bucket_cap_mb=float("inf")).remove()
+
+    un.launch(program, 2, "thread", (size,))

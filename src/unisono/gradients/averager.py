@@ -18,7 +18,7 @@ from unisono.gradients.join import joined
 from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
 from unisono.gradients.naming import about, check_skipped
-from unisono.gradients.plan import MIB, Named, agree_on_parameters, bucket_sizes, named_parameters, plan_buckets
+from unisono.gradients.plan import Named, agree_on_parameters, bucket_sizes, in_bytes, named_parameters
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.schedule import BucketSchedule
 from unisono.gradients.sparse import average_sparse, sparse_parameters
@@ -93,9 +93,7 @@ class GradientAverager(Moving):
         self._named = named_parameters(model)
         self._names, self._parameters = [n for n, _ in self._named], [p for _, p in self._named]
         self._model = model if isinstance(model, torch.nn.Module) else None
-        cap, first = (None if mb is None else int(mb * MIB) for mb in (bucket_cap_mb, first_bucket_mb))
-        plan_buckets([], [], MIB if cap is None else cap, first)
-        self._sizes = cap, first
+        self._sizes = in_bytes(bucket_cap_mb), in_bytes(first_bucket_mb)
         self._average, self._find_unused, self._sync_buffers = average, find_unused, sync_buffers
         self._compression = compression
         self._weights, self._steps = Weights(comm, average == "sum"), [0]

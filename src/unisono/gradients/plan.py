@@ -18,12 +18,14 @@ __all__ = [
     "agree_on_parameters",
     "bucket_sizes",
     "dense_strides",
+    "in_bytes",
     "named_parameters",
     "plan_buckets",
 ]
 
 MIB = 1 << 20
 _CAP_BYTES = 25 * MIB
+_NO_ROOM = "a bucket must have room for at least a byte"
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -60,7 +62,7 @@ def plan_buckets(
         [[2], [1, 0]]
     """
     if cap_bytes < 1 or (first_bytes is not None and first_bytes < 1):
-        raise ValueError("a bucket must have room for at least a byte")
+        raise ValueError(_NO_ROOM)
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     # To add lengths up anew for each parameter would take seconds for some thousand short ones.
@@ -76,6 +78,17 @@ def plan_buckets(
         filling.setdefault(kind, []).append(index)
         lengths[kind] = lengths.get(kind, 0) + parameter.nbytes
     return [*full, *filling.values()]
+
+
+def in_bytes(mebibytes: float | None) -> int | None:
+    """What a user has said, if anything; infinity is no limit. TypeError for no number, ValueError for too little."""
+    if mebibytes is None:
+        return None
+    if not isinstance(mebibytes, int | float) or mebibytes != mebibytes:
+        raise TypeError(f"the size of a bucket must be a number of MiB, or None, not {mebibytes!r}")
+    if (found := int(min(mebibytes * MIB, sys.maxsize)) if mebibytes > 0 else 0) < 1:
+        raise ValueError(_NO_ROOM)
+    return found
 
 
 def bucket_sizes(

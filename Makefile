@@ -46,10 +46,10 @@ docs: $(STAMP) ## run every example in the documents and docstrings
 	$(PY) -m pytest tests/house/test_examples.py $(ARGS)
 
 clean: ## remove all that was made here
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist src/unisono/*.so src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/compiled/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "unisono needs Python 3.11 or later. Name one: make install PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -e $(STAMP) || $(PYTHON) -m venv --clear $(VENV) || { \

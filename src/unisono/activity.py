@@ -11,10 +11,11 @@ from collections import Counter, deque
 from types import CodeType
 from typing import Any, Protocol
 
+from unisono.compiled import compiled
 from unisono.group import Group
 from unisono.site import line_of, site_of, users_frame
 
-__all__ = ["Activity", "Awaited", "Desk", "Noted", "Recorder", "told"]
+__all__ = ["Activity", "Awaited", "Desk", "Doing", "Noted", "Recorder", "told"]
 
 _KEPT = 16
 _TOLD = 5
@@ -47,39 +48,64 @@ def told(noted: Noted) -> str:
     return f"{name}{number_told}{f' ({detail})' if detail else ''}{f' at {site}' if site else ''}"
 
 
-class Activity:
+@compiled
+class Doing:
+    """The part of an `Activity` that quick calls tell; src/compiled/activity.c does the same.
+
+    Attributes:
+        calls: How many collectives have been called.
+        inside: Whether this rank is in a call.
+        since: On the monotonic clock: when the last call began, or ended if it is in none.
+        now: The call that it is in, if it is in one.
+        record: Where events are kept that are to survive this process, if anywhere.
+    """
+
+    since: float
+    record: Recorder | None
+
+    def __init__(self) -> None:
+        self.calls, self.inside = 0, False
+        self.now: Noted | None = None
+        self._latest: deque[Noted] = deque(maxlen=_KEPT)
+
+    @property
+    def latest(self) -> list[Noted]:
+        """The last calls, the newest at the end."""
+        return list(self._latest)
+
+    def keep(self, noted: Noted) -> None:
+        """It is one of the latest."""
+        self._latest.append(noted)
+
+
+class Activity(Doing):
     """What one communicator of this rank has been doing, for whoever asks, from any thread.
 
     To note a call costs a fraction of a microsecond; all else is put together when somebody asks.
 
     Attributes:
         owner: The thread that makes the calls.
-        calls, messages: How many collectives, and how many batches of messages, have been called.
-        inside: Whether this rank is in a call.
+        messages: How many batches of messages have been called; `calls` counts collectives.
         gave_up: Whether its last wait was in vain.
         aside: Whether it is so in a thread of the library, while the owner may do other things.
-        since: On the monotonic clock: when the last call began, or ended if it is in none.
-        latest, now: The last calls, and the one that it is in, if it is in one.
-        record: Where events are kept that are to survive this process, if anywhere.
     """
 
     def __init__(self, group: Group) -> None:
+        super().__init__()
         self.group = group
         self.owner = threading.get_ident()
-        self.calls = self.messages = 0
-        self.inside = self.aside = False
+        self.messages = 0
+        self.aside = False
         self.since = time.monotonic()
         self.broken = self.closed = self.gave_up = False
         self.posted: Counter[tuple[str, int, int]] = Counter()
-        self.record: Recorder | None = None
-        self.latest: deque[Noted] = deque(maxlen=_KEPT)
-        self.now: Noted | None = None
+        self.record = None
         self._awaited: tuple[Awaited, ...] = ()
 
     # -- what the engine tells -----------------------------------------------------------------
     def note(self, noted: Noted) -> None:
         """A call has been made."""
-        self.latest.append(noted)
+        self.keep(noted)
         if noted[1] is not None:
             self.calls = noted[1]
         else:
@@ -115,7 +141,7 @@ class Activity:
     # -- what others want to know --------------------------------------------------------------
     def last(self, count: int = _TOLD) -> list[str]:
         """The last calls, the newest at the end."""
-        return [told(noted) for noted in list(self.latest)[-count:]]
+        return [told(noted) for noted in self.latest[-count:]]
 
     def told(self) -> dict[str, Any]:
         """All of it in plain values."""
@@ -123,7 +149,8 @@ class Activity:
         # An error of the program may come from a wait that was none of its calls.
         now = self.now
         inside = now is not None and (self.inside or (self.gave_up and time.monotonic() - self.since < _KNOT_S))
-        shown = now if inside or not self.latest else self.latest[-1]
+        latest = self.latest
+        shown = now if inside or not latest else latest[-1]
         # A quick call is counted when it is done.
         come = now[1] if inside and now is not None else None
         return {

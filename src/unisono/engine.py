@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from sys import _getframe
 from threading import get_ident
 from time import monotonic
 
@@ -24,20 +23,21 @@ from unisono.ending import Ending
 from unisono.errors import ClosedError, CommError
 from unisono.execute import Spare, execute
 from unisono.plan import Plan
+from unisono.quickly import Quickly
 from unisono.reduction import combine
 from unisono.schedules import SCHEDULES, chunks_of
 from unisono.select import NATIVE
 from unisono.site import call_site
 from unisono.standing import ANYONE, Standing
-from unisono.transport import Options, Tensors, Transport
+from unisono.transport import Options, Transport
 from unisono.types import ReduceOp, Work
 from unisono.work import Completion, patience
-from unisono.wrappers.trace import sink_here
+from unisono.wrappers.trace import SINK, sink_here
 
 __all__ = ["Engine"]
 
 
-class Engine(Standing):
+class Engine(Standing, Quickly):
     """The moving part of one communicator. Collectives run one at a time, in the order of their calls.
 
     A blocking call drives itself. An asynchronous one is driven by one thread, made when first needed;
@@ -53,7 +53,7 @@ class Engine(Standing):
 
     def __init__(self, transport: Transport, control: Control, options: Options) -> None:
         super().__init__(transport, control, options)
-        self.quick = transport.quick
+        self.quick, self._sink, self._limit_s = transport.quick, SINK, options.timeout_s
         self._spare = Spare()
         self._helper = Helper(f"unisono {self.group.name} rank {self.group.rank}")
         self._pending = 0
@@ -67,53 +67,19 @@ class Engine(Standing):
         self._dropped.atexit = False
 
     # -- collectives ---------------------------------------------------------------------------
-    def quickly(
-        self,
-        name: str,
-        target: Tensors,
-        source: Tensors = None,
-        op: str = "",
-        root: int | None = None,
-        timeout: float | None = None,
-    ) -> bool:
-        """Make a blocking call by the transport's shorter way, as `Quick.call`; False if it is still to be made."""
-        quick = self.quick
-        if quick is None or name not in quick.names or (self.owner != get_ident() and self.owner != ANYONE):
-            return False
-        if self._pending or self._broken is not None or self.closed or sink_here() is not None:
-            return False
-        limit = self.options.timeout_s if timeout is None else patience(timeout, 0.0)
-        caller, activity = _getframe(2), self.activity
-        detail = op if root is None else f"root {root}"
-        # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
-        noted = activity.now = (name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
-        # As `enter`, `note` and `leave` do, without the calls: there is less than a microsecond for it.
-        activity.since = now = monotonic()
-        if activity.record is None:
-            activity.inside = True
-        else:
-            activity.enter(noted)
-        try:
-            done = quick.call(name, target, source, op, root, now + limit)
-            if done:
-                activity.calls = self._calls = self._calls + 1
-                activity.latest.append(noted)
-        except BaseException as error:
-            # What is refused is refused before anything is done. Of all else, also interrupts, others have seen a part.
-            if isinstance(error, TypeError | ValueError) and not isinstance(error, CommError):
-                raise
-            self._calls += 1
-            activity.note(noted)
-            told = self.failed(error, name, self._calls)
-            if told is error:
-                raise
-            raise told from error
-        finally:
-            if activity.record is None:
-                activity.since, activity.inside = monotonic(), False
-            else:
-                activity.leave()
-        return done
+    def _patience(self, timeout: float) -> float:
+        return patience(timeout, 0.0)
+
+    def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
+        # What is refused is refused before anything is done. Of all else, also interrupts, others have seen a part.
+        if isinstance(error, TypeError | ValueError) and not isinstance(error, CommError):
+            return error
+        self._calls += 1
+        self.activity.note(noted)
+        told = self.failed(error, noted[0], self._calls)
+        if told is not error:
+            told.__cause__ = error
+        return told
 
     def start_quickly(self, tensor: torch.Tensor, op: str, timeout: float | None) -> Work | None:
         """Start an all-reduce by the transport's shorter way; None if it was not taken."""

@@ -50,7 +50,7 @@ class Exchanging(Caller):
         if (
             algorithm is None
             and not async_op
-            and self._engine.quickly("all_gather", tensor_list, tensor, timeout=timeout)
+            and self._engine.quickly("all_gather", tensor_list, tensor, "", None, timeout)
         ):
             return None
         self._enter("all_gather")
@@ -82,7 +82,7 @@ class Exchanging(Caller):
         if (
             algorithm is None
             and not async_op
-            and self._engine.quickly("all_gather_single", output, input, timeout=timeout)
+            and self._engine.quickly("all_gather_single", output, input, "", None, timeout)
         ):
             return None
         self._enter("all_gather_single")
@@ -131,7 +131,7 @@ class Exchanging(Caller):
         if (
             algorithm is None
             and not async_op
-            and self._engine.quickly("all_to_all", output_list, input_list, timeout=timeout)
+            and self._engine.quickly("all_to_all", output_list, input_list, "", None, timeout)
         ):
             return None
         self._enter("all_to_all")
@@ -172,7 +172,7 @@ class Exchanging(Caller):
     ) -> Work | None:
         """As `all_to_all`, with rows of one tensor: split along dimension 0, evenly or as the sizes say."""
         name, even = "all_to_all_single", output_split_sizes is None and input_split_sizes is None
-        if even and algorithm is None and not async_op and self._engine.quickly(name, output, input, timeout=timeout):
+        if even and algorithm is None and not async_op and self._engine.quickly(name, output, input, "", None, timeout):
             return None
         self._enter(name)
         self._check_tensor(input, "input")

@@ -206,7 +206,7 @@ class Reducing(Caller):
         self, *, algorithm: str | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
         """Return when every rank has come. Collective. Cost: ceil(log2 p) rounds of one byte."""
-        if algorithm is None and not async_op and self._engine.quickly("barrier", None, timeout=timeout):
+        if algorithm is None and not async_op and self._engine.quickly("barrier", None, None, "", None, timeout):
             return None
         self._enter("barrier")
         return self._engine.run(plans.barrier(), "barrier", algorithm, async_op, timeout)

@@ -56,13 +56,21 @@ class Agreement:
         comms: Whose ranks agree.
         look: Called in long waits, with all other ranks; may raise.
         spins: How often to ask MPI before giving way.
+        page: Of the three words: makes what sums them through memory that all ranks share, or None: MPI does it.
 
     Attributes:
-        number: How often ranks have tried to agree; the same on all of them.
-        counted: The sum of the third words.
+        alike: Whether all ranks gave the same word the last time, and their rows fitted.
+        counted: The sum of the third words then.
+        page: What it sums by, if not by MPI.
     """
 
-    def __init__(self, comms: Comms, look: Callable[[Sequence[int]], object], spins: int) -> None:
+    def __init__(
+        self,
+        comms: Comms,
+        look: Callable[[Sequence[int]], object],
+        spins: int,
+        page: Callable[[bytearray], Any] = lambda words: None,
+    ) -> None:
         mpi = comms.mpi
         self._comms, self._spins, self._look = comms, spins, look
         self._rank, self._size = comms.own.Get_rank(), comms.own.Get_size()
@@ -74,8 +82,17 @@ class Agreement:
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._given: list[int] = []
         self._taken: list[int] = []
-        self.number = 0
-        self.counted = 0
+        self._number = 0
+        self.alike, self.counted = True, 0
+        self.page = page(self._words)
+        if self.page is not None:
+            self._start, self._test = self.page.start, self.page.test
+
+    @property
+    def number(self) -> int:
+        """How often ranks have tried to agree; the same on all of them."""
+        number: int = self._number if self.page is None else self.page.number
+        return number
 
     def reach(self, said: Said, deadline: float, count: int = 0) -> bool:
         """Whether all ranks gave the same word, and their rows fit.
@@ -88,11 +105,11 @@ class Agreement:
         Raises:
             CommTimeoutError: Not all have come until the deadline. There is no second try.
         """
-        comms, words = self._comms, self._words
+        comms = self._comms
         if comms.broken is not None:
             raise comms.broken
-        self.number += 1
-        words[:], wanted = said
+        self._number += 1
+        self._words[:] = said[0]
         self._sums[2] = count
         lock = comms.lock
         if lock is not None:
@@ -108,17 +125,28 @@ class Agreement:
             finally:
                 if lock is not None:
                     lock.release()
-            if not over:
-                self._see_through(deadline)
         except comms.mpi.Exception as error:
             raise comms.error_of(error) from error
-        if comms.broken is not None:
-            raise comms.broken
+        return self._judged(said) if over else self.see_through(said, deadline)
+
+    def see_through(self, said: Said, deadline: float) -> bool:
+        """The rest of `reach`, from when this rank has given its words."""
+        comms = self._comms
+        try:
+            self._wait(deadline)
+        except comms.mpi.Exception as error:
+            raise comms.error_of(error) from error
+        return self._judged(said)
+
+    def _judged(self, said: Said) -> bool:
+        if self._comms.broken is not None:
+            raise self._comms.broken
+        words, wanted = self._words, said[1]
         if words == wanted:
-            self.counted = 0
-            return True
-        self.counted = self._sums[2]
-        return words[:16] == wanted[:16]
+            self.alike, self.counted = True, 0
+        else:
+            self.alike, self.counted = words[:16] == wanted[:16], self._sums[2]
+        return self.alike
 
     def say(self, word: int, rows: int = 0) -> Said:
         """What this rank gives, and what is to come of it.
@@ -144,7 +172,7 @@ class Agreement:
         self._start, self._test = request.Start, request.Test
         request.Start()
 
-    def _see_through(self, deadline: float) -> None:
+    def _wait(self, deadline: float) -> None:
         turn, began = self._comms.turn, time.monotonic()
 
         def done() -> bool:

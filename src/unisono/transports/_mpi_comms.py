@@ -13,6 +13,7 @@ import xxhash
 
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.mpilib import library, until
+from unisono.transports._mpi_guarded import Guarded
 
 __all__ = ["Base", "Comms"]
 
@@ -77,7 +78,7 @@ class Base:
         return Base(self.comm.Shrink())
 
 
-class Comms:
+class Comms(Guarded):
     """Two communicators of the same ranks, which nobody else uses.
 
     Args:
@@ -91,7 +92,6 @@ class Comms:
         own: For collectives, and the messages that they are made of.
         turn: To be held while MPI is called.
         lock: The same for who is in haste: None where nobody else has to wait.
-        broken: Why nothing can be called any more, if so.
         largest_tag: That users may give; each message takes two of MPI's.
     """
 
@@ -100,7 +100,7 @@ class Comms:
         several = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self.lock = None if several else _turns
         self.turn: AbstractContextManager[Any] = self.lock or nullcontext()
-        self.broken: BaseException | None = None
+        self.broken = None
         with self.turn:
             _free_unused()
             # The least that every MPI has for tags is 32767.

@@ -56,7 +56,7 @@ class Native:
     """
 
     def __init__(self, comms: Comms, watch: Watch) -> None:
-        self._comms, self._mpi, self._comm, self._watch = comms, comms.mpi, comms.own, watch
+        self._comms, self._mpi, self._comm, self.watch = comms, comms.mpi, comms.own, watch
         self.reductions = Reductions(comms.mpi)
         self._rank = self._comm.Get_rank()
 
@@ -70,8 +70,8 @@ class Native:
 
     def make(self, function: Callable[..., object], arguments: tuple[Any, ...], deadline: float) -> None:
         """Call one of MPI's functions for collectives, watched."""
-        watch, lock = self._watch, self._comms.lock
-        watch.deadline = deadline
+        watch, comms, lock = self.watch, self._comms, self._comms.lock
+        comms.deadline = deadline
         if not watch.enrolled:
             watch.enrol()
         if lock is not None:
@@ -83,19 +83,19 @@ class Native:
         finally:
             if lock is not None:
                 lock.release()
-            watch.deadline = None
+            comms.deadline = None
 
     @contextmanager
     def _watched(self, deadline: float) -> Iterator[None]:
-        self._watch.deadline = deadline
-        self._watch.enrol()
+        self._comms.deadline = deadline
+        self.watch.enrol()
         try:
             with self._comms.turn:
                 yield
         except self._mpi.Exception as error:
             raise self._comms.error_of(error) from error
         finally:
-            self._watch.deadline = None
+            self._comms.deadline = None
 
     def _described(self, tensor: torch.Tensor, kind: Any = None, start: int = 0, stop: int | None = None) -> list[Any]:
         """Elements of a tensor as MPI takes them; its bytes, if no kind of element is given."""

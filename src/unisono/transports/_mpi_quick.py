@@ -11,20 +11,21 @@ from unisono.fingerprint import Fingerprint
 from unisono.reduction import HALVES, check_reducible, divide, parse_op
 from unisono.site import call_site
 from unisono.tensors import is_plain
+from unisono.transports._mpi_again import Repeats
 from unisono.transports._mpi_agreement import Agreement, Said, word_of
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import Native
 from unisono.transports._mpi_parts import LONGEST
 from unisono.transports._mpi_reductions import is_odd
-from unisono.transports._mpi_seen import Seen, same, seen
+from unisono.transports._mpi_seen import lasting
 from unisono.transports._mpi_ways import WAYS, Kind, Way
 from unisono.types import Call, Message, ReduceOp
 
 __all__ = ["QuickCalls"]
 
 _MOST = 256
-_MOST_AGAIN = 1024
+_MOST_PLACES = 4096
 _ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
 _PARTED = frozenset({"gather", "scatter"})
 _REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
@@ -41,8 +42,6 @@ _LISTS = {
 _BY_SOURCE = frozenset({"all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "gather"})
 """Those of which what is read has the shape that messages tell."""
 
-_ONCE, _OTHERS = "called once", "called with tensors that come and go"
-
 _Place = tuple[str, str, "int | None", int, int]
 _Key = tuple[str, str, "int | None", torch.dtype, tuple[int, ...], tuple[int, ...]]
 
@@ -57,17 +56,11 @@ class _Recipe(NamedTuple):
     """The minimum or maximum, of floats: MPI's own is right where no rank `is_odd`."""
 
 
-class _Again(NamedTuple):
-    """What a call needs that is made again with the very tensors of an earlier one, and in the same place."""
-
-    target: Seen
-    source: Seen
-    root: int | None
-    recipe: _Recipe
-    arguments: tuple[Any, ...]
+_Described = tuple[_Recipe, tuple[Any, ...]]
+"""How a call is made, and the arguments of MPI's function."""
 
 
-class QuickCalls:
+class QuickCalls(Repeats):
     """Calls on plain dense tensors: what depends on dtype, lengths, operation and root alone is kept.
 
     Args:
@@ -90,54 +83,60 @@ class QuickCalls:
         comms: Comms,
         run: Callable[[Call, float], None],
     ) -> None:
+        super().__init__(agreement, agreement.page, comms)
         self._differ, self._agreement, self._native, self._messages = differ, agreement, native, messages
         self._comms, self._run = comms, run
         self._size = comms.own.Get_size()
         self._recipes: dict[_Key, _Recipe] = {}
-        self._again: dict[_Place, object] = {}
+        self._places: dict[_Place, bool] = {}
         self._barrier = agreement.say(word_of(_of_barrier().compared()[1:]))
 
-    def call(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
-        """As `Quick.call`."""
-        agreement = self._agreement
+    def _anew(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         if name == "barrier":
-            if not agreement.reach(self._barrier, deadline):
-                self._differ(_of_barrier(call_site()))
-            return True
-        place = (name, op, root, id(target), id(source))
-        try:
-            again = self._again.get(place)
-        except TypeError:
-            # What cannot be a key is no operation, and no rank.
+            self.remember(name, None, None, op, None, self._barrier, None, (), 0)
+            return self._agreement.reach(self._barrier, deadline) or self._unlike(name, None, None, op, None, deadline)
+        described = self._described(name, target, source, op, root)
+        if described is None:
             return False
-        if (
-            type(again) is _Again
-            and again.root is root
-            and same(again.target, target)
-            and (again.source is None or same(again.source, source))
-        ):
-            recipe, arguments = again.recipe, again.arguments
-        else:
-            described = self._described(name, target, source, op, root)
-            if described is None:
-                return False
-            recipe, arguments = described
-            if again is not _OTHERS:
-                self._remember(place, again, target, source, recipe, arguments)
-        said, way, divisor, extreme = recipe
-        if not agreement.reach(said, deadline, extreme is not None and is_odd(target)):
+        recipe, arguments = described
+        self._consider((name, op, root, id(target), id(source)), target, source, recipe, arguments)
+        self._agreement.reach(recipe.said, deadline, recipe.extreme is not None and is_odd(target))
+        return self._concluded(name, target, source, op, root, deadline, described)
+
+    def _unlike(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
+        if name == "barrier":
+            self._differ(_of_barrier(call_site()))
+            return True
+        described = self._described(name, target, source, op, root)
+        assert described is not None
+        return self._concluded(name, target, source, op, root, deadline, described)
+
+    def _concluded(
+        self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float, described: _Described
+    ) -> bool:
+        """The rest of a call, when all ranks have come."""
+        recipe, arguments = described
+        agreement, way = self._agreement, recipe.way
+        if not agreement.alike:
             self._differ(self._quoted(name, target, source, op, root))
-        if agreement.counted and (way.sends or extreme is not None):
+        if agreement.counted and (way.sends or recipe.extreme is not None):
             self._run(_call(recipe, target, source), deadline)
             return True
         self._native.make(way.begin, arguments, deadline)
-        if divisor:
-            divide(target, divisor)
+        return self._divided(target) if recipe.divisor else True
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if not isinstance(error, self._comms.mpi.Exception):
+            return error
+        told = self._comms.error_of(error)
+        told.__cause__ = error
+        return told
+
+    def _divided(self, target: Any) -> bool:
+        divide(target, self._size)
         return True
 
-    def _described(
-        self, name: str, target: Any, source: Any, op: str, root: int | None
-    ) -> tuple[_Recipe, tuple[Any, ...]] | None:
+    def _described(self, name: str, target: Any, source: Any, op: str, root: int | None) -> _Described | None:
         key = _key(name, target, source, op, root)
         recipe = None if key is None else self._recipes.get(key) or self._prepare(key)
         if recipe is None:
@@ -147,18 +146,20 @@ class QuickCalls:
             return None
         return recipe, arguments
 
-    def _remember(
-        self, place: _Place, known: Any, target: Any, source: Any, recipe: _Recipe, arguments: tuple[Any, ...]
-    ) -> None:
-        """From the second call on, unless other tensors come in the place of those that are gone."""
-        if len(self._again) >= _MOST_AGAIN:
-            self._again.clear()
-        if known is None:
-            self._again[place] = _ONCE
-        elif known is _ONCE:
-            self._again[place] = _Again(seen(target), seen(source), place[2], recipe, arguments)
-        else:
-            self._again[place] = _OTHERS
+    def _consider(self, place: _Place, target: Any, source: Any, recipe: _Recipe, arguments: tuple[Any, ...]) -> None:
+        """Keep it from the second call on, unless other tensors come in the place of those that are gone."""
+        if len(self._places) >= _MOST_PLACES:
+            self._places.clear()
+        again = self._places.get(place)
+        if again is None:
+            self._places[place] = True
+        elif again:
+            self._places[place] = False
+            if recipe.extreme is None and lasting(target) and lasting(source):
+                name, op, root, *_ = place
+                way = recipe.way
+                self._native.watch.enrol()
+                self.remember(name, target, source, op, root, recipe.said, way.begin, arguments, recipe.divisor)
 
     def carry(self, message: Message, timeout: float) -> bool:
         """As `Quick.carry`."""
@@ -210,7 +211,7 @@ class QuickCalls:
 
 def _key(name: str, target: Any, source: Any, op: str, root: int | None) -> _Key | None:
     """What is alike in calls of one kind; None if what is given is wrong or not plain, or differs in dtype."""
-    if root is not None and type(root) is not int:
+    if (root is not None and type(root) is not int) or type(op) not in (str, ReduceOp):
         return None
     if source is None and name in _ALONE and is_plain(target):
         # What is most common goes fastest.

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Seen", "same", "seen"]
+__all__ = ["Seen", "lasting", "same", "seen"]
 
 Seen = Any
 """What is remembered of None, of a tensor, or of a list of these. It holds nothing alive."""
 
 
 def seen(given: Any) -> Seen:
-    """To be remembered of tensors that are plain (see `is_plain`): of complex ones, and of inference mode's, nothing.
+    """To be remembered of tensors that are plain (see `is_plain`) and `lasting`.
 
     Example:
         >>> tensor = torch.zeros(2, 3)
@@ -25,18 +25,27 @@ def seen(given: Any) -> Seen:
     if given is None:
         return None
     if isinstance(given, torch.Tensor):
-        # These can become unwritable, or views that are to be conjugated, without a sign in what is looked at.
-        known = _nothing if given.is_complex() or given.is_inference() else weakref.ref(given)
-        return known, given.data_ptr(), given.numel(), given.dtype
+        return weakref.ref(given), given.data_ptr(), given.numel(), given.dtype
     return [seen(one) for one in given]
 
 
-def _nothing() -> None:
-    """The reference to a tensor that is never the same."""
+def lasting(given: Any) -> bool:
+    """Whether all that can change of tensors can be seen.
+
+    Those of inference mode can become unwritable, and complex ones views that are to be conjugated, without a sign.
+    """
+    if given is None:
+        return True
+    if isinstance(given, torch.Tensor):
+        return not (given.is_complex() or given.is_inference())
+    return all(map(lasting, given))
 
 
 def same(known: Seen, given: Any) -> bool:
-    """Whether it is what was seen. All that can change of a plain tensor is looked at, but its elements."""
+    """Whether it is what was seen: all that can change of such a tensor is looked at, but its elements.
+
+    src/compiled/seen.c does the same.
+    """
     if known is None:
         return given is None
     if type(known) is list:

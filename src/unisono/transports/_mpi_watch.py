@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.mpilib import survives
+from unisono.transports._mpi_comms import Comms
 
 __all__ = ["Watch"]
 
@@ -23,7 +24,7 @@ _lock = threading.Lock()
 
 
 class Watch:
-    """Whoever enters a blocking call of MPI sets `deadline`, and takes it back afterwards.
+    """Whoever enters a blocking call of MPI sets `deadline` of its communicators, and takes it back afterwards.
 
     A daemon thread of the process looks ten times a second. What is late is given up, as by an abort; where MPI can
     revoke a communicator, that ends the call. If nothing has ended it 3 s after the communicator broke, the job
@@ -31,20 +32,17 @@ class Watch:
 
     Args:
         mpi: The module.
-        broken: Why the communicator is broken, if it is.
+        comms: The communicators.
         give_up: Breaks it, for want of time.
-        free: Ends the call, with a cause, where MPI can.
     """
 
     def __init__(
         self,
         mpi: Any,
-        broken: Callable[[], BaseException | None],
+        comms: Comms,
         give_up: Callable[[], object],
-        free: Callable[[BaseException], object],
     ) -> None:
-        self._mpi, self._broken, self._give_up, self._free = mpi, broken, give_up, free
-        self.deadline: float | None = None
+        self._mpi, self._comms, self._give_up = mpi, comms, give_up
         self._since: float | None = None
         self.enrolled = False
 
@@ -56,7 +54,7 @@ class Watch:
 
     def look(self) -> None:
         """What the thread does."""
-        now, deadline, cause = time.monotonic(), self.deadline, self._broken()
+        now, deadline, cause = time.monotonic(), self._comms.deadline, self._comms.broken
         if deadline is None:
             self._since = None
         elif cause is None:
@@ -65,7 +63,7 @@ class Watch:
         elif self._since is None:
             # It may have begun while the communicator broke.
             self._since = now
-            self._free(cause)
+            self._comms.revoke(cause)
         elif now > self._since + _GRACE_S:
             self._end(cause)
 

@@ -22,6 +22,7 @@ from unisono.transports._mpi_agreement import Agreement, word_of
 from unisono.transports._mpi_comms import Base, Comms
 from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import NATIVE, Native, carries, too_long
+from unisono.transports._mpi_page import page_of
 from unisono.transports._mpi_quick import QuickCalls
 from unisono.transports._mpi_watch import Watch
 from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, ReduceOp, Send, Work
@@ -64,10 +65,12 @@ class MpiTransport(Transport):
         self.group, self._comms, self._control, self._options = group, comms, control, options
         self._fingerprint: Fingerprint | None = None
         self._looked_s = 0.0
-        spins = _SPINS if group.size <= cores() else _CROWDED_SPINS
+        crowded = group.size > cores()
+        spins = _CROWDED_SPINS if crowded else _SPINS
         self._messages = Messages(comms, options.timeout_s, self._look, spins)
-        self._agreement = Agreement(comms, self._look, spins)
-        self._watch = Watch(comms.mpi, lambda: comms.broken, self._give_up, comms.revoke)
+        page = page_of(group, control, options.timeout_s, crowded)
+        self._agreement = Agreement(comms, self._look, spins, page)
+        self._watch = Watch(comms.mpi, comms, self._give_up)
         self._native = Native(comms, self._watch)
         self.quick = QuickCalls(self._differ, self._agreement, self._native, self._messages, comms, self._run)
 
@@ -217,7 +220,7 @@ class MpiTransport(Transport):
         if self._comms.broken is None:
             self._comms.broken = cause
         self._messages.end(cause)
-        if self._watch.deadline is not None:
+        if self._comms.deadline is not None:
             # Nothing else ends a collective that has begun.
             self._comms.revoke(cause)
 

@@ -20,7 +20,7 @@ from unisono.transport import Transport
 from unisono.types import Call, Message, Send, Work
 from unisono.wrappers.wrapper import Wrapper
 
-__all__ = ["Event", "Sink", "Traced", "sink_here", "trace", "traced"]
+__all__ = ["SINK", "Event", "Sink", "Traced", "sink_here", "trace", "traced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +136,15 @@ class _TracedWork(Work):
             self._tell()
 
 
-_sink: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
+SINK: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
 
-sink_here = _sink.get
+sink_here = SINK.get
 """The sink of the `trace` that is open in this context, or None. Asked at each call, so it takes no frame of Python."""
 
 
 def traced(transport: Transport) -> Transport:
     """The transport, told of if a `trace` is open in this context."""
-    sink = _sink.get()
+    sink = SINK.get()
     return transport if sink is None else Traced(transport, sink)
 
 
@@ -164,11 +164,11 @@ def trace(path: str | os.PathLike[str]) -> Iterator[list[Event]]:
         ('all_reduce', 'all_reduce')
     """
     events: list[Event] = []
-    token = _sink.set(events.append)
+    token = SINK.set(events.append)
     try:
         yield events
     finally:
-        _sink.reset(token)
+        SINK.reset(token)
         Path(path).write_text(json.dumps({"traceEvents": [_viewed(event) for event in events]}))
 
 

@@ -1,0 +1,90 @@
+/* What the parts of unisono._compiled have in common. Each of them stands in for a class of Python, which says what it
+ * does and why; src/unisono/compiled.py tells which. Calls get slower by every piece of memory that they look at: after
+ * a long message little is left in the caches. So what a call needs lies together here. */
+#ifndef UNISONO_COMPILED_H
+#define UNISONO_COMPILED_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <structmember.h>
+#include <time.h>
+
+#ifndef __linux__
+#error "time.monotonic() is another clock elsewhere"
+#endif
+#ifdef Py_GIL_DISABLED
+#error "the global lock guards all of this"
+#endif
+
+/* A call, as `Noted`: as such, or what one is made of when somebody asks. */
+typedef struct {
+    PyObject *noted;
+    PyObject *name, *op, *root, *code;
+    long number;
+    int last;
+} Note;
+
+enum { KEPT = 16 };
+
+/* unisono.activity.Doing */
+typedef struct {
+    PyObject_HEAD
+    double since;
+    PyObject *record;
+    char inside;
+    long calls;
+    Note now;
+    unsigned kept;
+    Note latest[KEPT];
+} Doing;
+
+/* unisono.transports._mpi_page.Page */
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    Py_buffer words;
+    unsigned long long number;
+    int rank, size, looks;
+} Page;
+
+/* unisono.transports._mpi_guarded.Guarded */
+typedef struct {
+    PyObject_HEAD
+    PyObject *broken;
+    double deadline; /* 0 for None */
+} Guarded;
+
+extern PyTypeObject *DoingType, *PageType, *GuardedType;
+
+int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type);
+
+void doing_begin(Doing *doing, PyObject *name, PyObject *op, PyObject *root, long number);
+void doing_done(Doing *doing, long number);
+
+int page_made(const Page *page);
+void page_put(Page *page, const uint64_t words[3]);
+int page_all(const Page *page, uint64_t sums[3]);
+
+PyObject *raised(void);
+void raise_again(PyObject *error);
+void raise_after(PyObject *earlier);
+
+static inline double monotonic(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static inline void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#endif

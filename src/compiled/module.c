@@ -1,0 +1,40 @@
+/* The module unisono._compiled. */
+#include "compiled.h"
+
+extern PyType_Spec doing_spec, guarded_spec, page_spec;
+int add_quickly(PyObject *module);
+int add_repeats(PyObject *module);
+
+int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
+{
+    *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    return *type ? PyModule_AddType(module, *type) : -1;
+}
+
+/* As in unisono/compiled.py: another number for other parts, or for parts of other parts. */
+enum { INTERFACE = 1 };
+
+static int fill(PyObject *module)
+{
+    if (DoingType) {
+        PyErr_SetString(PyExc_ImportError, "unisono's compiled parts know one interpreter only");
+        return -1;
+    }
+    if (add_type(module, &doing_spec, &DoingType) < 0 || add_type(module, &guarded_spec, &GuardedType) < 0 ||
+        add_type(module, &page_spec, &PageType) < 0)
+        return -1;
+    if (PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0)
+        return -1;
+    return add_quickly(module) < 0 || add_repeats(module) < 0 ? -1 : 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill}, {0, NULL}};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "unisono._compiled", "Parts of unisono, compiled; `unisono.compiled` tells which.", 0, NULL, slots,
+    NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__compiled(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,300 @@
+/* unisono.transports._mpi_again.Repeats: calls of MPI that are made again with the same tensors. */
+#include "seen.h"
+
+enum { ENTRIES = 1024, NEIGHBOURS = 4 };
+
+typedef struct {
+    PyObject *name, *op, *root;
+    void *target_at, *source_at;
+    Seen target, source;
+    uint64_t words[3], wanted;
+    PyObject *said, *begin, *arguments;
+    long divisor;
+    int holders; /* the table, and who makes the call */
+} Entry;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *agreement, *page, *comms, *lock;
+    Entry *entries[ENTRIES];
+} Repeats;
+
+static PyObject *s_anew, *s_counted, *s_unlike, *s_reach, *s_see_through, *s_explained, *s_divided, *s_lock, *s_acquire,
+    *s_release;
+
+static size_t home(PyObject *name, void *target, void *source)
+{
+    uintptr_t mixed = (uintptr_t)name ^ ((uintptr_t)target * 3) ^ ((uintptr_t)source * 5);
+    return (size_t)((mixed * 0x9E3779B97F4A7C15u) >> 40) % ENTRIES;
+}
+
+static int is_for(const Entry *entry, PyObject *const *given)
+{
+    return entry && entry->target_at == given[1] && entry->source_at == given[2] && entry->name == given[0] &&
+           entry->op == given[3] && entry->root == given[4];
+}
+
+static void drop(Entry *entry)
+{
+    if (!entry || --entry->holders > 0)
+        return;
+    unsee(&entry->target);
+    unsee(&entry->source);
+    Py_XDECREF(entry->name);
+    Py_XDECREF(entry->op);
+    Py_XDECREF(entry->root);
+    Py_XDECREF(entry->said);
+    Py_XDECREF(entry->begin);
+    Py_XDECREF(entry->arguments);
+    PyMem_Free(entry);
+}
+
+/* 1 if all ranks have come to the same call; 0 if `_unlike` has to see to it; -1 with an error. */
+static int agree(Repeats *self, const Entry *entry, PyObject *deadline)
+{
+    Page *page = (Page *)self->page;
+    PyObject *reached, *broken = ((Guarded *)self->comms)->broken;
+    if (!page || (broken && broken != Py_None)) {
+        reached = PyObject_CallMethodObjArgs(self->agreement, s_reach, entry->said, deadline, NULL);
+    } else {
+        uint64_t sums[3];
+        page_put(page, entry->words);
+        for (int look = 0; look < page->looks; look++) {
+            if (page_all(page, sums)) {
+                if (sums[0] == entry->wanted && !sums[1] && !sums[2])
+                    return 1;
+                break;
+            }
+            relax();
+        }
+        reached = PyObject_CallMethodObjArgs(self->agreement, s_see_through, entry->said, deadline, NULL);
+    }
+    PyObject *counted = reached == Py_True ? PyObject_GetAttr(self->agreement, s_counted) : NULL;
+    int alike = !reached || (reached == Py_True && !counted) ? -1 : counted ? PyObject_Not(counted) : 0;
+    Py_XDECREF(counted);
+    Py_XDECREF(reached);
+    return alike;
+}
+
+/* The error that is under way becomes what it means. */
+static void explain(Repeats *self)
+{
+    PyObject *error = raised(), *told = PyObject_CallMethodOneArg((PyObject *)self, s_explained, error);
+    if (told == error)
+        raise_again(Py_NewRef(error));
+    else if (told)
+        PyErr_SetObject((PyObject *)Py_TYPE(told), told);
+    Py_XDECREF(told);
+    raise_after(error);
+}
+
+static int turn(Repeats *self, PyObject *method)
+{
+    if (self->lock == Py_None)
+        return 0;
+    PyObject *turned = PyObject_CallMethodNoArgs(self->lock, method);
+    Py_XDECREF(turned);
+    return turned ? 0 : -1;
+}
+
+static int begin(Repeats *self, const Entry *entry, PyObject *deadline)
+{
+    Guarded *comms = (Guarded *)Py_NewRef(self->comms);
+    comms->deadline = PyFloat_AsDouble(deadline);
+    int over = -1;
+    if (!PyErr_Occurred() && turn(self, s_acquire) == 0) {
+        PyObject *done = PyObject_Call(entry->begin, entry->arguments, NULL);
+        PyObject *error = done ? NULL : raised();
+        if (turn(self, s_release) < 0) {
+            raise_after(error);
+        } else if (error) {
+            raise_again(error);
+            explain(self);
+        } else {
+            over = 0;
+        }
+        Py_XDECREF(done);
+    }
+    comms->deadline = 0.0;
+    Py_DECREF(comms);
+    return over;
+}
+
+/* name, target, source, op, root, deadline */
+static PyObject *call(Repeats *self, PyObject *const *given, Py_ssize_t count)
+{
+    if (count != 6) {
+        PyErr_Format(PyExc_TypeError, "call() takes 6 arguments, not %zd", count);
+        return NULL;
+    }
+    PyObject *again[] = {(PyObject *)self, given[0], given[1], given[2], given[3], given[4], given[5]};
+    size_t at = home(given[0], given[1], given[2]);
+    Entry *entry = NULL;
+    PyObject *done = NULL;
+    for (int n = 0; n < NEIGHBOURS && !entry; n++)
+        if (is_for(self->entries[(at + n) % ENTRIES], given))
+            entry = self->entries[(at + n) % ENTRIES];
+    if (!entry)
+        return PyObject_VectorcallMethod(s_anew, again, 7, NULL);
+    if (!self->comms) {
+        PyErr_SetString(PyExc_RuntimeError, "__init__() was not called");
+        return NULL;
+    }
+    /* Another may take its place while this looks, or waits. */
+    entry->holders++;
+    if (!same(&entry->target, given[1]) || !same(&entry->source, given[2])) {
+        drop(entry);
+        return PyObject_VectorcallMethod(s_anew, again, 7, NULL);
+    }
+    int alike = agree(self, entry, given[5]);
+    if (alike == 1) {
+        PyObject *broken = ((Guarded *)self->comms)->broken;
+        if (broken && broken != Py_None)
+            PyErr_SetObject((PyObject *)Py_TYPE(broken), broken);
+        else if (entry->begin == Py_None || begin(self, entry, given[5]) == 0)
+            done = entry->divisor ? PyObject_CallMethodObjArgs((PyObject *)self, s_divided, given[1], NULL)
+                                  : Py_NewRef(Py_True);
+    } else if (alike == 0) {
+        done = PyObject_VectorcallMethod(s_unlike, again, 7, NULL);
+    }
+    drop(entry);
+    return done;
+}
+
+/* name, target, source, op, root, said, begin, arguments, divisor */
+static PyObject *remember(Repeats *self, PyObject *const *given, Py_ssize_t count)
+{
+    if (count != 9 || !PyTuple_Check(given[5]) || PyTuple_GET_SIZE(given[5]) != 2 || !PyTuple_Check(given[7])) {
+        PyErr_SetString(PyExc_TypeError, "remember() takes 9 arguments");
+        return NULL;
+    }
+    PyObject *words = PyTuple_GET_ITEM(given[5], 0), *wanted = PyTuple_GET_ITEM(given[5], 1);
+    if (!PyBytes_Check(words) || Py_SIZE(words) != 24 || !PyBytes_Check(wanted) || Py_SIZE(wanted) != 24) {
+        PyErr_SetString(PyExc_TypeError, "what is said are three words, and what comes of them");
+        return NULL;
+    }
+    Entry *entry = PyMem_Calloc(1, sizeof *entry);
+    if (!entry)
+        return PyErr_NoMemory();
+    entry->holders = 1;
+    entry->divisor = PyLong_AsLong(given[8]);
+    if (PyErr_Occurred() || see(&entry->target, given[1]) < 0 || see(&entry->source, given[2]) < 0) {
+        drop(entry);
+        return NULL;
+    }
+    entry->name = Py_NewRef(given[0]);
+    entry->op = Py_NewRef(given[3]);
+    entry->root = Py_NewRef(given[4]);
+    entry->target_at = given[1];
+    entry->source_at = given[2];
+    entry->said = Py_NewRef(given[5]);
+    entry->begin = Py_NewRef(given[6]);
+    entry->arguments = Py_NewRef(given[7]);
+    memcpy(entry->words, PyBytes_AS_STRING(words), sizeof entry->words);
+    memcpy(&entry->wanted, PyBytes_AS_STRING(wanted), sizeof entry->wanted);
+    size_t at = home(given[0], given[1], given[2]), place = at;
+    for (int n = 0; n < NEIGHBOURS; n++) {
+        Entry *there = self->entries[(at + n) % ENTRIES];
+        if (!there || is_for(there, given)) {
+            place = (at + n) % ENTRIES;
+            break;
+        }
+    }
+    Entry *old = self->entries[place];
+    self->entries[place] = entry;
+    drop(old);
+    Py_RETURN_NONE;
+}
+
+static int init(Repeats *self, PyObject *arguments, PyObject *named)
+{
+    static char *names[] = {"agreement", "page", "comms", NULL};
+    PyObject *agreement, *page, *comms;
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OOO", names, &agreement, &page, &comms))
+        return -1;
+    if (page != Py_None && !PyObject_TypeCheck(page, PageType)) {
+        PyErr_SetString(PyExc_TypeError, "a page is a Page, or None");
+        return -1;
+    }
+    if (page != Py_None && !page_made((Page *)page))
+        return -1;
+    if (!PyObject_TypeCheck(comms, GuardedType)) {
+        PyErr_SetString(PyExc_TypeError, "communicators are Guarded");
+        return -1;
+    }
+    Py_XSETREF(self->agreement, Py_NewRef(agreement));
+    Py_XSETREF(self->page, page == Py_None ? NULL : Py_NewRef(page));
+    Py_XSETREF(self->comms, Py_NewRef(comms));
+    PyObject *lock = PyObject_GetAttr(comms, s_lock);
+    if (!lock)
+        return -1;
+    Py_XSETREF(self->lock, lock);
+    return 0;
+}
+
+static int each(Repeats *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->agreement);
+    Py_VISIT(self->comms);
+    Py_VISIT(self->lock);
+    for (int n = 0; n < ENTRIES; n++)
+        if (self->entries[n]) {
+            Py_VISIT(self->entries[n]->begin);
+            Py_VISIT(self->entries[n]->arguments);
+        }
+    return 0;
+}
+
+static int clear(Repeats *self)
+{
+    Py_CLEAR(self->agreement);
+    Py_CLEAR(self->page);
+    Py_CLEAR(self->comms);
+    Py_CLEAR(self->lock);
+    for (int n = 0; n < ENTRIES; n++) {
+        Entry *entry = self->entries[n];
+        self->entries[n] = NULL;
+        drop(entry);
+    }
+    return 0;
+}
+
+static void dealloc(Repeats *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, NULL},
+    {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL, NULL},
+    {NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_init, init}, {Py_tp_methods, methods}, {Py_tp_traverse, each}, {Py_tp_clear, clear},
+    {Py_tp_dealloc, dealloc}, {0, NULL},
+};
+static PyType_Spec spec = {
+    "unisono._compiled.Repeats", sizeof(Repeats), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots,
+};
+
+int add_repeats(PyObject *module)
+{
+    static PyTypeObject *type;
+    static const struct {
+        PyObject **place;
+        const char *name;
+    } names[] = {
+        {&s_anew, "_anew"}, {&s_unlike, "_unlike"}, {&s_explained, "_explained"}, {&s_divided, "_divided"},
+        {&s_reach, "reach"}, {&s_see_through, "see_through"}, {&s_counted, "counted"}, {&s_lock, "lock"},
+        {&s_acquire, "acquire"}, {&s_release, "release"},
+    };
+    for (size_t n = 0; n < sizeof names / sizeof *names; n++)
+        if (!(*names[n].place = PyUnicode_InternFromString(names[n].name)))
+            return -1;
+    return prepare_seeing() < 0 ? -1 : add_type(module, &spec, &type);
+}

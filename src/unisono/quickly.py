@@ -1,0 +1,84 @@
+"""What an engine does around a call by its transport's shorter way. There is a microsecond for it."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from sys import _getframe
+from threading import get_ident
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from unisono.activity import Activity, Noted
+from unisono.compiled import compiled
+from unisono.standing import ANYONE
+from unisono.transport import Quick, Tensors
+
+if TYPE_CHECKING:
+    from unisono.control import Cause
+
+__all__ = ["Quickly"]
+
+
+@compiled
+class Quickly:
+    """The part of an engine that is in haste; src/compiled/engine.c does the same.
+
+    Attributes:
+        quick: The transport's shorter way, if it has one.
+        activity, owner, closed: As of `Standing`.
+    """
+
+    quick: Quick | None
+    activity: Activity
+    owner: int | None
+    closed: bool
+    _broken: Cause | None
+    _calls: int
+    _pending: int
+    _limit_s: float
+    _sink: ContextVar[Any]
+
+    def quickly(
+        self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float | None, /
+    ) -> bool:
+        """Make a blocking call by the transport's shorter way, as `Quick.call`; False if it is still to be made."""
+        quick = self.quick
+        if quick is None or name not in quick.names or (self.owner != get_ident() and self.owner != ANYONE):
+            return False
+        if self._pending or self._broken is not None or self.closed or self._sink.get() is not None:
+            return False
+        limit = self._limit_s if timeout is None else self._patience(timeout)
+        caller, activity = _getframe(2), self.activity
+        detail = op if root is None else f"root {root}"
+        # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
+        noted = activity.now = (name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
+        # As `enter`, `note` and `leave` do, without the calls.
+        activity.since = now = monotonic()
+        if activity.record is None:
+            activity.inside = True
+        else:
+            activity.enter(noted)
+        try:
+            done = quick.call(name, target, source, op, root, now + limit)
+            if done:
+                activity.calls = self._calls = self._calls + 1
+                activity.keep(noted)
+        except BaseException as error:
+            told = self._blamed(error, noted)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            if activity.record is None:
+                activity.since, activity.inside = monotonic(), False
+            else:
+                activity.leave()
+        return done
+
+    def _patience(self, timeout: float) -> float:
+        """How long a call may take that was told a time; or what is wrong with it."""
+        raise NotImplementedError
+
+    def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
+        """The error to raise where a call has ended by one: the same, or another."""
+        raise NotImplementedError

@@ -1,0 +1,108 @@
+"""Calls of MPI that are made again with the very tensors of an earlier one, and so need nothing but a look at these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from unisono.compiled import compiled
+from unisono.transports._mpi_agreement import Agreement, Said
+from unisono.transports._mpi_comms import Comms
+from unisono.transports._mpi_seen import Seen, same, seen
+
+__all__ = ["Repeats"]
+
+_MOST = 1024
+
+
+class _Again(NamedTuple):
+    target: Seen
+    source: Seen
+    root: int | None
+    said: Said
+    begin: Callable[..., object] | None
+    arguments: tuple[Any, ...]
+    divisor: int
+
+
+@compiled
+class Repeats:
+    """What is kept of calls, and how they are made again; src/compiled/repeats.c does the same.
+
+    Args:
+        agreement: By which ranks learn that all have come to the same call.
+        page: What the agreement sums by, where that is compiled, too.
+        comms: Of the ranks.
+    """
+
+    def __init__(self, agreement: Agreement, page: object, comms: Comms) -> None:
+        self._said_by, self._guarded = agreement, comms
+        self._again: dict[tuple[str, str, int | None, int, int], _Again] = {}
+
+    def remember(
+        self,
+        name: str,
+        target: Any,
+        source: Any,
+        op: str,
+        root: int | None,
+        said: Said,
+        begin: Callable[..., object] | None,
+        arguments: tuple[Any, ...],
+        divisor: int,
+        /,
+    ) -> None:
+        """Keep how a call is made, for the next one with the same tensors as long as they stay as they are.
+
+        Args:
+            name, target, source, op, root: As `call` is given them.
+            said: What ranks agree on.
+            begin, arguments: MPI's function, and what it takes; None where nothing moves.
+            divisor: By what the target is divided in the end, if it is not 0.
+        """
+        if len(self._again) >= _MOST:
+            self._again.clear()
+        key = name, op, root, id(target), id(source)
+        self._again[key] = _Again(seen(target), seen(source), root, said, begin, arguments, divisor)
+
+    def call(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float, /) -> bool:
+        """As `Quick.call`."""
+        try:
+            again = self._again.get((name, op, root, id(target), id(source)))
+        except TypeError:
+            # What cannot be a key is no operation, and no rank.
+            return False
+        if again is None or again.root is not root or not same(again.target, target) or not same(again.source, source):
+            return self._anew(name, target, source, op, root, deadline)
+        agreement, comms = self._said_by, self._guarded
+        if not agreement.reach(again.said, deadline) or agreement.counted:
+            return self._unlike(name, target, source, op, root, deadline)
+        if again.begin is not None:
+            comms.deadline = deadline
+            try:
+                with comms.turn:
+                    again.begin(*again.arguments)
+            except BaseException as error:
+                told = self._explained(error)
+                if told is error:
+                    raise
+                raise told from error
+            finally:
+                comms.deadline = None
+        return self._divided(target) if again.divisor else True
+
+    def _anew(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
+        """`call`, of which nothing is kept."""
+        raise NotImplementedError
+
+    def _unlike(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
+        """The rest of `call`, after an agreement in which ranks differed, or counted."""
+        raise NotImplementedError
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What to raise in the place of an error that MPI's function raised."""
+        raise NotImplementedError
+
+    def _divided(self, target: Any) -> bool:
+        """The end of an average."""
+        raise NotImplementedError

@@ -47,6 +47,7 @@ typedef struct {
     Py_buffer words;
     unsigned long long number;
     int rank, size, looks;
+    int awaited; /* whether not all ranks were seen to have put the last words */
 } Page;
 
 /* unisono.transports._mpi_guarded.Guarded */
@@ -65,7 +66,7 @@ void doing_done(Doing *doing, long number);
 
 int page_made(const Page *page);
 void page_put(Page *page, const uint64_t words[3]);
-int page_all(const Page *page, uint64_t sums[3]);
+int page_all(Page *page, uint64_t sums[3]);
 
 PyObject *raised(void);
 void raise_again(PyObject *error);

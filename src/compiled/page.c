@@ -20,13 +20,14 @@ static Place *place(const Page *page, int rank, unsigned long long number)
 void page_put(Page *page, const uint64_t words[3])
 {
     Place *mine = place(page, page->rank, ++page->number);
+    page->awaited = 1;
     for (int n = 0; n < WORDS; n++)
         atomic_store_explicit(&mine->words[n], words[n], memory_order_relaxed);
     atomic_store_explicit(&mine->number, page->number, memory_order_release);
 }
 
 /* Whether all ranks have put theirs, and then their sums. */
-int page_all(const Page *page, uint64_t sums[3])
+int page_all(Page *page, uint64_t sums[3])
 {
     memset(sums, 0, WORDS * sizeof *sums);
     for (int rank = 0; rank < page->size; rank++) {
@@ -36,6 +37,7 @@ int page_all(const Page *page, uint64_t sums[3])
         for (int n = 0; n < WORDS; n++)
             sums[n] += atomic_load_explicit(&other->words[n], memory_order_relaxed);
     }
+    page->awaited = 0;
     return 1;
 }
 
@@ -72,6 +74,11 @@ static PyObject *start(Page *self, PyObject *unused)
     uint64_t words[WORDS];
     if (!page_made(self))
         return NULL;
+    if (self->awaited) {
+        /* Others may go on by that one, and would be met by nobody. */
+        PyErr_SetString(PyExc_RuntimeError, "an error has ended the wait for the sum before this one");
+        return NULL;
+    }
     memcpy(words, self->words.buf, sizeof words);
     page_put(self, words);
     Py_RETURN_NONE;

@@ -54,7 +54,7 @@ static int agree(Repeats *self, const Entry *entry, PyObject *deadline)
 {
     Page *page = (Page *)self->page;
     PyObject *reached, *broken = ((Guarded *)self->comms)->broken;
-    if (!page || (broken && broken != Py_None)) {
+    if (!page || page->awaited || (broken && broken != Py_None)) {
         reached = PyObject_CallMethodObjArgs(self->agreement, s_reach, entry->said, deadline, NULL);
     } else {
         uint64_t sums[3];

@@ -397,3 +397,25 @@ def test_a_page_that_cannot_be(given_page: tuple[int, int, int, int]) -> None:
     nbytes, words, rank, size = given_page
     with pytest.raises(ValueError, match="128 bytes"):
         COMPILED["Page"](memoryview(mmap.mmap(-1, 4096))[:nbytes], bytearray(words), rank, size, 1)
+
+
+@both
+def test_a_page_is_not_used_after_a_sum_that_was_given_up() -> None:
+    memory = mmap.mmap(-1, 4096)
+    pages = [COMPILED["Page"](memory, bytearray(24), rank, 2, 1) for rank in range(2)]
+    pages[0].start()
+    assert pages[0].test() is False
+    with pytest.raises(RuntimeError, match="ended the wait"):
+        pages[0].start()
+    pages[1].start()
+    assert (pages[1].test(), pages[0].test()) == (True, True)
+    pages[0].start()
+    assert [page.number for page in pages] == [2, 1]
+
+
+@both
+def test_a_page_without_memory_says_so() -> None:
+    page = COMPILED["Page"].__new__(COMPILED["Page"])
+    for action in (page.start, page.test):
+        with pytest.raises(RuntimeError, match="without memory"):
+            action()

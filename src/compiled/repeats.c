@@ -1,7 +1,8 @@
 /* unisono.transports._mpi_again.Repeats: calls of MPI that are made again with the same tensors. */
 #include "seen.h"
 
-enum { ENTRIES = 1024, NEIGHBOURS = 4 };
+/* An entry is in one of the places of its set, which are neighbours in memory. */
+enum { PLACES = 8, SETS = 256, ENTRIES = PLACES * SETS };
 
 typedef struct {
     PyObject *name, *op, *root;
@@ -16,6 +17,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *agreement, *page, *comms, *lock;
+    unsigned replaced;
     Entry *entries[ENTRIES];
 } Repeats;
 
@@ -25,7 +27,7 @@ static PyObject *s_anew, *s_counted, *s_unlike, *s_reach, *s_see_through, *s_exp
 static size_t home(PyObject *name, void *target, void *source)
 {
     uintptr_t mixed = (uintptr_t)name ^ ((uintptr_t)target * 3) ^ ((uintptr_t)source * 5);
-    return (size_t)((mixed * 0x9E3779B97F4A7C15u) >> 40) % ENTRIES;
+    return (size_t)((mixed * 0x9E3779B97F4A7C15u) >> 40) % SETS * PLACES;
 }
 
 static int is_for(const Entry *entry, PyObject *const *given)
@@ -131,9 +133,9 @@ static PyObject *call(Repeats *self, PyObject *const *given, Py_ssize_t count)
     size_t at = home(given[0], given[1], given[2]);
     Entry *entry = NULL;
     PyObject *done = NULL;
-    for (int n = 0; n < NEIGHBOURS && !entry; n++)
-        if (is_for(self->entries[(at + n) % ENTRIES], given))
-            entry = self->entries[(at + n) % ENTRIES];
+    for (int n = 0; n < PLACES && !entry; n++)
+        if (is_for(self->entries[at + n], given))
+            entry = self->entries[at + n];
     if (!entry)
         return PyObject_VectorcallMethod(s_anew, again, 7, NULL);
     if (!self->comms) {
@@ -142,11 +144,12 @@ static PyObject *call(Repeats *self, PyObject *const *given, Py_ssize_t count)
     }
     /* Another may take its place while this looks, or waits. */
     entry->holders++;
-    if (!same(&entry->target, given[1]) || !same(&entry->source, given[2])) {
+    int found = same(&entry->target, given[1]), alike = found == 1 ? same(&entry->source, given[2]) : found;
+    if (alike != 1) {
         drop(entry);
-        return PyObject_VectorcallMethod(s_anew, again, 7, NULL);
+        return alike < 0 ? NULL : PyObject_VectorcallMethod(s_anew, again, 7, NULL);
     }
-    int alike = agree(self, entry, given[5]);
+    alike = agree(self, entry, given[5]);
     if (alike == 1) {
         PyObject *broken = ((Guarded *)self->comms)->broken;
         if (broken && broken != Py_None)
@@ -192,14 +195,10 @@ static PyObject *remember(Repeats *self, PyObject *const *given, Py_ssize_t coun
     entry->arguments = Py_NewRef(given[7]);
     memcpy(entry->words, PyBytes_AS_STRING(words), sizeof entry->words);
     memcpy(&entry->wanted, PyBytes_AS_STRING(wanted), sizeof entry->wanted);
-    size_t at = home(given[0], given[1], given[2]), place = at;
-    for (int n = 0; n < NEIGHBOURS; n++) {
-        Entry *there = self->entries[(at + n) % ENTRIES];
-        if (!there || is_for(there, given)) {
-            place = (at + n) % ENTRIES;
-            break;
-        }
-    }
+    size_t at = home(given[0], given[1], given[2]), place = at + self->replaced++ % PLACES;
+    for (int n = PLACES - 1; n >= 0; n--)
+        if (!self->entries[at + n] || is_for(self->entries[at + n], given))
+            place = at + n;
     Entry *old = self->entries[place];
     self->entries[place] = entry;
     drop(old);

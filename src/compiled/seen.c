@@ -159,6 +159,7 @@ static int same_one(const SeenTensor *seen, PyObject *tensor)
     return (seen->viewed ? as_viewed(seen, tensor) : as_told(seen, tensor)) && is(tensor, s_requires_grad, Py_False);
 }
 
+/* -1 if an interrupt ended the look. */
 int same(const Seen *seen, PyObject *given)
 {
     int alike = 1;
@@ -177,6 +178,8 @@ int same(const Seen *seen, PyObject *given)
         }
     }
     if (PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
         /* Whoever looks more closely tells what is wrong. */
         PyErr_Clear();
         return 0;

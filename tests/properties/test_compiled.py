@@ -419,3 +419,29 @@ def test_a_page_without_memory_says_so() -> None:
     for action in (page.start, page.test):
         with pytest.raises(RuntimeError, match="without memory"):
             action()
+
+
+@both
+def test_an_interrupt_in_the_look_at_a_tensor_comes_through() -> None:
+    class Interrupted(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise KeyboardInterrupt
+
+    for kinds in (COMPILED, PLAIN):
+        log: list[Any] = []
+        repeats, tensor = repeats_of(kinds, log, None), torch.zeros(2)
+        repeats.remember("broadcast", tensor, None, "", 0, (bytes(24), bytes(24)), log.append, ("moved",), 0)
+        with Interrupted(), pytest.raises(KeyboardInterrupt):
+            repeats.call("broadcast", tensor, None, "", 0, 5.0)
+        assert not log
+
+
+@both
+def test_many_tensors_are_remembered() -> None:
+    log: list[Any] = []
+    repeats, tensors = repeats_of(COMPILED, log, None), [torch.zeros(2) for _ in range(1000)]
+    for tensor in tensors:
+        repeats.remember("broadcast", tensor, None, "", 0, (bytes(24), bytes(24)), log.append, ("moved",), 0)
+    for tensor in tensors:
+        repeats.call("broadcast", tensor, None, "", 0, 5.0)
+    assert log.count("moved") > 950

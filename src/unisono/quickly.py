@@ -64,6 +64,7 @@ class Quickly:
                 activity.calls = self._calls = self._calls + 1
                 activity.keep(noted)
         except BaseException as error:
+            # Interrupts, too: others have seen a part of the call.
             told = self._blamed(error, noted)
             if told is error:
                 raise
@@ -75,6 +76,7 @@ class Quickly:
                 activity.leave()
         return done
 
+    # -- what an engine adds: the C class has no such methods, so they cannot be abstract ---------------
     def _patience(self, timeout: float) -> float:
         """How long a call may take that was told a time; or what is wrong with it."""
         raise NotImplementedError

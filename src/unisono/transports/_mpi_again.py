@@ -83,6 +83,7 @@ class Repeats:
                 with comms.turn:
                     again.begin(*again.arguments)
             except BaseException as error:
+                # Whoever derives from this says which are MPI's; all others come back as they are.
                 told = self._explained(error)
                 if told is error:
                     raise
@@ -91,6 +92,7 @@ class Repeats:
                 comms.deadline = None
         return self._divided(target) if again.divisor else True
 
+    # -- what `QuickCalls` adds: the C class has no such methods, so they cannot be abstract ------------
     def _anew(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         """`call`, of which nothing is kept."""
         raise NotImplementedError

@@ -1,0 +1,19 @@
+"""The compiled classes, and the tests' way to say that they need them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from unisono.compiled import PLAIN, part
+
+__all__ = ["COMPILED", "PLAIN", "both"]
+
+# These make the classes.
+for module in ("unisono.quickly", "unisono.transports._mpi_again"):
+    import_module(module)
+
+COMPILED = {name: part(name) for name in ("Doing", "Guarded", "Page", "Quickly", "Repeats")}
+# Where there could be an extension and is none, test_compiled.py fails.
+both = pytest.mark.skipif(None in COMPILED.values(), reason="no compiler was here when unisono was installed")

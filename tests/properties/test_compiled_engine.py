@@ -1,0 +1,140 @@
+"""What is compiled of an engine does what the classes of Python do, in random programs of a few steps."""
+
+from __future__ import annotations
+
+import threading
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+from compiled_kit import COMPILED, PLAIN, both
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unisono as un
+
+SINK: ContextVar[Any] = ContextVar("sink", default=None)
+
+
+class Quick:
+    names = frozenset({"all_reduce", "broadcast"})
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log, self.outcome = log, None
+        self.engine: Any = None
+
+    def call(self, name: str, target: Any, source: Any, op: str, root: Any, deadline: float) -> Any:
+        doing = self.engine.activity
+        self.log.append((name, target, source, op, root, round(deadline - doing.since, 6), doing.inside, doing.now))
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def engine_of(kinds: dict[str, Any], log: list[Any]) -> Any:
+    """An engine of these parts, and no other."""
+
+    class Doing(kinds["Doing"]):  # type: ignore[misc]  # whichever it is
+        def enter(self, noted: Any) -> None:
+            self.now, self.inside = noted, True
+            log.append(("enter", noted))
+
+        def leave(self) -> None:
+            self.inside = False
+            log.append(("leave", self.now))
+
+    class Engine(kinds["Quickly"]):  # type: ignore[misc]  # whichever it is
+        def __init__(self) -> None:
+            self.activity, self.quick, self._sink, self._limit_s = Doing(), Quick(log), SINK, 7.0
+            self.quick.engine = self
+            self.activity.record = None
+            self.owner, self.closed, self._broken, self._calls, self._pending = None, False, None, 0, 0
+
+        def _patience(self, timeout: float) -> float:
+            if timeout < 0:
+                raise ValueError("negative")
+            return timeout
+
+        def _blamed(self, error: BaseException, noted: Any) -> BaseException:
+            log.append(("blamed", type(error), noted))
+            if isinstance(error, KeyError):
+                told = un.errors.CommError("told")
+                told.__cause__ = error
+                return told
+            return error
+
+        def method(self, *given: Any) -> bool:
+            done: bool = self.quickly(*given)
+            return done
+
+    return Engine()
+
+
+CHANGES = st.one_of(
+    st.tuples(st.just("owner"), st.sampled_from([None, -1, "here", "elsewhere"])),
+    st.tuples(st.just("pending"), st.integers(0, 2)),
+    st.tuples(st.just("broken"), st.sampled_from([None, "cause"])),
+    st.tuples(st.just("closed"), st.booleans()),
+    st.tuples(st.just("record"), st.sampled_from([None, "record"])),
+    st.tuples(st.just("sink"), st.sampled_from([None, "sink"])),
+    st.tuples(st.just("quick"), st.booleans()),
+    st.tuples(st.just("keep"), st.text(max_size=3)),
+)
+QUICK_CALLS = st.tuples(
+    st.just("call"),
+    st.sampled_from(["all_reduce", "broadcast", "barrier"]),
+    st.sampled_from(["sum", "", 3]),
+    st.sampled_from([None, 0, 1, 300, True]),
+    st.sampled_from([None, 2.5, 3, -1.0, "soon"]),
+    st.sampled_from([True, False, ValueError, KeyError, KeyboardInterrupt]),
+)
+# After each change a call, and then all is as it was: few changes in a row let a call through.
+STEPS = st.tuples(CHANGES, QUICK_CALLS, st.booleans())
+
+
+AS_IT_WAS = [("owner", "here"), ("pending", 0), ("broken", None), ("closed", False), ("sink", None), ("quick", True)]
+
+
+def played(kinds: dict[str, Any], rounds: list[tuple[Any, Any, bool]]) -> list[Any]:
+    log: list[Any] = []
+    engine = engine_of(kinds, log)
+    quick, engine.owner = engine.quick, threading.get_ident()
+    steps = [step for change, call, back in rounds for step in (change, call, *(AS_IT_WAS if back else ()))]
+    for kind, *values in steps:
+        if kind == "owner":
+            here = threading.get_ident()
+            engine.owner = {"here": here, "elsewhere": here + 1}.get(values[0], values[0])
+        elif kind == "sink":
+            SINK.set(values[0])
+        elif kind == "quick":
+            engine.quick = quick if values[0] else None
+        elif kind == "record":
+            engine.activity.record = values[0]
+        elif kind == "keep":
+            engine.activity.keep((values[0], None, "", None))
+        elif kind == "call":
+            name, op, root, timeout, outcome = values
+            quick.outcome = outcome("told") if isinstance(outcome, type) else outcome
+            try:
+                log.append(engine.method(name, "target", "source", op, root, timeout))
+            except BaseException as error:
+                log.append((type(error), str(error), type(error.__cause__), error.__traceback__ is not None))
+        else:
+            setattr(engine, kind if kind == "closed" else f"_{kind}", values[0])
+        doing = engine.activity
+        log.append((engine._calls, doing.calls, doing.inside, doing.now, doing.latest, engine.owner))
+    SINK.set(None)
+    return log
+
+
+@both
+@given(rounds=st.lists(STEPS, min_size=5, max_size=30))
+def test_calls_are_made_and_noted_alike(rounds: list[tuple[Any, Any, bool]]) -> None:
+    assert played(COMPILED, rounds) == played(PLAIN, rounds)
+
+
+@both
+def test_only_whole_calls_are_taken() -> None:
+    for kinds in (COMPILED, PLAIN):
+        with pytest.raises(TypeError):
+            engine_of(kinds, []).quickly("all_reduce")

@@ -12,7 +12,7 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 }
 
 /* As in unisono/compiled.py: another number for other parts, or for parts of other parts. */
-enum { INTERFACE = 1 };
+enum { INTERFACE = 2 };
 
 static int fill(PyObject *module)
 {

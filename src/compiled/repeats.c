@@ -8,7 +8,7 @@ typedef struct {
     PyObject *name, *op, *root;
     void *target_at, *source_at;
     Seen target, source;
-    uint64_t words[3], wanted;
+    uint64_t words[3], wanted[3];
     PyObject *said, *begin, *arguments;
     long divisor;
     int holders; /* the table, and who makes the call */
@@ -21,7 +21,7 @@ typedef struct {
     Entry *entries[ENTRIES];
 } Repeats;
 
-static PyObject *s_anew, *s_counted, *s_unlike, *s_reach, *s_see_through, *s_explained, *s_divided, *s_lock, *s_acquire,
+static PyObject *s_anew, *s_unlike, *s_reach, *s_see_through, *s_explained, *s_divided, *s_lock, *s_acquire,
     *s_release;
 
 static size_t home(PyObject *name, void *target, void *source)
@@ -51,7 +51,7 @@ static void drop(Entry *entry)
     PyMem_Free(entry);
 }
 
-/* 1 if all ranks have come to the same call; 0 if `_unlike` has to see to it; -1 with an error. */
+/* 1 if all ranks have come to the same call in the same way; 0 if `_unlike` has to see to it; -1 with an error. */
 static int agree(Repeats *self, const Entry *entry, PyObject *deadline)
 {
     Page *page = (Page *)self->page;
@@ -63,7 +63,7 @@ static int agree(Repeats *self, const Entry *entry, PyObject *deadline)
         page_put(page, entry->words);
         for (int look = 0; look < page->looks; look++) {
             if (page_all(page, sums)) {
-                if (sums[0] == entry->wanted && !sums[1] && !sums[2])
+                if (!memcmp(sums, entry->wanted, sizeof sums))
                     return 1;
                 break;
             }
@@ -71,11 +71,8 @@ static int agree(Repeats *self, const Entry *entry, PyObject *deadline)
         }
         reached = PyObject_CallMethodObjArgs(self->agreement, s_see_through, entry->said, deadline, NULL);
     }
-    PyObject *counted = reached == Py_True ? PyObject_GetAttr(self->agreement, s_counted) : NULL;
-    int alike = !reached || (reached == Py_True && !counted) ? -1 : counted ? PyObject_Not(counted) : 0;
-    Py_XDECREF(counted);
     Py_XDECREF(reached);
-    return alike;
+    return reached ? reached == Py_True : -1;
 }
 
 /* The error that is under way becomes what it means. */
@@ -194,7 +191,7 @@ static PyObject *remember(Repeats *self, PyObject *const *given, Py_ssize_t coun
     entry->begin = Py_NewRef(given[6]);
     entry->arguments = Py_NewRef(given[7]);
     memcpy(entry->words, PyBytes_AS_STRING(words), sizeof entry->words);
-    memcpy(&entry->wanted, PyBytes_AS_STRING(wanted), sizeof entry->wanted);
+    memcpy(entry->wanted, PyBytes_AS_STRING(wanted), sizeof entry->wanted);
     size_t at = home(given[0], given[1], given[2]), place = at + self->replaced++ % PLACES;
     for (int n = PLACES - 1; n >= 0; n--)
         if (!self->entries[at + n] || is_for(self->entries[at + n], given))
@@ -289,7 +286,7 @@ int add_repeats(PyObject *module)
         const char *name;
     } names[] = {
         {&s_anew, "_anew"}, {&s_unlike, "_unlike"}, {&s_explained, "_explained"}, {&s_divided, "_divided"},
-        {&s_reach, "reach"}, {&s_see_through, "see_through"}, {&s_counted, "counted"}, {&s_lock, "lock"},
+        {&s_reach, "reach"}, {&s_see_through, "see_through"}, {&s_lock, "lock"},
         {&s_acquire, "acquire"}, {&s_release, "release"},
     };
     for (size_t n = 0; n < sizeof names / sizeof *names; n++)

@@ -75,7 +75,7 @@ class Repeats:
         if again is None or again.root is not root or not same(again.target, target) or not same(again.source, source):
             return self._anew(name, target, source, op, root, deadline)
         agreement, comms = self._said_by, self._guarded
-        if not agreement.reach(again.said, deadline) or agreement.counted:
+        if not agreement.reach(again.said, deadline):
             return self._unlike(name, target, source, op, root, deadline)
         if again.begin is not None:
             comms.deadline = deadline
@@ -98,7 +98,7 @@ class Repeats:
         raise NotImplementedError
 
     def _unlike(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
-        """The rest of `call`, after an agreement in which ranks differed, or counted."""
+        """The rest of `call`, after an agreement that did not come out as it was said."""
         raise NotImplementedError
 
     def _explained(self, error: BaseException) -> BaseException:

@@ -18,7 +18,7 @@ __all__ = ["Agreement", "Said", "word_of"]
 Said = tuple[bytes, bytes]
 """The words of a call, and their sums if all ranks are at the same one."""
 
-_WORD = 2**64
+_WORD, _LEVEL = 2**64, 2**32
 _MOST = 4096
 _LAST_WORD_S = 0.02
 _LOOKS = range(100)
@@ -47,7 +47,8 @@ class Agreement:
     The first stands for the call: if the sum is as many times this rank's word as there are ranks, all words
     are equal, but for a chance of about 2**-60 that different ones add up to the same. The second, where each
     rank has a number for each other one, sums what is given with one sign and what is expected with the other,
-    each pair with an odd factor of its own: it is 0 if all fit. The third counts.
+    each pair with an odd factor of its own: it is 0 if all fit. The third counts, and above its 32 bits those that
+    could make a call the simpler way: it is made so if all can.
 
     Nobody has to be there in time: a rank looks again and again whether the sum is there, so that its
     wait ends at a deadline, by an abort, or when a rank is lost.
@@ -60,7 +61,7 @@ class Agreement:
 
     Attributes:
         alike: Whether all ranks gave the same word the last time, and their rows fitted.
-        counted: The sum of the third words then.
+        counted: The sum of what ranks counted then.
         page: What it sums by, if not by MPI.
     """
 
@@ -95,7 +96,9 @@ class Agreement:
         return number
 
     def reach(self, said: Said, deadline: float, count: int = 0) -> bool:
-        """Whether all ranks gave the same word, and their rows fit.
+        """Whether the sums are what was wanted: all are at this call, nothing is counted, and all take the same way.
+
+        Otherwise `alike` and `counted` tell more.
 
         Args:
             said: As of `say`.
@@ -110,7 +113,7 @@ class Agreement:
             raise comms.broken
         self._number += 1
         self._words[:] = said[0]
-        self._sums[2] = count
+        self._sums[2] += count
         lock = comms.lock
         if lock is not None:
             lock.acquire()
@@ -144,18 +147,20 @@ class Agreement:
         words, wanted = self._words, said[1]
         if words == wanted:
             self.alike, self.counted = True, 0
-        else:
-            self.alike, self.counted = words[:16] == wanted[:16], self._sums[2]
-        return self.alike
+            return True
+        self.alike, self.counted = words[:16] == wanted[:16], self._sums[2] % _LEVEL
+        return False
 
-    def say(self, word: int, rows: int = 0) -> Said:
+    def say(self, word: int, rows: int = 0, *, level: bool = False) -> Said:
         """What this rank gives, and what is to come of it.
 
         Args:
             word: As of `word_of`.
             rows: As of `rows_of`.
+            level: Whether this rank takes the way that is open to those only whose parts are level.
         """
-        return _WORDS.pack(word, rows, 0), _WORDS.pack(word * self._size % _WORD, 0, 0)
+        third = _LEVEL if level else 0
+        return _WORDS.pack(word, rows, third), _WORDS.pack(word * self._size % _WORD, 0, third * self._size)
 
     def _first(self) -> None:
         """Start the sum. MPI prepares it once, if it knows how to: that halves the time."""

@@ -11,7 +11,10 @@ import torch
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_parts import LONGEST
 
-__all__ = ["Parts", "touch"]
+__all__ = ["Parts", "levelled", "touch"]
+
+_DESCRIBED = 4
+"""A buffer, the lengths of its parts, their places in it, and the kind of element."""
 
 
 class Parts:
@@ -46,6 +49,20 @@ class Parts:
             if any(ahead < place + nbytes and place < behind for place, nbytes in zip(places, sizes, strict=True)):
                 return None
         return [self._mpi.buffer.fromaddress(first, extent), sizes, places, self._mpi.BYTE]
+
+
+def levelled(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Arguments of MPI with no lengths and places of parts; None if these are not of one length, side by side."""
+    found = []
+    for argument in arguments:
+        if isinstance(argument, list) and len(argument) == _DESCRIBED:
+            buffer, sizes, places, kind = argument
+            if len(set(sizes)) > 1 or places != [sizes[0] * rank for rank in range(len(sizes))]:
+                return None
+            found.append([buffer, kind])
+        else:
+            found.append(argument)
+    return tuple(found)
 
 
 def touch(one: torch.Tensor, other: torch.Tensor) -> bool:

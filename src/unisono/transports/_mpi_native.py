@@ -17,7 +17,7 @@ import torch
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_parts import LONGEST, memory
 from unisono.transports._mpi_reductions import Reductions, reducible
-from unisono.transports._mpi_scattering import one_each, reduce_each
+from unisono.transports._mpi_scattering import deal, dealt, one_each, reduce_each, take
 from unisono.transports._mpi_watch import Watch
 from unisono.types import Call
 
@@ -156,7 +156,18 @@ class Native:
         pieces.copy_out()
 
     def _scatter(self, call: Call) -> None:
-        if call.root != self._rank:
+        target, root = call.outputs[0], call.root
+        assert root is not None
+        if dealt(self._mpi, target.nbytes):
+            if root != self._rank:
+                take(self._comms, self._described(target), root)
+                return
+            parts = [(self._described(part), rank) for rank, part in enumerate(call.inputs) if rank != root]
+            mine = call.inputs[root]
+            here = target.data_ptr() == mine.data_ptr()
+            deal(self._comms, parts, None if here else (target.data_ptr(), mine.data_ptr(), target.nbytes))
+            return
+        if root != self._rank:
             self._comm.Scatterv(None, self._described(call.outputs[0]), call.root)
             return
         pieces = _Pieces(self._comms, call.inputs)

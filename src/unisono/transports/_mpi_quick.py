@@ -14,6 +14,7 @@ from unisono.tensors import is_plain
 from unisono.transports._mpi_again import Repeats
 from unisono.transports._mpi_agreement import Agreement, Said, word_of
 from unisono.transports._mpi_comms import Comms
+from unisono.transports._mpi_lists import levelled
 from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import Native
 from unisono.transports._mpi_parts import LONGEST
@@ -50,14 +51,21 @@ class _Recipe(NamedTuple):
     """What depends on a call's key alone: what ranks agree on, how it is made, and by what the result is divided."""
 
     said: Said
+    level: Said
+    """What ranks agree on where parts are level."""
     way: Way
     divisor: int
     extreme: ReduceOp | None = None
     """The minimum or maximum, of floats: MPI's own is right where no rank `is_odd`."""
 
 
-_Described = tuple[_Recipe, tuple[Any, ...]]
-"""How a call is made, and the arguments of MPI's function."""
+class _Ready(NamedTuple):
+    """How a call is made: what ranks agree on for it to be so, MPI's function, and its arguments."""
+
+    recipe: _Recipe
+    said: Said
+    begin: Callable[..., object]
+    arguments: tuple[Any, ...]
 
 
 class QuickCalls(Repeats):
@@ -95,35 +103,41 @@ class QuickCalls(Repeats):
         if name == "barrier":
             self.remember(name, None, None, op, None, self._barrier, None, (), 0)
             return self._agreement.reach(self._barrier, deadline) or self._unlike(name, None, None, op, None, deadline)
-        described = self._described(name, target, source, op, root)
-        if described is None:
+        ready = self._ready(name, target, source, op, root)
+        if ready is None:
             return False
-        recipe, arguments = described
-        self._consider((name, op, root, id(target), id(source)), target, source, recipe, arguments)
-        self._agreement.reach(recipe.said, deadline, recipe.extreme is not None and is_odd(target))
-        return self._concluded(name, target, source, op, root, deadline, described)
+        self._consider((name, op, root, id(target), id(source)), target, source, ready)
+        odd = ready.recipe.extreme is not None and is_odd(target)
+        if not self._agreement.reach(ready.said, deadline, odd):
+            self._settled(name, target, source, op, root, deadline)
+            return True
+        return self._made(target, ready, deadline)
 
     def _unlike(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         if name == "barrier":
             self._differ(_of_barrier(call_site()))
             return True
-        described = self._described(name, target, source, op, root)
-        assert described is not None
-        return self._concluded(name, target, source, op, root, deadline, described)
+        ready = self._settled(name, target, source, op, root, deadline)
+        # So all ranks say the same the next time.
+        self._keep(name, target, source, op, root, ready)
+        return True
 
-    def _concluded(
-        self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float, described: _Described
-    ) -> bool:
-        """The rest of a call, when all ranks have come."""
-        recipe, arguments = described
-        agreement, way = self._agreement, recipe.way
+    def _settled(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> _Ready:
+        """Make a call for which ranks have not all said the same; how it is made for parts wherever they lie."""
+        ready = self._ready(name, target, source, op, root, level=False)
+        assert ready is not None
+        agreement, recipe = self._agreement, ready.recipe
         if not agreement.alike:
             self._differ(self._quoted(name, target, source, op, root))
-        if agreement.counted and (way.sends or recipe.extreme is not None):
+        if agreement.counted and (recipe.way.sends or recipe.extreme is not None):
             self._run(_call(recipe, target, source), deadline)
-            return True
-        self._native.make(way.begin, arguments, deadline)
-        return self._divided(target) if recipe.divisor else True
+        else:
+            self._made(target, ready, deadline)
+        return ready
+
+    def _made(self, target: Any, ready: _Ready, deadline: float) -> bool:
+        self._native.make(ready.begin, ready.arguments, deadline)
+        return self._divided(target) if ready.recipe.divisor else True
 
     def _explained(self, error: BaseException) -> BaseException:
         if not isinstance(error, self._comms.mpi.Exception):
@@ -136,7 +150,15 @@ class QuickCalls(Repeats):
         divide(target, self._size)
         return True
 
-    def _described(self, name: str, target: Any, source: Any, op: str, root: int | None) -> _Described | None:
+    def _ready(
+        self, name: str, target: Any, source: Any, op: str, root: int | None, *, level: bool = True
+    ) -> _Ready | None:
+        """None if it takes the longer way.
+
+        Args:
+            name, target, source, op, root: As `Quick.call` is given them.
+            level: Whether it may be made the way for parts of one length side by side, if they lie so here.
+        """
         key = _key(name, target, source, op, root)
         recipe = None if key is None else self._recipes.get(key) or self._prepare(key)
         if recipe is None:
@@ -144,9 +166,11 @@ class QuickCalls(Repeats):
         arguments = recipe.way.describe(target, source)
         if arguments is None or (recipe.divisor and _locked(target)):
             return None
-        return recipe, arguments
+        if level and recipe.way.level is not None and (simpler := levelled(arguments)) is not None:
+            return _Ready(recipe, recipe.level, recipe.way.level, simpler)
+        return _Ready(recipe, recipe.said, recipe.way.begin, arguments)
 
-    def _consider(self, place: _Place, target: Any, source: Any, recipe: _Recipe, arguments: tuple[Any, ...]) -> None:
+    def _consider(self, place: _Place, target: Any, source: Any, ready: _Ready) -> None:
         """Keep it from the second call on, unless other tensors come in the place of those that are gone."""
         if len(self._places) >= _MOST_PLACES:
             self._places.clear()
@@ -155,11 +179,13 @@ class QuickCalls(Repeats):
             self._places[place] = True
         elif again:
             self._places[place] = False
-            if recipe.extreme is None and lasting(target) and lasting(source):
+            if ready.recipe.extreme is None and lasting(target) and lasting(source):
                 name, op, root, *_ = place
-                way = recipe.way
                 self._native.watch.enrol()
-                self.remember(name, target, source, op, root, recipe.said, way.begin, arguments, recipe.divisor)
+                self._keep(name, target, source, op, root, ready)
+
+    def _keep(self, name: str, target: Any, source: Any, op: str, root: int | None, ready: _Ready) -> None:
+        self.remember(name, target, source, op, root, ready.said, ready.begin, ready.arguments, ready.recipe.divisor)
 
     def carry(self, message: Message, timeout: float) -> bool:
         """As `Quick.carry`."""
@@ -205,7 +231,8 @@ class QuickCalls(Repeats):
         rows = self._agreement.rows_of(way.sends, way.receives) if way.sends else 0
         if len(self._recipes) >= _MOST:
             self._recipes.clear()
-        recipe = self._recipes[key] = _Recipe(self._agreement.say(word, rows), way, divisor, extreme)
+        said, level = self._agreement.say(word, rows), self._agreement.say(word, rows, level=True)
+        recipe = self._recipes[key] = _Recipe(said, level, way, divisor, extreme)
         return recipe
 
 

@@ -15,7 +15,7 @@ import torch
 
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_lists import Parts, touch
-from unisono.transports._mpi_scattering import one_each, reduce_each
+from unisono.transports._mpi_scattering import deal, dealt, one_each, reduce_each, take
 
 __all__ = ["WAYS", "Kind", "Way"]
 
@@ -72,6 +72,8 @@ class Way(NamedTuple):
         describe: Its arguments.
         counts: Elements that all ranks agree on.
         sends, receives: Elements to and from each rank, where they agree by pairs.
+        level: MPI's function of the same effect for parts of one length that lie side by side on every rank; its
+            arguments are these when `levelled`.
     """
 
     begin: Callable[..., object]
@@ -79,6 +81,7 @@ class Way(NamedTuple):
     counts: tuple[int, ...]
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
+    level: Callable[..., object] | None = None
 
 
 def _all_reduce(kind: Kind) -> Way:
@@ -177,7 +180,7 @@ def _all_to_all_single(kind: Kind) -> Way | None:
         return [whole(source), counts, places, byte], [whole(target), counts, places, byte]
 
     lengths = (each,) * kind.size
-    return Way(kind.comms.own.Alltoallv, describe, (), lengths, lengths)
+    return Way(kind.comms.own.Alltoallv, describe, (), lengths, lengths, kind.comms.own.Alltoall)
 
 
 def _all_to_all(kind: Kind) -> Way | None:
@@ -192,7 +195,7 @@ def _all_to_all(kind: Kind) -> Way | None:
             return None
         return out, into
 
-    return Way(kind.comms.own.Alltoallv, describe, (), kind.sources, kind.targets)
+    return Way(kind.comms.own.Alltoallv, describe, (), kind.sources, kind.targets, kind.comms.own.Alltoall)
 
 
 def _all_gather(kind: Kind) -> Way | None:
@@ -205,16 +208,16 @@ def _all_gather(kind: Kind) -> Way | None:
         into = None if touch(targets[rank], source) else gathered.described(targets, source)
         return into and ([whole(source), byte], into)
 
-    return Way(kind.comms.own.Allgatherv, describe, kind.targets)
+    return Way(kind.comms.own.Allgatherv, describe, kind.targets, level=kind.comms.own.Allgather)
 
 
 def _gather(kind: Kind) -> Way | None:
     rank, root, in_place, byte, whole = kind.rank, kind.root, kind.comms.mpi.IN_PLACE, kind.comms.mpi.BYTE, kind.whole
-    begin = kind.comms.own.Gatherv
-    if rank != root:
-        return None if kind.targets else Way(begin, lambda _, s: ([whole(s), byte], None, root), kind.sources)
-    if kind.targets != kind.sources * kind.size:
+    begin, level = kind.comms.own.Gatherv, kind.comms.own.Gather
+    if (kind.targets != kind.sources * kind.size) if rank == root else kind.targets:
         return None
+    if rank != root:
+        return Way(begin, lambda _, s: ([whole(s), byte], None, root), kind.sources, level=level)
     gathered = Parts(kind.comms, kind.dtype, kind.targets)
 
     def describe(targets: Sequence[torch.Tensor], source: torch.Tensor) -> _Arguments | None:
@@ -222,16 +225,18 @@ def _gather(kind: Kind) -> Way | None:
         here = targets[rank].data_ptr() == source.data_ptr()
         return into and (in_place if here else [whole(source), byte], into, root)
 
-    return Way(begin, describe, kind.sources)
+    return Way(begin, describe, kind.sources, level=level)
 
 
 def _scatter(kind: Kind) -> Way | None:
     rank, root, in_place, byte, whole = kind.rank, kind.root, kind.comms.mpi.IN_PLACE, kind.comms.mpi.BYTE, kind.whole
-    begin = kind.comms.own.Scatterv
-    if rank != root:
-        return None if kind.sources else Way(begin, lambda t, _: (None, [whole(t), byte], root), kind.targets)
-    if kind.sources != kind.targets * kind.size:
+    if (kind.sources != kind.targets * kind.size) if rank == root else kind.sources:
         return None
+    if dealt(kind.comms.mpi, kind.nbytes // (kind.size if rank == root else 1)):
+        return _dealt(kind)
+    begin, level = kind.comms.own.Scatterv, kind.comms.own.Scatter
+    if rank != root:
+        return Way(begin, lambda t, _: (None, [whole(t), byte], root), kind.targets, level=level)
     scattered = Parts(kind.comms, kind.dtype, kind.sources)
 
     def describe(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> _Arguments | None:
@@ -239,7 +244,24 @@ def _scatter(kind: Kind) -> Way | None:
         here = sources[rank].data_ptr() == target.data_ptr()
         return given and (given, in_place if here else [whole(target), byte], root)
 
-    return Way(begin, describe, kind.targets)
+    return Way(begin, describe, kind.targets, level=level)
+
+
+def _dealt(kind: Kind) -> Way:
+    """Of a scatter, as one message for each rank."""
+    rank, root, byte, whole = kind.rank, kind.root, kind.comms.mpi.BYTE, kind.whole
+    if rank != root:
+        return Way(partial(take, kind.comms), lambda t, _: ([whole(t), byte], root), kind.targets)
+
+    def describe(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> _Arguments | None:
+        here = target.data_ptr() == sources[rank].data_ptr()
+        others = [(other, source) for other, source in enumerate(sources) if other != rank]
+        if any(touch(target, source) for source in (sources if not here else (source for _, source in others))):
+            return None
+        parts = [([whole(source), byte], other) for other, source in others]
+        return parts, None if here else (target.data_ptr(), sources[rank].data_ptr(), target.nbytes)
+
+    return Way(partial(deal, kind.comms), describe, kind.targets)
 
 
 WAYS: dict[str, Callable[[Kind], Way | None]] = {

@@ -134,7 +134,8 @@ class MpiTransport(Transport):
 
     def _agree(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> None:
         """Return when all ranks have come to the same call."""
-        if not self._agreement.reach(self._agreement.say(word, rows), deadline, count):
+        self._agreement.reach(self._agreement.say(word, rows), deadline, count)
+        if not self._agreement.alike:
             assert self._fingerprint is not None
             self._differ(self._fingerprint)
 

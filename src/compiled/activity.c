@@ -3,6 +3,16 @@
 
 PyTypeObject *DoingType;
 
+enum { TAGS = 256 };
+
+static int init(Doing *self, PyObject *arguments, PyObject *named)
+{
+    PyObject *awaited = PyTuple_New(0), *posted = PyDict_New();
+    Py_XSETREF(self->awaited, awaited);
+    Py_XSETREF(self->posted, posted);
+    return awaited && posted ? 0 : -1;
+}
+
 static void forget(Note *note)
 {
     Note old = *note;
@@ -26,12 +36,17 @@ static Note kept(const Note *note)
 
 static PyObject *made_of(const Note *note)
 {
-    PyObject *detail = note->root == Py_None ? Py_NewRef(note->op) : PyUnicode_FromFormat("root %S", note->root);
-    if (!detail)
+    const char *form = note->number ? "root %S" : "rank %S";
+    PyObject *detail = note->root == Py_None ? Py_NewRef(note->op) : PyUnicode_FromFormat(form, note->root);
+    PyObject *number = note->number ? PyLong_FromLong(note->number) : Py_NewRef(Py_None);
+    if (!detail || !number) {
+        Py_XDECREF(detail);
+        Py_XDECREF(number);
         return NULL;
+    }
     if (!note->code)
-        return Py_BuildValue("(OlNO)", note->name, note->number, detail, Py_None);
-    return Py_BuildValue("(OlN(Oi))", note->name, note->number, detail, note->code, note->last);
+        return Py_BuildValue("(ONNO)", note->name, number, detail, Py_None);
+    return Py_BuildValue("(ONN(Oi))", note->name, number, detail, note->code, note->last);
 }
 
 static PyObject *noted_of(const Note *note)
@@ -60,15 +75,56 @@ void doing_begin(Doing *self, PyObject *name, PyObject *op, PyObject *root, long
     Note old = self->now;
     self->now = note;
     forget(&old);
+    Py_XSETREF(self->awaited, PyTuple_New(0));
+}
+
+static void keep_now(Doing *self)
+{
+    Note *place = &self->latest[self->kept++ % KEPT], old = *place;
+    *place = kept(&self->now);
+    forget(&old);
 }
 
 /* After it: it counts, and is one of the latest. */
 void doing_done(Doing *self, long number)
 {
-    Note *place = &self->latest[self->kept++ % KEPT], old = *place;
     self->calls = number;
-    *place = kept(&self->now);
-    forget(&old);
+    keep_now(self);
+}
+
+/* How many messages there have been of a kind, one more now; NULL with an error. */
+static PyObject *counted(PyObject *posted, PyObject *key)
+{
+    PyObject *before = PyDict_GetItemWithError(posted, key);
+    long number = before ? PyLong_AsLong(before) : 0;
+    PyObject *now = PyErr_Occurred() ? NULL : PyLong_FromLong(number + 1);
+    if (now && PyDict_SetItem(posted, key, now) < 0)
+        Py_CLEAR(now);
+    return now;
+}
+
+/* Before a message, after `doing_begin`: it counts, is one of the latest, and is waited for. */
+int doing_message(Doing *self, PyObject *name, PyObject *peer, PyObject *tag)
+{
+    long which = PyLong_AsLong(tag);
+    if (PyErr_Occurred())
+        return -1;
+    if (!self->posted || !PyDict_Check(self->posted)) {
+        PyErr_SetString(PyExc_TypeError, "what was posted is counted in a dict");
+        return -1;
+    }
+    keep_now(self);
+    self->messages++;
+    PyObject *key = Py_BuildValue("(OOl)", name, peer, (which % TAGS + TAGS) % TAGS), *posted = Py_NewRef(self->posted);
+    PyObject *number = key ? counted(posted, key) : NULL;
+    PyObject *awaited = number ? Py_BuildValue("((OOOO))", name, peer, PyTuple_GET_ITEM(key, 2), number) : NULL;
+    Py_XDECREF(key);
+    Py_XDECREF(number);
+    Py_DECREF(posted);
+    if (!awaited)
+        return -1;
+    Py_XSETREF(self->awaited, awaited);
+    return 0;
 }
 
 static PyObject *keep(Doing *self, PyObject *noted)
@@ -111,6 +167,8 @@ static int each(Doing *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->record);
+    Py_VISIT(self->awaited);
+    Py_VISIT(self->posted);
     for (int n = -1; n < KEPT; n++) {
         Note *note = n < 0 ? &self->now : &self->latest[n];
         Py_VISIT(note->noted);
@@ -125,6 +183,8 @@ static int each(Doing *self, visitproc visit, void *arg)
 static int clear(Doing *self)
 {
     Py_CLEAR(self->record);
+    Py_CLEAR(self->awaited);
+    Py_CLEAR(self->posted);
     forget(&self->now);
     for (int n = 0; n < KEPT; n++)
         forget(&self->latest[n]);
@@ -145,6 +205,9 @@ static PyMemberDef members[] = {
     {"record", T_OBJECT, offsetof(Doing, record), 0, NULL},
     {"inside", T_BOOL, offsetof(Doing, inside), 0, NULL},
     {"calls", T_LONG, offsetof(Doing, calls), 0, NULL},
+    {"messages", T_LONG, offsetof(Doing, messages), 0, NULL},
+    {"awaited", T_OBJECT, offsetof(Doing, awaited), 0, NULL},
+    {"posted", T_OBJECT, offsetof(Doing, posted), 0, NULL},
     {NULL},
 };
 static PyGetSetDef getters[] = {
@@ -154,7 +217,7 @@ static PyGetSetDef getters[] = {
 };
 static PyMethodDef methods[] = {{"keep", (PyCFunction)keep, METH_O, NULL}, {NULL}};
 static PyType_Slot slots[] = {
-    {Py_tp_members, members}, {Py_tp_getset, getters}, {Py_tp_methods, methods}, {Py_tp_traverse, each},
+    {Py_tp_init, init}, {Py_tp_members, members}, {Py_tp_getset, getters}, {Py_tp_methods, methods}, {Py_tp_traverse, each},
     {Py_tp_clear, clear}, {Py_tp_dealloc, dealloc}, {0, NULL},
 };
 PyType_Spec doing_spec = {

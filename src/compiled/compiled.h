@@ -22,7 +22,7 @@
 typedef struct {
     PyObject *noted;
     PyObject *name, *op, *root, *code;
-    long number;
+    long number; /* 0 of a message, whose root is the other rank */
     int last;
 } Note;
 
@@ -34,7 +34,8 @@ typedef struct {
     double since;
     PyObject *record;
     char inside;
-    long calls;
+    long calls, messages;
+    PyObject *awaited, *posted;
     Note now;
     unsigned kept;
     Note latest[KEPT];
@@ -57,12 +58,31 @@ typedef struct {
     double deadline; /* 0 for None */
 } Guarded;
 
+/* unisono.quickly.Quickly */
+typedef struct {
+    PyObject_HEAD
+    PyObject *quick, *names, *sink, *broken, *activity;
+    double limit_s;
+    unsigned long owner;
+    long calls;
+    int whose, pending;
+    char closed;
+} Quickly;
+
 extern PyTypeObject *DoingType, *PageType, *GuardedType;
 
 int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type);
 
 void doing_begin(Doing *doing, PyObject *name, PyObject *op, PyObject *root, long number);
 void doing_done(Doing *doing, long number);
+int doing_message(Doing *doing, PyObject *name, PyObject *peer, PyObject *tag);
+
+int may(Quickly *engine, PyObject *name);
+int limit_of(Quickly *engine, PyObject *timeout, double *limit);
+int end(Doing *doing);
+PyObject *carried(Quickly *engine, PyObject *const *given, Py_ssize_t count);
+
+int carrier_is_free(PyObject *carrier);
 
 int page_made(const Page *page);
 void page_put(Page *page, const uint64_t words[3]);

@@ -3,22 +3,12 @@
 
 enum { NOBODY, ANYBODY, ONE };
 
-typedef struct {
-    PyObject_HEAD
-    PyObject *quick, *names, *sink, *broken, *activity;
-    double limit_s;
-    unsigned long owner;
-    long calls;
-    int whose, pending;
-    char closed;
-} Quickly;
-
 static PyObject *s_call, *s_enter, *s_leave, *s_blamed, *s_patience, *s_names;
 
-/* Whether a call may be made now, by this thread, without anything else; -1 with an error. */
-static int may(Quickly *self, PyObject *name)
+/* Whether this thread may make a call now by the shorter way; -1 with an error. */
+int may(Quickly *self, PyObject *name)
 {
-    if (!self->quick || !self->names || !self->sink || !self->activity || self->whose == NOBODY || self->pending || self->closed)
+    if (!self->quick || !self->names || !self->sink || !self->activity || self->whose == NOBODY || self->closed)
         return 0;
     if (self->broken && self->broken != Py_None)
         return 0;
@@ -49,7 +39,19 @@ static int begin(Quickly *self, Doing *doing, PyObject *const *given)
     return entered ? 0 : -1;
 }
 
-static int end(Doing *doing)
+/* How long a call may take; -1 with an error. */
+int limit_of(Quickly *self, PyObject *timeout, double *limit)
+{
+    *limit = self->limit_s;
+    if (timeout == Py_None)
+        return 0;
+    PyObject *told = PyObject_CallMethodOneArg((PyObject *)self, s_patience, timeout);
+    *limit = told ? PyFloat_AsDouble(told) : -1.0;
+    Py_XDECREF(told);
+    return *limit == -1.0 && PyErr_Occurred() ? -1 : 0;
+}
+
+int end(Doing *doing)
 {
     if (!doing->record || doing->record == Py_None) {
         doing->since = monotonic();
@@ -82,20 +84,15 @@ static PyObject *quickly(Quickly *self, PyObject *const *given, Py_ssize_t count
         PyErr_Format(PyExc_TypeError, "quickly() takes 6 arguments, not %zd", count);
         return NULL;
     }
-    int ready = may(self, given[0]);
+    int ready = self->pending ? 0 : may(self, given[0]);
     if (ready <= 0)
         return ready < 0 ? NULL : Py_NewRef(Py_False);
     /* Neither goes while this is under way, whatever is set meanwhile. */
     Doing *doing = (Doing *)Py_NewRef(self->activity);
     PyObject *quick = Py_NewRef(self->quick), *done = NULL;
-    double limit = self->limit_s;
-    if (given[5] != Py_None) {
-        PyObject *told = PyObject_CallMethodOneArg((PyObject *)self, s_patience, given[5]);
-        limit = told ? PyFloat_AsDouble(told) : -1.0;
-        Py_XDECREF(told);
-        if (limit == -1.0 && PyErr_Occurred())
-            goto out;
-    }
+    double limit;
+    if (limit_of(self, given[5], &limit) < 0)
+        goto out;
     if (begin(self, doing, given) == 0) {
         PyObject *deadline = PyFloat_FromDouble(doing->since + limit);
         PyObject *call[] = {quick, given[0], given[1], given[2], given[3], given[4], deadline};
@@ -228,7 +225,11 @@ static PyGetSetDef getters[] = {
     {"activity", (getter)get_activity, (setter)set_activity, NULL, NULL},
     {NULL},
 };
-static PyMethodDef methods[] = {{"quickly", (PyCFunction)(void (*)(void))quickly, METH_FASTCALL, NULL}, {NULL}};
+static PyMethodDef methods[] = {
+    {"quickly", (PyCFunction)(void (*)(void))quickly, METH_FASTCALL, NULL},
+    {"carried", (PyCFunction)(void (*)(void))carried, METH_FASTCALL, NULL},
+    {NULL},
+};
 static PyType_Slot slots[] = {
     {Py_tp_members, members}, {Py_tp_getset, getters}, {Py_tp_methods, methods}, {Py_tp_traverse, each},
     {Py_tp_clear, clear}, {Py_tp_dealloc, dealloc}, {0, NULL},

@@ -1,55 +1,9 @@
 /* unisono.transports._mpi_again.Repeats: calls of MPI that are made again with the same tensors. */
-#include "seen.h"
+#include "repeats.h"
 
-/* An entry is in one of the places of its set, which are neighbours in memory. */
-enum { PLACES = 8, SETS = 256, ENTRIES = PLACES * SETS };
 
-typedef struct {
-    PyObject *name, *op, *root;
-    void *target_at, *source_at;
-    Seen target, source;
-    uint64_t words[3], wanted[3];
-    PyObject *said, *begin, *arguments;
-    long divisor;
-    int holders; /* the table, and who makes the call */
-} Entry;
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *agreement, *page, *comms, *lock;
-    unsigned replaced;
-    Entry *entries[ENTRIES];
-} Repeats;
-
-static PyObject *s_anew, *s_unlike, *s_reach, *s_see_through, *s_explained, *s_divided, *s_lock, *s_acquire,
+static PyObject *s_anew, *s_addressed, *s_unlike, *s_reach, *s_see_through, *s_explained, *s_divided, *s_lock, *s_acquire,
     *s_release;
-
-static size_t home(PyObject *name, void *target, void *source)
-{
-    uintptr_t mixed = (uintptr_t)name ^ ((uintptr_t)target * 3) ^ ((uintptr_t)source * 5);
-    return (size_t)((mixed * 0x9E3779B97F4A7C15u) >> 40) % SETS * PLACES;
-}
-
-static int is_for(const Entry *entry, PyObject *const *given)
-{
-    return entry && entry->target_at == given[1] && entry->source_at == given[2] && entry->name == given[0] &&
-           entry->op == given[3] && entry->root == given[4];
-}
-
-static void drop(Entry *entry)
-{
-    if (!entry || --entry->holders > 0)
-        return;
-    unsee(&entry->target);
-    unsee(&entry->source);
-    Py_XDECREF(entry->name);
-    Py_XDECREF(entry->op);
-    Py_XDECREF(entry->root);
-    Py_XDECREF(entry->said);
-    Py_XDECREF(entry->begin);
-    Py_XDECREF(entry->arguments);
-    PyMem_Free(entry);
-}
 
 /* 1 if all ranks have come to the same call in the same way; 0 if `_unlike` has to see to it; -1 with an error. */
 static int agree(Repeats *self, const Entry *entry, PyObject *deadline)
@@ -127,12 +81,8 @@ static PyObject *call(Repeats *self, PyObject *const *given, Py_ssize_t count)
         return NULL;
     }
     PyObject *again[] = {(PyObject *)self, given[0], given[1], given[2], given[3], given[4], given[5]};
-    size_t at = home(given[0], given[1], given[2]);
-    Entry *entry = NULL;
+    Entry *entry = find(self, given);
     PyObject *done = NULL;
-    for (int n = 0; n < PLACES && !entry; n++)
-        if (is_for(self->entries[at + n], given))
-            entry = self->entries[at + n];
     if (!entry)
         return PyObject_VectorcallMethod(s_anew, again, 7, NULL);
     if (!self->comms) {
@@ -161,45 +111,26 @@ static PyObject *call(Repeats *self, PyObject *const *given, Py_ssize_t count)
     return done;
 }
 
-/* name, target, source, op, root, said, begin, arguments, divisor */
-static PyObject *remember(Repeats *self, PyObject *const *given, Py_ssize_t count)
+/* name, tensor, peer, tag */
+static PyObject *letter(Repeats *self, PyObject *const *given, Py_ssize_t count)
 {
-    if (count != 9 || !PyTuple_Check(given[5]) || PyTuple_GET_SIZE(given[5]) != 2 || !PyTuple_Check(given[7])) {
-        PyErr_SetString(PyExc_TypeError, "remember() takes 9 arguments");
+    if (count != 4) {
+        PyErr_Format(PyExc_TypeError, "letter() takes 4 arguments, not %zd", count);
         return NULL;
     }
-    PyObject *words = PyTuple_GET_ITEM(given[5], 0), *wanted = PyTuple_GET_ITEM(given[5], 1);
-    if (!PyBytes_Check(words) || Py_SIZE(words) != 24 || !PyBytes_Check(wanted) || Py_SIZE(wanted) != 24) {
-        PyErr_SetString(PyExc_TypeError, "what is said are three words, and what comes of them");
-        return NULL;
-    }
-    Entry *entry = PyMem_Calloc(1, sizeof *entry);
-    if (!entry)
-        return PyErr_NoMemory();
-    entry->holders = 1;
-    entry->divisor = PyLong_AsLong(given[8]);
-    if (PyErr_Occurred() || see(&entry->target, given[1]) < 0 || see(&entry->source, given[2]) < 0) {
+    PyObject *call[] = {given[0], given[1], Py_None, given[3], given[2]}, *carrier = NULL;
+    Entry *entry = find(self, call);
+    if (entry) {
+        entry->holders++;
+        int found = same(&entry->target, given[1]);
+        if (found == 1 && carrier_is_free(entry->begin))
+            carrier = Py_NewRef(entry->begin);
         drop(entry);
-        return NULL;
+        if (carrier || found < 0)
+            return carrier;
     }
-    entry->name = Py_NewRef(given[0]);
-    entry->op = Py_NewRef(given[3]);
-    entry->root = Py_NewRef(given[4]);
-    entry->target_at = given[1];
-    entry->source_at = given[2];
-    entry->said = Py_NewRef(given[5]);
-    entry->begin = Py_NewRef(given[6]);
-    entry->arguments = Py_NewRef(given[7]);
-    memcpy(entry->words, PyBytes_AS_STRING(words), sizeof entry->words);
-    memcpy(entry->wanted, PyBytes_AS_STRING(wanted), sizeof entry->wanted);
-    size_t at = home(given[0], given[1], given[2]), place = at + self->replaced++ % PLACES;
-    for (int n = PLACES - 1; n >= 0; n--)
-        if (!self->entries[at + n] || is_for(self->entries[at + n], given))
-            place = at + n;
-    Entry *old = self->entries[place];
-    self->entries[place] = entry;
-    drop(old);
-    Py_RETURN_NONE;
+    PyObject *anew[] = {(PyObject *)self, given[0], given[1], given[2], given[3]};
+    return PyObject_VectorcallMethod(s_addressed, anew, 5, NULL);
 }
 
 static int init(Repeats *self, PyObject *arguments, PyObject *named)
@@ -267,6 +198,7 @@ static void dealloc(Repeats *self)
 
 static PyMethodDef methods[] = {
     {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, NULL},
+    {"letter", (PyCFunction)(void (*)(void))letter, METH_FASTCALL, NULL},
     {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL, NULL},
     {NULL},
 };
@@ -285,7 +217,7 @@ int add_repeats(PyObject *module)
         PyObject **place;
         const char *name;
     } names[] = {
-        {&s_anew, "_anew"}, {&s_unlike, "_unlike"}, {&s_explained, "_explained"}, {&s_divided, "_divided"},
+        {&s_anew, "_anew"}, {&s_addressed, "_addressed"}, {&s_unlike, "_unlike"}, {&s_explained, "_explained"}, {&s_divided, "_divided"},
         {&s_reach, "reach"}, {&s_see_through, "see_through"}, {&s_lock, "lock"},
         {&s_acquire, "acquire"}, {&s_release, "release"},
     };

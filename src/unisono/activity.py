@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from types import CodeType
 from typing import Any, Protocol
 
@@ -57,6 +57,9 @@ class Doing:
         inside: Whether this rank is in a call.
         since: On the monotonic clock: when the last call began, or ended if it is in none.
         now: The call that it is in, if it is in one.
+        awaited: The messages that it waits for there.
+        messages: How many batches of messages have been called; `calls` counts collectives.
+        posted: How many messages there were of each kind.
         record: Where events are kept that are to survive this process, if anywhere.
     """
 
@@ -64,7 +67,9 @@ class Doing:
     record: Recorder | None
 
     def __init__(self) -> None:
-        self.calls, self.inside = 0, False
+        self.calls, self.messages, self.inside = 0, 0, False
+        self.awaited: tuple[Awaited, ...] = ()
+        self.posted: dict[tuple[str, int, int], int] = {}
         self.now: Noted | None = None
         self._latest: deque[Noted] = deque(maxlen=_KEPT)
 
@@ -85,7 +90,6 @@ class Activity(Doing):
 
     Attributes:
         owner: The thread that makes the calls.
-        messages: How many batches of messages have been called; `calls` counts collectives.
         gave_up: Whether its last wait was in vain.
         aside: Whether it is so in a thread of the library, while the owner may do other things.
     """
@@ -94,13 +98,10 @@ class Activity(Doing):
         super().__init__()
         self.group = group
         self.owner = threading.get_ident()
-        self.messages = 0
         self.aside = False
         self.since = time.monotonic()
         self.broken = self.closed = self.gave_up = False
-        self.posted: Counter[tuple[str, int, int]] = Counter()
         self.record = None
-        self._awaited: tuple[Awaited, ...] = ()
 
     # -- what the engine tells -----------------------------------------------------------------
     def note(self, noted: Noted) -> None:
@@ -113,7 +114,7 @@ class Activity(Doing):
 
     def enter(self, noted: Noted, awaited: tuple[Awaited, ...] = ()) -> None:
         """It is under way, or waited for."""
-        self.now, self._awaited = noted, awaited
+        self.now, self.awaited = noted, awaited
         self.since = time.monotonic()
         self.inside = True
         if self.record is not None:
@@ -135,8 +136,8 @@ class Activity(Doing):
     def post(self, kind: str, peer: int, tag: int) -> Awaited:
         """A message is posted; how it is known from now on."""
         key = kind, peer, tag % _TAGS
-        self.posted[key] += 1
-        return *key, self.posted[key]
+        self.posted[key] = number = self.posted.get(key, 0) + 1
+        return *key, number
 
     # -- what others want to know --------------------------------------------------------------
     def last(self, count: int = _TOLD) -> list[str]:
@@ -164,7 +165,7 @@ class Activity(Doing):
             "for_s": max(0.0, time.monotonic() - self.since),
             "call": None if shown is None else told(shown),
             "number": None if shown is None else shown[1],
-            "awaited": [list(one) for one in self._awaited] if inside else [],
+            "awaited": [list(one) for one in self.awaited] if inside else [],
             "posted": [[*key, count] for key, count in list(self.posted.items())],
             "last": self.last(),
             "broken": self.broken,

@@ -81,6 +81,12 @@ class Engine(Standing, Quickly):
             told.__cause__ = error
         return told
 
+    def _undelivered(self, error: BaseException, name: str) -> BaseException:
+        told = self.failed(error, name, self.activity.messages)
+        if told is not error:
+            told.__cause__ = error
+        return told
+
     def start_quickly(self, tensor: torch.Tensor, op: str, timeout: float | None) -> Work | None:
         """Start an all-reduce by the transport's shorter way; None if it was not taken."""
         if self._pending or not self.open or sink_here() is not None or self.owner not in (get_ident(), ANYONE):

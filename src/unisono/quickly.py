@@ -14,6 +14,8 @@ from unisono.standing import ANYONE
 from unisono.transport import Quick, Tensors
 
 if TYPE_CHECKING:
+    import torch
+
     from unisono.control import Cause
 
 __all__ = ["Quickly"]
@@ -52,6 +54,7 @@ class Quickly:
         detail = op if root is None else f"root {root}"
         # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
         noted = activity.now = (name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
+        activity.awaited = ()
         # As `enter`, `note` and `leave` do, without the calls.
         activity.since = now = monotonic()
         if activity.record is None:
@@ -76,6 +79,32 @@ class Quickly:
                 activity.leave()
         return done
 
+    def carried(self, name: str, tensor: torch.Tensor, peer: int, tag: int, timeout: float | None, /) -> bool:
+        """Carry a message by the transport's shorter way; False if it is still to be carried. All failures break it."""
+        quick = self.quick
+        if quick is None or name not in quick.names or (self.owner != get_ident() and self.owner != ANYONE):
+            return False
+        if self._broken is not None or self.closed or self._sink.get() is not None:
+            return False
+        limit = self._limit_s if timeout is None else self._patience(timeout)
+        letter = quick.letter(name, tensor, peer, tag)
+        if letter is None:
+            return False
+        caller, activity = _getframe(2), self.activity
+        noted = (name, None, f"rank {peer}", (caller.f_code, caller.f_lasti))
+        activity.note(noted)
+        activity.enter(noted, (activity.post(name, peer, tag),))
+        try:
+            letter.carry(tensor, activity.since + limit)
+        except BaseException as error:
+            told = self._undelivered(error, name)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            activity.leave()
+        return True
+
     # -- what an engine adds: the C class has no such methods, so they cannot be abstract ---------------
     def _patience(self, timeout: float) -> float:
         """How long a call may take that was told a time; or what is wrong with it."""
@@ -83,4 +112,8 @@ class Quickly:
 
     def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
         """The error to raise where a call has ended by one: the same, or another."""
+        raise NotImplementedError
+
+    def _undelivered(self, error: BaseException, name: str) -> BaseException:
+        """Likewise where a message has."""
         raise NotImplementedError

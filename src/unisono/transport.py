@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unisono.control import Control
     from unisono.mailbox import Mailbox
 
-__all__ = ["Declared", "Options", "PointToPoint", "Quick", "Tensors", "Transport"]
+__all__ = ["Declared", "Letter", "Options", "PointToPoint", "Quick", "Tensors", "Transport"]
 
 Tensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor] | None"
 
@@ -75,6 +75,14 @@ class Declared:
     native: frozenset[str]
 
 
+class Letter(Protocol):
+    """Messages of one tensor to or from one rank."""
+
+    def carry(self, tensor: torch.Tensor, deadline: float) -> None:
+        """Carry one, from its beginning to its end; `deadline` is on the monotonic clock."""
+        ...
+
+
 class Quick(Protocol):
     """A shorter way for blocking calls that need no preparation, which a transport may offer.
 
@@ -82,7 +90,7 @@ class Quick(Protocol):
     which ranks take it, and compares fingerprints itself.
 
     Attributes:
-        names: The methods of `Communicator` for which there is one; "send" and "recv" are `carry`.
+        names: The methods of `Communicator` for which there is one; "send" and "recv" are `letter`.
     """
 
     @property
@@ -101,8 +109,13 @@ class Quick(Protocol):
         """
         ...
 
-    def carry(self, message: Message, timeout: float) -> bool:
-        """Likewise of one message of a tensor that `is_plain`, from its beginning to its end."""
+    def letter(self, name: str, tensor: torch.Tensor, peer: int, tag: int) -> Letter | None:
+        """What carries one message by a shorter way; None if it needs more than is done here, or is wrong.
+
+        Args:
+            name: "send" or "recv".
+            tensor, peer, tag: As the caller gave them.
+        """
         ...
 
 

@@ -13,6 +13,7 @@ import pytest
 from doctor_kit import Seen, find, the_cross
 from launcher_kit import task
 
+from unisono.compiled import NO_EXTENSIONS
 from unisono.doctor import Patient
 
 
@@ -35,6 +36,22 @@ def test_dev_shm_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(memory, "_FOLDER", Path("/no/such/folder"))
     assert "is not there" in the_cross("memory").text
+
+
+# -- unisono's compiled parts ----------------------------------------------------------------------
+def test_compiled_parts_that_are_not_wanted_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unisono.doctor.checks import extension
+
+    monkeypatch.setattr(extension, "part", {"Page": object}.get)
+    assert [found.state for found in find("extension")] == ["tick"]
+    monkeypatch.setattr(extension, "part", {}.get)
+    monkeypatch.setenv(NO_EXTENSIONS, "1")
+    (found,) = find("extension")
+    assert (found.state, found.fix) == ("note", f"unset {NO_EXTENSIONS}")
+    monkeypatch.delenv(NO_EXTENSIONS)
+    (found,) = find("extension")
+    assert found.state == "note"
+    assert "are not there: all works" in found.text
 
 
 # -- the host's name -------------------------------------------------------------------------------

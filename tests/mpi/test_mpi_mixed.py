@@ -24,6 +24,14 @@ with un.init("mpi", timeout=20) as comm:
         comm.all_reduce(tensor)
         comm.barrier()
         found.append(tensor[0].item())
+    for number in range(6):
+        comm.send(tensor, 1 - comm.rank, 300) if number % 2 == comm.rank else comm.recv(tensor, 1 - comm.rank, 300)
+        tensor += 1
+    found.append(tensor[0].item())
+    long = torch.full((5000,), comm.rank + 5.0)
+    for number in range(4):
+        comm.send(long, 1) if comm.rank == 0 else comm.recv(long, 0)
+    found.append(long.sum().item())
     with comm.dup() as other:
         other.broadcast(tensor, 1)
         try:
@@ -45,6 +53,6 @@ def test_they_meet(tmp_path: Path, plain: tuple[int, ...]) -> None:
     ended = mpi_jobs.run([launcher, *ranks[0], ":", *ranks[1]])
     assert ended.status == 0, ended.err
     lines = [line.partition(" ") for line in ended.out.splitlines()]
-    assert [said for _, _, said in lines] == ["[3.0, 6.0, 12.0, 24.0, True]"] * 2
+    assert [said for _, _, said in lines] == ["[3.0, 6.0, 12.0, 24.0, 30.0, 25000.0, True]"] * 2
     compiled = 0 if part("Page") is None else 2 - len(plain)
     assert [had for had, _, _ in lines].count("True") == compiled

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from unisono.testing.reference import reduced
 from unisono.transports import _mpi_messages
 from unisono.transports._mpi_agreement import Agreement, word_of
 from unisono.transports._mpi_reductions import Reductions, reducible
-from unisono.types import Recv, ReduceOp
+from unisono.types import ReduceOp
 
 
 class Request:
@@ -41,8 +40,7 @@ def test_what_is_given_up_while_another_thread_looks_keeps_its_memory() -> None:
     forsaken, number = weakref.ref(memory), 0
 
     def keep(request: Request, held: object) -> None:
-        part = SimpleNamespace(requests=[request], held=held)
-        _mpi_messages._keep([part], nullcontext())
+        _mpi_messages.keep([(request, held)], nullcontext())
 
     def other() -> None:
         nonlocal number
@@ -58,39 +56,9 @@ def test_what_is_given_up_while_another_thread_looks_keeps_its_memory() -> None:
     gc.collect()
     assert forsaken() is not None
     second.done = True
-    _mpi_messages._keep([], nullcontext())
+    _mpi_messages.keep([], nullcontext())
     gc.collect()
     assert forsaken() is None
-
-
-@pytest.mark.parametrize("last", ["error", "nothing", "message"])
-def test_a_message_of_a_rank_that_is_lost_comes_or_is_said_to_be_lost(
-    last: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MPI may hear of the loss only when it is asked once more."""
-
-    class FailedError(Exception):
-        """As MPI's own."""
-
-    lost = False
-
-    def look(ranks: list[int]) -> None:
-        nonlocal lost
-        lost = True
-        raise PeerLostError("rank 1 is lost")
-
-    def move() -> bool:
-        if lost and last == "error":
-            raise FailedError
-        return lost and last == "message"
-
-    comms: Any = SimpleNamespace(mpi=SimpleNamespace(Exception=FailedError), turn=nullcontext())
-    messages = _mpi_messages.Messages(comms, 9.0, look, spins=1)
-    part = SimpleNamespace(start=lambda: None, move=move, requests=[], held=None)
-    monkeypatch.setattr(messages, "_part", lambda message: part)
-    with nullcontext() if last == "message" else pytest.raises(PeerLostError, match="rank 1 is lost"):
-        messages.carry(Recv(torch.zeros(1), 1), 9.0)
-    assert lost
 
 
 NAMES = "INT8_T INT16_T INT32_T INT64_T UINT8_T UINT16_T UINT32_T UINT64_T FLOAT DOUBLE SUM PROD MIN MAX BAND BOR BXOR"

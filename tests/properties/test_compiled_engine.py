@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextvars import ContextVar
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
+from unisono.activity import Activity
 
 SINK: ContextVar[Any] = ContextVar("sink", default=None)
 
 
 class Quick:
-    names = frozenset({"all_reduce", "broadcast"})
+    names = frozenset({"all_reduce", "broadcast", "send"})
 
     def __init__(self, log: list[Any]) -> None:
         self.log, self.outcome = log, None
@@ -25,27 +27,48 @@ class Quick:
 
     def call(self, name: str, target: Any, source: Any, op: str, root: Any, deadline: float) -> Any:
         doing = self.engine.activity
-        self.log.append((name, target, source, op, root, round(deadline - doing.since, 6), doing.inside, doing.now))
+        self.log.append((name, target, source, op, root, round(deadline - doing.since, 3), doing.inside, doing.now))
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
+
+    def letter(self, name: str, tensor: Any, peer: Any, tag: Any) -> Any:
+        self.log.append(("letter", name, tensor, peer, tag))
+        return None if self.outcome is False else self
+
+    def carry(self, tensor: Any, deadline: float) -> None:
+        doing = self.engine.activity
+        self.log.append(
+            (tensor, round(deadline - doing.since, 3), doing.inside, doing.now, doing.awaited, doing.latest)
+        )
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+
+
+def activity_of(kinds: dict[str, Any], log: list[Any]) -> Any:
+    class Doing(kinds["Doing"]):  # type: ignore[misc]  # whichever it is
+        def enter(self, noted: Any, awaited: Any = ()) -> None:
+            self.now, self.awaited, self.inside, self.since = noted, awaited, True, monotonic()
+            if self.record:
+                log.append(("enter", noted, awaited))
+
+        def leave(self) -> None:
+            self.inside = False
+            if self.record:
+                log.append(("leave", self.now))
+
+        # As `Activity` does, where there is one.
+        note, post = Activity.note, Activity.post
+
+    return Doing()
 
 
 def engine_of(kinds: dict[str, Any], log: list[Any]) -> Any:
     """An engine of these parts, and no other."""
 
-    class Doing(kinds["Doing"]):  # type: ignore[misc]  # whichever it is
-        def enter(self, noted: Any) -> None:
-            self.now, self.inside = noted, True
-            log.append(("enter", noted))
-
-        def leave(self) -> None:
-            self.inside = False
-            log.append(("leave", self.now))
-
     class Engine(kinds["Quickly"]):  # type: ignore[misc]  # whichever it is
         def __init__(self) -> None:
-            self.activity, self.quick, self._sink, self._limit_s = Doing(), Quick(log), SINK, 7.0
+            self.activity, self.quick, self._sink, self._limit_s = activity_of(kinds, log), Quick(log), SINK, 7.0
             self.quick.engine = self
             self.activity.record = None
             self.owner, self.closed, self._broken, self._calls, self._pending = None, False, None, 0, 0
@@ -62,6 +85,14 @@ def engine_of(kinds: dict[str, Any], log: list[Any]) -> Any:
                 told.__cause__ = error
                 return told
             return error
+
+        def _undelivered(self, error: BaseException, name: str) -> BaseException:
+            log.append(("undelivered", name))
+            return self._blamed(error, None)
+
+        def message(self, *given: Any) -> bool:
+            done: bool = self.carried(*given)
+            return done
 
         def method(self, *given: Any) -> bool:
             done: bool = self.quickly(*given)
@@ -88,8 +119,16 @@ QUICK_CALLS = st.tuples(
     st.sampled_from([None, 2.5, 3, -1.0, "soon"]),
     st.sampled_from([True, False, ValueError, KeyError, KeyboardInterrupt]),
 )
+MESSAGES = st.tuples(
+    st.just("message"),
+    st.sampled_from(["send", "recv"]),
+    st.sampled_from([0, 1, 255, 256, 300, -1]),
+    st.sampled_from([0, 1, 300]),
+    st.sampled_from([None, 2.5, -1.0]),
+    st.sampled_from([True, True, False, ValueError, KeyError, KeyboardInterrupt]),
+)
 # After each change a call, and then all is as it was: few changes in a row let a call through.
-STEPS = st.tuples(CHANGES, QUICK_CALLS, st.booleans())
+STEPS = st.tuples(CHANGES, st.one_of(QUICK_CALLS, MESSAGES), st.booleans())
 
 
 AS_IT_WAS = [("owner", "here"), ("pending", 0), ("broken", None), ("closed", False), ("sink", None), ("quick", True)]
@@ -112,17 +151,19 @@ def played(kinds: dict[str, Any], rounds: list[tuple[Any, Any, bool]]) -> list[A
             engine.activity.record = values[0]
         elif kind == "keep":
             engine.activity.keep((values[0], None, "", None))
-        elif kind == "call":
-            name, op, root, timeout, outcome = values
+        elif kind in ("call", "message"):
+            name, *how, timeout, outcome = values
+            given = (name, "tensor", *how, timeout) if kind == "message" else (name, "target", "source", *how, timeout)
             quick.outcome = outcome("told") if isinstance(outcome, type) else outcome
             try:
-                log.append(engine.method(name, "target", "source", op, root, timeout))
+                log.append((engine.message if kind == "message" else engine.method)(*given))
             except BaseException as error:
                 log.append((type(error), str(error), type(error.__cause__), error.__traceback__ is not None))
         else:
             setattr(engine, kind if kind == "closed" else f"_{kind}", values[0])
         doing = engine.activity
         log.append((engine._calls, doing.calls, doing.inside, doing.now, doing.latest, engine.owner))
+        log.append((doing.messages, doing.awaited, sorted(doing.posted.items())))
     SINK.set(None)
     return log
 
@@ -138,3 +179,5 @@ def test_only_whole_calls_are_taken() -> None:
     for kinds in (COMPILED, PLAIN):
         with pytest.raises(TypeError):
             engine_of(kinds, []).quickly("all_reduce")
+        with pytest.raises(TypeError):
+            engine_of(kinds, []).carried("send")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from compiled_kit import COMPILED, PLAIN, both
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import unisono as un
@@ -44,6 +45,10 @@ def repeats_of(kinds: dict[str, Any], log: list[Any], lock: Any) -> Any:
         def _unlike(self, *given: Any) -> bool:
             log.append(("unlike", given[0], given[3:]))
             return True
+
+        def _addressed(self, *given: Any) -> Any:
+            log.append(("addressed", given[0], given[2:]))
+            return None
 
         def _explained(self, error: BaseException) -> BaseException:
             told = un.errors.CommError("explained") if isinstance(error, KeyError) else error
@@ -238,3 +243,49 @@ def test_many_tensors_are_remembered() -> None:
     for tensor in tensors:
         repeats.call("broadcast", tensor, None, "", 0, 5.0)
     assert log.count("moved") > 950
+
+
+class Begun:
+    def Test(self) -> bool:  # noqa: N802
+        return True
+
+
+@both
+@settings(max_examples=10 * settings.default.max_examples)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["send", "recv"]),
+            st.sampled_from([0, 1, True, 300, "0"]),
+            st.sampled_from([0, 3, False, 1000]),
+            st.sampled_from([None, None, "busy", "another", *HOW[:8]]),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+@example([("send", 0, 0, None), ("send", 0, 0, "busy"), ("send", 0, 0, None)])
+def test_letters_are_found_alike(steps: list[tuple[str, Any, Any, str | None]]) -> None:
+    def played(kinds: dict[str, Any]) -> list[Any]:
+        log: list[Any] = []
+        repeats, base, peers, tags = repeats_of(kinds, log, None), torch.zeros(12), [0, 1, 300], [0, 3, 1000]
+        tensor = base[:6]
+        more = (bytearray(64), (), bytes(40), base.data_ptr(), 24, None, 0, itertools.count(), 4, False, 1)
+        letters = [kinds["Carrier"](None, lambda *given: Begun(), *more) for _ in range(4)]
+        kept = [("send", 0, 0), ("send", 1, 3), ("recv", 1, 0), ("recv", 0, 3)]
+        for letter, (name, peer, tag) in zip(letters, kept, strict=True):
+            repeats.remember(name, tensor, None, tag, peer, (bytes(24), bytes(24)), letter, (), 0)
+        for name, peer, tag, change in steps:
+            # What is equal, and another object, is not looked for here.
+            peer = next((known for known in peers if type(known) is type(peer) and known == peer), peer)
+            tag = next((known for known in tags if type(known) is type(tag) and known == tag), tag)
+            if change == "busy":
+                letters[0].busy = True
+            elif change is not None:
+                tensor = changed(tensor, base, change)
+            found = repeats.letter(name, tensor, peer, tag)
+            log.append(found and letters.index(found))
+            letters[0].busy = False
+        return log
+
+    assert played(COMPILED) == played(PLAIN)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from sys import _getframe
-from threading import get_ident
 
 import torch
 
@@ -17,11 +15,10 @@ from unisono.engine import Engine
 from unisono.errors import CommError, CommTimeoutError
 from unisono.failing import explained
 from unisono.site import call_site
-from unisono.standing import ANYONE
-from unisono.tensors import check_apart, is_plain
+from unisono.tensors import check_apart
 from unisono.types import MAX_TAG, Message, Recv, Send, Work
 from unisono.work import patience, readable
-from unisono.wrappers.trace import sink_here, traced
+from unisono.wrappers.trace import traced
 
 __all__ = ["Messages"]
 
@@ -53,15 +50,15 @@ class Messages(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[7.0, 7.0], [7.0, 7.0]]
         """
-        message = Send(tensor, dst, tag)
-        if not self._carried("send", message, timeout):
-            self._post("send", [message]).wait_or_break(timeout)
+        if not self._engine.carried("send", tensor, dst, tag, timeout):
+            patience(timeout, 0.0)
+            self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int = 0, *, timeout: float | None = None) -> int:
         """Receive a tensor from rank `src` in place, and return `src`. Otherwise as `send`."""
-        message = Recv(tensor, src, tag)
-        if not self._carried("recv", message, timeout):
-            self._post("recv", [message]).wait_or_break(timeout)
+        if not self._engine.carried("recv", tensor, src, tag, timeout):
+            patience(timeout, 0.0)
+            self._post("recv", [Recv(tensor, src, tag)]).wait_or_break(timeout)
         return src
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
@@ -99,35 +96,6 @@ class Messages(Caller):
         if not messages or not all(isinstance(m, Send | Recv) for m in messages):
             raise TypeError("batch_isend_irecv needs a list of unisono.types.Send and Recv, at least one")
         return [self._post("batch_isend_irecv", messages)]
-
-    def _carried(self, name: str, message: Message, timeout: float | None) -> bool:
-        """Whether the transport's shorter way has carried the message; any failure on it breaks the communicator."""
-        engine, peer, tag = self._engine, message.peer, message.tag
-        limit = engine.options.timeout_s if timeout is None else patience(timeout, 0.0)
-        quick, activity, group = engine.quick, engine.activity, engine.group
-        if quick is None or name not in quick.names or engine.owner not in (get_ident(), ANYONE):
-            return False
-        # What is wrong is told on the longer way.
-        if type(peer) is not int or type(tag) is not int or not 0 <= tag <= MAX_TAG:
-            return False
-        if peer == group.rank or not 0 <= peer < group.size or not is_plain(message.tensor):
-            return False
-        if not engine.open or sink_here() is not None:
-            return False
-        caller = _getframe(2)
-        noted = (name, None, f"rank {peer}", (caller.f_code, caller.f_lasti))
-        activity.note(noted)
-        number = activity.messages
-        activity.enter(noted, (activity.post(name, peer, tag),))
-        try:
-            return quick.carry(message, limit)
-        except BaseException as error:
-            told = engine.failed(error, name, number)
-            if told is error:
-                raise
-            raise told from error
-        finally:
-            activity.leave()
 
     def _post(self, operation: str, messages: Sequence[Message]) -> _Posted:
         self._enter(operation)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from unisono.compiled import compiled
 from unisono.transports._mpi_agreement import Agreement, Said
+from unisono.transports._mpi_carrier import Carrier
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_seen import Seen, same, seen
 
@@ -20,7 +21,7 @@ class _Again(NamedTuple):
     source: Seen
     root: int | None
     said: Said
-    begin: Callable[..., object] | None
+    begin: Any
     arguments: tuple[Any, ...]
     divisor: int
 
@@ -37,17 +38,17 @@ class Repeats:
 
     def __init__(self, agreement: Agreement, page: object, comms: Comms) -> None:
         self._said_by, self._guarded = agreement, comms
-        self._again: dict[tuple[str, str, int | None, int, int], _Again] = {}
+        self._again: dict[tuple[str, str | int, int | None, int, int], _Again] = {}
 
     def remember(
         self,
         name: str,
         target: Any,
         source: Any,
-        op: str,
+        op: str | int,
         root: int | None,
         said: Said,
-        begin: Callable[..., object] | None,
+        begin: Callable[..., object] | Carrier | None,
         arguments: tuple[Any, ...],
         divisor: int,
         /,
@@ -55,9 +56,9 @@ class Repeats:
         """Keep how a call is made, for the next one with the same tensors as long as they stay as they are.
 
         Args:
-            name, target, source, op, root: As `call` is given them.
+            name, target, source, op, root: As `call` is given them; of a message, `op` is the tag, and `root` the peer.
             said: What ranks agree on.
-            begin, arguments: MPI's function, and what it takes; None where nothing moves.
+            begin, arguments: MPI's function, and what it takes; None where nothing moves; of a message, its carrier.
             divisor: By what the target is divided in the end, if it is not 0.
         """
         if len(self._again) >= _MOST:
@@ -92,6 +93,16 @@ class Repeats:
                 comms.deadline = None
         return self._divided(target) if again.divisor else True
 
+    def letter(self, name: str, tensor: Any, peer: int, tag: int, /) -> Carrier | None:
+        """As `Quick.letter`."""
+        if type(peer) is not int or type(tag) is not int:
+            return self._addressed(name, tensor, peer, tag)
+        again = self._again.get((name, tag, peer, id(tensor), id(None)))
+        if again is None or again.root is not peer or not same(again.target, tensor) or again.begin.busy:
+            return self._addressed(name, tensor, peer, tag)
+        carrier: Carrier = again.begin
+        return carrier
+
     # -- what `QuickCalls` adds: the C class has no such methods, so they cannot be abstract ------------
     def _anew(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         """`call`, of which nothing is kept."""
@@ -99,6 +110,10 @@ class Repeats:
 
     def _unlike(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         """The rest of `call`, after an agreement that did not come out as it was said."""
+        raise NotImplementedError
+
+    def _addressed(self, name: str, tensor: Any, peer: int, tag: int) -> Carrier | None:
+        """`letter`, of which nothing is kept, or which is busy."""
         raise NotImplementedError
 
     def _explained(self, error: BaseException) -> BaseException:

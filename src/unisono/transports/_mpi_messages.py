@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from unisono.work import Countdown, late
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Messages", "Posted"]
+__all__ = ["Messages", "Posted", "keep"]
 
 _MANY = 64
 _LAST_LOOKS = 100
@@ -51,12 +51,15 @@ class Messages:
         timeout_s: Of works that are waited for without a limit.
         look: Called in long waits with the ranks that are waited for; may raise.
         spins: How often to ask MPI before giving way.
+
+    Attributes:
+        numbers: Of long messages of users.
     """
 
     def __init__(self, comms: Comms, timeout_s: float, look: Callable[[Sequence[int]], object], spins: int) -> None:
         self.comms, self.timeout_s, self.look, self.spins = comms, timeout_s, look, spins
         self._open: set[Posted] = set()
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
 
     def __del__(self) -> None:
         # The memory of what is under way must not go before it has arrived.
@@ -74,43 +77,12 @@ class Messages:
                 self.move()
         return work
 
-    def carry(self, message: Message, timeout: float) -> None:
-        """One message, from its beginning to its end: as `post` and `wait`, with less to be made for it."""
-        began, part = time.monotonic(), self._part(message)
-        try:
-            with self.comms.turn:
-                part.start()
-            spins = self.spins_for(message.tensor.nbytes)
-            if until(lambda: self._is_over(part), began + timeout, lambda: self.look([message.peer]), spins):
-                return
-        except self.comms.mpi.Exception as error:
-            raise self.comms.error_of(error) from error
-        except PeerLostError:
-            if not self._has_come_after_all(part):
-                raise
-            return
-        finally:
-            _keep([part], self.comms.turn)
-        raise late([message], time.monotonic() - began)
-
-    def _has_come_after_all(self, part: Part) -> bool:
-        """What a rank sent before it left may be here."""
-        try:
-            return any(self._is_over(part) for _ in range(_LAST_LOOKS))
-        except self.comms.mpi.Exception:
-            # MPI has heard of it too, meanwhile.
-            return False
-
-    def _is_over(self, part: Part) -> bool:
-        with self.comms.turn:
-            return part.move()
-
     def _part(self, message: Message) -> Part:
         if message.tag == COLLECTIVE_TAG:
             return Bare(self.comms, message)
         if isinstance(message, Recv):
             return Received(self.comms, message)
-        return Sent(self.comms, message, next(self._numbers) % self.comms.largest_tag)
+        return Sent(self.comms, message, next(self.numbers) % self.comms.largest_tag)
 
     def spins_for(self, nbytes: int) -> int:
         """How often to ask before giving way: while a message of this length travels, since asking moves it along."""
@@ -178,7 +150,7 @@ class Posted(Countdown):
     def keep(self) -> None:
         """Hold on to the memory of what is under way, though nobody waits for it any more."""
         parts, self._parts = self._parts, []
-        _keep(parts, self._all.comms.turn)
+        keep([(request, part.held) for part in parts for request in part.requests], self._all.comms.turn)
 
     def give_up(self, cause: BaseException) -> None:
         """End it, whatever has come."""
@@ -218,11 +190,10 @@ class Posted(Countdown):
             self.wait(_FOREVER_S)
 
 
-def _keep(parts: Sequence[Part], turn: AbstractContextManager[object]) -> None:
-    """Hold on to the memory of what is under way, until it is done."""
-    for part in parts:
-        for request in part.requests:
-            _limbo[id(request)] = request, part.held
+def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object]) -> None:
+    """Hold on to the memory of what is under way, until it is done: MPI's requests, and what each of them touches."""
+    for request, touched in held:
+        _limbo[id(request)] = request, touched
     # From any thread, and from a destructor in the middle of this: whoever is at it already is left to it.
     if _limbo and _sweeping.acquire(blocking=False):
         try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from unisono.transports._mpi_carrier import HEADER
 from unisono.transports._mpi_comms import Comms
 from unisono.types import Message, Recv, Send
 from unisono.work import elements, misfit
@@ -16,14 +16,24 @@ from unisono.work import elements, misfit
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LONGEST", "Bare", "Part", "Received", "Sent", "memory"]
+__all__ = [
+    "ENVELOPE_BYTES",
+    "INLINE_BYTES",
+    "LONGEST",
+    "Bare",
+    "Part",
+    "Received",
+    "Sent",
+    "memory",
+    "name_of",
+    "opened",
+]
 
 LONGEST = 1 << 30
 """Bytes, or elements, of one call of MPI at most: many libraries count in 32 bits."""
 
-_HEADER = struct.Struct("<qq24s")
-_ENVELOPE_BYTES = 4096
-_INLINE_BYTES = _ENVELOPE_BYTES - _HEADER.size
+ENVELOPE_BYTES = 4096
+INLINE_BYTES = ENVELOPE_BYTES - HEADER.size
 
 
 def memory(comms: Comms, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> Any:
@@ -81,8 +91,8 @@ class Sent(Part):
     def __init__(self, comms: Comms, message: Send, number: int) -> None:
         self._comms, self.message = comms, message
         tensor, self._number = message.tensor, number
-        self._envelope = _HEADER.pack(tensor.numel(), number, _name_of(tensor.dtype))
-        self._inline = tensor.nbytes <= _INLINE_BYTES
+        self._envelope = HEADER.pack(tensor.numel(), number, name_of(tensor.dtype))
+        self._inline = tensor.nbytes <= INLINE_BYTES
         if self._inline:
             self._envelope += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         self.requests = []
@@ -101,7 +111,7 @@ class Received(Part):
 
     def __init__(self, comms: Comms, message: Recv) -> None:
         self._comms, self.message = comms, message
-        self._envelope = bytearray(_ENVELOPE_BYTES)
+        self._envelope = bytearray(ENVELOPE_BYTES)
         self._opened = False
         self.requests = []
         self.held = (message.tensor, self._envelope)
@@ -115,20 +125,28 @@ class Received(Part):
             return
         self._opened = True
         message, tensor = self.message, self.message.tensor
-        numel, number, name = _HEADER.unpack_from(self._envelope)
-        if numel != tensor.numel() or name.rstrip(b"\0") != _name_of(tensor.dtype):
-            sent, expected = elements(numel, name.rstrip(b"\0").decode()), elements(tensor.numel(), str(tensor.dtype))
-            raise misfit(message.peer, sent, self._comms.own.Get_rank(), expected, message.tag, message.peer)
-        if tensor.nbytes <= _INLINE_BYTES:
-            content = bytes(memoryview(self._envelope)[_HEADER.size : _HEADER.size + tensor.nbytes])
+        number = opened(self._comms, self._envelope, message)
+        if tensor.nbytes <= INLINE_BYTES:
+            content = bytes(memoryview(self._envelope)[HEADER.size : HEADER.size + tensor.nbytes])
             ctypes.memmove(tensor.data_ptr(), content, tensor.nbytes)
             return
         for part, _ in _cut(self._comms, tensor):
             self.requests.append(self._comms.users.Irecv(part, message.peer, 2 * number + 1))
 
 
+def opened(comms: Comms, envelope: bytearray, message: Message) -> int:
+    """The number of the message whose envelope has come; `MismatchError` if it is not what is to be received."""
+    tensor, peer = message.tensor, message.peer
+    numel, number, name = HEADER.unpack_from(envelope)
+    if numel != tensor.numel() or name.rstrip(b"\0") != name_of(tensor.dtype):
+        sent, expected = elements(numel, name.rstrip(b"\0").decode()), elements(tensor.numel(), str(tensor.dtype))
+        raise misfit(peer, sent, comms.own.Get_rank(), expected, message.tag, peer)
+    found: int = number
+    return found
+
+
 @cache
-def _name_of(dtype: torch.dtype) -> bytes:
+def name_of(dtype: torch.dtype) -> bytes:
     return str(dtype).removeprefix("torch.").encode()
 
 

@@ -14,6 +14,7 @@ from unisono.tensors import is_plain
 from unisono.transports._mpi_again import Repeats
 from unisono.transports._mpi_agreement import Agreement, Said, word_of
 from unisono.transports._mpi_comms import Comms
+from unisono.transports._mpi_letters import Letter, letter_for
 from unisono.transports._mpi_lists import levelled
 from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import Native
@@ -21,12 +22,13 @@ from unisono.transports._mpi_parts import LONGEST
 from unisono.transports._mpi_reductions import is_odd
 from unisono.transports._mpi_seen import lasting
 from unisono.transports._mpi_ways import WAYS, Kind, Way
-from unisono.types import Call, Message, ReduceOp
+from unisono.types import Call, ReduceOp
 
 __all__ = ["QuickCalls"]
 
 _MOST = 256
 _MOST_PLACES = 4096
+_NOTHING_SAID = bytes(24), bytes(24)
 _ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
 _PARTED = frozenset({"gather", "scatter"})
 _REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
@@ -43,7 +45,6 @@ _LISTS = {
 _BY_SOURCE = frozenset({"all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "gather"})
 """Those of which what is read has the shape that messages tell."""
 
-_Place = tuple[str, str, "int | None", int, int]
 _Key = tuple[str, str, "int | None", torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
@@ -96,7 +97,7 @@ class QuickCalls(Repeats):
         self._comms, self._run = comms, run
         self._size = comms.own.Get_size()
         self._recipes: dict[_Key, _Recipe] = {}
-        self._places: dict[_Place, bool] = {}
+        self._places: dict[tuple[Any, ...], bool] = {}
         self._barrier = agreement.say(word_of(_of_barrier().compared()[1:]))
 
     def _anew(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
@@ -170,29 +171,31 @@ class QuickCalls(Repeats):
             return _Ready(recipe, recipe.level, recipe.way.level, simpler)
         return _Ready(recipe, recipe.said, recipe.way.begin, arguments)
 
-    def _consider(self, place: _Place, target: Any, source: Any, ready: _Ready) -> None:
+    def _consider(self, place: tuple[Any, ...], target: Any, source: Any, ready: _Ready) -> None:
         """Keep it from the second call on, unless other tensors come in the place of those that are gone."""
+        if self._has_come_again(place) and ready.recipe.extreme is None and lasting(target) and lasting(source):
+            name, op, root, *_ = place
+            self._native.watch.enrol()
+            self._keep(name, target, source, op, root, ready)
+
+    def _has_come_again(self, place: tuple[Any, ...]) -> bool:
+        """Whether it is the second time; it is so once."""
         if len(self._places) >= _MOST_PLACES:
             self._places.clear()
         again = self._places.get(place)
-        if again is None:
-            self._places[place] = True
-        elif again:
-            self._places[place] = False
-            if ready.recipe.extreme is None and lasting(target) and lasting(source):
-                name, op, root, *_ = place
-                self._native.watch.enrol()
-                self._keep(name, target, source, op, root, ready)
+        self._places[place] = again is None
+        return bool(again)
 
     def _keep(self, name: str, target: Any, source: Any, op: str, root: int | None, ready: _Ready) -> None:
         self.remember(name, target, source, op, root, ready.said, ready.begin, ready.arguments, ready.recipe.divisor)
 
-    def carry(self, message: Message, timeout: float) -> bool:
-        """As `Quick.carry`."""
-        if message.tag > self._comms.largest_tag:
-            return False
-        self._messages.carry(message, timeout)
-        return True
+    def _addressed(self, name: str, tensor: Any, peer: int, tag: int) -> Letter | None:
+        letter = letter_for(self._messages, name, tensor, peer, tag)
+        if letter is None:
+            return None
+        if self._has_come_again((name, tag, peer, id(tensor), id(None))) and lasting(tensor):
+            self.remember(name, tensor, None, tag, peer, _NOTHING_SAID, letter, (), 0)
+        return letter
 
     def _quoted(self, name: str, target: Any, source: Any, op: str, root: int | None) -> Fingerprint:
         key = _key(name, target, source, op, root)

@@ -13,7 +13,7 @@ from unisono.transport import Tensors
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_marks import Mark, mark_of
 from unisono.transports._shm_rounds import Rounds
-from unisono.types import Message, ReduceOp
+from unisono.types import ReduceOp
 
 __all__ = ["QuickRounds"]
 
@@ -35,9 +35,9 @@ class QuickRounds:
         self._recipes: dict[tuple[str, torch.dtype, int], _Recipe] = {}
         self._now: tuple[str, str | None, torch.Tensor | None] | None = None
 
-    def carry(self, message: Message, timeout: float) -> bool:
-        """As `Quick.carry`."""
-        return False
+    def letter(self, name: str, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """As `Quick.letter`."""
+        return
 
     def call(self, name: str, target: Any, source: Tensors, op: str, root: int | None, deadline: float) -> bool:
         """As `Quick.call`."""

@@ -1,0 +1,164 @@
+"""Blocking messages by the shorter way of MPI: what comes is what was sent, whichever way each end takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import unisono as un
+from unisono.compiled import NO_EXTENSIONS
+from unisono.errors import CommError, CommTimeoutError, MismatchError
+from unisono.testing.pools import RankPool
+from unisono.transports._mpi_parts import INLINE_BYTES
+
+RANKS = 2
+WAYS = {"compiled": "", "plain": "1"}
+MOST = INLINE_BYTES // 4
+
+
+@pytest.fixture(scope="module", params=list(WAYS.values()), ids=list(WAYS))
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(NO_EXTENSIONS, request.param)
+        with RankPool(RANKS, "mpi", timeout=30) as pool:
+            yield pool
+
+
+MESSAGES = st.tuples(
+    st.integers(0, 1),
+    st.sampled_from([0, 1, MOST - 1, MOST, MOST + 1, 5000, 300_000]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]),
+    st.sampled_from([0, 5, 300]),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(messages=st.lists(MESSAGES, min_size=1, max_size=5), rounds=st.integers(1, 4), moved=st.integers(-1, 3))
+@example([(0, MOST, torch.float32, 0, False, False), (1, MOST + 1, torch.float32, 5, False, False)], 4, 2)
+def test_messages_come_as_they_were_sent(
+    ranks: RankPool, messages: list[tuple[Any, ...]], rounds: int, moved: int
+) -> None:
+    """The same tensors again and again; before one of the rounds they get other memory."""
+
+    def program(comm: un.Communicator, messages: list[tuple[Any, ...]], rounds: int, moved: int) -> list[bool]:
+        # The first call makes this thread the owner.
+        comm.barrier()
+        tensors = [torch.zeros(count, dtype=dtype) for _, count, dtype, *_ in messages]
+        right = []
+        for number in range(rounds):
+            for place, (sender, count, dtype, tag, later_out, later_in) in enumerate(messages):
+                tensor, wanted = tensors[place], torch.arange(count).add(number + place).to(dtype)
+                if number == moved:
+                    tensor.data = torch.zeros(count, dtype=dtype)
+                if comm.rank == sender:
+                    tensor.copy_(wanted)
+                    comm.isend(tensor, 1 - sender, tag).wait() if later_out else comm.send(tensor, 1 - sender, tag)
+                else:
+                    tensor.zero_()
+                    comm.irecv(tensor, sender, tag).wait() if later_in else comm.recv(tensor, sender, tag)
+                right.append(torch.equal(tensor, wanted))
+        return right
+
+    for right in ranks.run(program, messages, rounds, moved):
+        assert right == [True] * (rounds * len(messages))
+
+
+def test_receives_that_wait_get_long_messages_in_their_order(ranks: RankPool) -> None:
+    def program(comm: un.Communicator, count: int) -> list[float]:
+        comm.barrier()
+        tensor, into = torch.zeros(count), [torch.zeros(count) for _ in range(6)]
+        if comm.rank == 1:
+            works = [comm.irecv(one, 0, 3) for one in into]
+        comm.barrier()
+        for number in range(6):
+            if comm.rank == 0:
+                comm.send(tensor.fill_(number), 1, 3)
+        if comm.rank == 1:
+            for work in reversed(works):
+                work.wait()
+        return [one.unique().item() for one in into]
+
+    for count in (MOST + 1, 200_000):
+        assert ranks.run(program, count)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_messages_that_come_again_are_prepared_once(ranks: RankPool) -> None:
+    def program(comm: un.Communicator) -> tuple[list[int], int, list[Any], list[str]]:
+        comm.barrier()
+        quick, activity, prepared, there = comm._engine.quick, comm._engine.activity, list[int](), torch.ones(3)
+        before, anew, calls = activity.messages, quick._addressed, []
+        quick._addressed = lambda name, tensor, peer, tag: prepared.append(tag) or anew(name, tensor, peer, tag)
+        try:
+            for number in range(5):
+                tag = 2 if number < 4 else 9
+                comm.send(there, 1, tag) if comm.rank == 0 else comm.recv(there, 0, tag)
+                calls.append(comm._engine.activity.latest[-1][:3])
+        finally:
+            quick._addressed = anew
+        awaited = activity.awaited
+        for _ in range(3):
+            comm.all_reduce(there)
+        return prepared, activity.messages - before, [awaited[0][:3], activity.awaited], calls
+
+    for rank, found in enumerate(ranks.run(program)):
+        name = ("send", "recv")[rank]
+        prepared, messages, awaited, calls = found
+        assert (prepared, messages) == ([2, 2, 9], 5)
+        assert awaited == [(name, 1 - rank, 9), ()]
+        assert calls == [(name, None, f"rank {1 - rank}")] * 5
+
+
+@pytest.mark.parametrize("way", list(WAYS.values()), ids=list(WAYS))
+@pytest.mark.parametrize("other", [torch.zeros(5), torch.zeros(4, dtype=torch.int32), torch.zeros(200_000)])
+def test_what_does_not_fit_is_told_after_many_that_did(
+    way: str, other: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(comm: un.Communicator, other: torch.Tensor) -> tuple[list[str], float]:
+        comm.barrier()
+        tensor, said = torch.full((4,), 1.0), []
+        for number in range(5):
+            try:
+                if comm.rank == 0:
+                    comm.send(other if number == 4 else tensor, 1, 1)
+                else:
+                    comm.recv(tensor, 0, 1)
+            except CommError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        try:
+            comm.barrier(timeout=5.0)
+        except CommError as error:
+            said.append(type(error).__name__)
+        return said, tensor.sum().item()
+
+    monkeypatch.setenv(NO_EXTENSIONS, way)
+    results = un.launch(program, RANKS, "mpi", args=(other,), timeout=5.0)
+    said, total = results[1]
+    assert said[0].startswith(MismatchError.__name__)
+    assert f"{other.numel()} elements" in said[0] or str(other.dtype).removeprefix("torch.") in said[0]
+    assert total == 4.0
+    assert results[0][0][-1] == MismatchError.__name__
+
+
+@pytest.mark.parametrize("way", list(WAYS.values()), ids=list(WAYS))
+def test_a_message_that_nobody_sends_is_late(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(comm: un.Communicator) -> str:
+        comm.barrier()
+        tensor = torch.zeros(4)
+        for _ in range(3):
+            comm.recv(tensor, 0) if comm.rank == 1 else comm.send(tensor, 1)
+        with pytest.raises(CommTimeoutError) as told:
+            comm.recv(tensor, 1 - comm.rank, timeout=0.3 if comm.rank == 1 else 20.0)
+        return str(told.value)
+
+    monkeypatch.setenv(NO_EXTENSIONS, way)
+    waits, gives_up = un.launch(program, RANKS, "mpi", timeout=20.0)
+    assert "waited 0.3 s for 16 B from rank 0" in gives_up
+    # Rank 0 is told at once.
+    assert "waited 0.3 s for 16 B from rank 0" in waits

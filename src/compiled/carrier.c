@@ -1,5 +1,5 @@
 /* unisono.transports._mpi_carrier.Carrier: the messages of one tensor to or from one rank. */
-#include "compiled.h"
+#include "seen.h"
 
 static PyTypeObject *CarrierType;
 
@@ -9,7 +9,7 @@ enum { NUMBER_AT = 8, NAME_AT = 16, HEADER = 40 };
 typedef struct {
     PyObject_HEAD
     PyObject *lock, *begin, *envelope, *first, *header, *rest, *peer, *numbers;
-    char *address;
+    Seen seen;
     Py_ssize_t nbytes;
     long long most;
     int receives, looks;
@@ -44,6 +44,15 @@ static int locked(Carrier *self, PyObject *called, PyObject *method, PyObject *a
     return *found ? 0 : -1;
 }
 
+/* Signals and other threads may have changed the tensor in a wait. Its old memory may be another's by now. */
+static int look(Carrier *self, PyObject *tensor)
+{
+    int alike = self->nbytes ? same(&self->seen, tensor) : 1;
+    if (!alike)
+        PyErr_SetString(PyExc_RuntimeError, "the tensor of a message was changed while the message was under way");
+    return alike == 1 ? 0 : -1;
+}
+
 static int finish(Carrier *self, PyObject *request, PyObject *tensor, PyObject *deadline)
 {
     for (int look = 0; look < self->looks; look++) {
@@ -70,8 +79,10 @@ static int send(Carrier *self, PyObject **under_way, PyObject *tensor, PyObject 
 {
     char *envelope = PyByteArray_AS_STRING(self->envelope);
     int64_t number = 0;
+    if (look(self, tensor) < 0)
+        return -1;
     if (self->rest == Py_None) {
-        memcpy(envelope + HEADER, self->address, (size_t)self->nbytes);
+        memcpy(envelope + HEADER, self->seen.one.address, (size_t)self->nbytes);
     } else {
         PyObject *next = PyIter_Next(self->numbers);
         number = next ? PyLong_AsLongLong(next) : -1;
@@ -107,8 +118,10 @@ static int receive(Carrier *self, PyObject **under_way, PyObject *tensor, PyObje
             PyErr_SetString(PyExc_RuntimeError, "a message that does not fit");
         return -1;
     }
+    if (look(self, tensor) < 0)
+        return -1;
     if (self->rest == Py_None) {
-        memcpy(self->address, envelope + HEADER, (size_t)self->nbytes);
+        memcpy(self->seen.one.address, envelope + HEADER, (size_t)self->nbytes);
         return 0;
     }
     int64_t number;
@@ -142,12 +155,11 @@ static PyObject *carry(Carrier *self, PyObject *const *given, Py_ssize_t count)
         PyErr_Format(PyExc_TypeError, "carry() takes 2 arguments, not %zd", count);
         return NULL;
     }
-    if (!self->begin || self->busy) {
-        PyErr_SetString(PyExc_RuntimeError, self->begin ? "the message before this one is under way" : "__init__() was not called");
+    if (!self->begin || !self->busy) {
+        PyErr_SetString(PyExc_RuntimeError, self->begin ? "nobody has taken it" : "__init__() was not called");
         return NULL;
     }
     PyObject *under_way[2] = {NULL, NULL};
-    self->busy = 1;
     int over = self->receives ? receive(self, under_way, given[0], given[1]) : send(self, under_way, given[0], given[1]);
     if (over < 0)
         ended(self, under_way, given[0]);
@@ -158,16 +170,22 @@ static PyObject *carry(Carrier *self, PyObject *const *given, Py_ssize_t count)
     return over < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* Whether it is one of these, and can carry another message now. */
-int carrier_is_free(PyObject *carrier)
+/* Whether it is one of these, and was free, and is the caller's now. */
+int take_carrier(PyObject *carrier)
 {
-    return PyObject_TypeCheck(carrier, CarrierType) && !((Carrier *)carrier)->busy;
+    if (!PyObject_TypeCheck(carrier, CarrierType) || ((Carrier *)carrier)->busy)
+        return 0;
+    return ((Carrier *)carrier)->busy = 1;
+}
+
+static PyObject *take(Carrier *self, PyObject *unused)
+{
+    return PyBool_FromLong(take_carrier((PyObject *)self));
 }
 
 static int init(Carrier *self, PyObject *arguments, PyObject *named)
 {
-    PyObject *lock, *begin, *envelope, *first, *header, *rest, *peer, *numbers;
-    unsigned long long address;
+    PyObject *lock, *begin, *envelope, *first, *header, *tensor, *rest, *peer, *numbers;
     Py_ssize_t nbytes;
     long long most;
     int receives, looks;
@@ -175,8 +193,8 @@ static int init(Carrier *self, PyObject *arguments, PyObject *named)
         PyErr_SetString(PyExc_RuntimeError, "a Carrier is made once");
         return -1;
     }
-    if (!PyArg_ParseTuple(arguments, "OOO!O!O!KnOOOLpi", &lock, &begin, &PyByteArray_Type, &envelope, &PyTuple_Type, &first,
-                          &PyBytes_Type, &header, &address, &nbytes, &rest, &peer, &numbers, &most, &receives, &looks))
+    if (!PyArg_ParseTuple(arguments, "OOO!O!O!OnOOOLpi", &lock, &begin, &PyByteArray_Type, &envelope, &PyTuple_Type, &first,
+                          &PyBytes_Type, &header, &tensor, &nbytes, &rest, &peer, &numbers, &most, &receives, &looks))
         return -1;
     Py_ssize_t inside = rest == Py_None ? nbytes : 0;
     if (PyBytes_GET_SIZE(header) != HEADER || nbytes < 0 || PyByteArray_GET_SIZE(envelope) < HEADER + inside || most < 1 ||
@@ -184,6 +202,8 @@ static int init(Carrier *self, PyObject *arguments, PyObject *named)
         PyErr_SetString(PyExc_ValueError, "an envelope holds a header of 40 bytes, and what does not follow by itself");
         return -1;
     }
+    if (see(&self->seen, tensor) < 0)
+        return -1;
     self->lock = Py_NewRef(lock);
     self->envelope = Py_NewRef(envelope);
     self->first = Py_NewRef(first);
@@ -191,11 +211,11 @@ static int init(Carrier *self, PyObject *arguments, PyObject *named)
     self->rest = Py_NewRef(rest);
     self->peer = Py_NewRef(peer);
     self->numbers = Py_NewRef(numbers);
-    self->address = (char *)(uintptr_t)address;
     self->nbytes = nbytes;
     self->most = most;
     self->receives = receives;
     self->looks = looks;
+    self->busy = 1;
     self->begin = Py_NewRef(begin);
     return 0;
 }
@@ -215,6 +235,7 @@ static int clear(Carrier *self)
                          &self->header, &self->rest, &self->peer,     &self->numbers};
     for (size_t n = 0; n < sizeof held / sizeof *held; n++)
         Py_CLEAR(*held[n]);
+    unsee(&self->seen);
     return 0;
 }
 
@@ -227,8 +248,12 @@ static void dealloc(Carrier *self)
     Py_DECREF(type);
 }
 
-static PyMemberDef members[] = {{"busy", T_BOOL, offsetof(Carrier, busy), 0, NULL}, {NULL}};
-static PyMethodDef methods[] = {{"carry", (PyCFunction)(void (*)(void))carry, METH_FASTCALL, NULL}, {NULL}};
+static PyMemberDef members[] = {{"busy", T_BOOL, offsetof(Carrier, busy), READONLY, NULL}, {NULL}};
+static PyMethodDef methods[] = {
+    {"carry", (PyCFunction)(void (*)(void))carry, METH_FASTCALL, NULL},
+    {"take", (PyCFunction)take, METH_NOARGS, NULL},
+    {NULL},
+};
 static PyType_Slot slots[] = {
     {Py_tp_init, init}, {Py_tp_members, members}, {Py_tp_methods, methods}, {Py_tp_traverse, each}, {Py_tp_clear, clear},
     {Py_tp_dealloc, dealloc}, {0, NULL},

@@ -82,7 +82,7 @@ int limit_of(Quickly *engine, PyObject *timeout, double *limit);
 int end(Doing *doing);
 PyObject *carried(Quickly *engine, PyObject *const *given, Py_ssize_t count);
 
-int carrier_is_free(PyObject *carrier);
+int take_carrier(PyObject *carrier);
 
 int page_made(const Page *page);
 void page_put(Page *page, const uint64_t words[3]);

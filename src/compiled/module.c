@@ -14,7 +14,7 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 }
 
 /* As in unisono/compiled.py: another number for other parts, or for parts of other parts. */
-enum { INTERFACE = 3 };
+enum { INTERFACE = 4 };
 
 static int fill(PyObject *module)
 {

@@ -123,7 +123,7 @@ static PyObject *letter(Repeats *self, PyObject *const *given, Py_ssize_t count)
     if (entry) {
         entry->holders++;
         int found = same(&entry->target, given[1]);
-        if (found == 1 && carrier_is_free(entry->begin))
+        if (found == 1 && take_carrier(entry->begin))
             carrier = Py_NewRef(entry->begin);
         drop(entry);
         if (carrier || found < 0)

@@ -22,7 +22,7 @@ def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and tensor.is_cpu
-        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
     )
 
 

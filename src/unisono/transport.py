@@ -110,7 +110,7 @@ class Quick(Protocol):
         ...
 
     def letter(self, name: str, tensor: torch.Tensor, peer: int, tag: int) -> Letter | None:
-        """What carries one message by a shorter way; None if it needs more than is done here, or is wrong.
+        """What is to carry one message by a shorter way; None if it needs more than is done here, or is wrong.
 
         Args:
             name: "send" or "recv".

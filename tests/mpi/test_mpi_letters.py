@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,3 +163,51 @@ def test_a_message_that_nobody_sends_is_late(way: str, monkeypatch: pytest.Monke
     assert "waited 0.3 s for 16 B from rank 0" in gives_up
     # Rank 0 is told at once.
     assert "waited 0.3 s for 16 B from rank 0" in waits
+
+
+def test_threads_may_send_one_tensor_at_once(ranks: RankPool) -> None:
+    def program(comm: un.Communicator, count: int) -> list[str]:
+        wrong: list[str] = []
+        with comm.dup() as shared:
+            shared.share()
+            shared.barrier()
+            there = torch.arange(float(count))
+
+            def work() -> None:
+                mine = torch.zeros(count)
+                try:
+                    for _ in range(100):
+                        if shared.rank == 0:
+                            shared.send(there, 1, 5)
+                        else:
+                            shared.recv(mine.zero_(), 0, 5)
+                            assert torch.equal(mine, there)
+                except BaseException as error:
+                    wrong.append(repr(error))
+
+            threads = [threading.Thread(target=work) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return wrong
+
+    for count in (10, 20_000):
+        assert ranks.run(program, count) == [[], []]
+
+
+def test_what_cannot_be_sent_is_refused_each_time(ranks: RankPool) -> None:
+    def program(comm: un.Communicator) -> list[str]:
+        comm.barrier()
+        said = []
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
+        for _ in range(4):
+            for peer, tag, tensor in ((1 - comm.rank, 0, quantized), (comm.rank, 0, torch.ones(3))):
+                try:
+                    comm.send(tensor, peer, tag)
+                except ValueError as error:
+                    said.append(str(error))
+        return said
+
+    for said in ranks.run(program):
+        assert ["quantized" in one for one in said] == [True, False] * 4

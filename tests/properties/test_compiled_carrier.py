@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,12 @@ from unisono.transports._mpi_carrier import HEADER
 
 ERRORS = {"MPI": KeyError("MPI"), "interrupt": KeyboardInterrupt("stop"), "late": un.errors.CommTimeoutError("late")}
 LOOKS, NUMBERS = 3, 4
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "moved": lambda tensor: setattr(tensor, "data", torch.zeros(4)),
+    "shortened": lambda tensor: tensor.resize_(2),
+    "of another dtype": lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)),
+    "nothing": lambda tensor: None,
+}
 
 
 class Lock:
@@ -58,6 +65,8 @@ class Mpi:
             mpi.log.append(("test", self.number, mpi.lock and mpi.lock.held))
             if mpi.step["fails"] == ("test", self.number):
                 raise ERRORS[mpi.step["how"]]
+            if mpi.step["changes"] == ("test", self.number):
+                CHANGES[mpi.step["change"]](mpi.tensor)
             self.left -= 1
             if self.left >= 0:
                 return False
@@ -71,6 +80,8 @@ class Mpi:
         number, self.begun = self.begun, self.begun + 1
         if self.step["fails"] == ("begin", number):
             raise ERRORS[self.step["how"]]
+        if self.step["changes"] == ("begin", number):
+            CHANGES[self.step["change"]](self.tensor)
         return self.Request(self, number)
 
 
@@ -98,10 +109,10 @@ def carrier_of(
 
     header = HEADER.pack(tensor.numel(), 0, b"float32")
     envelope = bytearray(64) if receives else bytearray(header) + bytes(tensor.nbytes if inline else 0)
-    mpi.envelope = envelope
+    mpi.envelope, mpi.tensor = envelope, tensor
     rest = None if inline else "the rest"
     first = ([envelope, "bytes"], 1, 6)
-    more = (tensor.data_ptr(), tensor.nbytes, rest, 1, itertools.count(2), NUMBERS, receives, LOOKS)
+    more = (tensor, tensor.nbytes, rest, 1, itertools.count(2), NUMBERS, receives, LOOKS)
     return Letter(mpi.lock, mpi.begin, envelope, first, header, *more)
 
 
@@ -120,6 +131,8 @@ STEPS = st.fixed_dictionaries(
             st.none(), st.none(), st.tuples(st.sampled_from(["begin", "test", "wait"]), st.integers(0, 1))
         ),
         "how": st.sampled_from(list(ERRORS)),
+        "changes": st.one_of(st.none(), st.none(), st.tuples(st.sampled_from(["begin", "test"]), st.integers(0, 1))),
+        "change": st.sampled_from(list(CHANGES)),
         "jammed": st.sampled_from([False] * 9 + [True]),
     }
 )
@@ -138,13 +151,19 @@ def played(kinds: dict[str, Any], steps: list[dict[str, Any]], receives: bool, i
             log.append(carrier.carry(tensor, 5.0))
         except BaseException as error:
             log.append((type(error), str(error), type(error.__cause__)))
+            log.append((carrier.busy, carrier.take()))
+            tensor = tensor.detach().clone()
+            carrier = carrier_of(kinds, log, mpi, tensor, receives, inline)
+        else:
+            log.append((carrier.busy, carrier.take(), carrier.take()))
         log.append((carrier.busy, tensor.tolist(), lock and lock.held))
         tensor += 1
     return log
 
 
 def step_of(**other: Any) -> dict[str, Any]:
-    return {"tests": 0, "arrives": "fits", "fails": None, "how": "MPI", "jammed": False, **other}
+    usual = {"tests": 0, "arrives": "fits", "fails": None, "how": "MPI", "changes": None, "change": "moved"}
+    return {**usual, "jammed": False, **other}
 
 
 @both
@@ -157,6 +176,8 @@ def step_of(**other: Any) -> dict[str, Any]:
 )
 @example([step_of(jammed=True), step_of()], False, False, True)
 @example([step_of(jammed=True, fails=("begin", 1))], False, False, True)
+@example([step_of(changes=("test", 0)), step_of()], True, True, False)
+@example([step_of(changes=("test", 0), change="shortened")], True, False, False)
 @example([step_of(), step_of(arrives="of a longer name"), step_of()], True, True, False)
 @example([step_of(tests=LOOKS + 1), step_of(tests=LOOKS + 1, fails=("test", 1), how="interrupt")], True, False, True)
 def test_messages_are_carried_alike(steps: list[dict[str, Any]], receives: bool, inline: bool, locked: bool) -> None:
@@ -178,6 +199,8 @@ def test_a_carrier_is_let_go_of_though_it_knows_itself(receives: bool) -> None:
 
 @both
 def test_a_carrier_that_cannot_be() -> None:
+    here = torch.zeros(4)
+
     def made(**other: Any) -> Any:
         envelope = bytearray(56)
         usual = {
@@ -186,7 +209,7 @@ def test_a_carrier_that_cannot_be() -> None:
             "envelope": envelope,
             "first": (),
             "header": bytes(40),
-            "address": 0,
+            "tensor": torch.zeros(4),
             "nbytes": 16,
             "rest": None,
             "peer": 1,
@@ -208,3 +231,8 @@ def test_a_carrier_that_cannot_be() -> None:
         COMPILED["Carrier"].__new__(COMPILED["Carrier"]).carry(None, 1.0)
     with pytest.raises(TypeError, match="2 arguments"):
         made().carry(None)
+    free = made(begin=lambda *given: Mpi.Request(Mpi([], None, step_of(arrives=None)), 0), tensor=here)
+    assert not free.take()
+    free.carry(here, 1.0)
+    with pytest.raises(RuntimeError, match="taken"):
+        free.carry(here, 1.0)

@@ -98,7 +98,7 @@ class Repeats:
         if type(peer) is not int or type(tag) is not int:
             return self._addressed(name, tensor, peer, tag)
         again = self._again.get((name, tag, peer, id(tensor), id(None)))
-        if again is None or again.root is not peer or not same(again.target, tensor) or again.begin.busy:
+        if again is None or again.root is not peer or not same(again.target, tensor) or not again.begin.take():
             return self._addressed(name, tensor, peer, tag)
         carrier: Carrier = again.begin
         return carrier

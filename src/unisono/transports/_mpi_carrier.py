@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from unisono.compiled import compiled
+from unisono.transports._mpi_seen import same, seen
 
 __all__ = ["HEADER", "Carrier"]
 
@@ -29,7 +30,7 @@ class Carrier:
         envelope: What travels first. Of who sends, it is as long as it is sent, and holds the header.
         first: The arguments of `begin` for the envelope.
         header: What the envelope has to begin with, but for the number.
-        address, nbytes: Of the tensor.
+        tensor, nbytes: The tensor, which is not held, and its length.
         rest: The tensor as MPI takes it, if it follows by itself; None if it is in the envelope.
         peer: The other rank.
         numbers: Of messages that follow by themselves.
@@ -38,7 +39,8 @@ class Carrier:
         looks: How often to ask MPI before giving way.
 
     Attributes:
-        busy: Whether a message is under way, or was when an error ended its wait.
+        busy: Whether somebody has taken it, as who has made it: a message is under way, or was when an error ended
+            its wait, since what it consists of may be in use for good then.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Carrier:
         envelope: bytearray,
         first: tuple[Any, ...],
         header: bytes,
-        address: int,
+        tensor: Any,
         nbytes: int,
         rest: Any,
         peer: int,
@@ -59,15 +61,29 @@ class Carrier:
     ) -> None:
         self._turn: AbstractContextManager[Any] = lock or nullcontext()
         self._begin, self._envelope, self._first, self._header = begin, envelope, first, header
-        self._address, self._nbytes, self._rest, self._peer = address, nbytes, rest, peer
+        self._seen, self._address, self._nbytes = seen(tensor), tensor.data_ptr(), nbytes
+        self._rest, self._peer = rest, peer
         self._numbers, self._most, self._receives, self._looks = numbers, most, receives, looks
-        self.busy = False
+        # Of several threads, one takes the only element.
+        self._free: list[None] = []
+
+    @property
+    def busy(self) -> bool:
+        return not self._free
+
+    def take(self) -> bool:
+        """Whether it was free, and is this caller's now, who has to `carry` a message."""
+        try:
+            self._free.pop()
+        except IndexError:
+            return False
+        return True
 
     def carry(self, tensor: Any, deadline: float, /) -> None:
-        """One message, from its beginning to its end."""
-        if self.busy:
-            raise RuntimeError("the message before this one is under way")
-        self.busy, under_way = True, list[Any]()
+        """One message, from its beginning to its end; it is free then."""
+        if self._free:
+            raise RuntimeError("nobody has taken it")
+        under_way: list[Any] = []
         try:
             if self._receives:
                 self._receive(under_way, tensor, deadline)
@@ -79,9 +95,15 @@ class Carrier:
             if told is error:
                 raise
             raise told from error
-        self.busy = False
+        self._free.append(None)
+
+    def _look(self, tensor: Any) -> None:
+        """Signals and other threads may have changed it in a wait. Its old memory may be another's by now."""
+        if self._nbytes and not same(self._seen, tensor):
+            raise RuntimeError("the tensor of a message was changed while the message was under way")
 
     def _send(self, under_way: list[Any], tensor: Any, deadline: float) -> None:
+        self._look(tensor)
         if self._rest is None:
             self._envelope[HEADER.size :] = ctypes.string_at(self._address, self._nbytes)
             self._start(under_way, self._first)
@@ -99,6 +121,7 @@ class Carrier:
         envelope, header = self._envelope, self._header
         if envelope[:_NUMBER_AT] != header[:_NUMBER_AT] or envelope[_NAME_AT : HEADER.size] != header[_NAME_AT:]:
             self._unfit(tensor)
+        self._look(tensor)
         if self._rest is None:
             ctypes.memmove(self._address, bytes(envelope[HEADER.size : HEADER.size + self._nbytes]), self._nbytes)
         else:

@@ -23,7 +23,7 @@ _LAST_LOOKS = 100
 
 
 def letter_for(messages: Messages, name: str, tensor: Any, peer: int, tag: int) -> Letter | None:
-    """A letter, "send" or "recv"; None if what is given is wrong, which the longer way tells, or takes more."""
+    """A letter that its caller has taken; None if what is given is wrong, which the longer way tells, or takes more."""
     comms = messages.comms
     if type(peer) is not int or type(tag) is not int or not 0 <= tag <= min(MAX_TAG, comms.largest_tag):
         return None
@@ -54,7 +54,7 @@ class Letter(Carrier):
             envelope,
             ([envelope, comms.mpi.BYTE], message.peer, 2 * message.tag),
             header,
-            tensor.data_ptr(),
+            tensor,
             tensor.nbytes,
             None if inline else [memory(comms, tensor), comms.mpi.BYTE],
             message.peer,

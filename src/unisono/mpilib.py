@@ -234,6 +234,9 @@ def until(
         _give_way()
         if done():
             return True
+        # Where processors are scarce, each of these may take milliseconds.
+        if time.monotonic() >= deadline:
+            return False
     pause_s = _FIRST_PAUSE_S
     while not done():
         if _is_late(deadline, look):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -116,53 +117,48 @@ def test_messages_that_come_again_are_prepared_once(ranks: RankPool) -> None:
         assert calls == [(name, None, f"rank {1 - rank}")] * 5
 
 
-@pytest.mark.parametrize("way", list(WAYS.values()), ids=list(WAYS))
 @pytest.mark.parametrize("other", [torch.zeros(5), torch.zeros(4, dtype=torch.int32), torch.zeros(200_000)])
-def test_what_does_not_fit_is_told_after_many_that_did(
-    way: str, other: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_told_after_many_that_did(ranks: RankPool, other: torch.Tensor) -> None:
     def program(comm: un.Communicator, other: torch.Tensor) -> tuple[list[str], float]:
-        comm.barrier()
         tensor, said = torch.full((4,), 1.0), []
-        for number in range(5):
+        with comm.dup() as part:
+            part.barrier()
+            for number in range(5):
+                try:
+                    if comm.rank == 0:
+                        part.send(other if number == 4 else tensor, 1, 1)
+                    else:
+                        part.recv(tensor, 0, 1)
+                except CommError as error:
+                    said.append(f"{type(error).__name__}: {error}")
             try:
-                if comm.rank == 0:
-                    comm.send(other if number == 4 else tensor, 1, 1)
-                else:
-                    comm.recv(tensor, 0, 1)
+                part.barrier(timeout=5.0)
             except CommError as error:
-                said.append(f"{type(error).__name__}: {error}")
-        try:
-            comm.barrier(timeout=5.0)
-        except CommError as error:
-            said.append(type(error).__name__)
+                said.append(type(error).__name__)
         return said, tensor.sum().item()
 
-    monkeypatch.setenv(NO_EXTENSIONS, way)
-    results = un.launch(program, RANKS, "mpi", args=(other,), timeout=5.0)
-    said, total = results[1]
+    sender, receiver = ranks.run(program, other)
+    said, total = receiver
     assert said[0].startswith(MismatchError.__name__)
     assert f"{other.numel()} elements" in said[0] or str(other.dtype).removeprefix("torch.") in said[0]
     assert total == 4.0
-    assert results[0][0][-1] == MismatchError.__name__
+    assert sender[0][-1] == MismatchError.__name__
 
 
-@pytest.mark.parametrize("way", list(WAYS.values()), ids=list(WAYS))
-def test_a_message_that_nobody_sends_is_late(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_nobody_sends_is_late(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> str:
-        comm.barrier()
         tensor = torch.zeros(4)
-        for _ in range(3):
-            comm.recv(tensor, 0) if comm.rank == 1 else comm.send(tensor, 1)
-        with pytest.raises(CommTimeoutError) as told:
-            comm.recv(tensor, 1 - comm.rank, timeout=0.3 if comm.rank == 1 else 20.0)
+        with comm.dup() as part:
+            part.barrier()
+            for _ in range(3):
+                part.recv(tensor, 0) if comm.rank == 1 else part.send(tensor, 1)
+            with pytest.raises(CommTimeoutError) as told:
+                part.recv(tensor, 1 - comm.rank, timeout=0.3 if comm.rank == 1 else 20.0)
         return str(told.value)
 
-    monkeypatch.setenv(NO_EXTENSIONS, way)
-    waits, gives_up = un.launch(program, RANKS, "mpi", timeout=20.0)
-    assert "waited 0.3 s for 16 B from rank 0" in gives_up
     # Rank 0 is told at once.
-    assert "waited 0.3 s for 16 B from rank 0" in waits
+    for said in ranks.run(program):
+        assert re.search(r"waited \d\.\d s for 16 B from rank 0", said)
 
 
 def test_threads_may_send_one_tensor_at_once(ranks: RankPool) -> None:

@@ -19,8 +19,10 @@ typedef struct {
 static PyObject *s_test, *s_see_through, *s_unfit, *s_ended, *s_acquire, *s_release;
 
 /* Acquire or release a lock, if there is one. */
-static int turn(PyObject *lock, PyObject *method)
+int turn(PyObject *lock, PyObject *method)
 {
+    if (lock == Py_None)
+        return 0;
     PyObject *turned = PyObject_CallMethodNoArgs(lock, method);
     Py_XDECREF(turned);
     return turned ? 0 : -1;
@@ -29,11 +31,9 @@ static int turn(PyObject *lock, PyObject *method)
 /* With the lock held, call a method, or a function with arguments. Also with an error, something may be found. */
 static int locked(Carrier *self, PyObject *called, PyObject *method, PyObject *arguments, PyObject **found)
 {
-    if (self->lock != Py_None && turn(self->lock, s_acquire) < 0)
+    if (turn(self->lock, s_acquire) < 0)
         return -1;
     *found = method ? PyObject_CallMethodNoArgs(called, method) : PyObject_Call(called, arguments, NULL);
-    if (self->lock == Py_None)
-        return *found ? 0 : -1;
     PyObject *error = *found ? NULL : raised();
     if (turn(self->lock, s_release) < 0) {
         raise_after(error);
@@ -139,13 +139,8 @@ static void ended(Carrier *self, PyObject **under_way, PyObject *tensor)
             put = PyList_Append(list, under_way[n]);
     if (put == 0)
         told = PyObject_CallMethodObjArgs((PyObject *)self, s_ended, error, list, tensor, NULL);
-    if (told == error)
-        raise_again(Py_NewRef(error));
-    else if (told)
-        PyErr_SetObject((PyObject *)Py_TYPE(told), told);
-    Py_XDECREF(told);
     Py_XDECREF(list);
-    raise_after(error);
+    raise_told(error, told);
 }
 
 /* tensor, deadline */

@@ -91,6 +91,9 @@ int page_all(Page *page, uint64_t sums[3]);
 PyObject *raised(void);
 void raise_again(PyObject *error);
 void raise_after(PyObject *earlier);
+void raise_told(PyObject *error, PyObject *told);
+
+int turn(PyObject *lock, PyObject *method);
 
 static inline double monotonic(void)
 {

@@ -69,12 +69,7 @@ static void blame(Quickly *self, Doing *doing)
     PyObject *error = raised(), *now = PyObject_GetAttrString((PyObject *)doing, "now");
     PyObject *told = now ? PyObject_CallMethodObjArgs((PyObject *)self, s_blamed, error, now, NULL) : NULL;
     Py_XDECREF(now);
-    if (told == error)
-        raise_again(Py_NewRef(error));
-    else if (told)
-        PyErr_SetObject((PyObject *)Py_TYPE(told), told);
-    Py_XDECREF(told);
-    raise_after(error);
+    raise_told(error, told);
 }
 
 /* name, target, source, op, root, timeout */

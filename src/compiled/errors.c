@@ -56,3 +56,15 @@ void raise_after(PyObject *earlier)
     Py_XDECREF(earlier);
     raise_again(later);
 }
+
+/* Of an error, what somebody has told of it is raised: itself, or another one, which comes after it. If nobody could, an
+ * error of that is under way. Takes both references. */
+void raise_told(PyObject *error, PyObject *told)
+{
+    if (told == error)
+        raise_again(Py_NewRef(error));
+    else if (told)
+        PyErr_SetObject((PyObject *)Py_TYPE(told), told);
+    Py_XDECREF(told);
+    raise_after(error);
+}

@@ -26,12 +26,7 @@ static void blame(Quickly *self, PyObject *name)
 {
     PyObject *error = raised();
     PyObject *told = PyObject_CallMethodObjArgs((PyObject *)self, s_undelivered, error, name, NULL);
-    if (told == error)
-        raise_again(Py_NewRef(error));
-    else if (told)
-        PyErr_SetObject((PyObject *)Py_TYPE(told), told);
-    Py_XDECREF(told);
-    raise_after(error);
+    raise_told(error, told);
 }
 
 static PyObject *carry(Quickly *self, PyObject *letter, PyObject *const *given, double limit)

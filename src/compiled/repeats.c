@@ -33,21 +33,7 @@ static int agree(Repeats *self, const Entry *entry, PyObject *deadline)
 static void explain(Repeats *self)
 {
     PyObject *error = raised(), *told = PyObject_CallMethodOneArg((PyObject *)self, s_explained, error);
-    if (told == error)
-        raise_again(Py_NewRef(error));
-    else if (told)
-        PyErr_SetObject((PyObject *)Py_TYPE(told), told);
-    Py_XDECREF(told);
-    raise_after(error);
-}
-
-static int turn(Repeats *self, PyObject *method)
-{
-    if (self->lock == Py_None)
-        return 0;
-    PyObject *turned = PyObject_CallMethodNoArgs(self->lock, method);
-    Py_XDECREF(turned);
-    return turned ? 0 : -1;
+    raise_told(error, told);
 }
 
 static int begin(Repeats *self, const Entry *entry, PyObject *deadline)
@@ -55,10 +41,10 @@ static int begin(Repeats *self, const Entry *entry, PyObject *deadline)
     Guarded *comms = (Guarded *)Py_NewRef(self->comms);
     comms->deadline = PyFloat_AsDouble(deadline);
     int over = -1;
-    if (!PyErr_Occurred() && turn(self, s_acquire) == 0) {
+    if (!PyErr_Occurred() && turn(self->lock, s_acquire) == 0) {
         PyObject *done = PyObject_Call(entry->begin, entry->arguments, NULL);
         PyObject *error = done ? NULL : raised();
-        if (turn(self, s_release) < 0) {
+        if (turn(self->lock, s_release) < 0) {
             raise_after(error);
         } else if (error) {
             raise_again(error);

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import unisono as un
-from unisono.compiled import NO_EXTENSIONS
 from unisono.testing.pools import RankPool
 from unisono.transports._mpi_seen import same, seen
 
 RANKS = 3
 ALGORITHMS = {"all_reduce": "ring", "broadcast": "binomial", "all_gather": "ring", "all_to_all_single": "pairwise"}
-
-
-@pytest.fixture(scope="module", params=["", "1"], ids=["compiled", "plain"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NO_EXTENSIONS, request.param)
-        with RankPool(RANKS, "mpi", timeout=30) as pool:
-            yield pool
 
 
 def resized(tensor: torch.Tensor, rank: int) -> torch.Tensor:

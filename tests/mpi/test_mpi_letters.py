@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,22 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.compiled import NO_EXTENSIONS
 from unisono.errors import CommError, CommTimeoutError, MismatchError
 from unisono.testing.pools import RankPool
 from unisono.transports._mpi_parts import INLINE_BYTES
 
 RANKS = 2
-WAYS = {"compiled": "", "plain": "1"}
 MOST = INLINE_BYTES // 4
-
-
-@pytest.fixture(scope="module", params=list(WAYS.values()), ids=list(WAYS))
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NO_EXTENSIONS, request.param)
-        with RankPool(RANKS, "mpi", timeout=30) as pool:
-            yield pool
 
 
 MESSAGES = st.tuples(

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import unisono as un
-from unisono.compiled import NO_EXTENSIONS
 from unisono.testing.pools import RankPool
 from unisono.transports._mpi_lists import levelled
 
 RANKS = 3
 ALL = frozenset(range(RANKS))
 SIMPLER = {"all_gather": "Allgather", "all_to_all": "Alltoall", "gather": "Gather", "scatter": "Scatter"}
-
-
-@pytest.fixture(scope="module", params=["", "1"], ids=["compiled", "plain"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NO_EXTENSIONS, request.param)
-        with RankPool(RANKS, "mpi", timeout=30) as pool:
-            yield pool
 
 
 def program(

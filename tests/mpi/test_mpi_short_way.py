@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.compiled import NO_EXTENSIONS
 from unisono.testing.cases import CALLS, Case
 from unisono.testing.check import Report, check_case, check_reports
 from unisono.testing.pools import RankPool
 from unisono.testing.strategies import cases
 
 RANKS = 3
-
-
-@pytest.fixture(scope="module", params=["", "1"], ids=["compiled", "plain"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NO_EXTENSIONS, request.param)
-        with RankPool(RANKS, "mpi", timeout=30) as pool:
-            yield pool
 
 
 @settings(max_examples=settings.default.max_examples // 2)

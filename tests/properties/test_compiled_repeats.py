@@ -2,87 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 from compiled_kit import COMPILED, PLAIN, both
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from repeats_kit import HOW, changed, repeats_of
 
 import unisono as un
-
-
-class Agreement:
-    def __init__(self, log: list[Any]) -> None:
-        self.log, self.counted, self.outcome = log, 0, True
-
-    def reach(self, said: Any, deadline: float, count: int = 0) -> bool:
-        self.log.append(("reach", said, deadline))
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
-        return self.outcome
-
-
-def repeats_of(kinds: dict[str, Any], log: list[Any], lock: Any) -> Any:
-    class Comms(kinds["Guarded"]):  # type: ignore[misc]  # whichever it is
-        turn = lock or nullcontext()
-
-        def __init__(self) -> None:
-            self.lock, self.broken = lock, None
-
-    class Repeats(kinds["Repeats"]):  # type: ignore[misc]  # whichever it is
-        def __init__(self) -> None:
-            self.comms, self.agreement = Comms(), Agreement(log)
-            super().__init__(self.agreement, None, self.comms)
-
-        def _anew(self, *given: Any) -> bool:
-            log.append(("anew", given[0], given[3:]))
-            return False
-
-        def _unlike(self, *given: Any) -> bool:
-            log.append(("unlike", given[0], given[3:]))
-            return True
-
-        def _addressed(self, *given: Any) -> Any:
-            log.append(("addressed", given[0], given[2:]))
-            return None
-
-        def _explained(self, error: BaseException) -> BaseException:
-            told = un.errors.CommError("explained") if isinstance(error, KeyError) else error
-            if told is not error:
-                told.__cause__ = error
-            return told
-
-        def _divided(self, target: Any) -> bool:
-            log.append("divided")
-            return True
-
-    return Repeats()
-
-
-def changed(tensor: torch.Tensor, base: torch.Tensor, how: str) -> torch.Tensor:
-    """The tensor, or another one in its place, after what may happen to a tensor of the first six of its base."""
-    now = {
-        "grown": lambda: base[:8],
-        "moved": lambda: base[6:],
-        "turned": lambda: base[:6].view(3, 2).t(),
-        "shaped": lambda: base[:6].view(1, 6, 1),
-        "strided": lambda: torch.as_strided(base, (1, 2, 3), (7, 3, 1)),
-        "spread": lambda: torch.as_strided(base, (6,), (2,)),
-        "of another kind": lambda: base[:6].view(torch.int32 if base.dtype is torch.float32 else torch.float64),
-        "as it was": lambda: base[:6],
-    }
-    if how == "grad" and tensor.is_floating_point():
-        tensor.requires_grad_(not tensor.requires_grad)
-    elif how == "another":
-        return base[:6]
-    elif how in now and not tensor.requires_grad:
-        tensor.data = now[how]()
-    return tensor
-
 
 REPEATED_CALLS = [
     ("broadcast", 0, None, 0),
@@ -94,8 +23,6 @@ REPEATED_CALLS = [
     ("all_gather_single", 2, 1, None),
     ("barrier", None, None, None),
 ]
-HOW = ["grown", "moved", "turned", "shaped", "strided", "spread", "of another kind", "as it was", "grad", "another"]
-HOW += ["longer list", "nothing"]
 AGAIN = st.lists(
     st.one_of(
         st.tuples(st.just("change"), st.integers(0, 2), st.sampled_from(HOW)),
@@ -243,60 +170,3 @@ def test_many_tensors_are_remembered() -> None:
     for tensor in tensors:
         repeats.call("broadcast", tensor, None, "", 0, 5.0)
     assert log.count("moved") > 950
-
-
-class Begun:
-    def Test(self) -> bool:  # noqa: N802
-        return True
-
-
-@both
-@settings(max_examples=10 * settings.default.max_examples)
-@given(
-    steps=st.lists(
-        st.tuples(
-            st.sampled_from(["send", "recv"]),
-            st.sampled_from([0, 1, True, 300, "0"]),
-            st.sampled_from([0, 3, False, 1000]),
-            st.sampled_from([None, None, "busy", "another", *HOW[:8]]),
-        ),
-        min_size=1,
-        max_size=12,
-    )
-)
-@example([("send", 0, 0, None), ("send", 0, 0, "busy"), ("send", 0, 0, None)])
-def test_letters_are_found_alike(steps: list[tuple[str, Any, Any, str | None]]) -> None:
-    def played(kinds: dict[str, Any]) -> list[Any]:
-        log: list[Any] = []
-        repeats, base, peers, tags = repeats_of(kinds, log, None), torch.zeros(12), [0, 1, 300], [0, 3, 1000]
-        tensor = base[:6]
-        more = (bytearray(64), (), bytes(40), tensor, 24, None, 0, itertools.count(), 4, False, 1)
-
-        class Letter(kinds["Carrier"]):  # type: ignore[misc]  # whichever it is
-            def _ended(self, error: BaseException, under_way: list[Any], tensor: Any) -> BaseException:
-                return error
-
-        letters = [Letter(None, lambda *given: Begun(), *more) for _ in range(4)]
-        kept = [("send", 0, 0), ("send", 1, 3), ("recv", 1, 0), ("recv", 0, 3)]
-        for letter, (name, peer, tag) in zip(letters, kept, strict=True):
-            repeats.remember(name, tensor, None, tag, peer, (bytes(24), bytes(24)), letter, (), 0)
-            letter.carry(tensor, 5.0)
-        busy = False
-        for name, peer, tag, change in steps:
-            # What is equal, and another object, is not looked for here.
-            peer = next((one for one in peers if type(one) is type(peer) and one == peer), peer)
-            tag = next((one for one in tags if type(one) is type(tag) and one == tag), tag)
-            if change == "busy":
-                busy = letters[0].take()
-            elif change is not None:
-                tensor = changed(tensor, base, change)
-            found = repeats.letter(name, tensor, peer, tag)
-            log.append(found and letters.index(found))
-            for letter in [found] if found else [letters[0]] if busy else []:
-                # It is free again; what becomes of the message does not matter.
-                with suppress(RuntimeError):
-                    letter.carry(tensor, 5.0)
-            busy = False
-        return log
-
-    assert played(COMPILED) == played(PLAIN)

@@ -39,8 +39,33 @@ static void *address_of(PyObject *tensor)
     return address;
 }
 
+/* Not before there is a tensor: there are processes that need no torch, whose import takes a second. */
+static int find_exchange(void)
+{
+    static int found;
+    if (found)
+        return 0;
+    PyObject *torch = PyImport_ImportModule("torch"), *tensor = NULL, *table = NULL;
+    if (torch)
+        tensor = PyObject_GetAttrString(torch, "Tensor");
+    if (tensor && PyObject_HasAttrString(tensor, "__dlpack_c_exchange_api__"))
+        table = PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__");
+    if (table && PyCapsule_IsValid(table, "dlpack_exchange_api")) {
+        const Exchange *offered = PyCapsule_GetPointer(table, "dlpack_exchange_api");
+        if (offered && offered->major == 1 && offered->view)
+            exchange = offered;
+    }
+    found = tensor && !PyErr_Occurred();
+    Py_XDECREF(torch);
+    Py_XDECREF(table);
+    Py_XDECREF(tensor);
+    return found ? 0 : -1;
+}
+
 static int see_one(SeenTensor *seen, PyObject *tensor)
 {
+    if (find_exchange() < 0)
+        return -1;
     seen->address = address_of(tensor);
     seen->count = PyErr_Occurred() ? -1 : as_int(tensor, s_numel);
     if (PyErr_Occurred())
@@ -194,20 +219,5 @@ int prepare_seeing(void)
     s_is_contiguous = PyUnicode_InternFromString("is_contiguous");
     s_requires_grad = PyUnicode_InternFromString("requires_grad");
     s_dtype = PyUnicode_InternFromString("dtype");
-    if (!s_data_ptr || !s_numel || !s_is_contiguous || !s_requires_grad || !s_dtype)
-        return -1;
-    PyObject *torch = PyImport_ImportModule("torch"), *tensor = NULL, *table = NULL;
-    if (torch)
-        tensor = PyObject_GetAttrString(torch, "Tensor");
-    if (tensor && PyObject_HasAttrString(tensor, "__dlpack_c_exchange_api__"))
-        table = PyObject_GetAttrString(tensor, "__dlpack_c_exchange_api__");
-    if (table && PyCapsule_IsValid(table, "dlpack_exchange_api")) {
-        const Exchange *found = PyCapsule_GetPointer(table, "dlpack_exchange_api");
-        if (found && found->major == 1 && found->view)
-            exchange = found;
-    }
-    Py_XDECREF(torch);
-    Py_XDECREF(table);
-    Py_XDECREF(tensor);
-    return tensor ? 0 : -1;
+    return s_data_ptr && s_numel && s_is_contiguous && s_requires_grad && s_dtype ? 0 : -1;
 }

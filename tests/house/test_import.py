@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import unisono
 
@@ -52,6 +53,15 @@ def test_import_leaves_signals_logging_and_seeds_alone() -> None:
 def test_sub_packages_need_no_import_of_their_own() -> None:
     program = "import unisono as un; print(un.data.DataPartitioner.__name__, un.errors.CommError.__name__)"
     assert run(program).split() == ["DataPartitioner", "CommError"]
+
+
+def test_who_only_meets_others_needs_no_torch() -> None:
+    # Behind a bare package: the front door itself imports torch.
+    folder = str(Path(unisono.__file__).parent)
+    bare = f"import sys, types; p = sys.modules['unisono'] = types.ModuleType('unisono'); p.__path__ = [{folder!r}]"
+    modules = imported(f"{bare}\nimport unisono.bootstrap, unisono.control.server, unisono.control.client")
+    assert "unisono.control.server" in modules
+    assert not modules & {"torch", "numpy"}
 
 
 def test_pytest_plugin_costs_other_projects_nothing() -> None:

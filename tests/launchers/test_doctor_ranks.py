@@ -13,6 +13,7 @@ from doctor_kit import Seen, Start, find, the_cross
 from launcher_kit import BATCH, task
 
 from unisono.doctor import Patient
+from unisono.doctor.checks import mpiexec
 from unisono.doctor.trying import tried
 
 # -- the launcher ----------------------------------------------------------------------------------
@@ -137,6 +138,9 @@ def test_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_mpiexec_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library()
+    # To look for a library takes its time, too.
+    found = mpiexec.find_library(30.0)
+    monkeypatch.setattr(mpiexec, "find_library", lambda limit_s: found)
     (tmp_path / "mpiexec").write_text('#!/bin/sh\nif [ "$1" = --version ]; then exit; fi\nsleep 1000\n')
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -13,7 +13,7 @@ INIT = "import sys, unisono as un; un.init('gloo', timeout=float(sys.argv[1]), *
 Start = Callable[..., Any]
 
 
-@pytest.mark.parametrize("by", ["environment", "address"])
+@pytest.mark.parametrize("by", ["environment", pytest.param("address", marks=pytest.mark.soak)])
 def test_at_an_address_both_are_told_at_once(start: Start, port: int, by: str) -> None:
     if by == "environment":
         given, env = {}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -31,7 +31,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("status", [3, 0])
+@pytest.mark.parametrize("status", [0, pytest.param(3, marks=pytest.mark.soak)])
 def test_nobody_waits_for_it_and_it_ends_first(start: Start, script: str, port: int, status: int) -> None:
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     stays, ends = [start([sys.executable, script, "shm", "1", str(status)], env | {"RANK": str(r)}) for r in (0, 1)]

@@ -1,8 +1,11 @@
-"""Ranks under mpirun for the tests of one file: with the compiled parts, and without."""
+"""Ranks under mpirun: with the compiled parts, and without; started once for all files that want as many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -10,10 +13,28 @@ from unisono.compiled import NO_EXTENSIONS
 from unisono.testing.pools import RankPool
 
 
-@pytest.fixture(scope="module", params=["", "1"], ids=["compiled", "plain"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+class MpiPool(RankPool):
+    """Ranks that are told whether to use the compiled parts; nobody else is."""
+
+    def __init__(self, size: int, no_extensions: str) -> None:
+        super().__init__(size, "mpi", timeout=30)
+        self._no_extensions = no_extensions
+
+    def run(self, *args: Any, **options: Any) -> list[Any]:
+        # Ranks are started when they are wanted.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(NO_EXTENSIONS, self._no_extensions)
+            return super().run(*args, **options)
+
+
+@pytest.fixture(scope="session", params=["", "1"], ids=["compiled", "plain"])
+def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[int], RankPool]]:
+    """By how many ranks they have."""
+    with ExitStack() as opened:
+        yield cache(lambda size: opened.enter_context(MpiPool(size, request.param)))
+
+
+@pytest.fixture(scope="module")
+def ranks(pools: Callable[[int], RankPool], request: pytest.FixtureRequest) -> RankPool:
     """As many as the file's `RANKS`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NO_EXTENSIONS, request.param)
-        with RankPool(request.module.RANKS, "mpi", timeout=30) as pool:
-            yield pool
+    return pools(request.module.RANKS)

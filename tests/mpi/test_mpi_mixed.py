@@ -42,7 +42,8 @@ with un.init("mpi", timeout=20) as comm:
 """
 
 
-@pytest.mark.parametrize("plain", [(), (0,), (1,), (0, 1)])
+# Ranks that are all of one kind are those of the other files.
+@pytest.mark.parametrize("plain", [(0,), *(pytest.param(one, marks=pytest.mark.soak) for one in [(), (1,), (0, 1)])])
 def test_they_meet(tmp_path: Path, plain: tuple[int, ...]) -> None:
     script, launcher = tmp_path / "meet.py", find_mpirun()
     script.write_text(MEET)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,12 +21,6 @@ from unisono.transports._mpi_scattering import dealt, one_each
 
 RANKS = 3
 CALLS = ("reduce_scatter", "reduce_scatter_single", "scatter")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(RANKS, "mpi", timeout=30) as pool:
-        yield pool
 
 
 @settings(max_examples=settings.default.max_examples // 2)

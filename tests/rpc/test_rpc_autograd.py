@@ -35,7 +35,7 @@ rpc = un.rpc
 
 
 def program(comm: un.Communicator, plans: list[list[Step]]) -> Any:
-    rpc.init(comm, timeout=20.0)
+    rpc.init(comm, timeout=50.0)
     begin(comm.rank)
     comm.barrier()
     results = []
@@ -52,7 +52,7 @@ def program(comm: un.Communicator, plans: list[list[Step]]) -> Any:
                 results.append(grads)
                 assert all(parameter.grad is None for parameter in own_parameters())
     agent = rpc.current.current_agent()
-    rpc.shutdown(timeout=20.0)
+    rpc.shutdown(timeout=50.0)
     return results, len(agent.contexts)
 
 
@@ -118,13 +118,13 @@ def there_and_back(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 def test_callbacks_belong_to_the_context_of_their_call() -> None:
     def program(comm: un.Communicator) -> None:
-        rpc.init(comm, timeout=20.0)
+        rpc.init(comm, timeout=50.0)
         if comm.rank == 0:
             leaf = torch.ones(4, requires_grad=True)
             with autograd.context() as context:
                 autograd.backward(context, [rpc.rpc_sync(1, there_and_back, (leaf,)).sum()])
                 assert autograd.get_gradients(context)[leaf].tolist() == [3.0] * 4
-        rpc.shutdown(timeout=20.0)
+        rpc.shutdown(timeout=50.0)
 
     run_ranks(program, 2)
 
@@ -138,20 +138,20 @@ def doubled(value: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("length", [3, 5000])
 def test_what_arrives_may_be_changed_in_place(length: int) -> None:
     def program(comm: un.Communicator) -> None:
-        rpc.init(comm, timeout=20.0)
+        rpc.init(comm, timeout=50.0)
         if comm.rank == 0:
             leaf = torch.arange(length, dtype=torch.float64).requires_grad_()
             with autograd.context() as context:
                 autograd.backward(context, [rpc.rpc_sync(1, doubled, (leaf,))])
                 assert torch.equal(autograd.get_gradients(context)[leaf], 8 * leaf)
-        rpc.shutdown(timeout=20.0)
+        rpc.shutdown(timeout=50.0)
 
     run_ranks(program, 2)
 
 
 def test_gradients_of_two_leaves_have_memory_of_their_own() -> None:
     def program(comm: un.Communicator) -> None:
-        rpc.init(comm, timeout=20.0)
+        rpc.init(comm, timeout=50.0)
         one, other = (torch.ones(3, requires_grad=True) for _ in range(2))
         for sent in (lambda x: x, lambda x: rpc.rpc_sync(0, add, (x,))):
             with autograd.context() as context:
@@ -161,14 +161,14 @@ def test_gradients_of_two_leaves_have_memory_of_their_own() -> None:
                 found[one].mul_(5)
                 assert found[one].tolist() == [5.0] * 3
                 assert found[other].tolist() == [1.0] * 3
-        rpc.shutdown(timeout=20.0)
+        rpc.shutdown(timeout=50.0)
 
     run_ranks(program, 1)
 
 
 def both_at_once(comm: un.Communicator) -> float:
     """Every rank has contexts of its own at the same time, over the same parameters."""
-    rpc.init(comm, timeout=20.0)
+    rpc.init(comm, timeout=50.0)
     begin(comm.rank)
     comm.barrier()
     worst = []
@@ -190,7 +190,7 @@ def both_at_once(comm: un.Communicator) -> float:
     for thread in threads:
         thread.join()
     assert len(worst) == 4
-    rpc.shutdown(timeout=20.0)
+    rpc.shutdown(timeout=50.0)
     return max(worst)
 
 
@@ -205,7 +205,7 @@ def test_contexts_do_not_mix(backend: str) -> None:
 
 
 def passes(comm: un.Communicator) -> Any:
-    rpc.init(comm, timeout=20.0)
+    rpc.init(comm, timeout=50.0)
     begin(comm.rank)
     comm.barrier()
     results = None
@@ -236,7 +236,7 @@ def passes(comm: un.Communicator) -> Any:
             assert torch.equal(autograd.get_gradients(context)[x], 2 * x + 1)
         # Without a context nothing is recorded.
         assert not rpc.rpc_sync(1, times, (x,)).requires_grad
-    rpc.shutdown(timeout=20.0)
+    rpc.shutdown(timeout=50.0)
     return results
 
 
@@ -262,7 +262,7 @@ def test_a_lost_rank_ends_the_pass() -> None:
         else:
             comm.barrier()
             agent.close("it is a test")
-        agent.shutdown(timeout=20.0)
+        agent.shutdown(timeout=50.0)
         return text
 
     assert "rank 1" in run_ranks(program, 2)[0]

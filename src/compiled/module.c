@@ -5,6 +5,7 @@ extern PyType_Spec doing_spec, guarded_spec, page_spec;
 int add_quickly(PyObject *module);
 int add_repeats(PyObject *module);
 int add_carrier(PyObject *module);
+int add_window(PyObject *module);
 int prepare_messages(void);
 
 int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
@@ -14,7 +15,7 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 }
 
 /* As in unisono/compiled.py: another number for other parts, or for parts of other parts. */
-enum { INTERFACE = 4 };
+enum { INTERFACE = 5 };
 
 static int fill(PyObject *module)
 {
@@ -27,7 +28,8 @@ static int fill(PyObject *module)
         return -1;
     if (PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0)
         return -1;
-    if (add_quickly(module) < 0 || add_carrier(module) < 0 || add_repeats(module) < 0)
+    if (add_quickly(module) < 0 || add_carrier(module) < 0 || add_repeats(module) < 0 ||
+        add_window(module) < 0)
         return -1;
     return prepare_messages();
 }

@@ -9,7 +9,7 @@ import torch
 
 from unisono.wire.arrays import is_hollow
 
-__all__ = ["Staging", "check_apart", "check_tensor", "injective", "is_plain", "put_back"]
+__all__ = ["Staging", "check_apart", "check_tensor", "injective", "is_locked", "is_plain", "put_back"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -24,6 +24,11 @@ def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
         and tensor.is_cpu
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
     )
+
+
+def is_locked(tensor: torch.Tensor) -> bool:
+    """Whether torch lets it be written in inference mode only, and that is not now."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> None:
@@ -111,7 +116,7 @@ class Staging:
         tensor = tensor.detach()
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         # One of inference mode can be written to in that mode alone.
-        plain = plain and not (write and tensor.is_inference() and not torch.is_inference_mode_enabled())
+        plain = plain and not (write and is_locked(tensor))
         if plain and tensor.device.type not in self._away:
             # Unlike view(-1), this has stride 1 also where there is only one element: else it has no bytes to view.
             return tensor.as_strided((tensor.numel(),), (1,))

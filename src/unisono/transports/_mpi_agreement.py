@@ -57,7 +57,7 @@ class Agreement:
         comms: Whose ranks agree.
         look: Called in long waits, with all other ranks; may raise.
         spins: How often to ask MPI before giving way.
-        page: Of the three words: makes what sums them through memory that all ranks share, or None: MPI does it.
+        page: Of the three words: makes what sums them through memory that all ranks share; else MPI does it.
 
     Attributes:
         alike: Whether all ranks gave the same word the last time, and their rows fitted.
@@ -70,7 +70,7 @@ class Agreement:
         comms: Comms,
         look: Callable[[Sequence[int]], object],
         spins: int,
-        page: Callable[[bytearray], Any] = lambda words: None,
+        page: Callable[[bytearray], Any] | None = None,
     ) -> None:
         mpi = comms.mpi
         self._comms, self._spins, self._look = comms, spins, look
@@ -85,7 +85,7 @@ class Agreement:
         self._taken: list[int] = []
         self._number = 0
         self.alike, self.counted = True, 0
-        self.page = page(self._words)
+        self.page = None if page is None else page(self._words)
         if self.page is not None:
             self._start, self._test = self.page.start, self.page.test
 

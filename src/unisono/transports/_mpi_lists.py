@@ -11,7 +11,7 @@ import torch
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_parts import LONGEST
 
-__all__ = ["Parts", "levelled", "touch"]
+__all__ = ["Parts", "levelled", "places_of", "touch"]
 
 _DESCRIBED = 4
 """A buffer, the lengths of its parts, their places in it, and the kind of element."""
@@ -63,6 +63,16 @@ def levelled(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         else:
             found.append(argument)
     return tuple(found)
+
+
+def places_of(described: Sequence[Any], size: int) -> list[int] | None:
+    """The addresses of parts of one length, as MPI is told of them; None if they are of several lengths."""
+    first = described[0].address
+    if len(described) < _DESCRIBED:
+        nbytes = described[0].nbytes // size
+        return [first + rank * nbytes for rank in range(size)]
+    _, sizes, places, _ = described
+    return None if len(set(sizes)) > 1 else [first + place for place in places]
 
 
 def touch(one: torch.Tensor, other: torch.Tensor) -> bool:

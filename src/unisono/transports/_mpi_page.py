@@ -1,9 +1,16 @@
-"""A page of memory by which the ranks of one host agree, several times as fast as by MPI. It takes compiled code."""
+"""Memory that the ranks of one host share, by which they agree several times as fast as by MPI.
+
+It takes compiled code.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from collections.abc import Callable
+import os
+import secrets
+import struct
+from dataclasses import dataclass
 from typing import Any
 
 from unisono.compiled import part
@@ -11,46 +18,82 @@ from unisono.control import Control
 from unisono.errors import CommError
 from unisono.group import Group
 from unisono.hosts import host_identity, shm_obstacle
+from unisono.transports._mpi_agreement import Agreement, word_of
+from unisono.transports._mpi_comms import Comms
+from unisono.transports._mpi_window import Window
 from unisono.transports._shm_memory import PAGE_BYTES, meet
 
-__all__ = ["page_of"]
+__all__ = ["Shared", "shared_by"]
 
-_PLACES_BYTES = 128
+_LINES_BYTES, _ADDRESS_BYTES = 128, 8
+_PROOF_BYTES = 16
 _LOOKS, _CROWDED_LOOKS = 1000, 2
 
-_Making = Callable[[bytearray], Any]
-"""Of three words of 64 bits, in native order: what sums them over the ranks, as MPI's persistent requests do.
 
-`start()` gives this rank's words, and `test()` tells whether all ranks have given theirs; the sums lie in their place
-then. `number` counts.
-"""
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Memory that is the same on all ranks of a group, and what is made in it.
+
+    Attributes:
+        memory: A place for each rank's words, and one for each pair of ranks.
+        group: The ranks.
+        pids: Of their processes.
+        crowded: Whether there are more ranks than processors: who waits gives way at once then.
+    """
+
+    memory: mmap.mmap
+    group: Group
+    pids: tuple[int, ...]
+    crowded: bool
+
+    def page(self, words: bytearray) -> Any:
+        """What sums three words of 64 bits, in native order, over the ranks, as MPI's persistent requests do.
+
+        `start()` gives this rank's words, and `test()` tells whether all ranks have given theirs; the sums lie in their
+        place then. `number` counts.
+        """
+        looks = _CROWDED_LOOKS if self.crowded else _LOOKS
+        return part("Page")(self.memory, words, self.group.rank, self.group.size, looks)
+
+    def window(self, control: Control, timeout: float, agreement: Agreement, comms: Comms) -> Window | None:
+        """None, on all ranks, where one may not read another's memory, as in some containers. Collective.
+
+        Args:
+            control, timeout: By what ranks meet, and within what time.
+            agreement: By whose page they wait for each other; by itself where some are late.
+            comms: Of the ranks.
+        """
+        said, size = agreement.say(word_of(("what is shown",))), self.group.size
+        shown = memoryview(self.memory)[_LINES_BYTES * size :]
+        made = part("Window")(shown, struct.pack(f"={size}i", *self.pids), agreement.page, agreement, comms, said)
+        proof = secrets.token_bytes(_PROOF_BYTES)
+        place, found = ctypes.create_string_buffer(proof, _PROOF_BYTES), bytearray(_PROOF_BYTES)
+        told = control.exchange(self.group, "memory to read", (ctypes.addressof(place), proof), timeout)
+        seen = all(made.reads(rank, at, found) and found == other for rank, (at, other) in enumerate(told))
+        # Until all have read it, it stays.
+        can = all(control.exchange(self.group, "memory was read", seen, timeout))
+        return Window(made.move, self.crowded) if can else None
 
 
-def page_of(group: Group, control: Control, timeout: float, crowded: bool) -> _Making:
-    """What makes a page for the ranks of a group; it makes None where they share no memory, or one has no extension.
+def shared_by(group: Group, control: Control, timeout: float, crowded: bool) -> Shared | None:
+    """Memory for the ranks of a group; None, on all of them, where they share none, or one has no extension.
 
     Collective.
 
     Args:
         group, control, timeout: Who agrees, by what they meet, and within what time.
-        crowded: Whether there are more ranks than processors: who waits gives way at once then.
+        crowded: Whether there are more ranks than processors, as this one sees it.
     """
-    page = part("Page")
     if group.size == 1:
-        return _none
-    usable = page is not None and shm_obstacle() is None
-    there = control.exchange(group, "who could agree in memory", (usable, host_identity()), timeout)
-    if not all(can for can, _ in there) or len({host for _, host in there}) > 1:
-        return _none
-    nbytes = -(-_PLACES_BYTES * group.size // PAGE_BYTES) * PAGE_BYTES
+        return None
+    usable = part("Page") is not None and shm_obstacle() is None
+    told = control.exchange(group, "who shares memory", (usable, host_identity(), os.getpid(), crowded), timeout)
+    if not all(can for can, *_ in told) or len({host for _, host, *_ in told}) > 1:
+        return None
+    nbytes = (_LINES_BYTES + _ADDRESS_BYTES * group.size) * group.size
     try:
-        memory = meet(group, control, "a page to agree on", nbytes, timeout, mmap.mmap)
+        memory = meet(group, control, "a page to agree on", -(-nbytes // PAGE_BYTES) * PAGE_BYTES, timeout, mmap.mmap)
     except CommError:
         # All ranks are told so. In containers, who seems to be here may not be.
-        return _none
-    looks = _CROWDED_LOOKS if crowded else _LOOKS
-    return lambda words: page(memory, words, group.rank, group.size, looks)
-
-
-def _none(_words: bytearray) -> None:
-    """MPI sums."""
+        return None
+    return Shared(memory, group, tuple(pid for *_, pid, _ in told), any(said for *_, said in told))

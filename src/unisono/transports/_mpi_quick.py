@@ -10,18 +10,18 @@ import torch
 from unisono.fingerprint import Fingerprint
 from unisono.reduction import HALVES, check_reducible, divide, parse_op
 from unisono.site import call_site
-from unisono.tensors import is_plain
+from unisono.tensors import is_locked, is_plain
 from unisono.transports._mpi_again import Repeats
 from unisono.transports._mpi_agreement import Agreement, Said, word_of
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_letters import Letter, letter_for
-from unisono.transports._mpi_lists import levelled
 from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import Native
 from unisono.transports._mpi_parts import LONGEST
 from unisono.transports._mpi_reductions import is_odd
 from unisono.transports._mpi_seen import lasting
 from unisono.transports._mpi_ways import WAYS, Kind, Way
+from unisono.transports._mpi_window import Window
 from unisono.types import Call, ReduceOp
 
 __all__ = ["QuickCalls"]
@@ -53,7 +53,7 @@ class _Recipe(NamedTuple):
 
     said: Said
     level: Said
-    """What ranks agree on where parts are level."""
+    """The same where parts are level."""
     way: Way
     divisor: int
     extreme: ReduceOp | None = None
@@ -75,9 +75,9 @@ class QuickCalls(Repeats):
     Args:
         differ: What `MpiTransport` does where other ranks came to another call than this one: it raises.
         agreement: Where it is told whether any rank has what a call of MPI would do wrong: then all go the longer way.
-        native: Makes the call.
-        messages: Carries those of users.
+        native, messages: Makes the call; carries those of users.
         comms: Of the ranks.
+        window: By which ranks read each other's memory, if they can.
         run: Makes a call that another rank's lengths keep from MPI.
     """
 
@@ -90,11 +90,12 @@ class QuickCalls(Repeats):
         native: Native,
         messages: Messages,
         comms: Comms,
+        window: Window | None,
         run: Callable[[Call, float], None],
     ) -> None:
         super().__init__(agreement, agreement.page, comms)
         self._differ, self._agreement, self._native, self._messages = differ, agreement, native, messages
-        self._comms, self._run = comms, run
+        self._comms, self._window, self._run = comms, window, run
         self._size = comms.own.Get_size()
         self._recipes: dict[_Key, _Recipe] = {}
         self._places: dict[tuple[Any, ...], bool] = {}
@@ -165,10 +166,11 @@ class QuickCalls(Repeats):
         if recipe is None:
             return None
         arguments = recipe.way.describe(target, source)
-        if arguments is None or (recipe.divisor and _locked(target)):
+        if arguments is None or (recipe.divisor and is_locked(target)):
             return None
-        if level and recipe.way.level is not None and (simpler := levelled(arguments)) is not None:
-            return _Ready(recipe, recipe.level, recipe.way.level, simpler)
+        by = recipe.way.level if level else None
+        if by is not None and (simpler := by.simpler(arguments)) is not None:
+            return _Ready(recipe, recipe.level, by.begin, simpler)
         return _Ready(recipe, recipe.said, recipe.way.begin, arguments)
 
     def _consider(self, place: tuple[Any, ...], target: Any, source: Any, ready: _Ready) -> None:
@@ -207,12 +209,12 @@ class QuickCalls(Repeats):
     def _prepare(self, key: _Key) -> _Recipe | None:
         """What calls of this kind need; None if they need more than is done here, or are wrong."""
         name, op_name, root, dtype, targets, sources = key
-        if name in _ROOTED and not (root is not None and 0 <= root < self._size):
+        rootless = name in _ROOTED and not (root is not None and 0 <= root < self._size)
+        if rootless or str(dtype).startswith("torch.q"):
+            # Such are quantized.
             return None
-        if str(dtype).startswith("torch.q"):
-            # Quantized.
-            return None
-        kind, divisor, extreme = Kind(self._comms, dtype, targets, sources, root), 0, None
+        found: Any = (None, None)
+        averaged, extreme = False, None
         if name in _REDUCING:
             op = parse_op(op_name)
             check_reducible(op, dtype)
@@ -223,8 +225,8 @@ class QuickCalls(Repeats):
                 found, extreme = self._native.reductions.extreme(dtype, op), op
             if found is None:
                 return None
-            kind = Kind(self._comms, dtype, targets, sources, root, *found)
-            divisor = self._size if op is ReduceOp.AVG and root in (None, kind.rank) else 0
+            averaged = op is ReduceOp.AVG
+        kind = Kind(self._comms, dtype, targets, sources, root, *found, window=self._window)
         # What the root takes another way for its length, the others do too, though each has but a part of it.
         parts = self._size if name in _PARTED and kind.rank != root else 1
         way = WAYS[name](kind) if 0 < parts * kind.nbytes <= LONGEST else None
@@ -235,6 +237,7 @@ class QuickCalls(Repeats):
         if len(self._recipes) >= _MOST:
             self._recipes.clear()
         said, level = self._agreement.say(word, rows), self._agreement.say(word, rows, level=True)
+        divisor = self._size if averaged and root in (None, kind.rank) else 0
         recipe = self._recipes[key] = _Recipe(said, level, way, divisor, extreme)
         return recipe
 
@@ -257,11 +260,6 @@ def _key(name: str, target: Any, source: Any, op: str, root: int | None) -> _Key
             dtype = tensor.dtype
         counts.append(tuple([tensor.numel() for tensor in tensors]))
     return None if dtype is None else (name, op, root, dtype, counts[0], counts[1])
-
-
-def _locked(tensor: torch.Tensor) -> bool:
-    """Whether torch lets it be changed in inference mode only."""
-    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _of_barrier(site: str | None = None) -> Fingerprint:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from unisono.transports._mpi_comms import Comms
-from unisono.transports._mpi_lists import Parts, touch
+from unisono.transports._mpi_lists import Parts, levelled, touch
 from unisono.transports._mpi_scattering import deal, dealt, one_each, reduce_each, take
+from unisono.transports._mpi_window import Level, Window, level_by
 
 __all__ = ["WAYS", "Kind", "Way"]
 
@@ -34,6 +35,7 @@ class Kind:
         targets, sources: Elements of what is written and read: of one tensor or one a rank; none where none is given.
         root: The rank that a rooted call is about.
         element, op: MPI's, for what reduces.
+        window: By which ranks read each other's memory, if they can.
     """
 
     comms: Comms
@@ -43,6 +45,7 @@ class Kind:
     root: int | None
     element: Any = None
     op: Any = None
+    window: Window | None = None
 
     @property
     def rank(self) -> int:
@@ -72,8 +75,7 @@ class Way(NamedTuple):
         describe: Its arguments.
         counts: Elements that all ranks agree on.
         sends, receives: Elements to and from each rank, where they agree by pairs.
-        level: MPI's function of the same effect for parts of one length that lie side by side on every rank; its
-            arguments are these when `levelled`.
+        level: How they are made if every rank's parts are of one length, and fit for it.
     """
 
     begin: Callable[..., object]
@@ -81,7 +83,7 @@ class Way(NamedTuple):
     counts: tuple[int, ...]
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
-    level: Callable[..., object] | None = None
+    level: Level | None = None
 
 
 def _all_reduce(kind: Kind) -> Way:
@@ -98,7 +100,8 @@ def _reduce(kind: Kind) -> Way:
 
 def _broadcast(kind: Kind) -> Way:
     byte, root, whole = kind.comms.mpi.BYTE, kind.root, kind.whole
-    return Way(kind.comms.own.Bcast, lambda t, _: ([whole(t), byte], root), kind.targets)
+    level = level_by("broadcast", kind, kind.nbytes, None)
+    return Way(kind.comms.own.Bcast, lambda t, _: ([whole(t), byte], root), kind.targets, level=level)
 
 
 def _reduce_scatter_single(kind: Kind) -> Way | None:
@@ -162,7 +165,8 @@ def _all_gather_single(kind: Kind) -> Way | None:
     def describe(target: torch.Tensor, source: torch.Tensor) -> _Arguments | None:
         return None if touch(target, source) else ([whole(source), byte], [whole(target), byte])
 
-    return Way(kind.comms.own.Allgather, describe, kind.sources * kind.size)
+    level = level_by("all_gather", kind, kind.sources[0] * kind.dtype.itemsize, None)
+    return Way(kind.comms.own.Allgather, describe, kind.sources * kind.size, level=level)
 
 
 def _all_to_all_single(kind: Kind) -> Way | None:
@@ -180,7 +184,8 @@ def _all_to_all_single(kind: Kind) -> Way | None:
         return [whole(source), counts, places, byte], [whole(target), counts, places, byte]
 
     lengths = (each,) * kind.size
-    return Way(kind.comms.own.Alltoallv, describe, (), lengths, lengths, kind.comms.own.Alltoall)
+    level = level_by("all_to_all", kind, step, kind.comms.own.Alltoall)
+    return Way(kind.comms.own.Alltoallv, describe, (), lengths, lengths, level)
 
 
 def _all_to_all(kind: Kind) -> Way | None:
@@ -195,7 +200,8 @@ def _all_to_all(kind: Kind) -> Way | None:
             return None
         return out, into
 
-    return Way(kind.comms.own.Alltoallv, describe, (), kind.sources, kind.targets, kind.comms.own.Alltoall)
+    level = level_by("all_to_all", kind, kind.targets[rank] * kind.dtype.itemsize, kind.comms.own.Alltoall)
+    return Way(kind.comms.own.Alltoallv, describe, (), kind.sources, kind.targets, level)
 
 
 def _all_gather(kind: Kind) -> Way | None:
@@ -208,12 +214,16 @@ def _all_gather(kind: Kind) -> Way | None:
         into = None if touch(targets[rank], source) else gathered.described(targets, source)
         return into and ([whole(source), byte], into)
 
-    return Way(kind.comms.own.Allgatherv, describe, kind.targets, level=kind.comms.own.Allgather)
+    level = level_by("all_gather", kind, kind.sources[0] * kind.dtype.itemsize, kind.comms.own.Allgather)
+    return Way(kind.comms.own.Allgatherv, describe, kind.targets, level=level)
 
 
 def _gather(kind: Kind) -> Way | None:
     rank, root, in_place, byte, whole = kind.rank, kind.root, kind.comms.mpi.IN_PLACE, kind.comms.mpi.BYTE, kind.whole
-    begin, level = kind.comms.own.Gatherv, kind.comms.own.Gather
+    begin, level = (
+        kind.comms.own.Gatherv,
+        level_by("gather", kind, kind.sources[0] * kind.dtype.itemsize, kind.comms.own.Gather),
+    )
     if (kind.targets != kind.sources * kind.size) if rank == root else kind.targets:
         return None
     if rank != root:
@@ -234,7 +244,7 @@ def _scatter(kind: Kind) -> Way | None:
         return None
     if dealt(kind.comms.mpi, kind.nbytes // (kind.size if rank == root else 1)):
         return _dealt(kind)
-    begin, level = kind.comms.own.Scatterv, kind.comms.own.Scatter
+    begin, level = kind.comms.own.Scatterv, Level(kind.comms.own.Scatter, levelled)
     if rank != root:
         return Way(begin, lambda t, _: (None, [whole(t), byte], root), kind.targets, level=level)
     scattered = Parts(kind.comms, kind.dtype, kind.sources)
@@ -250,8 +260,9 @@ def _scatter(kind: Kind) -> Way | None:
 def _dealt(kind: Kind) -> Way:
     """Of a scatter, as one message for each rank."""
     rank, root, byte, whole = kind.rank, kind.root, kind.comms.mpi.BYTE, kind.whole
+    level = level_by("scatter", kind, kind.targets[0] * kind.dtype.itemsize, None)
     if rank != root:
-        return Way(partial(take, kind.comms), lambda t, _: ([whole(t), byte], root), kind.targets)
+        return Way(partial(take, kind.comms), lambda t, _: ([whole(t), byte], root), kind.targets, level=level)
 
     def describe(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> _Arguments | None:
         here = target.data_ptr() == sources[rank].data_ptr()
@@ -261,7 +272,7 @@ def _dealt(kind: Kind) -> Way:
         parts = [([whole(source), byte], other) for other, source in others]
         return parts, None if here else (target.data_ptr(), sources[rank].data_ptr(), target.nbytes)
 
-    return Way(partial(deal, kind.comms), describe, kind.targets)
+    return Way(partial(deal, kind.comms), describe, kind.targets, level=level)
 
 
 WAYS: dict[str, Callable[[Kind], Way | None]] = {

@@ -9,6 +9,7 @@ import torch
 from unisono.fingerprint import Fingerprint
 from unisono.reduction import HALVES, check_reducible, combine, divide, parse_op
 from unisono.site import call_site
+from unisono.tensors import is_locked
 from unisono.transport import Tensors
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_marks import Mark, mark_of
@@ -52,7 +53,7 @@ class QuickRounds:
             return False
         if not tensor.is_contiguous() or not tensor.is_cpu:
             return False
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        if is_locked(tensor):
             return False
         key = (op, tensor.dtype, tensor.numel())
         recipe = self._recipes.get(key) or self._prepare(key)

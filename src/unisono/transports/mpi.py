@@ -22,7 +22,7 @@ from unisono.transports._mpi_agreement import Agreement, word_of
 from unisono.transports._mpi_comms import Base, Comms
 from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import NATIVE, Native, carries, too_long
-from unisono.transports._mpi_page import page_of
+from unisono.transports._mpi_page import shared_by
 from unisono.transports._mpi_quick import QuickCalls
 from unisono.transports._mpi_watch import Watch
 from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, ReduceOp, Send, Work
@@ -68,11 +68,12 @@ class MpiTransport(Transport):
         crowded = group.size > cores()
         spins = _CROWDED_SPINS if crowded else _SPINS
         self._messages = Messages(comms, options.timeout_s, self._look, spins)
-        page = page_of(group, control, options.timeout_s, crowded)
-        self._agreement = Agreement(comms, self._look, spins, page)
+        shared = shared_by(group, control, options.timeout_s, crowded)
+        self._agreement = Agreement(comms, self._look, spins, None if shared is None else shared.page)
         self._watch = Watch(comms.mpi, comms, self._give_up)
         self._native = Native(comms, self._watch)
-        self.quick = QuickCalls(self._differ, self._agreement, self._native, self._messages, comms, self._run)
+        window = None if shared is None else shared.window(control, options.timeout_s, self._agreement, comms)
+        self.quick = QuickCalls(self._differ, self._agreement, self._native, self._messages, comms, window, self._run)
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> MpiTransport:

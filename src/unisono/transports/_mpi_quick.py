@@ -213,8 +213,8 @@ class QuickCalls(Repeats):
         if rootless or str(dtype).startswith("torch.q"):
             # Such are quantized.
             return None
-        found: Any = (None, None)
-        averaged, extreme = False, None
+        element = operation = extreme = None
+        averaged = False
         if name in _REDUCING:
             op = parse_op(op_name)
             check_reducible(op, dtype)
@@ -225,8 +225,8 @@ class QuickCalls(Repeats):
                 found, extreme = self._native.reductions.extreme(dtype, op), op
             if found is None:
                 return None
-            averaged = op is ReduceOp.AVG
-        kind = Kind(self._comms, dtype, targets, sources, root, *found, window=self._window)
+            (element, operation), averaged = found, op is ReduceOp.AVG
+        kind = Kind(self._comms, dtype, targets, sources, root, element, operation, self._window)
         # What the root takes another way for its length, the others do too, though each has but a part of it.
         parts = self._size if name in _PARTED and kind.rank != root else 1
         way = WAYS[name](kind) if 0 < parts * kind.nbytes <= LONGEST else None

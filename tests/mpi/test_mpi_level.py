@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import unisono as un
 from unisono.testing.pools import RankPool
-from unisono.transports._mpi_lists import levelled
+from unisono.transports._mpi_lists import Parts, levelled
 
 RANKS = 3
 ALL = frozenset(range(RANKS))
@@ -102,3 +104,27 @@ def test_level_parts_are_of_one_length_and_side_by_side() -> None:
     assert levelled(([buffer, [4, 4], [0, 8], byte],)) is None
     assert levelled(([buffer, [4, 4], [4, 0], byte],)) is None
     assert levelled(([buffer, [4, 4], [0, 4], byte], [buffer, [4, 4], [0, 5], byte])) is None
+
+
+class At:
+    """What lies at an address; what is empty lies at 0."""
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
+
+
+def test_empty_tensors_lie_nowhere() -> None:
+    comms = SimpleNamespace(
+        own=SimpleNamespace(Get_rank=lambda: 0),
+        mpi=SimpleNamespace(buffer=SimpleNamespace(fromaddress=lambda address, nbytes: (address, nbytes)), BYTE="byte"),
+    )
+
+    def described(counts: tuple[int, ...], *addresses: int) -> object:
+        return Parts(comms, torch.float32, counts).described([At(address) for address in addresses])
+
+    # The memory of a program that was linked to a fixed place begins low.
+    assert described((0, 3, 2), 0, 4096, 4108) == [(4096, 20), [0, 12, 8], [0, 0, 12], "byte"]
+    assert described((3, 0, 2), 4120, 0, 4096) == [(4096, 36), [12, 0, 8], [24, 0, 0], "byte"]
+    assert described((2, 3, 0), 4096, 4104, 0) == [(4096, 20), [8, 12, 0], [0, 8, 0], "byte"]
+    assert described((0, 0), 0, 0) == [(0, 0), [0, 0], [0, 0], "byte"]
+    assert described((2, 3), 4096, 4100) is None

@@ -96,6 +96,35 @@ def test_dcp_with_nested_lists(tmp_path: Path) -> None:
     assert torch.equal(found["l"][1], torch.ones(2))
 
 
+def test_dcp_of_an_older_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Before 3.11.4, members of enumerations are pickled so.
+    kind = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda member, _protocol: (getattr, (kind, member.name)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.arange(5.0)}, checkpoint_id=tmp_path / "x.dcp", no_dist=True)
+    assert b"getattr" in (tmp_path / "x.dcp" / ".metadata").read_bytes()
+    assert torch.equal(read_any(tmp_path / "x.dcp")["w"], torch.arange(5.0))
+
+
+class Got:
+    """What is pickled as an attribute of something."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return getattr, self.arguments
+
+
+@pytest.mark.parametrize("arguments", [(torch.Size, "__class__"), (torch.float32, "to_complex"), ("text", "format")])
+def test_dcp_gets_members_of_enumerations_only(tmp_path: Path, arguments: tuple[object, str]) -> None:
+    (tmp_path / "x.dcp").mkdir()
+    (tmp_path / "x.dcp" / ".metadata").write_bytes(pickle.dumps(Got(*arguments)))
+    with pytest.raises(FormatError, match=f"{arguments[1]}' of .*, which does not belong there"):
+        read_any(tmp_path / "x.dcp")
+
+
 class Evil:
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -30,11 +30,17 @@ class Parts:
         self._mpi, self._rank = comms.mpi, comms.own.Get_rank()
         self._sizes = [count * dtype.itemsize for count in counts]
         self._close = [0, *accumulate(self._sizes[:-1])]
+        self._some_empty = not all(self._sizes)
 
     def described(self, tensors: Sequence[torch.Tensor], own: torch.Tensor | None = None) -> Any:
         """None if some share memory, or lie too far apart; or if `own` touches them, but in this rank's place."""
-        first, sizes = tensors[0].data_ptr(), self._sizes
-        places = [tensor.data_ptr() - first for tensor in tensors]
+        sizes, addresses = self._sizes, [tensor.data_ptr() for tensor in tensors]
+        if self._some_empty:
+            # Those lie anywhere, most often at 0.
+            low = min((at for at, nbytes in zip(addresses, sizes, strict=True) if nbytes), default=0)
+            addresses = [at if nbytes else low for at, nbytes in zip(addresses, sizes, strict=True)]
+        first = addresses[0]
+        places = [at - first for at in addresses]
         extent = self._close[-1] + sizes[-1]
         if places != self._close:
             spans = sorted(zip(places, sizes, strict=True))

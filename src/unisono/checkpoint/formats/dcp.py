@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ from torch.distributed.checkpoint import filesystem, metadata
 from unisono.checkpoint.errors import CorruptError, FormatError
 
 __all__ = ["read", "recognises", "suits", "write"]
+
+_STRANGE = "its .metadata names {}, which does not belong there"
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """Of an enumeration: so older Pythons than 3.11.4 refer to it, by getattr."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__):
+        raise FormatError(_STRANGE.format(f"{name!r} of {kind!r}"))
+    return kind[name]
+
 
 _DTYPES = {name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
 _CLASSES: dict[str, dict[str, Any]] = {
@@ -40,6 +51,7 @@ _CLASSES: dict[str, dict[str, Any]] = {
     "pathlib": {"PosixPath": Path, "PurePosixPath": Path},
     "pathlib._local": {"PosixPath": Path},
     "collections": {"OrderedDict": dict},
+    "builtins": {"getattr": _member},
 }
 
 
@@ -81,7 +93,7 @@ class _Unpickler(pickle.Unpickler):
         try:
             return _CLASSES[module][name]
         except KeyError:
-            raise FormatError(f"its .metadata names {module}.{name}, which does not belong there") from None
+            raise FormatError(_STRANGE.format(f"{module}.{name}")) from None
 
 
 def _offset(offset: Any) -> tuple[int, ...]:

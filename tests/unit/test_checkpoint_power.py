@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,16 @@ class Journal:
     def __init__(self, patch: Patch, folder: Path) -> None:
         self.folder, self.done = folder, list[tuple[Any, ...]]()
         self._names: dict[int, Path] = {}
+        # What one rank has closed, another one may open under the same number before this is noted.
+        self._turn = threading.RLock()
         for name in ("open", "write", "fsync", "close", "replace", "unlink", "mkdir"):
             patch.setattr(os, name, self._wrap(name, getattr(os, name)))
 
     def _wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*given: Any, **options: Any) -> Any:
-            result = real(*given, **options)
-            getattr(self, f"_{name}")(result, *given)
+            with self._turn:
+                result = real(*given, **options)
+                getattr(self, f"_{name}")(result, *given)
             return result
 
         return wrapped

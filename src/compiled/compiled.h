@@ -85,8 +85,7 @@ PyObject *carried(Quickly *engine, PyObject *const *given, Py_ssize_t count);
 int take_carrier(PyObject *carrier);
 
 int page_made(const Page *page);
-void page_put(Page *page, const uint64_t words[3]);
-int page_all(Page *page, uint64_t sums[3]);
+int page_met(Page *page, const uint64_t words[3], const uint64_t wanted[3]);
 
 PyObject *raised(void);
 void raise_again(PyObject *error);

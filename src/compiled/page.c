@@ -17,7 +17,7 @@ static Place *place(const Page *page, int rank, unsigned long long number)
     return (Place *)((char *)page->memory.buf + LINE * (2 * (size_t)rank + (number & 1)));
 }
 
-void page_put(Page *page, const uint64_t words[3])
+static void page_put(Page *page, const uint64_t words[3])
 {
     Place *mine = place(page, page->rank, ++page->number);
     page->awaited = 1;
@@ -27,7 +27,7 @@ void page_put(Page *page, const uint64_t words[3])
 }
 
 /* Whether all ranks have put theirs, and then their sums. */
-int page_all(Page *page, uint64_t sums[3])
+static int page_all(Page *page, uint64_t sums[3])
 {
     memset(sums, 0, WORDS * sizeof *sums);
     for (int rank = 0; rank < page->size; rank++) {
@@ -39,6 +39,19 @@ int page_all(Page *page, uint64_t sums[3])
     }
     page->awaited = 0;
     return 1;
+}
+
+/* Put this rank's words, and look for some time: whether all have put theirs, and the sums are these. */
+int page_met(Page *page, const uint64_t words[3], const uint64_t wanted[3])
+{
+    uint64_t sums[WORDS];
+    page_put(page, words);
+    for (int look = 0; look < page->looks; look++) {
+        if (page_all(page, sums))
+            return !memcmp(sums, wanted, sizeof sums);
+        relax();
+    }
+    return 0;
 }
 
 static int init(Page *self, PyObject *arguments, PyObject *named)

@@ -13,16 +13,8 @@ static int agree(Repeats *self, const Entry *entry, PyObject *deadline)
     if (!page || page->awaited || (broken && broken != Py_None)) {
         reached = PyObject_CallMethodObjArgs(self->agreement, s_reach, entry->said, deadline, NULL);
     } else {
-        uint64_t sums[3];
-        page_put(page, entry->words);
-        for (int look = 0; look < page->looks; look++) {
-            if (page_all(page, sums)) {
-                if (!memcmp(sums, entry->wanted, sizeof sums))
-                    return 1;
-                break;
-            }
-            relax();
-        }
+        if (page_met(page, entry->words, entry->wanted))
+            return 1;
         reached = PyObject_CallMethodObjArgs(self->agreement, s_see_through, entry->said, deadline, NULL);
     }
     Py_XDECREF(reached);

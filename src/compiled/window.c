@@ -79,20 +79,12 @@ static int go(const Window *self, const Piece *pieces, size_t count, int kind)
 static int meet(Window *self)
 {
     Page *page = (Page *)self->page;
-    uint64_t sums[3];
     if (page->awaited) {
         PyErr_SetString(PyExc_RuntimeError, "an error has ended the wait for the sum before this one");
         return -1;
     }
-    page_put(page, self->words);
-    for (int look = 0; look < page->looks; look++) {
-        if (page_all(page, sums)) {
-            if (!memcmp(sums, self->wanted, sizeof sums))
-                return 0;
-            break;
-        }
-        relax();
-    }
+    if (page_met(page, self->words, self->wanted))
+        return 0;
     PyObject *deadline = PyFloat_FromDouble(((Guarded *)self->comms)->deadline);
     PyObject *seen = deadline ? PyObject_CallMethodObjArgs(self->agreement, s_see_through, self->said, deadline, NULL) : NULL;
     Py_XDECREF(deadline);

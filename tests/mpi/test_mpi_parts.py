@@ -30,7 +30,7 @@ class Request:
         self.done = False
         self.meanwhile: Callable[[], object] = lambda: None
 
-    def Test(self) -> bool:  # noqa: N802
+    def Test(self) -> bool:  # noqa: N802  # MPI's name
         self.meanwhile()
         return self.done
 

@@ -60,7 +60,7 @@ class Mpi:
         def __init__(self, mpi: Any, number: int) -> None:
             self.mpi, self.number, self.left = mpi, number, mpi.step["tests"]
 
-        def Test(self) -> Any:  # noqa: N802
+        def Test(self) -> Any:  # noqa: N802  # MPI's name
             mpi = self.mpi
             mpi.log.append(("test", self.number, mpi.lock and mpi.lock.held))
             if mpi.step["fails"] == ("test", self.number):

@@ -14,7 +14,7 @@ from repeats_kit import HOW, changed, repeats_of
 
 
 class Begun:
-    def Test(self) -> bool:  # noqa: N802
+    def Test(self) -> bool:  # noqa: N802  # MPI's name
         return True
 
 

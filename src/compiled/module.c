@@ -6,7 +6,9 @@ int add_quickly(PyObject *module);
 int add_repeats(PyObject *module);
 int add_carrier(PyObject *module);
 int add_window(PyObject *module);
+int add_copies(PyObject *module);
 int prepare_messages(void);
+PyObject *sum_rows(PyObject *module, PyObject *arguments);
 
 int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 {
@@ -15,7 +17,7 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 }
 
 /* As in unisono/compiled.py: another number for other parts, or for parts of other parts. */
-enum { INTERFACE = 5 };
+enum { INTERFACE = 6 };
 
 static int fill(PyObject *module)
 {
@@ -29,14 +31,15 @@ static int fill(PyObject *module)
     if (PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0)
         return -1;
     if (add_quickly(module) < 0 || add_carrier(module) < 0 || add_repeats(module) < 0 ||
-        add_window(module) < 0)
+        add_window(module) < 0 || add_copies(module) < 0)
         return -1;
     return prepare_messages();
 }
 
+static PyMethodDef functions[] = {{"sum_rows", sum_rows, METH_VARARGS, NULL}, {NULL}};
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill}, {0, NULL}};
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "unisono._compiled", "Parts of unisono, compiled; `unisono.compiled` tells which.", 0, NULL, slots,
+    PyModuleDef_HEAD_INIT, "unisono._compiled", "Parts of unisono, compiled; `unisono.compiled` tells which.", 0, functions, slots,
     NULL, NULL, NULL,
 };
 

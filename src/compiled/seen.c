@@ -4,15 +4,6 @@
 
 static PyObject *s_data_ptr, *s_numel, *s_is_contiguous, *s_requires_grad, *s_dtype;
 
-/* Of DLPack 1, what is used here. */
-typedef struct {
-    void *data;
-    int32_t device_type, device_id, ndim;
-    uint32_t kind;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} DLTensor;
-
 typedef struct {
     uint32_t major, minor;
     void *older;
@@ -85,6 +76,17 @@ static int see_one(SeenTensor *seen, PyObject *tensor)
         /* There are dtypes that DLPack does not know. */
         PyErr_Clear();
     }
+    return 0;
+}
+
+/* Where a tensor lies and how, if DLPack can tell. */
+int viewed(PyObject *tensor, DLTensor *now)
+{
+    if (find_exchange() < 0 || !exchange)
+        return 0;
+    if (exchange->view(tensor, now) == 0)
+        return 1;
+    PyErr_Clear();
     return 0;
 }
 

@@ -4,6 +4,22 @@
 
 #include "compiled.h"
 
+/* Of DLPack 1, what is used here. */
+typedef struct {
+    void *data;
+    int32_t device_type, device_id, ndim;
+    uint32_t kind; /* a byte for the kind, one for the bits, two for the lanes */
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+
+enum { CPU = 1 };
+
+static inline int64_t nbytes_of(const DLTensor *tensor)
+{
+    return ((const uint8_t *)&tensor->kind)[1] / 8;
+}
+
 typedef struct {
     PyObject *reference, *dtype;
     void *address;
@@ -22,6 +38,7 @@ typedef struct {
 int see(Seen *seen, PyObject *given);
 int same(const Seen *seen, PyObject *given);
 void unsee(Seen *seen);
+int viewed(PyObject *tensor, DLTensor *now);
 int prepare_seeing(void);
 
 #endif

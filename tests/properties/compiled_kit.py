@@ -14,6 +14,7 @@ __all__ = ["COMPILED", "PLAIN", "both"]
 for module in ("unisono.quickly", "unisono.transports._mpi_again"):
     import_module(module)
 
-COMPILED = {name: part(name) for name in ("Carrier", "Doing", "Guarded", "Page", "Quickly", "Repeats", "Window")}
+_NAMES = ("Carrier", "Copies", "Doing", "Guarded", "Page", "Quickly", "Repeats", "Window", "sum_rows")
+COMPILED = {name: part(name) for name in _NAMES}
 # Where there could be an extension and is none, test_compiled.py fails.
 both = pytest.mark.skipif(None in COMPILED.values(), reason="no compiler was here when unisono was installed")

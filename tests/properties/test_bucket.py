@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from compiled_kit import COMPILED, both
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.gradients import bucket as buckets
 from unisono.gradients.bucket import Bucket
 
+COPIES = buckets._Copies
+FORMS = ("plain", "turned", "negative", "spread", "sparse", "of a graph", "derived")
 MATRIX = torch.nn.Parameter(torch.ones(3, 5).t())
 
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> tuple[list[torch.nn.Parameter], list[int]]:
     """Parameters, one of them in another order of memory, and which one's gradient comes when: again, or never."""
-    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+    count = st.one_of(st.integers(0, 9), st.sampled_from([16, 31, 33, 70, 20_000]))
+    lengths = draw(st.lists(count, min_size=1, max_size=8))
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in lengths]
     if draw(st.booleans()):
         parameters.append(torch.nn.Parameter(MATRIX.detach().clone()))
@@ -27,9 +32,51 @@ def arrivals(draw: st.DrawFn) -> tuple[list[torch.nn.Parameter], list[int]]:
     return parameters, draw(st.lists(st.sampled_from(slots), max_size=12)) + draw(st.permutations(slots))[1:]
 
 
-def law(given: tuple[list[torch.nn.Parameter], list[int]], chunk: int, scale: float, factor: float) -> None:
+class Derived(torch.Tensor):
+    """A tensor that somebody made something else of."""
+
+
+def formed(values: torch.Tensor, form: str) -> torch.Tensor:
+    """The same numbers in another form, some of which only torch can read."""
+    match form:
+        case "turned" if values.dim() == 2:
+            return values.t().contiguous().t()
+        case "negative":
+            negative: torch.Tensor = torch._neg_view(-values)
+            return negative
+        case "spread":
+            return values.flatten().repeat_interleave(2)[::2].view(values.shape) if values.numel() else values
+        case "sparse":
+            return values.to_sparse()
+        case "of a graph":
+            return values.requires_grad_()
+        case "derived":
+            return values.as_subclass(Derived)
+        case _:
+            return values
+
+
+def law(
+    given: tuple[list[torch.nn.Parameter], list[int]],
+    chunk: int,
+    scale: float,
+    factor: float,
+    forms: tuple[str, ...] = ("plain",),
+    compiled: bool = True,
+    past: int = 0,
+) -> None:
     """Two steps in one bucket; what comes are whole numbers, so every sum is exact."""
-    parameters, coming = given
+    with (
+        patch.object(buckets, "_CHUNK_BYTES", chunk),
+        patch.object(buckets, "_Copies", COPIES if compiled else None),
+        patch.object(buckets, "_PAST_BYTES", past),
+    ):
+        _steps(*given, scale, factor, forms)
+
+
+def _steps(
+    parameters: list[torch.nn.Parameter], coming: list[int], scale: float, factor: float, forms: tuple[str, ...]
+) -> None:
 
     def allocate(count: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
         return torch.full((count,), torch.nan, dtype=dtype)
@@ -37,14 +84,16 @@ def law(given: tuple[list[torch.nn.Parameter], list[int]], chunk: int, scale: fl
     bucket = Bucket(range(len(parameters)), parameters, allocate, scale)
     for step in range(2):
         sums = [torch.zeros_like(p) for p in parameters]
+        of_graphs = set()
         full = []
         for number, slot in enumerate(coming):
             parameter = parameters[slot]
             new = torch.arange(parameter.numel()).view(parameter.shape) + float(number + step)
             sums[slot] += new
-            parameter.grad = new if parameter.grad is None else parameter.grad + new
-            with patch.object(buckets, "_CHUNK_BYTES", chunk):
-                full.append(bucket.arrived(slot))
+            new = formed(new.contiguous(), forms[number % len(forms)])
+            of_graphs.update({slot} if new.requires_grad else ())
+            parameter.grad = new if parameter.grad is None else parameter.grad.to_dense() + new.to_dense()
+            full.append(bucket.arrived(slot))
         assert full == [set(coming[: i + 1]) == set(range(len(parameters))) for i in range(len(coming))]
         bucket.fill(factor, number=step, asks=(False, step == 1))
         for view, total in zip(bucket.views, sums, strict=True):
@@ -56,7 +105,14 @@ def law(given: tuple[list[torch.nn.Parameter], list[int]], chunk: int, scale: fl
         assert bucket.present() == [(c, not c) for c in came]
         assert bucket.asked == (False, step == 1)
         bucket.hand_out(bucket.present())
-        assert [p.grad is view for p, view in zip(parameters, bucket.views, strict=True)] == came
+        for slot, (parameter, view) in enumerate(zip(parameters, bucket.views, strict=True)):
+            if slot in of_graphs:
+                # What it was made of stays with it.
+                assert parameter.grad is not None
+                assert parameter.grad.requires_grad
+                assert torch.equal(parameter.grad, view)
+            else:
+                assert parameter.grad is (view if came[slot] else None)
         bucket.begin()
         for parameter in parameters:
             parameter.grad = None
@@ -66,14 +122,16 @@ SAMPLES: Any = {
     "chunk": st.sampled_from([1, 30, 70, 1 << 20]),
     "scale": st.sampled_from([1.0, 0.5]),
     "factor": st.sampled_from([1.0, 0.25, 0.0]),
+    "forms": st.one_of(st.just(("plain",)), st.lists(st.sampled_from(FORMS), min_size=1, max_size=5).map(tuple)),
+    "compiled": st.sampled_from([True, True, False]),
+    "past": st.sampled_from([0, 1 << 20]),
 }
 
 
+@settings(max_examples=3 * settings.default.max_examples)
 @given(given=arrivals(), **SAMPLES)
-def test_a_bucket_holds_what_came(
-    given: tuple[list[torch.nn.Parameter], list[int]], chunk: int, scale: float, factor: float
-) -> None:
-    law(given, chunk, scale, factor)
+def test_a_bucket_holds_what_came(given: tuple[list[torch.nn.Parameter], list[int]], **sample: Any) -> None:
+    law(given, **sample)
 
 
 def forgets_the_last(self: Bucket, slots: list[int]) -> None:
@@ -113,3 +171,31 @@ def test_a_faulty_bucket_is_noticed(name: str, mutant: Any, monkeypatch: pytest.
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (9, 2, 7, 8, 3)]
     with pytest.raises(AssertionError):
         law((parameters, [2, 1, 3, 0, 2]), 20, 0.5, 1.0)
+
+
+@both
+@pytest.mark.parametrize(
+    "gradient",
+    [torch.ones(3, dtype=torch.float64), torch.ones(4), torch.ones(1, 3), torch.ones(3, device="meta"), torch.ones(())],
+)
+def test_what_is_no_gradient_of_a_place_is_left_to_torch(gradient: torch.Tensor) -> None:
+    """Torch keeps most of these from being a parameter's gradient, but not all, and not for ever."""
+    owner, place, inside = SimpleNamespace(grad=gradient), torch.zeros(3), [False]
+
+    assert COMPILED["Copies"]((owner,), (place,), False).take([0], inside) == [0]
+
+    assert (owner.grad is gradient, place.tolist(), inside) == (True, [0.0] * 3, [False])
+
+
+@both
+def test_slots_and_places_that_are_not_there() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    copies = COMPILED["Copies"]((parameter,), (torch.zeros(3),), False)
+    with pytest.raises(IndexError, match="no such slot"):
+        copies.take([1], [False])
+    with pytest.raises(TypeError, match="integer"):
+        copies.take(["a"], [False])
+    with pytest.raises(TypeError, match="a list of slots"):
+        copies.take((0,), [False])
+    with pytest.raises(ValueError, match="one place"):
+        COMPILED["Copies"]((parameter,), (), False)

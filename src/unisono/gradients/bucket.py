@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from unisono.compiled import part
 from unisono.errors import MismatchError
 from unisono.gradients.plan import dense_strides
 from unisono.types import Work
@@ -19,6 +20,10 @@ _ASKS = 2
 """Words by which a rank asks all ranks to talk about what came late, and about what is frozen no more."""
 _CHUNK_BYTES = 512 << 10
 """When so much has come it is taken: it is still in the cache, and a call for each would take longer than copying."""
+_PAST_BYTES = 1 << 20
+"""From here on a bucket is written past the caches: it will not stay in them, and other ranks' cores hold its lines."""
+_Copies = part("Copies")
+"""Copies the gradients that need no torch for it, and takes them off their parameters."""
 
 
 class Bucket:
@@ -62,6 +67,9 @@ class Bucket:
         self._edges = [0, *accumulate(numels)]
         self._nbytes = [p.nbytes for p in parameters]
         self.shapes = [p.shape for p in parameters]
+        plain = _Copies is not None and scale == 1.0 and like.is_cpu and like.is_floating_point()
+        past = self.memory.nbytes >= _PAST_BYTES
+        self._copies = _Copies(tuple(parameters), tuple(self.views), past) if plain else None
         self.work: Work | None = None
         self._factor = 1.0
         self.begin()
@@ -94,8 +102,11 @@ class Bucket:
             self._add(slot)
         return not self.missing
 
-    def _take(self, slots: Sequence[int]) -> None:
+    def _take(self, slots: list[int]) -> None:
         """Copy gradients in that are not inside yet, in one go."""
+        self._waiting, self._waiting_bytes = [], 0
+        if self._copies is not None:
+            slots = self._copies.take(slots, self._inside)
         views, grads, taken = [], [], []
         for slot in slots:
             parameter = self.parameters[slot]
@@ -108,7 +119,6 @@ class Bucket:
             self._inside[slot] = True
             # What comes now comes alone, and is added.
             parameter.grad = None
-        self._waiting, self._waiting_bytes = [], 0
         if len(views) == 1 and self.scale != 1.0:
             torch.mul(grads[0], self.scale, out=views[0])
         elif views:

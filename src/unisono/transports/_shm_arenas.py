@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unisono.compiled import part
 from unisono.control import Control
 from unisono.group import Group
 from unisono.reduction import combine_all, divide
@@ -25,6 +26,9 @@ _MOST_PLANS = 64
 _PIECE_BYTES, _PIECE_BYTES_OF_TWO = 256 << 10, 512 << 10
 """Of each row. Those of two ranks are fewer bytes together."""
 _SUMS = (ReduceOp.SUM, ReduceOp.AVG)
+_sum_rows = part("sum_rows")
+"""The sum of rows, divided and written to all of them in one pass; None where it is not compiled."""
+_IN_ONE_PASS = (torch.float32, torch.float64)
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
@@ -92,6 +96,9 @@ class Arenas:
 
     def reduce(self, place: int, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Reduce this rank's share of the elements at a place where all ranks' tensors lie, into all of them."""
+        if _sum_rows is not None and op in _SUMS and tensor.dtype in _IN_ONE_PASS:
+            self._sum(place, tensor, self._group.size if op is ReduceOp.AVG else 1)
+            return
         pieces = self._pieces(place, tensor)
         together = op in _SUMS and self._group.size > 2 and tensor.is_floating_point()
         for piece in pieces:
@@ -110,6 +117,22 @@ class Arenas:
                 for row in piece.others:
                     row.copy_(piece.own)
 
+    def _sum(self, place: int, tensor: torch.Tensor, divisor: int) -> None:
+        """Sum this rank's share in the order of ranks, and divide it."""
+        arena, offset = self._at(place)
+        first, last = self._share(tensor.numel())
+        width, rank = tensor.element_size(), self._group.rank
+        start = arena.start - rank * arena.stride + offset + first * width
+        _sum_rows(start, arena.stride, self._group.size, last - first, width, divisor)
+
+    def _at(self, place: int) -> tuple[_Arena, int]:
+        return self._arenas[place >> _PLACE_BITS], (place & ((1 << _PLACE_BITS) - 1)) - 1
+
+    def _share(self, count: int) -> tuple[int, int]:
+        """Which of so many columns this rank reduces."""
+        rank, size = self._group.rank, self._group.size
+        return rank * count // size, (rank + 1) * count // size
+
     def _scratch(self, dtype: torch.dtype) -> torch.Tensor:
         kept = self._kept.get(dtype)
         if kept is None:
@@ -119,7 +142,7 @@ class Arenas:
 
     def _pieces(self, place: int, tensor: torch.Tensor) -> list[_Piece]:
         """This rank's share of the columns, cut up so that what is summed is still in the cache when it is copied."""
-        arena, offset = self._arenas[place >> _PLACE_BITS], (place & ((1 << _PLACE_BITS) - 1)) - 1
+        arena, offset = self._at(place)
         key = (offset, tensor.nbytes, tensor.dtype)
         plan = arena.plans.get(key)
         if plan is None:
@@ -131,8 +154,8 @@ class Arenas:
         return plan
 
     def _cut(self, table: torch.Tensor) -> Iterator[_Piece]:
-        rank, size, count = self._group.rank, self._group.size, table.shape[1]
-        first, last = rank * count // size, (rank + 1) * count // size
+        rank = self._group.rank
+        first, last = self._share(table.shape[1])
         step = max(1, self._piece_bytes // table.element_size())
         for low in range(first, last, step):
             block = table[:, low : min(low + step, last)]

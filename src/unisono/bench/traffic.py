@@ -37,7 +37,7 @@ class Traffic:
 
 @contextmanager
 def counted() -> Iterator[Traffic]:
-    """Inside the `with`, count the operations of this thread. Those of other threads, and what C code moves, are not seen.
+    """Inside the `with`, count the operations of this thread. Not those of other threads, nor what C code moves.
 
     Example:
         >>> with counted() as traffic:

@@ -6,7 +6,8 @@ int add_quickly(PyObject *module);
 int add_repeats(PyObject *module);
 int add_carrier(PyObject *module);
 int add_window(PyObject *module);
-int add_copies(PyObject *module);
+int add_filling(PyObject *module);
+int add_hook(PyObject *module);
 int prepare_messages(void);
 PyObject *sum_rows(PyObject *module, PyObject *arguments);
 
@@ -17,7 +18,7 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 }
 
 /* As in unisono/compiled.py: another number for other parts, or for parts of other parts. */
-enum { INTERFACE = 6 };
+enum { INTERFACE = 7 };
 
 static int fill(PyObject *module)
 {
@@ -31,7 +32,7 @@ static int fill(PyObject *module)
     if (PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0)
         return -1;
     if (add_quickly(module) < 0 || add_carrier(module) < 0 || add_repeats(module) < 0 ||
-        add_window(module) < 0 || add_copies(module) < 0)
+        add_window(module) < 0 || add_filling(module) < 0 || add_hook(module) < 0)
         return -1;
     return prepare_messages();
 }

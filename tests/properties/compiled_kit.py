@@ -11,10 +11,10 @@ from unisono.compiled import PLAIN, part
 __all__ = ["COMPILED", "PLAIN", "both"]
 
 # These make the classes.
-for module in ("unisono.quickly", "unisono.transports._mpi_again"):
+for module in ("unisono.gradients.filling", "unisono.quickly", "unisono.transports._mpi_again"):
     import_module(module)
 
-_NAMES = ("Carrier", "Copies", "Doing", "Guarded", "Page", "Quickly", "Repeats", "Window", "sum_rows")
-COMPILED = {name: part(name) for name in _NAMES}
+_NAMES = ("Carrier", "Doing", "Filling", "Guarded", "Hook", "Page", "Quickly", "Repeats", "Running", "Window")
+COMPILED = {name: part(name) for name in (*_NAMES, "sum_rows")}
 # Where there could be an extension and is none, test_compiled.py fails.
 both = pytest.mark.skipif(None in COMPILED.values(), reason="no compiler was here when unisono was installed")

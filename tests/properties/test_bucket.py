@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from compiled_kit import COMPILED, both
+from compiled_kit import PLAIN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.gradients import bucket as buckets
+from unisono.gradients import filling
 from unisono.gradients.bucket import Bucket
 
-COPIES = buckets._Copies
 FORMS = ("plain", "turned", "negative", "spread", "sparse", "of a graph", "derived")
+
+
+def in_python() -> ModuleType:
+    """The module of buckets made once more, with nothing compiled in it."""
+    spec = spec_from_file_location("bucket_in_python", buckets.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    with patch.object(filling, "Filling", PLAIN["Filling"]):
+        spec.loader.exec_module(module)
+    return module
+
+
+IN_PYTHON = in_python()
 MATRIX = torch.nn.Parameter(torch.ones(3, 5).t())
 
 
@@ -62,26 +77,17 @@ def law(
     scale: float,
     factor: float,
     forms: tuple[str, ...] = ("plain",),
-    compiled: bool = True,
+    module: Any = buckets,
     past: int = 0,
 ) -> None:
     """Two steps in one bucket; what comes are whole numbers, so every sum is exact."""
-    with (
-        patch.object(buckets, "_CHUNK_BYTES", chunk),
-        patch.object(buckets, "_Copies", COPIES if compiled else None),
-        patch.object(buckets, "_PAST_BYTES", past),
-    ):
-        _steps(*given, scale, factor, forms)
-
-
-def _steps(
-    parameters: list[torch.nn.Parameter], coming: list[int], scale: float, factor: float, forms: tuple[str, ...]
-) -> None:
+    parameters, coming = given
 
     def allocate(count: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
         return torch.full((count,), torch.nan, dtype=dtype)
 
-    bucket = Bucket(range(len(parameters)), parameters, allocate, scale)
+    with patch.object(module, "_CHUNK_BYTES", chunk), patch.object(module, "_PAST_BYTES", past):
+        bucket = module.Bucket(range(len(parameters)), parameters, allocate, scale)
     for step in range(2):
         sums = [torch.zeros_like(p) for p in parameters]
         of_graphs = set()
@@ -123,7 +129,7 @@ SAMPLES: Any = {
     "scale": st.sampled_from([1.0, 0.5]),
     "factor": st.sampled_from([1.0, 0.25, 0.0]),
     "forms": st.one_of(st.just(("plain",)), st.lists(st.sampled_from(FORMS), min_size=1, max_size=5).map(tuple)),
-    "compiled": st.sampled_from([True, True, False]),
+    "module": st.sampled_from([buckets, buckets, IN_PYTHON]),
     "past": st.sampled_from([0, 1 << 20]),
 }
 
@@ -145,22 +151,22 @@ def multiplies_what_is_between(self: Bucket, slots: list[int]) -> list[torch.Ten
 
 
 def overwrites(self: Bucket, slot: int) -> None:
-    self._take([slot])
+    self.take([slot])
 
 
 def zeroes_nothing(self: Bucket) -> None:
-    self._take([slot for slot, p in enumerate(self.parameters) if p.grad is not None and not self._inside[slot]])
+    self.take([slot for slot, p in enumerate(self.parameters) if p.grad is not None and not self.inside[slot]])
 
 
-original_take = Bucket._take
+original_take = Bucket.take_by_torch
 
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [
-        ("_take", forgets_the_last),
+        ("take_by_torch", forgets_the_last),
         ("_run", multiplies_what_is_between),
-        ("_add", overwrites),
+        ("add", overwrites),
         ("_take_rest", zeroes_nothing),
     ],
 )
@@ -171,31 +177,3 @@ def test_a_faulty_bucket_is_noticed(name: str, mutant: Any, monkeypatch: pytest.
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (9, 2, 7, 8, 3)]
     with pytest.raises(AssertionError):
         law((parameters, [2, 1, 3, 0, 2]), 20, 0.5, 1.0)
-
-
-@both
-@pytest.mark.parametrize(
-    "gradient",
-    [torch.ones(3, dtype=torch.float64), torch.ones(4), torch.ones(1, 3), torch.ones(3, device="meta"), torch.ones(())],
-)
-def test_what_is_no_gradient_of_a_place_is_left_to_torch(gradient: torch.Tensor) -> None:
-    """Torch keeps most of these from being a parameter's gradient, but not all, and not for ever."""
-    owner, place, inside = SimpleNamespace(grad=gradient), torch.zeros(3), [False]
-
-    assert COMPILED["Copies"]((owner,), (place,), False).take([0], inside) == [0]
-
-    assert (owner.grad is gradient, place.tolist(), inside) == (True, [0.0] * 3, [False])
-
-
-@both
-def test_slots_and_places_that_are_not_there() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    copies = COMPILED["Copies"]((parameter,), (torch.zeros(3),), False)
-    with pytest.raises(IndexError, match="no such slot"):
-        copies.take([1], [False])
-    with pytest.raises(TypeError, match="integer"):
-        copies.take(["a"], [False])
-    with pytest.raises(TypeError, match="a list of slots"):
-        copies.take((0,), [False])
-    with pytest.raises(ValueError, match="one place"):
-        COMPILED["Copies"]((parameter,), (), False)

@@ -199,8 +199,8 @@ def test_buckets_follow_the_order_in_which_gradients_come(backend: str) -> None:
         averager = un.GradientAverager(model, comm, bucket_cap_mb=0.00025, first_bucket_mb=0.00025)
         before = averager.buckets
         loss = torch.zeros(64)
-        # Used in the order of names reversed, so gradients come in the order of names.
-        for name in ("late", "middle", "early"):
+        # Gradients come in the opposite order, which is neither that of names nor of parameters.
+        for name in ("middle", "early", "late"):
             loss = torch.tanh(loss + model[name])
         loss.sum().backward()
         after = averager.buckets
@@ -209,7 +209,7 @@ def test_buckets_follow_the_order_in_which_gradients_come(backend: str) -> None:
 
     # A ParameterDict sorts what a dict gives it.
     by_registration = [["middle"], ["late"], ["early"]]
-    expected = [["early"], ["middle"], ["late"]] if backend == "gloo" else by_registration
+    expected = [["late"], ["early"], ["middle"]] if backend == "gloo" else by_registration
     assert pool(backend, 3).run(program, size=2) == [(by_registration, expected)] * 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +13,7 @@ from unisono.gradients.additions import AdditionWatch
 from unisono.gradients.backward import Backward, current_pass, watch_outputs
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.buckets import broadcast_all, share
+from unisono.gradients.hooks import Hooks
 from unisono.gradients.join import joined
 from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
@@ -121,6 +121,7 @@ class GradientAverager(Moving):
         self._where = self._schedule.where
         self._backward = Backward(self._finish, self._abandon)
         self._hooks: dict[int, Any] = {}
+        self._short = Hooks(self._arrived, self._schedule.advance)
         self._sparse: Named = []
         self._owed: set[int] = set()
         self._additions: AdditionWatch | None = None
@@ -189,7 +190,7 @@ class GradientAverager(Moving):
         if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
             return
         parameter.requires_grad_(True)
-        self._hooks[index] = parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
+        self._hooks[index] = parameter.register_post_accumulate_grad_hook(self._short.make(index))
         parameter.requires_grad_(not frozen)
 
     def _adopt(self, indices: Sequence[int]) -> None:
@@ -197,6 +198,7 @@ class GradientAverager(Moving):
         spread = sparse_parameters(self._model) if self._model is not None else set()
         self._schedule.add([i for i in indices if id(self._parameters[i]) not in spread])
         self._sparse += [self._named[i] for i in indices if i not in self._where]
+        self._short.place(self._where)
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient has been added to `p.grad`."""
@@ -205,13 +207,11 @@ class GradientAverager(Moving):
             return
         if current_pass() != self._backward.running:
             self._passing()
-        if (where := self._where.get(index)) is None:
-            return
-        if self._seen is not None:
-            self._seen[index] = None
-        bucket, slot = where
-        if bucket.arrived(slot):
-            with torch.no_grad():
+        if (where := self._where.get(index)) is not None:
+            if self._seen is not None:
+                self._seen[index] = None
+            bucket, slot = where
+            if bucket.arrived(slot):
                 self._schedule.advance()
 
     def _passing(self) -> None:
@@ -219,6 +219,9 @@ class GradientAverager(Moving):
         number = current_pass()
         if number != self._backward.running and self._syncing and self._hooks:
             self._backward.enter(number)
+            # The first step's order is of interest, too.
+            if self._seen is None:
+                self._short.note(number)
 
     # -- the end of a step ----------------------------------------------------------------------
     def _finish(self) -> None:
@@ -232,6 +235,7 @@ class GradientAverager(Moving):
         if self._seen is not None and self._weights.active == self.size:
             seen, self._seen = list(self._seen), None
             self._schedule.rearrange(self._talk.broadcast_object(seen))
+            self._short.place(self._where)
 
     def _finish_step(self) -> None:
         if self._additions is not None:

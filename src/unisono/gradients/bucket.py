@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import torch
 
-from unisono.compiled import part
 from unisono.errors import MismatchError
+from unisono.gradients.filling import Filling
 from unisono.gradients.plan import dense_strides
 from unisono.types import Work
 
@@ -22,11 +22,9 @@ _CHUNK_BYTES = 512 << 10
 """When so much has come it is taken: it is still in the cache, and a call for each would take longer than copying."""
 _PAST_BYTES = 1 << 20
 """From here on a bucket is written past the caches: it will not stay in them, and other ranks' cores hold its lines."""
-_Copies = part("Copies")
-"""Copies the gradients that need no torch for it, and takes them off their parameters."""
 
 
-class Bucket:
+class Bucket(Filling):
     """One message. A gradient that has come is copied in; after the reduction `p.grad` is a view of the bucket.
 
     Args:
@@ -38,9 +36,6 @@ class Bucket:
     Attributes:
         memory: All that travels: the gradients, two words on each, and some on the pass and on what is asked.
         flat: The gradients.
-        missing: How many have not come yet.
-        started: Whether it is being reduced, or has been.
-        late: Whether a gradient came again after that.
         found: What `present` said, once it was asked.
         asked: After that: whether any rank asks all of them to talk, about either of two things.
     """
@@ -65,48 +60,22 @@ class Bucket:
         self._all_came = [torch.cat([came, mark]) for mark in self._marks]
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
         self._edges = [0, *accumulate(numels)]
-        self._nbytes = [p.nbytes for p in parameters]
         self.shapes = [p.shape for p in parameters]
-        plain = _Copies is not None and scale == 1.0 and like.is_cpu and like.is_floating_point()
-        past = self.memory.nbytes >= _PAST_BYTES
-        self._copies = _Copies(tuple(parameters), tuple(self.views), past) if plain else None
         self.work: Work | None = None
         self._factor = 1.0
+        plain, past = scale == 1.0 and like.is_cpu and like.is_floating_point(), self.memory.nbytes >= _PAST_BYTES
+        super().__init__(tuple(parameters), tuple(self.views), _CHUNK_BYTES, plain, past)
         self.begin()
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
-        count = len(self.parameters)
-        self.came, self._inside = [False] * count, [False] * count
+        self.forget()
         self._graphs: dict[int, torch.Tensor] = {}
-        self._waiting: list[int] = []
-        self._waiting_bytes = 0
-        self.missing = count
-        self.started = self.late = False
         self.found: list[tuple[bool, bool]] | None = None
         self.asked = (False,) * _ASKS
 
-    def arrived(self, slot: int) -> bool:
-        """A gradient has come to `p.grad`: the first time, or again with more of it; whether the bucket is full now."""
-        if self.started:
-            self.late = True
-            return False
-        if not self.came[slot]:
-            self.came[slot] = True
-            self.missing -= 1
-            self._waiting.append(slot)
-            self._waiting_bytes += self._nbytes[slot]
-            if self._waiting_bytes >= _CHUNK_BYTES:
-                self._take(self._waiting)
-        elif self._inside[slot]:
-            self._add(slot)
-        return not self.missing
-
-    def _take(self, slots: list[int]) -> None:
+    def take_by_torch(self, slots: list[int]) -> None:
         """Copy gradients in that are not inside yet, in one go."""
-        self._waiting, self._waiting_bytes = [], 0
-        if self._copies is not None:
-            slots = self._copies.take(slots, self._inside)
         views, grads, taken = [], [], []
         for slot in slots:
             parameter = self.parameters[slot]
@@ -116,7 +85,7 @@ class Bucket:
             views.append(self.views[slot])
             grads.append(self._plain(slot, parameter.grad))
             taken.append(slot)
-            self._inside[slot] = True
+            self.inside[slot] = True
             # What comes now comes alone, and is added.
             parameter.grad = None
         if len(views) == 1 and self.scale != 1.0:
@@ -133,7 +102,7 @@ class Bucket:
             return []
         return [self.flat[self._edges[first] : self._edges[last + 1]]]
 
-    def _add(self, slot: int) -> None:
+    def add(self, slot: int) -> None:
         """More has come of a gradient that is inside."""
         parameter = self.parameters[slot]
         assert parameter.grad is not None
@@ -179,15 +148,15 @@ class Bucket:
     def _take_rest(self) -> None:
         """All that has not been taken, and zeros for what has not come."""
         rest = []
-        for slot, (parameter, view, inside) in enumerate(zip(self.parameters, self.views, self._inside, strict=True)):
+        for slot, (parameter, view, inside) in enumerate(zip(self.parameters, self.views, self.inside, strict=True)):
             if parameter.grad is None:
                 if not inside:
                     view.zero_()
             elif inside:
-                self._add(slot)
+                self.add(slot)
             else:
                 rest.append(slot)
-        self._take(rest)
+        self.take(rest)
 
     def present(self) -> list[tuple[bool, bool]]:
         """After the reduction, for each gradient: whether any rank had it, and whether any lacked it.
@@ -216,7 +185,7 @@ class Bucket:
 
     def hand_out(self, present: Sequence[tuple[bool, bool]]) -> None:
         """Put the means where optimizers look; a gradient that no rank had stays what it was."""
-        for parameter, view, inside, (had, _) in zip(self.parameters, self.views, self._inside, present, strict=True):
+        for parameter, view, inside, (had, _) in zip(self.parameters, self.views, self.inside, present, strict=True):
             if had or inside:
                 parameter.grad = view
         for slot, graph in self._graphs.items():

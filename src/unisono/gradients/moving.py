@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unisono.communicator import Communicator
+from unisono.gradients.hooks import is_averagers
 from unisono.gradients.plan import Named
 from unisono.gradients.schedule import BucketSchedule
 
@@ -85,5 +85,5 @@ def check_unhooked(named: Named) -> None:
             raise ValueError(f"{name!r} is the result of a computation; pass what it was computed from")
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         for hook in hooks.values():
-            if isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Moving):
+            if is_averagers(hook):
                 raise ValueError(f"{name!r} is averaged by another GradientAverager; remove() that one first")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import torch
+
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.naming import about
 from unisono.gradients.plan import Named, plan_buckets
@@ -76,8 +78,9 @@ class BucketSchedule:
         """Start the buckets whose turn it is, the full ones but for the last; none where it would hold up the pass."""
         if not self.reducer.background:
             return
-        while self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
-            self._start()
+        with torch.no_grad():
+            while self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
+                self._start()
 
     def _start(self, asks: bool = False) -> None:
         bucket, last = self.buckets[self._next], self._next == len(self.buckets) - 1

@@ -23,14 +23,14 @@ def held() -> Held:
 
 
 def _threads() -> list[str]:
-    """All of them, also those that Python does not know."""
+    """All of them, also those that Python does not know, but not those that torch keeps for backward passes."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         try:
             found.append((task / "comm").read_text().strip())
         except OSError:
             continue
-    return found
+    return [name for name in found if not name.startswith("pt_autograd_")]
 
 
 def _ours(folder: Path) -> list[Path]:

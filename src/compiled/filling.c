@@ -28,15 +28,16 @@ static int take_one(Filling *self, Py_ssize_t slot)
         return gradient ? 1 : -1;
     }
     int done = copied(PyTuple_GET_ITEM(self->places, slot), gradient, self->past);
-    Py_DECREF(gradient);
     if (PyErr_Occurred())
-        return -1;
-    if (done) {
+        done = -1;
+    if (done > 0) {
         /* What comes now comes alone, and is added. */
         inside(self)[slot] = 1;
         if (PyObject_SetAttr(parameter, s_grad, Py_None) < 0)
-            return -1;
+            done = -1;
     }
+    /* Not before: who is told that it goes may look at the parameter. */
+    Py_DECREF(gradient);
     return done;
 }
 

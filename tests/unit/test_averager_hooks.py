@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -67,3 +68,77 @@ def test_only_the_first_hook_of_a_pass_needs_python(backend: str) -> None:
         assert same(found[0], wanted[0])
         assert same(found[1], wanted[1])
         assert same(found[3], [a + b for a, b in zip(wanted[2], wanted[3], strict=True)])
+
+
+def wide() -> nn.Sequential:
+    """So wide that each layer's gradient is taken as soon as it comes, whether by C or by torch."""
+    return nn.Sequential(*[nn.Linear(400, 400, bias=False) for _ in range(3)]).double()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("backend", "where"), [("shm", 0), ("shm", 1), ("shm", 2), ("gloo", 0)])
+def test_gradients_stay_as_they_are_if_an_averager_goes_in_the_middle_of_a_pass(
+    backend: str, where: int, before: bool
+) -> None:
+    def program(comm: un.Communicator) -> bool:
+        alone, model = made(wide), made(wide)
+        averagers: list[un.GradientAverager] = []
+
+        def goes(parameter: torch.Tensor) -> None:
+            if len(steps) == 2:
+                averagers[0].remove()
+
+        steps: list[int] = []
+        if before:
+            model[where].weight.register_post_accumulate_grad_hook(goes)
+        averagers.append(un.GradientAverager(model, comm, bucket_cap_mb=25, first_bucket_mb=25))
+        if not before:
+            model[where].weight.register_post_accumulate_grad_hook(goes)
+        sample = torch.full((2, 400), comm.rank + 1.0, dtype=torch.float64)
+        for _ in range(2):
+            steps.append(len(steps))
+            model.zero_grad()
+            model(sample).sum().backward()
+        alone(sample).sum().backward()
+        return same(gradients(model), gradients(alone))
+
+    assert pool(backend, 3).run(program, size=2) == [True] * 2
+
+
+@pytest.mark.parametrize("count", [10, 20_000, 80_000])
+def test_a_pass_inside_of_a_hook_may_bring_along_what_the_outer_one_brought(count: int) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        parameter, head = nn.Parameter(torch.ones(count)), nn.Parameter(torch.ones(1))
+
+        def again(_: torch.Tensor) -> None:
+            handle.remove()
+            with torch.enable_grad():
+                (parameter * float(comm.rank + 1)).sum().backward()
+
+        handle = parameter.register_post_accumulate_grad_hook(again)
+        averager = un.GradientAverager([parameter, head], comm)
+        ((parameter * 2.0).sum() * head).sum().backward()
+        averager.remove()
+        assert parameter.grad is not None
+        return parameter.grad.unique().tolist()
+
+    # The outer pass gives 2 to all ranks, and the inner ones 1 and 2.
+    assert pool("shm", 3).run(program, size=2) == [[3.5]] * 2
+
+
+def test_who_is_told_that_a_gradient_goes_may_look_at_the_parameter() -> None:
+    def program(comm: un.Communicator) -> tuple[list[bool], list[float]]:
+        parameter = nn.Parameter(torch.ones(200, 200))
+        seen: list[bool] = []
+
+        def told(_: torch.Tensor) -> None:
+            parameter.grad = parameter.grad.clone()
+            weakref.finalize(parameter.grad, lambda: seen.append(parameter.grad is None))
+
+        parameter.register_post_accumulate_grad_hook(told)
+        averager = un.GradientAverager([parameter], comm)
+        (parameter * float(comm.rank)).sum().backward()
+        averager.remove()
+        return seen, parameter.grad.unique().tolist()
+
+    assert pool("shm", 3).run(program, size=2) == [([True], [0.5])] * 2

@@ -178,6 +178,9 @@ class GradientAverager(Moving):
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+        self._short.forget()
+        if self._backward.running == current_pass():
+            self._schedule.give_back()
         self._backward.forget()
         self._schedule.clear()
         self._talk.close()
@@ -226,11 +229,7 @@ class GradientAverager(Moving):
     # -- the end of a step ----------------------------------------------------------------------
     def _finish(self) -> None:
         """The end of the outermost backward pass: all that is left, and a look at what came."""
-        try:
-            with torch.no_grad():
-                self._finish_step()
-        finally:
-            self._abandon()
+        self._complete()
         self._steps[-1] += 1
         if self._seen is not None and self._weights.active == self.size:
             seen, self._seen = list(self._seen), None
@@ -259,6 +258,9 @@ class GradientAverager(Moving):
         self._backward.settle()
         for parameter in self._parameters:
             parameter.grad = None
+        self._complete()
+
+    def _complete(self) -> None:
         try:
             with torch.no_grad():
                 self._finish_step()

@@ -105,7 +105,9 @@ class Bucket(Filling):
     def add(self, slot: int) -> None:
         """More has come of a gradient that is inside."""
         parameter = self.parameters[slot]
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            # Another pass, which a hook of the user's ran before this one's, has brought it along.
+            return
         self.views[slot].add_(self._plain(slot, parameter.grad), alpha=self.scale)
         parameter.grad = None
 
@@ -188,8 +190,23 @@ class Bucket(Filling):
         for parameter, view, inside, (had, _) in zip(self.parameters, self.views, self.inside, present, strict=True):
             if had or inside:
                 parameter.grad = view
+        self._hand_out_graphs()
+
+    def give_back(self) -> None:
+        """What has been taken becomes `p.grad` again, as if it had never been."""
+        for slot, (parameter, view, inside) in enumerate(zip(self.parameters, self.views, self.inside, strict=True)):
+            if not inside:
+                continue
+            if parameter.grad is not None:
+                self.add(slot)
+            if self.scale != 1.0:
+                view.div_(self.scale)
+            parameter.grad = view
+        self._hand_out_graphs()
+
+    def _hand_out_graphs(self) -> None:
         for slot, graph in self._graphs.items():
-            # The values become the mean; what the gradient was made of stays this rank's.
+            # The values are the bucket's; what the gradient was made of stays this rank's.
             graph.detach().copy_(self.views[slot])
             self.parameters[slot].grad = graph
 

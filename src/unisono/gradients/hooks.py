@@ -56,3 +56,8 @@ class Hooks:
         """Gradients of the pass of this number, and no others, may be noted in their buckets without a word."""
         if self._running is not None:
             self._running.number = number
+
+    def forget(self) -> None:
+        """Nothing is to be noted any more."""
+        self.note(-1)
+        self.place({})

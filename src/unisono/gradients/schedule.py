@@ -69,6 +69,13 @@ class BucketSchedule:
             self.clear()
             self.add(order)
 
+    def give_back(self) -> None:
+        """What has been taken, and was not reduced yet, becomes `p.grad` again."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                if not bucket.started:
+                    bucket.give_back()
+
     def clear(self) -> None:
         """Forget all buckets."""
         self.buckets.clear()

@@ -4,9 +4,10 @@ Answer (2 and 4 ranks, 2 cores, float32, one thread a rank): see docs/benchmarks
 
     python benchmarks/averager_against_ddp.py [--ranks 2 4] [--backend shm] [--models mlp deep ...] [--seconds 8]
 
-The same model is trained by plain SGD in three ways, in turn in each rank: alone, in DDP with its best flags, and
-plain with a GradientAverager. Exposed is what a step takes longer than alone; processor seconds are those
-of the whole process, its threads' too, more than alone. Gradients are compared after each step.
+The same model is trained by plain SGD in four ways, in turn in each rank: alone, alone with a barrier after backward,
+in DDP with its best flags, and plain with a GradientAverager. Exposed is what a step takes longer than alone, by what
+DDP's does; what the barrier exposes is ranks waiting for the slower one, which no averaging can do without. Processor
+seconds are those of the whole process, its threads' too, more than alone. Gradients are compared after each step.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Way:
     """One way to train, and what its steps took."""
 
     model: nn.Module
+    after: Callable[[], object] = lambda: None
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
@@ -65,6 +67,7 @@ class Way:
         cpu, began = time.process_time(), time.perf_counter()
         self.optimizer.zero_grad()
         self.model(batch).square().mean().backward()
+        self.after()
         self.optimizer.step()
         self.seconds.append(time.perf_counter() - began)
         self.cpu.append(time.process_time() - cpu)
@@ -84,13 +87,18 @@ def train(comm: un.Communicator, path: str, name: str, seconds: float) -> dict[s
     """Each way's seconds and processor seconds, step by step."""
     make, shape, _ = MODELS[name]
     models = []
-    for _ in range(3):
+    for _ in range(4):
         torch.manual_seed(1)
         models.append(make())
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
     assert dist.group.WORLD is not None
-    ways = {"local": Way(models[0]), "ddp": Way(ddp(models[1], dist.group.WORLD)), "ours": Way(models[2])}
-    un.GradientAverager(models[2], comm)
+    ways = {
+        "local": Way(models[0]),
+        "met": Way(models[1], comm.barrier),
+        "ddp": Way(ddp(models[2], dist.group.WORLD)),
+        "ours": Way(models[3]),
+    }
+    un.GradientAverager(models[3], comm)
     batch = torch.randn(shape, generator=torch.Generator().manual_seed(comm.rank))
     order = list(ways)
     rounds = ended = 0
@@ -123,7 +131,7 @@ def report(name: str, ranks: int, backend: str, results: list[dict[str, list[flo
 
     middle = {way: statistics.median(t for found in results for t in found[way]) for way in ("local", "ddp", "ours")}
     ours, theirs = over_local("ours"), over_local("ddp")
-    exposed = statistics.median(ours) / statistics.median(theirs)
+    exposed, waited = (statistics.median(each) / statistics.median(theirs) for each in (ours, over_local("met")))
     quartiles = statistics.quantiles(a / b for a, b in zip(ours, theirs, strict=True) if b > 0)
     cpu = statistics.mean(over_local("ours", " cpu")) / statistics.mean(over_local("ddp", " cpu"))
     steps = statistics.median(a / b for found in results for a, b in zip(found["ours"], found["ddp"], strict=True))
@@ -131,7 +139,8 @@ def report(name: str, ranks: int, backend: str, results: list[dict[str, list[flo
     return (
         f"{name:12} {ranks} ranks, {backend}: step alone {middle['local'] * 1e3:8.3f} ms, ddp"
         f" {middle['ddp'] * 1e3:8.3f}, ours {middle['ours'] * 1e3:8.3f}; ours/ddp {steps:.2f}; exposed {exposed:.2f}"
-        f" ({quartiles[0]:.2f} to {quartiles[2]:.2f}; {wanted:.2f} wanted); processor {cpu:.2f} (0.33 wanted)"
+        f" ({quartiles[0]:.2f} to {quartiles[2]:.2f}; {wanted:.2f} wanted; a barrier alone {waited:.2f});"
+        f" processor {cpu:.2f} (0.33 wanted)"
     )
 
 

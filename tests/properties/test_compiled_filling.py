@@ -69,6 +69,16 @@ def test_both_note_the_same(lengths: list[int], chunk: int, steps: list[tuple[st
     assert played(COMPILED["Filling"], lengths, chunk, steps) == played(PLAIN["Filling"], lengths, chunk, steps)
 
 
+def leaving(kind: Any, left: list[int]) -> Any:
+    """A class that only notes what it leaves to torch."""
+
+    class Leaving(kind):
+        def take_by_torch(self, slots: list[int]) -> None:
+            left.extend(slots)
+
+    return Leaving
+
+
 @both
 @pytest.mark.parametrize(
     "gradient",
@@ -76,14 +86,9 @@ def test_both_note_the_same(lengths: list[int], chunk: int, steps: list[tuple[st
 )
 def test_what_is_no_gradient_of_a_place_is_left_to_torch(gradient: torch.Tensor) -> None:
     """Torch keeps most of these from being a parameter's gradient, but not all, and not for ever."""
-    left = []
-
-    class Leaving(COMPILED["Filling"]):  # type: ignore[misc]
-        def take_by_torch(self, slots: list[int]) -> None:
-            left.extend(slots)
-
     owner, place = SimpleNamespace(grad=gradient, nbytes=12), torch.zeros(3)
-    filling = Leaving((owner,), (place,), 0, True, False)
+    left: list[int] = []
+    filling = leaving(COMPILED["Filling"], left)((owner,), (place,), 0, True, False)
     filling.arrived(0)
 
     assert (left, list(filling.inside), owner.grad is gradient, place.tolist()) == ([0], [0], True, [0.0] * 3)

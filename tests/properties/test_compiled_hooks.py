@@ -11,6 +11,16 @@ from compiled_kit import COMPILED, both
 from unisono.gradients.backward import current_pass
 
 
+def adding(kind: Any, again: list[int]) -> Any:
+    """A class that only notes what comes again."""
+
+    class Adding(kind):
+        def add(self, slot: int) -> None:
+            again.append(slot)
+
+    return Adding
+
+
 class Noting:
     """Three parameters with hooks; the first one to ask says of which pass it need not be asked again."""
 
@@ -21,21 +31,13 @@ class Noting:
         self.full = 0
         self.notes = notes
         self.again: list[int] = []
-        self.filling = self.adding()(tuple(self.parameters), places, 0, True, False)
+        self.handles: list[Any] = []
+        self.filling = adding(COMPILED["Filling"], self.again)(tuple(self.parameters), places, 0, True, False)
         self.running = COMPILED["Running"](self.fill)
         self.hooks = [COMPILED["Hook"](self.asks(index), self.running) for index in range(3)]
         for slot, (parameter, hook) in enumerate(zip(self.parameters, self.hooks, strict=True)):
-            parameter.register_post_accumulate_grad_hook(hook)
+            self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
             hook.place(self.filling, slot)
-
-    def adding(self) -> Any:
-        again = self.again
-
-        class Adding(COMPILED["Filling"]):  # type: ignore[misc]
-            def add(self, slot: int) -> None:
-                again.append(slot)
-
-        return Adding
 
     def fill(self) -> None:
         self.full += 1
@@ -117,10 +119,10 @@ def test_an_error_on_the_way_is_raised_by_the_pass() -> None:
 
     noting = Noting()
     noting.running = COMPILED["Running"](breaks)
-    for slot, parameter in enumerate(noting.parameters):
+    for slot, (parameter, handle) in enumerate(zip(noting.parameters, noting.handles, strict=True)):
+        handle.remove()
         hook = COMPILED["Hook"](noting.asks(slot), noting.running)
         hook.place(noting.filling, slot)
-        parameter._post_accumulate_grad_hooks.clear()  # type: ignore[union-attr]
         parameter.register_post_accumulate_grad_hook(hook)
     with pytest.raises(KeyError, match="full"):
         noting.backward()

@@ -13,6 +13,8 @@ __all__ = ["Filling"]
 class Filling:
     """The part of a bucket that is in haste; src/compiled/filling.c does the same.
 
+    A class that derives from it brings `take_by_torch` and `add`; it is no ABC, since the compiled one cannot be.
+
     Args:
         parameters: Whose gradients these are.
         places: Where each of them belongs, of the same dtype, shape and order of memory.

@@ -59,8 +59,8 @@ static int is(PyObject *object, PyObject *wanted)
     return object == wanted;
 }
 
-/* Whether it was one that can be copied so, and was. */
-int copied(PyObject *place, PyObject *gradient, int past)
+/* Whether it was one that can be copied so, and was. One that lies from `low` to `high`, and not in its place, is none. */
+int copied(PyObject *place, PyObject *gradient, int past, uintptr_t low, uintptr_t high)
 {
     DLTensor to, from;
     if (Py_TYPE(gradient) != TensorType || !is(PyObject_GetAttr(gradient, s_requires_grad), Py_False) ||
@@ -74,6 +74,8 @@ int copied(PyObject *place, PyObject *gradient, int past)
     /* It may be there already, since an earlier step. */
     if (!nbytes || there == here)
         return 1;
+    if ((uintptr_t)here >= low && (uintptr_t)here < high)
+        return 0;
     PyThreadState *thread = nbytes >= LONG ? PyEval_SaveThread() : NULL;
     if (past)
         copy_past(there, here, (size_t)nbytes);

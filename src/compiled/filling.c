@@ -8,16 +8,6 @@ enum { CHUNK = 1 << 16 };
 PyTypeObject *FillingType;
 static PyObject *s_grad, *s_nbytes, *s_take_by_torch, *s_add;
 
-static inline char *came(const Filling *self)
-{
-    return self->came.buf;
-}
-
-static inline char *inside(const Filling *self)
-{
-    return self->inside.buf;
-}
-
 /* 1 if a gradient was taken or there is none, 0 if it is left to torch. */
 static int take_one(Filling *self, Py_ssize_t slot)
 {
@@ -27,7 +17,7 @@ static int take_one(Filling *self, Py_ssize_t slot)
         Py_XDECREF(gradient);
         return gradient ? 1 : -1;
     }
-    int done = copied(PyTuple_GET_ITEM(self->places, slot), gradient, self->past);
+    int done = copied(PyTuple_GET_ITEM(self->places, slot), gradient, self->past, self->low, self->high);
     if (PyErr_Occurred())
         done = -1;
     if (done > 0) {
@@ -39,6 +29,16 @@ static int take_one(Filling *self, Py_ssize_t slot)
     /* Not before: who is told that it goes may look at the parameter. */
     Py_DECREF(gradient);
     return done;
+}
+
+/* How much lies ready from the beginning on. */
+static void tell(Filling *self)
+{
+    if (!is_asked(&self->told))
+        return;
+    while (self->ready < self->count && inside(self)[self->ready])
+        self->ready_bytes += self->nbytes[self->ready++];
+    tell_ready(&self->told, self->ready_bytes);
 }
 
 /* Take those that need no torch, and let torch take the rest. */
@@ -64,6 +64,8 @@ static int take_all(Filling *self, PyObject *slots)
         done = PyList_GET_SIZE(left) ? PyObject_CallMethodOneArg((PyObject *)self, s_take_by_torch, left) : Py_NewRef(Py_None);
     Py_XDECREF(left);
     Py_XDECREF(done);
+    if (done)
+        tell(self);
     return done ? 0 : -1;
 }
 
@@ -149,6 +151,8 @@ static PyObject *forget(Filling *self, PyObject *nothing)
     self->missing = self->count;
     self->waiting = 0;
     self->waiting_bytes = 0;
+    self->ready = 0;
+    self->ready_bytes = 0;
     self->started = self->late = 0;
     Py_RETURN_NONE;
 }
@@ -187,6 +191,7 @@ static void unmake(Filling *self)
     Py_CLEAR(self->places);
     PyBuffer_Release(&self->came);
     PyBuffer_Release(&self->inside);
+    release_told(&self->told);
     PyMem_Free(self->nbytes);
     PyMem_Free(self->slots);
     self->nbytes = NULL;
@@ -196,16 +201,17 @@ static void unmake(Filling *self)
 
 static int init(Filling *self, PyObject *arguments, PyObject *named)
 {
-    static char *names[] = {"parameters", "places", "chunk", "plain", "past", NULL};
-    PyObject *parameters, *places;
+    static char *names[] = {"parameters", "places", "chunk", "plain", "past", "told", "within", NULL};
+    PyObject *parameters, *places, *told = Py_None;
     long long chunk;
+    unsigned long long low = 0, high = 0;
     int plain, past;
     if (self->slots) {
         PyErr_SetString(PyExc_RuntimeError, "a Filling is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "O!O!Lpp", names, &PyTuple_Type, &parameters, &PyTuple_Type, &places,
-                                     &chunk, &plain, &past) ||
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "O!O!Lpp|O(KK)", names, &PyTuple_Type, &parameters, &PyTuple_Type, &places,
+                                     &chunk, &plain, &past, &told, &low, &high) ||
         prepare_copies() < 0)
         return -1;
     if (PyTuple_GET_SIZE(parameters) != PyTuple_GET_SIZE(places)) {
@@ -217,7 +223,11 @@ static int init(Filling *self, PyObject *arguments, PyObject *named)
     self->chunk = plain && chunk > CHUNK ? CHUNK : chunk;
     self->plain = (char)plain;
     self->past = (char)past;
-    PyObject *done = measured(self, PyTuple_GET_SIZE(parameters)) < 0 ? NULL : forget(self, NULL);
+    self->low = (uintptr_t)low;
+    self->high = (uintptr_t)high;
+    PyObject *done = NULL;
+    if (prepare_told(&self->told, told) == 0 && measured(self, PyTuple_GET_SIZE(parameters)) == 0)
+        done = forget(self, NULL);
     if (!done)
         unmake(self);
     Py_XDECREF(done);

@@ -2,7 +2,7 @@
 #ifndef UNISONO_FILLING_H
 #define UNISONO_FILLING_H
 
-#include "compiled.h"
+#include "told.h"
 
 typedef struct {
     PyObject_HEAD
@@ -11,14 +11,28 @@ typedef struct {
     Py_ssize_t count, missing, waiting;
     Py_ssize_t *slots; /* of those that wait to be taken */
     int64_t *nbytes;
+    uintptr_t low, high; /* of the memory of all places */
     long long waiting_bytes, chunk;
+    Told told;
+    Py_ssize_t ready;    /* so many of the first lie in their places, */
+    int64_t ready_bytes; /* and take so much */
     char started, late, plain, past;
 } Filling;
+
+static inline char *came(const Filling *self)
+{
+    return self->came.buf;
+}
+
+static inline char *inside(const Filling *self)
+{
+    return self->inside.buf;
+}
 
 extern PyTypeObject *FillingType;
 
 int prepare_copies(void);
-int copied(PyObject *place, PyObject *gradient, int past);
+int copied(PyObject *place, PyObject *gradient, int past, uintptr_t low, uintptr_t high);
 int filling_arrived(Filling *self, Py_ssize_t slot);
 
 #endif

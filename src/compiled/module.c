@@ -10,6 +10,8 @@ int add_filling(PyObject *module);
 int add_hook(PyObject *module);
 int prepare_messages(void);
 PyObject *sum_rows(PyObject *module, PyObject *arguments);
+PyObject *sum_ahead(PyObject *module, PyObject *arguments);
+PyObject *stop_sums(PyObject *module, PyObject *arguments);
 
 int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 {
@@ -18,7 +20,7 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 }
 
 /* As in unisono/compiled.py: another number for other parts, or for parts of other parts. */
-enum { INTERFACE = 7 };
+enum { INTERFACE = 8 };
 
 static int fill(PyObject *module)
 {
@@ -37,7 +39,12 @@ static int fill(PyObject *module)
     return prepare_messages();
 }
 
-static PyMethodDef functions[] = {{"sum_rows", sum_rows, METH_VARARGS, NULL}, {NULL}};
+static PyMethodDef functions[] = {
+    {"sum_rows", sum_rows, METH_VARARGS, NULL},
+    {"sum_ahead", sum_ahead, METH_VARARGS, NULL},
+    {"stop_sums", stop_sums, METH_VARARGS, NULL},
+    {NULL},
+};
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill}, {0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "unisono._compiled", "Parts of unisono, compiled; `unisono.compiled` tells which.", 0, functions, slots,

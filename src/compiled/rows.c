@@ -1,6 +1,6 @@
 /* unisono.transports._shm_rows: the sum of rows of memory that ranks share, written to each of them, in one pass. What
  * torch takes several functions for waits for memory as many times. */
-#include "compiled.h"
+#include "rows.h"
 
 /* A sum as long as this lets other threads run. */
 enum { LONG = 1 << 16 };
@@ -44,6 +44,11 @@ enum { LONG = 1 << 16 };
 SUM(floats, float)
 SUM(doubles, double)
 
+void sum_of_rows(char *first, int64_t stride, int64_t rows, int64_t count, int width, int64_t divisor)
+{
+    (width == 4 ? floats : doubles)(first, stride, rows, count, divisor);
+}
+
 /* address, stride, rows, count, bytes of an element, divisor */
 PyObject *sum_rows(PyObject *module, PyObject *arguments)
 {
@@ -56,7 +61,7 @@ PyObject *sum_rows(PyObject *module, PyObject *arguments)
         return NULL;
     }
     PyThreadState *thread = rows * count * width >= LONG ? PyEval_SaveThread() : NULL;
-    (width == 4 ? floats : doubles)((char *)(uintptr_t)address, stride, rows, count, divisor);
+    sum_of_rows((char *)(uintptr_t)address, stride, rows, count, (int)width, divisor);
     if (thread)
         PyEval_RestoreThread(thread);
     Py_RETURN_NONE;

@@ -84,11 +84,9 @@ def ends_with_the_inner_pass(self: Backward, number: int) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(number))
 
 
-def hands_out_copies_before_the_mean(
-    self: Bucket, factor: float, here: bool = True, number: int = 0, asks: Any = ()
-) -> None:
+def hands_out_copies_before_the_mean(self: Bucket) -> None:
     kept = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-    original_fill(self, factor, here, number, asks)
+    original_rest(self)
     self.views = [view if grad is None else grad for view, grad in zip(self.views, kept, strict=True)]
 
 
@@ -111,13 +109,13 @@ def takes_all_for_present(self: Bucket) -> list[tuple[bool, bool]]:
 
 
 original_finish = GradientAverager._finish_step
-original_fill, original_last, original_agree = Bucket.fill, BucketSchedule.finish, Weights.agree
+original_rest, original_last, original_agree = Bucket.take_rest, BucketSchedule.finish, Weights.agree
 
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (GradientAverager, "_finish_step", forgets_what_is_owed),
     (GradientAverager, "remove", keeps_the_hooks),
     (Backward, "enter", ends_with_the_inner_pass),
-    (Bucket, "fill", hands_out_copies_before_the_mean),
+    (Bucket, "take_rest", hands_out_copies_before_the_mean),
     (Bucket, "present", takes_all_for_present),
     (BucketSchedule, "finish", forgets_the_last_bucket),
     (Weights, "say", weighs_all_alike),

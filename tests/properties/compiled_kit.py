@@ -15,6 +15,6 @@ for module in ("unisono.gradients.filling", "unisono.quickly", "unisono.transpor
     import_module(module)
 
 _NAMES = ("Carrier", "Doing", "Filling", "Guarded", "Hook", "Page", "Quickly", "Repeats", "Running", "Window")
-COMPILED = {name: part(name) for name in (*_NAMES, "sum_rows")}
+COMPILED = {name: part(name) for name in (*_NAMES, "stop_sums", "sum_ahead", "sum_rows")}
 # Where there could be an extension and is none, test_compiled.py fails.
 both = pytest.mark.skipif(None in COMPILED.values(), reason="no compiler was here when unisono was installed")

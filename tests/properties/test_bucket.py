@@ -101,6 +101,7 @@ def law(
             parameter.grad = new if parameter.grad is None else parameter.grad.to_dense() + new.to_dense()
             full.append(bucket.arrived(slot))
         assert full == [set(coming[: i + 1]) == set(range(len(parameters))) for i in range(len(coming))]
+        bucket.take_rest()
         bucket.fill(factor, number=step, asks=(False, step == 1))
         for view, total in zip(bucket.views, sums, strict=True):
             assert view.stride() == total.stride()
@@ -167,7 +168,7 @@ original_take = Bucket.take_by_torch
         ("take_by_torch", forgets_the_last),
         ("_run", multiplies_what_is_between),
         ("add", overwrites),
-        ("_take_rest", zeroes_nothing),
+        ("take_rest", zeroes_nothing),
     ],
 )
 def test_a_faulty_bucket_is_noticed(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from ahead_kit import eager
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,6 +108,28 @@ def lifetimes(comm: un.Communicator) -> list[int]:
 
 def test_registered_memory_goes_with_its_last_view() -> None:
     assert un.launch(lifetimes, 2, "shm", timeout=20) == [[0, 2, 1, 0]] * 2
+
+
+def outlived(comm: un.Communicator) -> list[int]:
+    """How many pieces of other memory are mapped while only tensors are left of one communicator, two, and three."""
+
+    def mapped() -> int:
+        gc.collect()
+        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "unisono" in line]
+        return len({line.split(maxsplit=5)[4] for line in lines if "arena" not in line})
+
+    kept, found = [], []
+    for _ in range(3):
+        with eager(comm) as part:
+            kept.append(part.empty(1 << 19))
+            part.all_reduce(kept[-1])
+        found.append(mapped())
+    return found
+
+
+def test_a_tensor_that_outlives_its_communicator_keeps_nothing_else() -> None:
+    for found in un.launch(outlived, 2, "shm", timeout=20):
+        assert found[0] == found[1] == found[2] > 0
 
 
 def averages(comm: un.Communicator) -> list[list[float]]:

@@ -279,3 +279,35 @@ def test_a_bucket_of_no_size_is_refused(size: object) -> None:
         un.GradientAverager(made(Net), comm, bucket_cap_mb=float("inf")).remove()
 
     un.launch(program, 2, "thread", (size,))
+
+
+@pytest.mark.parametrize("count", [3, 200])
+@pytest.mark.parametrize("how", ["swapped", "turned"])
+def test_gradients_that_lie_in_the_place_of_others_are_refused(how: str, count: int) -> None:
+    """They would be overwritten before they are read. A clone is as good as any other gradient."""
+
+    def program(comm: un.Communicator) -> tuple[str, bool]:
+        model = nn.Sequential(nn.Linear(count, count, bias=False), nn.Linear(count, count, bias=False)).double()
+        averager = un.GradientAverager(model, comm)
+        first, second = model.parameters()
+
+        def step() -> None:
+            (first.sum() + 2.0 * second.sum()).backward()
+
+        step()
+        if how == "swapped":
+            first.grad, second.grad = second.grad, first.grad
+        else:
+            first.grad = first.grad.t()
+        kept = [p.grad.clone() for p in (first, second)]
+        with pytest.raises(RuntimeError, match="Give it a clone") as caught:
+            step()
+        first.grad, second.grad = kept
+        step()
+        averager.remove()
+        found = [p.grad.unique().tolist() for p in (first, second)]
+        return str(caught.value), found == ([[3.0], [3.0]] if how == "swapped" else [[2.0], [4.0]])
+
+    for message, right in pool("shm", 3).run(program, size=2):
+        assert "parameter number" in message
+        assert right

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from unisono import plan as plans
 from unisono.calls.caller import Async, Blocking, Caller
 from unisono.reduction import check_reducible, parse_op
+from unisono.transport import Ready
 from unisono.types import ReduceOp, Work
 
 __all__ = ["Reducing"]
@@ -68,6 +69,15 @@ class Reducing(Caller):
         self._check_tensor(tensor, "the tensor", written=True)
         plan = plans.all_reduce(self._staging(), tensor, parse_op(op), self.size)
         return self._engine.run(plan, "all_reduce", algorithm, async_op, timeout)
+
+    def ready(self, memory: torch.Tensor) -> Ready | None:
+        """By what to tell how much of `memory`, of `empty`, lies ready for its next all_reduce.
+
+        Ranks that wait for others in that call sum meanwhile what lies ready on all, so that the slowest finds little
+        left to do. None where nobody asks: on shared memory it takes float32 or float64, a MiB, and a core a rank.
+        """
+        self._enter("ready")
+        return self._engine.transport.ready(memory)
 
     @overload
     def reduce(self, tensor: torch.Tensor, dst: int, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...

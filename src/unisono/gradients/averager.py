@@ -222,8 +222,8 @@ class GradientAverager(Moving):
         number = current_pass()
         if number != self._backward.running and self._syncing and self._hooks:
             self._backward.enter(number)
-            # The first step's order is of interest, too.
-            if self._seen is None:
+            self._schedule.open()
+            if self._seen is None:  # In the first step the order is of interest, too.
                 self._short.note(number)
 
     # -- the end of a step ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -10,6 +11,7 @@ import torch
 from unisono.errors import MismatchError
 from unisono.gradients.filling import Filling
 from unisono.gradients.plan import dense_strides
+from unisono.transport import Ready
 from unisono.types import Work
 
 __all__ = ["Bucket"]
@@ -32,6 +34,7 @@ class Bucket(Filling):
         parameters: Those, of one dtype and device.
         allocate: Makes one-dimensional memory of so many elements of a dtype.
         scale: What each contribution is multiplied by on its way in.
+        ready: By what is told how much of the memory lies ready.
 
     Attributes:
         memory: All that travels: the gradients, two words on each, and some on the pass and on what is asked.
@@ -46,6 +49,7 @@ class Bucket(Filling):
         parameters: Sequence[torch.Tensor],
         allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
         scale: float = 1.0,
+        ready: Callable[[torch.Tensor], Ready | None] = lambda memory: None,
     ) -> None:
         self.indices, self.parameters = tuple(indices), list(parameters)
         self.scale = scale
@@ -64,15 +68,29 @@ class Bucket(Filling):
         self.work: Work | None = None
         self._factor = 1.0
         plain, past = scale == 1.0 and like.is_cpu and like.is_floating_point(), self.memory.nbytes >= _PAST_BYTES
-        super().__init__(tuple(parameters), tuple(self.views), _CHUNK_BYTES, plain, past)
+        self._within = self.flat.data_ptr(), self.flat.data_ptr() + self.flat.nbytes
+        self._telling = ready(self.memory)
+        told = None if self._telling is None else self._telling.told
+        super().__init__(tuple(parameters), tuple(self.views), _CHUNK_BYTES, plain, past, told, self._within)
         self.begin()
 
-    def begin(self) -> None:
-        """Forget the last step's gradients."""
+    def open(self) -> None:
+        """This pass's gradients count as they are: others may sum what has been taken, while they wait."""
+        if self._telling is not None:
+            self._telling.open()
+
+    def withdraw(self) -> bool:
+        """What has been taken may change again; False if others have summed some of it."""
+        return self._telling is None or self._telling.withdraw()
+
+    def begin(self) -> bool:
+        """Forget the last step's gradients; False if others have summed some that have not been reduced."""
+        untouched = self.withdraw()
         self.forget()
         self._graphs: dict[int, torch.Tensor] = {}
         self.found: list[tuple[bool, bool]] | None = None
         self.asked = (False,) * _ASKS
+        return untouched
 
     def take_by_torch(self, slots: list[int]) -> None:
         """Copy gradients in that are not inside yet, in one go."""
@@ -108,6 +126,9 @@ class Bucket(Filling):
         if parameter.grad is None:
             # Another pass, which a hook of the user's ran before this one's, has brought it along.
             return
+        if not self.withdraw():
+            self.late = True
+            return
         self.views[slot].add_(self._plain(slot, parameter.grad), alpha=self.scale)
         parameter.grad = None
 
@@ -116,12 +137,18 @@ class Bucket(Filling):
         if grad.requires_grad:
             self._graphs[slot], grad = grad, grad.detach()
         if grad.layout == torch.strided:
+            low, high = self._within
+            if low <= grad.data_ptr() < high and not _same(grad, self.views[slot]):
+                raise RuntimeError(
+                    f"the gradient of parameter number {self.indices[slot]} lies where those of others are averaged: "
+                    "it has been taken from another parameter, or turned. Give it a clone() in its place"
+                )
             return grad
         dense: torch.Tensor = grad.to_dense()
         return dense
 
     def fill(self, factor: float, here: bool = True, number: int = 0, asks: Sequence[bool] = ()) -> None:
-        """Take what has not been taken, or zeros; multiply by this rank's weight; and say what has come.
+        """Multiply what was taken, and zeros for what has not come, by this rank's weight; and say what has come.
 
         Args:
             factor: This rank's weight.
@@ -130,7 +157,6 @@ class Bucket(Filling):
             asks: What this rank asks all ranks to talk about.
         """
         self.started, self._factor = True, factor
-        self._take_rest()
         if not factor:
             # What counts for nothing may be NaN, as a mean over no samples is.
             self.flat.zero_()
@@ -147,8 +173,8 @@ class Bucket(Filling):
             if ask:
                 self._words[index - _ASKS] = self.scale
 
-    def _take_rest(self) -> None:
-        """All that has not been taken, and zeros for what has not come."""
+    def take_rest(self) -> None:
+        """Take all that has not been taken, and zeros for what has not come."""
         rest = []
         for slot, (parameter, view, inside) in enumerate(zip(self.parameters, self.views, self.inside, strict=True)):
             if parameter.grad is None:
@@ -193,7 +219,15 @@ class Bucket(Filling):
         self._hand_out_graphs()
 
     def give_back(self) -> None:
-        """What has been taken becomes `p.grad` again, as if it had never been."""
+        """What has been taken becomes `p.grad` again, as if it had never been; unless others have summed some of it."""
+        if not self.withdraw():
+            warnings.warn(
+                "gradients are averaged no more in the middle of a backward pass, when another rank has summed some of "
+                "them already: those that had been taken are lost, and their p.grad is None",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return
         for slot, (parameter, view, inside) in enumerate(zip(self.parameters, self.views, self.inside, strict=True)):
             if not inside:
                 continue
@@ -213,13 +247,18 @@ class Bucket(Filling):
     def add_late(self) -> None:
         """Add to the means what came after them, so that another reduction takes it in."""
         factor = self._factor
-        for view, parameter in zip(self.views, self.parameters, strict=True):
+        for slot, (view, parameter) in enumerate(zip(self.views, self.parameters, strict=True)):
             grad = parameter.grad
-            if grad is not None and grad.data_ptr() != view.data_ptr():
+            if grad is not None and (grad.layout != torch.strided or grad.data_ptr() != view.data_ptr()):
                 if factor:
-                    view.add_(grad.detach(), alpha=factor)
+                    view.add_(self._plain(slot, grad), alpha=factor)
                 parameter.grad = None
         self.memory.mul_(self.scale)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return one.data_ptr() == other.data_ptr() and all(a == b for n, a, b in strides if n > 1)
 
 
 def _shaped(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from unisono.communicator import Communicator
 from unisono.errors import CommError
 from unisono.gradients.bucket import Bucket
 from unisono.reduction import HALVES
+from unisono.transport import Ready
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
@@ -58,6 +59,10 @@ class Reducer:
         if device.type == "cpu":
             return self._comm.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def ready(self, memory: torch.Tensor) -> Ready | None:
+        """By what to tell how much of a bucket's memory lies ready, where all of it travels as it is, and at once."""
+        return None if self.background or self._codec is not None else self._comm.ready(memory)
 
     def codec_of(self, bucket: Bucket) -> Codec | None:
         """The bucket's own codec, if it has one."""

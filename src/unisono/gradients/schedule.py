@@ -50,13 +50,15 @@ class BucketSchedule:
         self.where: dict[int, tuple[Bucket, int]] = {}
         self._factor: float | None = None
         self._next = self._pass = 0
+        self._spoiled = False
         self.asked = False
 
     def add(self, order: Sequence[int]) -> None:
         """Make buckets for these parameters, after those that there are. Collective."""
         for indices in plan_buckets(self._parameters, order, self._cap, None if self.buckets else self._first):
             members = [self._parameters[i] for i in indices]
-            bucket = Bucket(indices, members, self.reducer.memory, self.reducer.scale(members[0].dtype))
+            reducer = self.reducer
+            bucket = Bucket(indices, members, reducer.memory, reducer.scale(members[0].dtype), reducer.ready)
             self.buckets.append(bucket)
             self.where.update((index, (bucket, slot)) for slot, index in enumerate(indices))
 
@@ -81,6 +83,11 @@ class BucketSchedule:
         self.buckets.clear()
         self.where.clear()
 
+    def open(self) -> None:
+        """A pass has begun, or one inside it. What fills the first bucket may be summed by ranks that wait already."""
+        if self.buckets and self._weights.even:
+            self.buckets[0].open()
+
     def advance(self) -> None:
         """Start the buckets whose turn it is, the full ones but for the last; none where it would hold up the pass."""
         if not self.reducer.background:
@@ -92,10 +99,14 @@ class BucketSchedule:
     def _start(self, asks: bool = False) -> None:
         bucket, last = self.buckets[self._next], self._next == len(self.buckets) - 1
         with self._about(bucket):
+            if not self._weights.even:
+                bucket.withdraw()
             if self._factor is None:
                 self._factor = self._weights.agree()
+            bucket.take_rest()
             about = (any(b.late for b in self.buckets), asks) if last else ()
-            bucket.fill(self._factor, self._weights.here, self._pass, about)
+            # A pass that follows one of which others have summed a part is another one than theirs.
+            bucket.fill(self._factor, self._weights.here, self._pass + self._spoiled, about)
             # Before the reduction, which may end in an error on this rank alone.
             self._next += 1
             self.reducer.start(bucket)
@@ -146,11 +157,13 @@ class BucketSchedule:
 
     def begin(self) -> None:
         """Make ready for the next step, also after one that was broken off."""
+        untouched = True
         for bucket in self.buckets:
             self.reducer.give_up(bucket)
-            bucket.begin()
-        # What was broken off before anything went out is no pass to the others.
+            untouched &= bucket.begin()
+        # What was broken off before anything went out is no pass to the others, unless they have summed a part of it.
         self._pass += self._next > 0
+        self._spoiled = not self._next and not untouched
         self._next, self._factor = 0, None
         self.asked = False
 

@@ -39,6 +39,11 @@ class Weights:
             raise ValueError(f"a weight must be a number of at least 0, not {n_samples}")
         self._mine = float(n_samples)
 
+    @property
+    def even(self) -> bool:
+        """Whether every rank's gradient counts alike, and is multiplied by nothing, as far as anybody has said."""
+        return self._mine is None and not self.joining and not self._total
+
     def agree(self) -> float:
         """This step's factor. Collective where ranks may differ; `AllThroughError` where none has data."""
         size, mine, self._mine = self.comm.size, self._mine, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +16,8 @@ from unisono.compiled import part
 from unisono.control import Control
 from unisono.group import Group
 from unisono.reduction import combine_all, divide
+from unisono.transport import Ready
+from unisono.transports._shm_ahead import Ahead, ledger_bytes
 from unisono.transports._shm_memory import PAGE_BYTES, meet
 from unisono.types import ReduceOp
 
@@ -29,11 +31,20 @@ _SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 _sum_rows = part("sum_rows")
 """The sum of rows, divided and written to all of them in one pass; None where it is not compiled."""
 _IN_ONE_PASS = (torch.float32, torch.float64)
+_AHEAD_BYTES = 1 << 20
+"""From here on ranks that wait for others sum what is ready."""
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
     """A map of its own; Python's would hold a descriptor for as long as it lives, and a process has few of these."""
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _drop(arenas: weakref.ref[Arenas], number: int) -> None:
+    """Its last tensor is gone. It may outlive all else, which it must not keep."""
+    found = arenas()
+    if found is not None:
+        found._arenas.pop(number, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,7 @@ class _Arena:
     start: int
     stride: int
     rows: torch.Tensor
+    ahead: Ahead | None
     plans: dict[tuple[int, int, torch.dtype], list[_Piece]] = field(default_factory=dict)
 
 
@@ -61,10 +73,16 @@ class Arenas:
 
     Each call of `empty` is an anonymous file of its own, with one equal slice a rank, so the same
     offset in every rank's slice belongs together. It is unmapped when the last tensor on it dies.
+
+    Args:
+        group, control, timeout_s: Whose memory it is, and how these meet in it.
+        number: The number of the next call of theirs, if ranks that wait for others in it are to sum what is ready.
     """
 
-    def __init__(self, group: Group, control: Control, timeout_s: float) -> None:
-        self._group, self._control, self._timeout_s = group, control, timeout_s
+    def __init__(
+        self, group: Group, control: Control, timeout_s: float, number: Callable[[], int] | None = None
+    ) -> None:
+        self._group, self._control, self._timeout_s, self._number = group, control, timeout_s, number
         self._arenas: dict[int, _Arena] = {}
         self._kept: dict[torch.dtype, torch.Tensor] = {}
         self._piece_bytes = _PIECE_BYTES_OF_TWO if group.size == 2 else _PIECE_BYTES
@@ -76,14 +94,17 @@ class Arenas:
         count, rank, size = math.prod(shape), self._group.rank, self._group.size
         stride = max(1, -(-count * dtype.itemsize // PAGE_BYTES)) * PAGE_BYTES
         with torch.inference_mode(mode=False):
-            memory = meet(self._group, self._control, f"arena {self.made}", stride * size, self._timeout_s, _mapped)
-            rows = memory.view(size, stride)
+            number = self._number if dtype in _IN_ONE_PASS and count * dtype.itemsize >= _AHEAD_BYTES else None
+            nbytes = stride * size + (0 if number is None else ledger_bytes(size))
+            memory = meet(self._group, self._control, f"arena {self.made}", nbytes, self._timeout_s, _mapped)
+            rows = memory[: stride * size].view(size, stride)
             handed_out: Any = (ctypes.c_ubyte * stride).from_address(rows[rank].data_ptr())
             tensor = torch.frombuffer(handed_out, dtype=torch.uint8)
         handed_out.memory = memory
-        self._arenas[self.made] = _Arena(self.made, tensor.data_ptr(), stride, rows)
+        ahead = None if number is None else Ahead(memory, stride, rank, size, number)
+        self._arenas[self.made] = _Arena(self.made, tensor.data_ptr(), stride, rows, ahead)
         # A tensor and its views keep alive what they were made from, and nothing else does.
-        weakref.finalize(handed_out, partial(self._arenas.pop, self.made, None)).atexit = False
+        weakref.finalize(handed_out, partial(_drop, weakref.ref(self), self.made)).atexit = False
         return tensor[: count * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def place(self, tensor: torch.Tensor) -> int:
@@ -93,6 +114,18 @@ class Arenas:
             if arena.start <= start and start + tensor.nbytes <= arena.start + arena.stride:
                 return arena.number << _PLACE_BITS | (start - arena.start + 1)
         return 0
+
+    def ready(self, memory: torch.Tensor) -> Ready | None:
+        """As `Transport.ready`."""
+        place = self.place(memory)
+        return self.ahead(place, memory, ReduceOp.SUM)
+
+    def ahead(self, place: int, tensor: torch.Tensor, op: ReduceOp) -> Ahead | None:
+        """Where ranks tell how much of a tensor at a place is ready to be reduced so, if anywhere."""
+        if op not in _SUMS or tensor.dtype not in _IN_ONE_PASS or tensor.nbytes < _AHEAD_BYTES or not place:
+            return None
+        arena, offset = self._at(place)
+        return None if offset else arena.ahead
 
     def reduce(self, place: int, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Reduce this rank's share of the elements at a place where all ranks' tensors lie, into all of them."""

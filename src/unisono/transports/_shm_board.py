@@ -23,7 +23,8 @@ _ASLEEP, _BELL = 3 * _LINE, 3 * _LINE + 1
 
 _SPINS = 200
 _YIELDS = 100
-_NAP_S = 0.002
+_NAP_S, _SHORT_NAP_S = 0.002, 0.00025
+"""The shorter one where there may be work to do meanwhile."""
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
 _ALL = 0x7FFFFFFF
 
@@ -34,7 +35,7 @@ class _Timespec(ctypes.Structure):
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
-_NAP = _Timespec(0, int(_NAP_S * 1e9))
+_NAP, _SHORT_NAP = _Timespec(0, int(_NAP_S * 1e9)), _Timespec(0, int(_SHORT_NAP_S * 1e9))
 
 
 class Board:
@@ -72,10 +73,16 @@ class Board:
         self.broken: BaseException | None = None
 
     # -- rounds --------------------------------------------------------------------------------
-    def arrive(self, deadline: float, mark: tuple[int, int, int, int] | None = None) -> bool:
+    def arrive(
+        self,
+        deadline: float,
+        mark: tuple[int, int, int, int] | None = None,
+        meanwhile: Callable[[], bool] | None = None,
+    ) -> bool:
         """Tell that this rank's part of the next round lies ready, and wait for all the others' parts.
 
-        Returns whether any rank's mark differs from this one's in its first three words.
+        Returns whether any rank's mark differs from this one's in its first three words. `meanwhile` does a piece of
+        work that has come up, and tells whether there was any.
         """
         words, own = self._words, self._own
         self.round = number = self.round + 1
@@ -87,13 +94,17 @@ class Board:
         place = own + offset
         words[place], words[place + 1], words[place + 2], words[place + 3] = mark
         words[own] = number
-        self._wait(_ARRIVED, number, deadline)
+        self._wait(_ARRIVED, number, deadline, meanwhile)
         first, second, third, _ = mark
         for base in self._bases:
             place = base + offset
             if words[place] != first or words[place + 1] != second or words[place + 2] != third:
                 return True
         return False
+
+    def next_round(self) -> int:
+        """The number of the round that comes next."""
+        return self.round + 1
 
     def extras(self) -> list[int]:
         """The fourth word of each rank's mark of this round."""
@@ -106,7 +117,7 @@ class Board:
         self._words[self._own + _REDUCED] = number
         self._wait(_REDUCED, number, deadline)
 
-    def _wait(self, counter: int, number: int, deadline: float) -> None:
+    def _wait(self, counter: int, number: int, deadline: float, meanwhile: Callable[[], bool] | None = None) -> None:
         """Wake who sleeps, and wait until everybody's counter has come to a number."""
         words = self._words
         for base in self._bases:
@@ -120,16 +131,28 @@ class Board:
             while words[place] < number and spins:
                 spins -= 1
             if words[place] < number:
-                self._wait_for(base // _STRIDE, place, number, deadline)
+                self._wait_for(base // _STRIDE, place, number, deadline, meanwhile)
 
-    def _wait_for(self, rank: int, place: int, number: int, deadline: float) -> None:
+    def _wait_for(
+        self, rank: int, place: int, number: int, deadline: float, meanwhile: Callable[[], bool] | None
+    ) -> None:
         words = self._words
-        self.wait_until(lambda: words[place] >= number, deadline, lambda: [rank])
+        self.wait_until(lambda: words[place] >= number, deadline, lambda: [rank], meanwhile)
 
     # -- waiting -------------------------------------------------------------------------------
-    def wait_until(self, ready: Callable[[], bool], deadline: float, missing: Callable[[], Sequence[int]]) -> None:
-        """Give way until something is so. Raises as `check`, or `CommTimeoutError`."""
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        deadline: float,
+        missing: Callable[[], Sequence[int]],
+        meanwhile: Callable[[], bool] | None = None,
+    ) -> None:
+        """Give way until something is so, and there is nothing to do `meanwhile`.
+
+        Raises as `check`, or `CommTimeoutError`.
+        """
         words, own, started = self._words, self._own, time.monotonic()
+        nap = _NAP if meanwhile is None else _SHORT_NAP
         for _ in range(_YIELDS):
             os.sched_yield()
             if ready():
@@ -143,12 +166,14 @@ class Board:
                     peer=ranks[0] if ranks else None,
                     waited_s=waited,
                 )
+            if meanwhile is not None and meanwhile():
+                continue
             heard = words[own + _BELL]
             words[own + _ASLEEP] = 1
             if not ready():
                 address = ctypes.c_void_p(self._address + (own + _BELL) * 8)
                 _libc.syscall(
-                    _SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(heard & 0xFFFFFFFF), ctypes.byref(_NAP), None, 0
+                    _SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(heard & 0xFFFFFFFF), ctypes.byref(nap), None, 0
                 )
             words[own + _ASLEEP] = 0
 

@@ -52,9 +52,9 @@ class Rounds:
         self._cut: dict[tuple[int, torch.dtype, int], list[list[torch.Tensor]]] = {}
 
     # -- building blocks -----------------------------------------------------------------------
-    def first(self, mark: Mark, deadline: float) -> None:
+    def first(self, mark: Mark, deadline: float, meanwhile: Callable[[], bool] | None = None) -> None:
         """Arrive in the first round of a call, and compare what everybody is about to do."""
-        if self._board.arrive(deadline, mark):
+        if self._board.arrive(deadline, mark, meanwhile):
             self._differ()
 
     def _next_half(self) -> int:
@@ -94,14 +94,24 @@ class Rounds:
         if not place and not short:
             self._lay(tensor[:tile])
         told = place | _DIVIDES if op is ReduceOp.AVG else place
-        self.first((*mark[:3], told), deadline)
+        divisor, ahead = self.size if op is ReduceOp.AVG else 1, self._arenas.ahead(place, tensor, op)
+        self.first((*mark[:3], told), deadline, None if ahead is None else ahead.enter(tensor, divisor))
         extras = self._board.extras()
         places = [extra & ~_DIVIDES for extra in extras]
         if place and all(other == place for other in places):
             alike = all(extra == told for extra in extras)
-            self._arenas.reduce(place, tensor, op if alike else ReduceOp.SUM)
+            divided = 0
+            if ahead is None:
+                self._arenas.reduce(place, tensor, op if alike else ReduceOp.SUM)
+            else:
+                divided = ahead.finish(tensor, divisor, alike)
             self._board.reduced(deadline)
+            if divided:
+                # Each rank divides by itself, this too.
+                tensor[:divided].mul_(self.size)
             return alike
+        if ahead is not None:
+            ahead.check()
         if short:
             self._one_shot(tensor, op, None, deadline)
             return False

@@ -20,7 +20,8 @@ from unisono.fingerprint import Fingerprint, explain
 from unisono.group import Group
 from unisono.hosts import shm_obstacle
 from unisono.mailbox import Mailbox
-from unisono.transport import Options, Transport
+from unisono.transport import Options, Ready, Transport
+from unisono.transports._shm_ahead import compiled_sums
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_mailbox import ShmMailbox
@@ -41,8 +42,10 @@ _STAGE_BYTES = 1 << 20
 _QUOTE_S = 10.0
 _FOREVER_S = 1e9
 _TRIES = 50
-_SPARE = 64
-"""Where ranks say, a byte each, whether they have a core to spare: in the page that proves to be the right one."""
+_SAYS = 64
+_SPARE, _SUMS_AHEAD = 1, 2
+"""What ranks say of themselves, a byte each, in the page that proves to be the right one: whether there is a core to
+spare, and whether the rank can sum what is ready while it waits, without taking a core from those that it waits for."""
 
 _crew = Crew("unisono shared memory")
 _NATIVE = frozenset(
@@ -88,15 +91,18 @@ class ShmTransport(Transport):
 
         def mapped(descriptor: int, nbytes: int) -> mmap.mmap:
             memory = mmap.mmap(descriptor, nbytes)
-            memory[_SPARE + group.rank] = spare
+            idle = compiled_sums() and size * torch.get_num_threads() <= cores()
+            memory[_SAYS + group.rank] = _SPARE * spare | _SUMS_AHEAD * idle
             return memory
 
         memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s, mapped)
-        self.background = all(memory[_SPARE : _SPARE + size])
+        said = memory[_SAYS : _SAYS + size]
+        self.background = all(byte & _SPARE for byte in said)
         with torch.inference_mode(mode=False):
             words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
         self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
-        self._arenas = Arenas(group, control, options.timeout_s)
+        together = size > 1 and all(byte & _SUMS_AHEAD for byte in said)
+        self._arenas = Arenas(group, control, options.timeout_s, self._board.next_round if together else None)
         halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
         # Memory is unmapped when its last user goes, so nothing may refer to this in a circle.
         this = weakref.WeakMethod(self._differ)
@@ -120,6 +126,9 @@ class ShmTransport(Transport):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._arenas.empty(shape, dtype)
+
+    def ready(self, memory: torch.Tensor) -> Ready | None:
+        return self._arenas.ready(memory)
 
     def split(self, group: Group) -> ShmTransport:
         # Whether others than the ranks of a part compute too is not known there.

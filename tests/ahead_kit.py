@@ -1,0 +1,38 @@
+"""Ranks on shared memory that sum what is ready while they wait, however many processors there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import unisono as un
+from unisono.gradients import bucket
+from unisono.transports import _shm_ahead, _shm_arenas, _shm_rounds, shm
+
+__all__ = ["eager"]
+
+
+@contextmanager
+def eager(
+    comm: un.Communicator, piece_bytes: int = 16, least_bytes: int = 1, chunk_bytes: int = 1
+) -> Iterator[un.Communicator]:
+    """A duplicate of `comm`, on all of whose memory ranks that wait sum what is ready; and nothing goes on beside.
+
+    Args:
+        piece_bytes: What is claimed at once.
+        least_bytes: From which length of a tensor on.
+        chunk_bytes: When so much of a gradient has come, it is taken, and told.
+    """
+    with (
+        patch.object(shm, "cores", lambda: 1000),
+        patch.object(_shm_arenas, "_AHEAD_BYTES", least_bytes),
+        patch.object(_shm_rounds, "_IN_PLACE_BYTES", least_bytes),
+        patch.object(_shm_ahead, "_PIECE_BYTES", piece_bytes),
+        patch.object(bucket, "_CHUNK_BYTES", chunk_bytes),
+        comm.dup() as part,
+    ):
+        transport = part._engine.transport
+        assert isinstance(transport, shm.ShmTransport)
+        transport.background = False
+        yield part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from unisono.gradients.hooks import Hooks
 from unisono.gradients.join import joined
 from unisono.gradients.loads import LoadWatch
 from unisono.gradients.moving import Moving, check_unhooked
-from unisono.gradients.naming import about, check_skipped
+from unisono.gradients.naming import About, check_skipped
 from unisono.gradients.plan import Named, agree_on_parameters, bucket_sizes, in_bytes, named_parameters
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.schedule import BucketSchedule
@@ -262,14 +262,14 @@ class GradientAverager(Moving):
 
     def _complete(self) -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 self._finish_step()
         finally:
             self._abandon()
 
     def _look_at(self, found: Sequence[tuple[Bucket, list[tuple[bool, bool]]]]) -> None:
         """`MismatchError` on all ranks if some lack a gradient that others have."""
-        if self._find_unused or not any(had and lacked for _, present in found for had, lacked in present):
+        if self._find_unused or not any(had and lacked for b, p in found if p is not b.complete for had, lacked in p):
             return
         lacking = [
             self._names[i]
@@ -282,7 +282,7 @@ class GradientAverager(Moving):
 
     def _take_in(self, thawed: list[int]) -> None:
         """Parameters that were frozen are no more: average what they have now, and from now on."""
-        with about(f"comparing what is frozen; no longer so on rank {self.rank}: {[self._names[i] for i in thawed]}"):
+        with About(f"comparing what is frozen; no longer so on rank {self.rank}: {[self._names[i] for i in thawed]}"):
             agree_on_parameters(self._named, self._talk)
         self._frozen = [i for i in self._frozen if i not in thawed]
         known = len(self._schedule.buckets)

@@ -40,6 +40,7 @@ class Bucket(Filling):
         memory: All that travels: the gradients, two words on each, and some on the pass and on what is asked.
         flat: The gradients.
         found: What `present` said, once it was asked.
+        complete: What it says where every rank had all.
         asked: After that: whether any rank asks all of them to talk, about either of two things.
     """
 
@@ -63,6 +64,7 @@ class Bucket(Filling):
         came = torch.tensor([scale] * len(numels) + [0] * len(numels), dtype=like.dtype, device=like.device)
         self._all_came = [torch.cat([came, mark]) for mark in self._marks]
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
+        self.complete = [(True, False)] * len(numels)
         self._edges = [0, *accumulate(numels)]
         self.shapes = [p.shape for p in parameters]
         self.work: Work | None = None
@@ -196,7 +198,8 @@ class Bucket(Filling):
         """
         words: list[float | complex] = self._words.tolist()
         count = len(self.parameters)
-        self.asked = tuple(word != 0 for word in words[-_ASKS:])
+        late, thawed = words[-_ASKS:]
+        self.asked = late != 0, thawed != 0
         if words[2 * count : -_ASKS].count(0) != _PASSES - 1:
             raise MismatchError(
                 "ranks are not at the same backward pass: on some of them one was broken off when a part of it had "
@@ -204,7 +207,7 @@ class Bucket(Filling):
                 "all ranks' passes alike, or remove() the averager and make another one on all ranks"
             )
         if all(words[:count]) and not any(words[count : 2 * count]):
-            return [(True, False)] * count
+            return self.complete
         return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count : 2 * count], strict=True)]
 
     def words(self) -> torch.Tensor:

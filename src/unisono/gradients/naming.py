@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from unisono.communicator import Communicator
 from unisono.errors import CommError, MismatchError
 
-__all__ = ["about", "check_skipped"]
+__all__ = ["About", "check_skipped"]
 
 
-@contextmanager
-def about(what: str) -> Iterator[None]:
-    """A `CommError` raised inside also says during what it came."""
-    try:
-        yield
-    except CommError as error:
-        error.message += f" (while {what})"
-        raise
+class About:
+    """A context: a `CommError` raised inside also says during what it came."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CommError):
+            error.message += f" (while {self._what})"
 
 
 def check_skipped(names: Sequence[str], lacking: Sequence[Sequence[str]], active: int, comm: Communicator) -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.naming import about
+from unisono.gradients.naming import About
 from unisono.gradients.plan import Named, plan_buckets
 from unisono.gradients.reducer import Reducer
 from unisono.gradients.weights import Weights
@@ -124,9 +124,11 @@ class BucketSchedule:
             self._factor = self._weights.agree()
         found = []
         for bucket in self.buckets[first:]:
-            with self._about(bucket):
-                self.reducer.finish(bucket)
-                found.append((bucket, bucket.found or bucket.present()))
+            if bucket.found is None:
+                with self._about(bucket):
+                    self.reducer.finish(bucket)
+                    bucket.found = bucket.present()
+            found.append((bucket, bucket.found))
         if self.buckets:
             late, self.asked = self.buckets[-1].asked
             if late:
@@ -168,7 +170,7 @@ class BucketSchedule:
         self.asked = False
 
     def _about(self, bucket: Bucket) -> AbstractContextManager[None]:
-        return about(f"averaging the gradients of {self._called(bucket)}")
+        return About(f"averaging the gradients of {self._called(bucket)}")
 
     def _called(self, bucket: Bucket) -> str:
         first, last = self._names[bucket.indices[0]], self._names[bucket.indices[-1]]

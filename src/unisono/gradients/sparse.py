@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.naming import about, check_skipped
+from unisono.gradients.naming import About, check_skipped
 from unisono.gradients.plan import Named
 from unisono.gradients.weights import Weights
 
@@ -39,7 +39,7 @@ def average_sparse(named: Named, comm: Communicator, weights: Weights, *, find_u
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
-    with about(f"averaging the sparse gradients of {', '.join(repr(name) for name, _ in named)}"):
+    with About(f"averaging the sparse gradients of {', '.join(repr(name) for name, _ in named)}"):
         said = comm.all_gather_object([_said(p.grad, weights.here) for p in parameters])
         if not find_unused:
             names = [name for name, _ in named]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.naming import about
+from unisono.gradients.naming import About
 
 __all__ = ["AllThroughError", "Weights"]
 
@@ -52,7 +52,7 @@ class Weights:
             return self.factor
         weight = float(self.here) if mine is None or not self.here else mine
         figures = torch.tensor([float(self.here), weight], dtype=torch.float64, device=self.comm.device)
-        with about("telling what weight() said, which all ranks call or none, and who has data left in join()"):
+        with About("telling what weight() said, which all ranks call or none, and who has data left in join()"):
             self.comm.all_reduce(figures)
         self.active, total = int(figures[0]), float(figures[1])
         if not self.active:

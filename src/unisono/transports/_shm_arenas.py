@@ -83,6 +83,7 @@ class Arenas:
         self, group: Group, control: Control, timeout_s: float, number: Callable[[], int] | None = None
     ) -> None:
         self._group, self._control, self._timeout_s, self._number = group, control, timeout_s, number
+        self._rank, self._size = group.rank, group.size
         self._arenas: dict[int, _Arena] = {}
         self._kept: dict[torch.dtype, torch.Tensor] = {}
         self._piece_bytes = _PIECE_BYTES_OF_TWO if group.size == 2 else _PIECE_BYTES
@@ -91,7 +92,7 @@ class Arenas:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory of this rank. Collective: the same shape and dtype on every rank."""
         self.made += 1
-        count, rank, size = math.prod(shape), self._group.rank, self._group.size
+        count, rank, size = math.prod(shape), self._rank, self._size
         stride = max(1, -(-count * dtype.itemsize // PAGE_BYTES)) * PAGE_BYTES
         with torch.inference_mode(mode=False):
             number = self._number if dtype in _IN_ONE_PASS and count * dtype.itemsize >= _AHEAD_BYTES else None
@@ -130,23 +131,23 @@ class Arenas:
     def reduce(self, place: int, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Reduce this rank's share of the elements at a place where all ranks' tensors lie, into all of them."""
         if _sum_rows is not None and op in _SUMS and tensor.dtype in _IN_ONE_PASS:
-            self._sum(place, tensor, self._group.size if op is ReduceOp.AVG else 1)
+            self._sum(place, tensor, self._size if op is ReduceOp.AVG else 1)
             return
         pieces = self._pieces(place, tensor)
-        together = op in _SUMS and self._group.size > 2 and tensor.is_floating_point()
+        together = op in _SUMS and self._size > 2 and tensor.is_floating_point()
         for piece in pieces:
             if together:
                 # Torch clears the place of a sum before it reads, so that may be none of the rows.
                 total = self._scratch(tensor.dtype)[: piece.own.numel()]
                 torch.sum(piece.block, 0, out=total)
                 if op is ReduceOp.AVG:
-                    divide(total, self._group.size)
+                    divide(total, self._size)
                 piece.block.copy_(total)
             else:
                 # One rank alone reduces this share, so any order gives everybody the same bits.
                 combine_all(op, [piece.own, *piece.others], piece.own)
                 if op is ReduceOp.AVG:
-                    divide(piece.own, self._group.size)
+                    divide(piece.own, self._size)
                 for row in piece.others:
                     row.copy_(piece.own)
 
@@ -154,16 +155,16 @@ class Arenas:
         """Sum this rank's share in the order of ranks, and divide it."""
         arena, offset = self._at(place)
         first, last = self._share(tensor.numel())
-        width, rank = tensor.element_size(), self._group.rank
+        width, rank = tensor.element_size(), self._rank
         start = arena.start - rank * arena.stride + offset + first * width
-        _sum_rows(start, arena.stride, self._group.size, last - first, width, divisor)
+        _sum_rows(start, arena.stride, self._size, last - first, width, divisor)
 
     def _at(self, place: int) -> tuple[_Arena, int]:
         return self._arenas[place >> _PLACE_BITS], (place & ((1 << _PLACE_BITS) - 1)) - 1
 
     def _share(self, count: int) -> tuple[int, int]:
         """Which of so many columns this rank reduces."""
-        rank, size = self._group.rank, self._group.size
+        rank, size = self._rank, self._size
         return rank * count // size, (rank + 1) * count // size
 
     def _scratch(self, dtype: torch.dtype) -> torch.Tensor:
@@ -187,7 +188,7 @@ class Arenas:
         return plan
 
     def _cut(self, table: torch.Tensor) -> Iterator[_Piece]:
-        rank = self._group.rank
+        rank = self._rank
         first, last = self._share(table.shape[1])
         step = max(1, self._piece_bytes // table.element_size())
         for low in range(first, last, step):

@@ -97,9 +97,8 @@ class Rounds:
         divisor, ahead = self.size if op is ReduceOp.AVG else 1, self._arenas.ahead(place, tensor, op)
         self.first((*mark[:3], told), deadline, None if ahead is None else ahead.enter(tensor, divisor))
         extras = self._board.extras()
-        places = [extra & ~_DIVIDES for extra in extras]
-        if place and all(other == place for other in places):
-            alike = all(extra == told for extra in extras)
+        alike = extras.count(told) == self.size
+        if place and (alike or all(extra & ~_DIVIDES == place for extra in extras)):
             divided = 0
             if ahead is None:
                 self._arenas.reduce(place, tensor, op if alike else ReduceOp.SUM)
@@ -116,7 +115,7 @@ class Rounds:
             self._one_shot(tensor, op, None, deadline)
             return False
         start = 0
-        if not any(places):
+        if not any(extra & ~_DIVIDES for extra in extras):
             self._share(tensor[:tile], op, deadline, everywhere=True)
             start = tile
         # Where only some ranks use shared memory, all go by way of the stages, from the beginning.

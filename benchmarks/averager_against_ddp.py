@@ -51,6 +51,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
 }
 
 
+LEAST = 48
+"""Steps of each way, at least: of a dozen long ones, two medians differ by more than what is asked."""
+
+
 @dataclass
 class Way:
     """One way to train, and what its steps took."""
@@ -110,7 +114,7 @@ def train(comm: un.Communicator, path: str, name: str, seconds: float) -> dict[s
         _compare(comm, ways, name)
         order = order[1:] + order[:1]
         rounds += 1
-        ended = comm.broadcast_object(int(time.perf_counter() - started > seconds and rounds > 12))
+        ended = comm.broadcast_object(int(time.perf_counter() - started > seconds and rounds > LEAST))
     dist.destroy_process_group()
     found = {f"{name}": way.seconds[6:] for name, way in ways.items()}
     return found | {f"{name} cpu": way.cpu[6:] for name, way in ways.items()}
@@ -149,13 +153,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--backend", default="shm")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--seconds", type=float, default=8.0, help="for each model")
+    parser.add_argument("--seconds", type=float, default=8.0, help=f"for each model, and at least {LEAST} steps")
     options = parser.parse_args()
     for ranks in options.ranks:
         for name in options.models:
             with tempfile.TemporaryDirectory() as folder:
                 given = (str(Path(folder) / "store"), name, options.seconds)
-                found = un.launch(train, ranks, options.backend, given, threads=1, timeout=120)
+                found = un.launch(train, ranks, options.backend, given, threads=1, timeout=600)
             print(report(name, ranks, options.backend, found), flush=True)
 
 

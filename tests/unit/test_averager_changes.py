@@ -1,0 +1,115 @@
+"""A model, or its gradients, that somebody changes while they are averaged: said, and how to do it instead."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import unisono as un
+from unisono.testing import pool
+
+
+def test_a_model_that_is_converted_later_is_told_what_to_do() -> None:
+    def program(comm: un.Communicator) -> None:
+        model = nn.Linear(1, 1)
+        un.GradientAverager(model, comm)
+        with pytest.raises(RuntimeError, match="among 'bias' to 'weight': the model's dtype or device has changed"):
+            model.double()(torch.ones(1).double()).sum().backward()
+
+    un.launch(program, 2, "thread")
+
+
+def test_a_parameter_has_one_averager() -> None:
+    def program(comm: un.Communicator) -> float:
+        model = nn.Linear(1, 1)
+        first = un.GradientAverager(model, comm)
+        with pytest.raises(ValueError, match="'parameter 0' is averaged by another GradientAverager"):
+            un.GradientAverager([model.bias], comm)
+        first.remove()
+        with pytest.raises(ValueError, match="'parameter 1' is the result of a computation"):
+            un.GradientAverager([model.weight, model.bias * 2], comm)
+        un.GradientAverager(model, comm)
+        (model(torch.ones(1)) * comm.rank).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.item()
+
+    assert un.launch(program, 2, "thread") == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_parameters_that_are_replaced_are_noticed(part: bool) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        averager = un.GradientAverager(model, comm)
+        twin = copy.deepcopy(model)
+        model.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r"remove\(\) on the averager") as caught:
+            model[0].load_state_dict(model[0].state_dict(), assign=True) if part else model.load_state_dict(
+                state, assign=True
+            )
+        averager.remove()
+        model.load_state_dict(state, assign=True)
+        twin.load_state_dict(state, assign=True)
+        return str(caught.value)
+
+    for said in un.launch(program, 2, "thread"):
+        assert "a new parameter 'weight' (and 1 more) into a Linear" in said
+
+
+@pytest.mark.parametrize("kind", ["layer", "parameter"])
+def test_parameters_that_are_added_are_noticed(kind: str) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+        averager = un.GradientAverager(model, comm)
+        frozen = nn.Linear(3, 3).requires_grad_(False)
+        model.append(frozen)
+        model(torch.ones(1, 2)).sum().backward()
+        if kind == "layer":
+            model.append(nn.Linear(3, 3))
+        else:
+            model[1].weight = nn.Parameter(torch.ones(3, 3))
+        with pytest.raises(RuntimeError, match="not averaged") as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        averager.remove()
+        un.GradientAverager(model, comm)
+        model(torch.ones(1, 2)).sum().backward()
+        return str(caught.value)
+
+    for said in un.launch(program, 2, "thread"):
+        assert said.startswith("'3.weight' (and 1 more) was put" if kind == "layer" else "'1.weight' was put")
+
+
+@pytest.mark.parametrize("count", [3, 200])
+@pytest.mark.parametrize("how", ["swapped", "turned"])
+def test_gradients_that_lie_in_the_place_of_others_are_refused(how: str, count: int) -> None:
+    """They would be overwritten before they are read. A clone is as good as any other gradient."""
+
+    def program(comm: un.Communicator) -> tuple[str, bool]:
+        model = nn.Sequential(nn.Linear(count, count, bias=False), nn.Linear(count, count, bias=False)).double()
+        averager = un.GradientAverager(model, comm)
+        first, second = model.parameters()
+
+        def step() -> None:
+            (first.sum() + 2.0 * second.sum()).backward()
+
+        step()
+        if how == "swapped":
+            first.grad, second.grad = second.grad, first.grad
+        else:
+            first.grad = first.grad.t()
+        kept = [p.grad.clone() for p in (first, second)]
+        with pytest.raises(RuntimeError, match="Give it a clone") as caught:
+            step()
+        first.grad, second.grad = kept
+        step()
+        averager.remove()
+        found = [p.grad.unique().tolist() for p in (first, second)]
+        return str(caught.value), found == ([[3.0], [3.0]] if how == "swapped" else [[2.0], [4.0]])
+
+    for message, right in pool("shm", 3).run(program, size=2):
+        assert "parameter number" in message
+        assert right

@@ -123,13 +123,14 @@ def test_who_calls_for_other_memory_than_it_has_told_of_is_told() -> None:
         assert "called another one" in message
 
 
-@pytest.mark.parametrize("why", ["short", "integers", "one rank", "elsewhere", "view"])
+@pytest.mark.parametrize("why", ["short", "integers", "one rank", "elsewhere", "view", "turned"])
 def test_nobody_asks_where_nothing_is_gained(why: str) -> None:
     def program(comm: un.Communicator) -> bool:
         with eager(comm, least_bytes=64) as part:
-            count, dtype = 8 if why == "short" else 400, torch.int64 if why == "integers" else torch.float32
+            count, dtype = 9 if why == "short" else 400, torch.int64 if why == "integers" else torch.float32
             memory = part.empty(count, dtype=dtype)
-            given = {"elsewhere": torch.zeros(400), "view": memory[1:]}.get(why, memory)
+            square = memory.view(2 * [int(count**0.5)])
+            given = {"elsewhere": torch.zeros(400), "view": memory[1:], "turned": square.t()}.get(why, memory)
             return part.ready(given) is None
 
     assert pool("shm", 3).run(program, size=1 if why == "one rank" else 2) == [True] * (1 if why == "one rank" else 2)
@@ -145,3 +146,11 @@ def test_nobody_asks_where_some_rank_cannot_sum_while_it_waits(name: str, value:
                 return other.ready(other.empty(400)) is None
 
     assert PAIR(program) == [True, True]
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    def program(comm: un.Communicator) -> None:
+        with pytest.raises(TypeError, match=r"the memory must be a torch\.Tensor, not str"):
+            comm.ready("memory")
+
+    PAIR(program)

@@ -74,9 +74,29 @@ class Reducing(Caller):
         """By what to tell how much of `memory`, of `empty`, lies ready for its next all_reduce.
 
         Ranks that wait for others in that call sum meanwhile what lies ready on all, so that the slowest finds little
-        left to do. None where nobody asks: on shared memory it takes float32 or float64, a MiB, and a core a rank.
+        left to do; see `unisono.transport.Ready` for what may be told, and withdrawn. None where nobody asks: on shared
+        memory it takes all of what one call of `empty` gave, as float32 or float64, of a MiB at least, and a core for
+        each thread of all ranks.
+
+        Example:
+            >>> def program(comm):
+            ...     memory = comm.empty(1 << 18)
+            ...     ready = comm.ready(memory)
+            ...     if ready is not None:
+            ...         ready.open()
+            ...         word, tag = ready.told
+            ...     for part in memory.split(1 << 16):
+            ...         part.fill_(comm.rank)
+            ...         if ready is not None and tag[0]:
+            ...             end = part.data_ptr() + part.nbytes - memory.data_ptr()
+            ...             word[0] = tag[0] + end
+            ...     comm.all_reduce(memory)
+            ...     return memory.unique().tolist()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [[1.0], [1.0]]
         """
         self._enter("ready")
+        self._check_tensor(memory, "the memory")
         return self._engine.transport.ready(memory)
 
     @overload

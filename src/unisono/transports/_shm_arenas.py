@@ -118,7 +118,7 @@ class Arenas:
 
     def ready(self, memory: torch.Tensor) -> Ready | None:
         """As `Transport.ready`."""
-        place = self.place(memory)
+        place = self.place(memory) if memory.is_contiguous() else 0
         return self.ahead(place, memory, ReduceOp.SUM)
 
     def ahead(self, place: int, tensor: torch.Tensor, op: ReduceOp) -> Ahead | None:

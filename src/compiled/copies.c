@@ -1,42 +1,13 @@
 /* A gradient that lies as its place in a bucket does is copied there without torch. */
 #include "filling.h"
 #include "seen.h"
-
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
+#include "storing.h"
 
 static PyTypeObject *TensorType;
 static PyObject *s_requires_grad, *s_is_neg;
 
 /* A copy as long as this lets other threads run. */
 enum { LONG = 1 << 16 };
-
-/* Past the caches: lines that another rank has read or written are slow to write to by way of them, while that rank's core
- * shares no cache with this one; and of long memory nothing stays there anyway. */
-static void copy_past(char *to, const char *from, size_t nbytes)
-{
-#ifdef __SSE2__
-    size_t ahead = -(uintptr_t)to & 15;
-    if (ahead > nbytes)
-        ahead = nbytes;
-    memcpy(to, from, ahead);
-    to += ahead, from += ahead, nbytes -= ahead;
-    for (; nbytes >= 64; to += 64, from += 64, nbytes -= 64) {
-        __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)from + 1);
-        __m128i c = _mm_loadu_si128((const __m128i *)from + 2), d = _mm_loadu_si128((const __m128i *)from + 3);
-        _mm_stream_si128((__m128i *)to, a);
-        _mm_stream_si128((__m128i *)to + 1, b);
-        _mm_stream_si128((__m128i *)to + 2, c);
-        _mm_stream_si128((__m128i *)to + 3, d);
-    }
-    memcpy(to, from, nbytes);
-    /* Before anything that tells others. */
-    _mm_sfence();
-#else
-    memcpy(to, from, nbytes);
-#endif
-}
 
 /* Whether two tensors have their elements in one order, and how many bytes these are; -1 if not. */
 static int64_t alike(const DLTensor *one, const DLTensor *other)
@@ -77,8 +48,9 @@ int copied(PyObject *place, PyObject *gradient, int past, uintptr_t low, uintptr
     if ((uintptr_t)here >= low && (uintptr_t)here < high)
         return 0;
     PyThreadState *thread = nbytes >= LONG ? PyEval_SaveThread() : NULL;
+    /* Of long memory nothing stays in the caches anyway. */
     if (past)
-        copy_past(there, here, (size_t)nbytes);
+        store_past(there, here, nbytes);
     else
         memcpy(there, here, (size_t)nbytes);
     if (thread)

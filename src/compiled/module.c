@@ -5,7 +5,10 @@ extern PyType_Spec doing_spec, guarded_spec, page_spec;
 int add_quickly(PyObject *module);
 int add_repeats(PyObject *module);
 int add_carrier(PyObject *module);
+int add_meeting(PyObject *module);
 int add_window(PyObject *module);
+int add_stages(PyObject *module);
+int add_storing(PyObject *module);
 int add_filling(PyObject *module);
 int add_hook(PyObject *module);
 int prepare_messages(void);
@@ -20,7 +23,7 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 }
 
 /* As in unisono/compiled.py: another number for other parts, or for parts of other parts. */
-enum { INTERFACE = 8 };
+enum { INTERFACE = 9 };
 
 static int fill(PyObject *module)
 {
@@ -34,7 +37,8 @@ static int fill(PyObject *module)
     if (PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0)
         return -1;
     if (add_quickly(module) < 0 || add_carrier(module) < 0 || add_repeats(module) < 0 ||
-        add_window(module) < 0 || add_filling(module) < 0 || add_hook(module) < 0)
+        add_meeting(module) < 0 || add_window(module) < 0 || add_storing(module) < 0 || add_stages(module) < 0 ||
+        add_filling(module) < 0 || add_hook(module) < 0)
         return -1;
     return prepare_messages();
 }

@@ -5,13 +5,11 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include "compiled.h"
+#include "meeting.h"
 
 #include <errno.h>
 #include <sys/uio.h>
 
-static PyTypeObject *WindowType;
-static PyObject *s_see_through;
 
 enum { SHOW, TAKE, COPY };
 /* A copy as long as this lets other threads run. */
@@ -26,14 +24,13 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Py_buffer memory, pids;
-    PyObject *page, *agreement, *comms, *said;
-    uint64_t words[3], wanted[3];
+    PyObject *meeting;
 } Window;
 
 /* Where `rank` shows to `other` what it may read. */
 static int64_t *shown(const Window *self, int64_t rank, int64_t other)
 {
-    return (int64_t *)self->memory.buf + rank * ((Page *)self->page)->size + other;
+    return (int64_t *)self->memory.buf + rank * page_of(self->meeting)->size + other;
 }
 
 static int take(const Window *self, const Piece *piece, int64_t address)
@@ -54,7 +51,7 @@ static int take(const Window *self, const Piece *piece, int64_t address)
 static int go(const Window *self, const Piece *pieces, size_t count, int kind)
 {
     int wrong = 0;
-    int64_t rank = ((Page *)self->page)->rank;
+    int64_t rank = page_of(self->meeting)->rank;
     for (size_t n = 0; n < count && !wrong; n++) {
         const Piece *piece = &pieces[n];
         if (piece->kind != kind)
@@ -75,41 +72,22 @@ static int go(const Window *self, const Piece *pieces, size_t count, int kind)
     return wrong;
 }
 
-/* Give the words of a sum, and wait until all ranks have given theirs. */
-static int meet(Window *self)
-{
-    Page *page = (Page *)self->page;
-    if (page->awaited) {
-        PyErr_SetString(PyExc_RuntimeError, "an error has ended the wait for the sum before this one");
-        return -1;
-    }
-    if (page_met(page, self->words, self->wanted))
-        return 0;
-    PyObject *deadline = PyFloat_FromDouble(((Guarded *)self->comms)->deadline);
-    PyObject *seen = deadline ? PyObject_CallMethodObjArgs(self->agreement, s_see_through, self->said, deadline, NULL) : NULL;
-    Py_XDECREF(deadline);
-    if (seen == Py_False)
-        PyErr_SetString(PyExc_RuntimeError, "a rank left a collective in the middle");
-    Py_XDECREF(seen);
-    return seen == Py_True ? 0 : -1;
-}
-
 /* pieces */
 static PyObject *move(Window *self, PyObject *given)
 {
-    if (!self->memory.obj || !PyBytes_Check(given) || PyBytes_GET_SIZE(given) % (Py_ssize_t)sizeof(Piece)) {
-        PyErr_SetString(PyExc_TypeError, "move() takes pieces, after __init__()");
+    if (!PyBytes_Check(given) || PyBytes_GET_SIZE(given) % (Py_ssize_t)sizeof(Piece)) {
+        PyErr_SetString(PyExc_TypeError, "move() takes pieces");
         return NULL;
     }
     const Piece *pieces = (const Piece *)PyBytes_AS_STRING(given);
     size_t count = (size_t)PyBytes_GET_SIZE(given) / sizeof(Piece);
     go(self, pieces, count, SHOW);
-    if (meet(self) < 0)
+    if (meet((Meeting *)self->meeting) < 0)
         return NULL;
     go(self, pieces, count, COPY);
     int wrong = go(self, pieces, count, TAKE);
     /* If a rank was lost, the others say so here. */
-    if (meet(self) < 0)
+    if (meet((Meeting *)self->meeting) < 0)
         return NULL;
     if (wrong) {
         errno = wrong;
@@ -126,57 +104,40 @@ static PyObject *reads(Window *self, PyObject *arguments)
     if (!PyArg_ParseTuple(arguments, "LLw*", &rank, &address, &into))
         return NULL;
     Piece piece = {TAKE, rank, (int64_t)into.buf, into.len, 0};
-    int wrong = self->memory.obj && rank >= 0 && rank < ((Page *)self->page)->size ? take(self, &piece, address) : EINVAL;
+    int wrong = rank >= 0 && rank < page_of(self->meeting)->size ? take(self, &piece, address) : EINVAL;
     PyBuffer_Release(&into);
     return PyBool_FromLong(!wrong);
 }
 
-static int init(Window *self, PyObject *arguments, PyObject *named)
+/* memory, pids, meeting */
+static PyObject *new(PyTypeObject *type, PyObject *arguments, PyObject *named)
 {
-    static char *names[] = {"memory", "pids", "page", "agreement", "comms", "said", NULL};
-    PyObject *page, *agreement, *comms, *said;
-    const char *words, *wanted;
-    Py_ssize_t given, hoped;
-    if (self->memory.obj) {
-        PyErr_SetString(PyExc_RuntimeError, "a Window is made once");
-        return -1;
+    static char *names[] = {"memory", "pids", "meeting", NULL};
+    Py_buffer memory, pids;
+    PyObject *meeting;
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "w*y*O!", names, &memory, &pids, MeetingType, &meeting))
+        return NULL;
+    Py_ssize_t size = page_of(meeting)->size;
+    Window *self = NULL;
+    if (pids.len < 4 * size || memory.len < 8 * size * size || (uintptr_t)memory.buf % 8)
+        PyErr_SetString(PyExc_ValueError, "a Window needs 8 bytes for each pair of ranks, and their processes");
+    else
+        self = (Window *)type->tp_alloc(type, 0);
+    if (!self) {
+        PyBuffer_Release(&memory);
+        PyBuffer_Release(&pids);
+        return NULL;
     }
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "w*y*O!OO!O!", names, &self->memory, &self->pids, PageType, &page, &agreement,
-                                     GuardedType, &comms, &PyTuple_Type, &said))
-        return -1;
-    if (!page_made((Page *)page) || !PyArg_ParseTuple(said, "y#y#", &words, &given, &wanted, &hoped))
-        goto wrong;
-    Py_ssize_t size = ((Page *)page)->size;
-    if (given != sizeof self->words || hoped != sizeof self->wanted || self->pids.len < 4 * size ||
-        self->memory.len < 8 * size * size || (uintptr_t)self->memory.buf % 8) {
-        PyErr_SetString(PyExc_ValueError, "a Window needs 8 bytes for each pair of ranks, their processes, and what they say");
-        goto wrong;
-    }
-    memcpy(self->words, words, sizeof self->words);
-    memcpy(self->wanted, wanted, sizeof self->wanted);
-    self->page = Py_NewRef(page);
-    self->agreement = Py_NewRef(agreement);
-    self->comms = Py_NewRef(comms);
-    self->said = Py_NewRef(said);
-    return 0;
-wrong:
-    PyBuffer_Release(&self->memory);
-    PyBuffer_Release(&self->pids);
-    return -1;
+    self->memory = memory;
+    self->pids = pids;
+    self->meeting = Py_NewRef(meeting);
+    return (PyObject *)self;
 }
 
 static int each(Window *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(self->agreement);
-    Py_VISIT(self->comms);
-    return 0;
-}
-
-static int clear(Window *self)
-{
-    Py_CLEAR(self->agreement);
-    Py_CLEAR(self->comms);
+    Py_VISIT(self->meeting);
     return 0;
 }
 
@@ -184,13 +145,9 @@ static void dealloc(Window *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    clear(self);
-    Py_CLEAR(self->page);
-    Py_CLEAR(self->said);
-    if (self->memory.obj)
-        PyBuffer_Release(&self->memory);
-    if (self->pids.obj)
-        PyBuffer_Release(&self->pids);
+    Py_CLEAR(self->meeting);
+    PyBuffer_Release(&self->memory);
+    PyBuffer_Release(&self->pids);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -201,8 +158,7 @@ static PyMethodDef methods[] = {
     {NULL},
 };
 static PyType_Slot slots[] = {
-    {Py_tp_init, init}, {Py_tp_methods, methods}, {Py_tp_traverse, each}, {Py_tp_clear, clear},
-    {Py_tp_dealloc, dealloc}, {0, NULL},
+    {Py_tp_new, new}, {Py_tp_methods, methods}, {Py_tp_traverse, each}, {Py_tp_dealloc, dealloc}, {0, NULL},
 };
 static PyType_Spec spec = {
     "unisono._compiled.Window", sizeof(Window), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
@@ -210,6 +166,6 @@ static PyType_Spec spec = {
 
 int add_window(PyObject *module)
 {
-    s_see_through = PyUnicode_InternFromString("see_through");
-    return s_see_through ? add_type(module, &spec, &WindowType) : -1;
+    static PyTypeObject *type;
+    return add_type(module, &spec, &type);
 }

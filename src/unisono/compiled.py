@@ -15,7 +15,7 @@ C = TypeVar("C", bound=type)
 NO_EXTENSIONS = "UNISONO_NO_EXTENSIONS"
 """The variable of the environment that keeps to Python, if it says anything."""
 
-_INTERFACE = 8
+_INTERFACE = 9
 """As in src/compiled/module.c."""
 
 PLAIN: dict[str, type] = {}

@@ -86,7 +86,7 @@ def moved(comm: un.Communicator, name: str, count: int, apart: set[int], rounds:
         part.barrier()
         quick, size, read, right = part._engine.quick, part.size, [], []
         page = part._engine.transport._agreement.page
-        assert page is None or quick._window is not None
+        assert page is None or quick._near.window is not None
         lengths = [count + (7 if {rank, part.rank} & apart else 0) for rank in range(size)]
         into = [torch.zeros(length) for length in lengths]
         given_ = [torch.zeros(length) for length in lengths]
@@ -114,7 +114,7 @@ def moved(comm: un.Communicator, name: str, count: int, apart: set[int], rounds:
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast"])
 def test_long_parts_of_one_length_are_read(ranks: RankPool, name: str) -> None:
     # Without the compiled parts, nothing is.
-    (can,) = set(ranks.run(lambda comm: comm._engine.quick._window is not None))
+    (can,) = set(ranks.run(lambda comm: comm._engine.quick._near.window is not None))
     at = LEAST // 4
     for count, times in ((at, 1), (at - 1, 0), (100_000, 1)):
         for read, right in ranks.run(moved, name, count, set(), 4):
@@ -146,7 +146,7 @@ def test_where_memory_may_not_be_read_mpi_moves_it(ranks: RankPool) -> None:
                 into = [torch.zeros(5000) for _ in range(part.size)]
                 for _ in range(3):
                     part.all_gather(into, torch.full((5000,), comm.rank + 1.0))
-                return part._engine.quick._window is None, [tensor.mean().item() for tensor in into]
+                return part._engine.quick._near.window is None, [tensor.mean().item() for tensor in into]
         finally:
             _mpi_page.part = real
 

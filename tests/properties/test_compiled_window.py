@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import struct
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
 from compiled_kit import COMPILED, both
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meeting_kit import meetings
 from patience import together
 
 from unisono.transports._mpi_window import _COPY, _SHOW, _TAKE, _packed
 
-SAID = 7
-
-
-class Waiting:
-    """An agreement of ranks that only wait."""
-
-    def __init__(self, page: Any, words: bytearray) -> None:
-        self._page, self._words = page, words
-
-    def see_through(self, said: tuple[bytes, bytes], _deadline: float) -> bool:
-        ends = time.monotonic() + 20.0
-        while not self._page.test():
-            if time.monotonic() > ends:
-                raise TimeoutError("nobody comes")
-        return bytes(self._words) == said[1]
-
 
 def windows(size: int, looks: int, pids: list[int] | None = None) -> tuple[list[Any], list[Any]]:
-    memory, pages, made = mmap.mmap(-1, 4096), [], []
+    met, pages, memory = meetings(size, looks)
     told = struct.pack(f"={size}i", *(pids or [os.getpid()] * size))
-    said = struct.pack("=3Q", SAID, 0, 0), struct.pack("=3Q", SAID * size, 0, 0)
-    for rank in range(size):
-        words = bytearray(24)
-        page = COMPILED["Page"](memory, words, rank, size, looks)
-        shown = memoryview(memory)[128 * size :]
-        pages.append(page)
-        made.append(COMPILED["Window"](shown, told, page, Waiting(page, words), COMPILED["Guarded"](), said))
-    return made, pages
+    return [COMPILED["Window"](memory[rank], told, met[rank]) for rank in range(size)], pages
 
 
 @both
@@ -102,41 +78,11 @@ def test_who_cannot_be_read_is_told_and_the_others_are_not_kept() -> None:
 
 
 @both
-def test_after_a_wait_that_an_error_ended_nothing_is_read() -> None:
-    class Interrupted:
-        def see_through(self, _said: object, _deadline: float) -> bool:
-            raise KeyboardInterrupt
-
-    memory, words = mmap.mmap(-1, 4096), bytearray(24)
-    page = COMPILED["Page"](memory, words, 0, 2, 1)
-    said = bytes(24), bytes(24)
-    window = COMPILED["Window"](memoryview(memory)[256:], bytes(8), page, Interrupted(), COMPILED["Guarded"](), said)
-    with pytest.raises(KeyboardInterrupt):
-        window.move(b"")
-    with pytest.raises(RuntimeError, match="ended the wait"):
-        window.move(b"")
-    assert page.number == 1
-
-
-@both
-def test_another_sum_than_that_of_this_call_is_an_error() -> None:
-    memory, words = mmap.mmap(-1, 4096), bytearray(24)
-    page = COMPILED["Page"](memory, words, 0, 1, 1)
-    said = struct.pack("=3Q", 1, 0, 0), struct.pack("=3Q", 2, 0, 0)
-    agreement = Waiting(page, words)
-    window = COMPILED["Window"](memoryview(memory)[128:], bytes(4), page, agreement, COMPILED["Guarded"](), said)
-    with pytest.raises(RuntimeError, match="in the middle"):
-        window.move(b"")
-
-
-@both
-@pytest.mark.parametrize(("nbytes", "pids", "said"), [(31, 8, 24), (32, 7, 24), (32, 8, 23)])
-def test_a_window_that_cannot_be(nbytes: int, pids: int, said: int) -> None:
-    memory = mmap.mmap(-1, 4096)
-    page = COMPILED["Page"](memory, bytearray(24), 0, 2, 1)
-    told = bytes(said), bytes(24)
+@pytest.mark.parametrize(("start", "nbytes", "pids"), [(0, 31, 8), (0, 32, 7), (4, 32, 8)])
+def test_a_window_that_cannot_be(start: int, nbytes: int, pids: int) -> None:
+    met, _, memory = meetings(2, 1)
     with pytest.raises(ValueError, match="8 bytes for each pair"):
-        COMPILED["Window"](memoryview(memory)[256 : 256 + nbytes], bytes(pids), page, None, COMPILED["Guarded"](), told)
+        COMPILED["Window"](memory[0][start : start + nbytes], bytes(pids), met[0])
 
 
 @both
@@ -145,6 +91,4 @@ def test_what_is_no_plan_is_refused(given_: object) -> None:
     made, pages = windows(1, 1)
     with pytest.raises(TypeError, match="pieces"):
         made[0].move(given_)
-    with pytest.raises(TypeError, match="pieces"):
-        COMPILED["Window"].__new__(COMPILED["Window"]).move(b"")
     assert pages[0].number == 0

@@ -21,7 +21,7 @@ from unisono.transports._mpi_parts import LONGEST
 from unisono.transports._mpi_reductions import is_odd
 from unisono.transports._mpi_seen import lasting
 from unisono.transports._mpi_ways import WAYS, Kind, Way
-from unisono.transports._mpi_window import Window
+from unisono.transports._mpi_window import Near
 from unisono.types import Call, ReduceOp
 
 __all__ = ["QuickCalls"]
@@ -77,7 +77,7 @@ class QuickCalls(Repeats):
         agreement: Where it is told whether any rank has what a call of MPI would do wrong: then all go the longer way.
         native, messages: Makes the call; carries those of users.
         comms: Of the ranks.
-        window: By which ranks read each other's memory, if they can.
+        near: What ranks of one host have beside MPI.
         run: Makes a call that another rank's lengths keep from MPI.
     """
 
@@ -90,12 +90,12 @@ class QuickCalls(Repeats):
         native: Native,
         messages: Messages,
         comms: Comms,
-        window: Window | None,
+        near: Near,
         run: Callable[[Call, float], None],
     ) -> None:
         super().__init__(agreement, agreement.page, comms)
         self._differ, self._agreement, self._native, self._messages = differ, agreement, native, messages
-        self._comms, self._window, self._run = comms, window, run
+        self._comms, self._near, self._run = comms, near, run
         self._size = comms.own.Get_size()
         self._recipes: dict[_Key, _Recipe] = {}
         self._places: dict[tuple[Any, ...], bool] = {}
@@ -226,7 +226,7 @@ class QuickCalls(Repeats):
             if found is None:
                 return None
             (element, operation), averaged = found, op is ReduceOp.AVG
-        kind = Kind(self._comms, dtype, targets, sources, root, element, operation, self._window)
+        kind = Kind(self._comms, dtype, targets, sources, root, element, operation, self._near)
         # What the root takes another way for its length, the others do too, though each has but a part of it.
         parts = self._size if name in _PARTED and kind.rank != root else 1
         way = WAYS[name](kind) if 0 < parts * kind.nbytes <= LONGEST else None

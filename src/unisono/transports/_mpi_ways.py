@@ -7,7 +7,7 @@ and how its arguments come from the tensors. They are those of the longer way, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_lists import Parts, levelled, touch
 from unisono.transports._mpi_scattering import deal, dealt, one_each, reduce_each, take
-from unisono.transports._mpi_window import Level, Window, level_by
+from unisono.transports._mpi_stages import summed_by
+from unisono.transports._mpi_window import Level, Near, level_by
 
 __all__ = ["WAYS", "Kind", "Way"]
 
@@ -35,7 +36,7 @@ class Kind:
         targets, sources: Elements of what is written and read: of one tensor or one a rank; none where none is given.
         root: The rank that a rooted call is about.
         element, op: MPI's, for what reduces.
-        window: By which ranks read each other's memory, if they can.
+        near: What ranks of one host have beside MPI.
     """
 
     comms: Comms
@@ -45,7 +46,7 @@ class Kind:
     root: int | None
     element: Any = None
     op: Any = None
-    window: Window | None = None
+    near: Near = field(default_factory=Near)
 
     @property
     def rank(self) -> int:
@@ -88,14 +89,16 @@ class Way(NamedTuple):
 
 def _all_reduce(kind: Kind) -> Way:
     in_place, element, op, whole = kind.comms.mpi.IN_PLACE, kind.element, kind.op, kind.whole
-    return Way(kind.comms.own.Allreduce, lambda t, _: (in_place, [whole(t), element], op), kind.targets)
+    begin, level = kind.comms.own.Allreduce, summed_by(kind)
+    return Way(begin, lambda t, _: (in_place, [whole(t), element], op), kind.targets, level=level)
 
 
 def _reduce(kind: Kind) -> Way:
     in_place, element, op, root, whole = kind.comms.mpi.IN_PLACE, kind.element, kind.op, kind.root, kind.whole
+    begin, level = kind.comms.own.Reduce, summed_by(kind)
     if kind.rank == root:
-        return Way(kind.comms.own.Reduce, lambda t, _: (in_place, [whole(t), element], op, root), kind.targets)
-    return Way(kind.comms.own.Reduce, lambda t, _: ([whole(t), element], None, op, root), kind.targets)
+        return Way(begin, lambda t, _: (in_place, [whole(t), element], op, root), kind.targets, level=level)
+    return Way(begin, lambda t, _: ([whole(t), element], None, op, root), kind.targets, level=level)
 
 
 def _broadcast(kind: Kind) -> Way:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from unisono.transports._mpi_lists import levelled, places_of
 
-__all__ = ["LEAST", "PLANS", "Level", "Window", "level_by"]
+__all__ = ["LEAST", "PLANS", "Level", "Near", "Window", "level_by"]
 
 LEAST = 1 << 12
 """Bytes of each part from which it is faster. Less than that, MPI sends at once, without a handshake."""
@@ -48,6 +48,18 @@ class Window(NamedTuple):
         return LEAST <= nbytes <= _MOST.get(name, nbytes) and not (self.crowded and name in _UNCROWDED)
 
 
+class Near(NamedTuple):
+    """What ranks of one host have beside MPI.
+
+    Attributes:
+        window: By which they read each other's memory, if they may.
+        add: Makes the sum that bytes tell of, on all ranks at once, in memory that they share.
+    """
+
+    window: Window | None = None
+    add: Callable[[bytes], object] | None = None
+
+
 class Level(NamedTuple):
     """How calls are made where all ranks' parts are of one length.
 
@@ -69,8 +81,9 @@ def level_by(name: str, kind: Any, nbytes: int, begin: Callable[..., object] | N
         nbytes: Of a part; the same on all ranks if it is so made.
         begin: MPI's call, if there is one.
     """
-    if kind.window is not None and kind.window.serves(name, nbytes):
-        return Level(kind.window.move, partial(PLANS[name], kind.rank, kind.size))
+    window: Window | None = kind.near.window
+    if window is not None and window.serves(name, nbytes):
+        return Level(window.move, partial(PLANS[name], kind.rank, kind.size))
     return None if begin is None else Level(begin, levelled)
 
 

@@ -25,6 +25,7 @@ from unisono.transports._mpi_native import NATIVE, Native, carries, too_long
 from unisono.transports._mpi_page import shared_by
 from unisono.transports._mpi_quick import QuickCalls
 from unisono.transports._mpi_watch import Watch
+from unisono.transports._mpi_window import Near
 from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, ReduceOp, Send, Work
 from unisono.work import Completion
 
@@ -72,8 +73,8 @@ class MpiTransport(Transport):
         self._agreement = Agreement(comms, self._look, spins, None if shared is None else shared.page)
         self._watch = Watch(comms.mpi, comms, self._give_up)
         self._native = Native(comms, self._watch)
-        window = None if shared is None else shared.window(control, options.timeout_s, self._agreement, comms)
-        self.quick = QuickCalls(self._differ, self._agreement, self._native, self._messages, comms, window, self._run)
+        near = Near() if shared is None else shared.near(control, options.timeout_s, self._agreement, comms)
+        self.quick = QuickCalls(self._differ, self._agreement, self._native, self._messages, comms, near, self._run)
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> MpiTransport:

@@ -17,6 +17,7 @@ from _asking import Findings, between, judged, measured, options
 from unisono.bench import each, overall
 
 SMALL, MIDDLE, LARGE = "8,64,512,4K", "64K,256K,1M", "4M,16M,100M"
+OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
 def two_ranks(given: argparse.Namespace, caches: str) -> Findings:
@@ -38,6 +39,18 @@ def two_ranks(given: argparse.Namespace, caches: str) -> Findings:
         findings += judged(each, f"{what}, {size}iB", between(rows, size, size), "gloo", bound)
     for size in ("1M", "16M", "100M"):
         findings += judged(each, f"{what}, {size}iB", between(rows, size, size), "roofline", 0.4)
+    return findings
+
+
+def others(given: argparse.Namespace, caches: str) -> Findings:
+    """All other collectives, made again and again with the same tensors."""
+    findings: Findings = []
+    for name in OTHERS:
+        rows = measured(given, "8,64K,1M,16M", collective=name, against=("gloo",), cold=caches == "cold")
+        what = f"2 ranks, {caches}, {name}"
+        findings += judged(each, f"{what}, 8 B", between(rows, "8", "8"), "gloo", 15)
+        findings += judged(each, f"{what}, 64 KiB", between(rows, "64K", "64K"), "gloo", 5)
+        findings += judged(each, f"{what}, 1 and 16 MiB", between(rows, "1M", "16M"), "gloo", 1)
     return findings
 
 
@@ -66,7 +79,7 @@ def main() -> None:
     given = options(__doc__)
     findings: Findings = []
     for caches in given.caches:
-        for ranks, ask in ((2, two_ranks), (4, four_ranks), (8, eight_ranks)):
+        for ranks, ask in ((2, two_ranks), (2, others), (4, four_ranks), (8, eight_ranks)):
             if ranks in given.ranks:
                 findings += ask(given, caches)
     print(*findings, sep="\n")

@@ -4,18 +4,21 @@ Answer: see docs/benchmarks.md; it is counted, not timed, so it is the same ever
 
     python benchmarks/shm_traffic.py [--mib 16] [--ranks 2 4 8]
 
-In units of the message, S, on the rank that moves most. Nothing can move less than 2 S.
+In units of the message, S, on the rank that moves most. Nothing can move less than 2 S. Compiled parts, which move no
+more than what they stand in for, are left out: nobody counts what they do.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
 
 import unisono as un
 from unisono.bench import Finding, Spread, counted, on_ranks
+from unisono.compiled import NO_EXTENSIONS
 
 REGISTERED = {2: 2.5, 4: 3.75, 8: 2.9}
 
@@ -39,6 +42,8 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=16)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     options = parser.parse_args()
+    # Ranks are processes that begin with this environment.
+    os.environ[NO_EXTENSIONS] = "1"
     for ranks in options.ranks:
         for registered in (False, True):
             bound = REGISTERED.get(ranks, 3.0) if registered else 7 - 5 / ranks

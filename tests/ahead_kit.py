@@ -11,7 +11,7 @@ import pytest
 import unisono as un
 from unisono.compiled import part
 from unisono.gradients import bucket
-from unisono.transports import _shm_ahead, _shm_arenas, _shm_rounds, shm
+from unisono.transports import _shm_ahead, _shm_arenas, _shm_kept, _shm_reductions, shm
 
 __all__ = ["eager", "needed"]
 
@@ -34,7 +34,8 @@ def eager(
     with (
         patch.object(shm, "cores", lambda: 1000),
         patch.object(_shm_arenas, "_AHEAD_BYTES", least_bytes),
-        patch.object(_shm_rounds, "_IN_PLACE_BYTES", least_bytes),
+        patch.object(_shm_reductions, "IN_PLACE_BYTES", least_bytes),
+        patch.object(_shm_kept, "IN_PLACE_BYTES", least_bytes),
         patch.object(_shm_ahead, "_PIECE_BYTES", piece_bytes),
         patch.object(bucket, "_CHUNK_BYTES", chunk_bytes),
         comm.dup() as other,

@@ -51,7 +51,7 @@ typedef struct {
     int awaited; /* whether not all ranks were seen to have put the last words */
 } Page;
 
-/* unisono.transports._mpi_guarded.Guarded */
+/* unisono.transports._guarded.Guarded */
 typedef struct {
     PyObject_HEAD
     PyObject *broken;

@@ -1,4 +1,4 @@
-/* unisono.transports._mpi_guarded.Guarded: whether MPI may still be called, and until when it may take. */
+/* unisono.transports._guarded.Guarded: whether MPI may still be called, and until when it may take. */
 #include "compiled.h"
 
 PyTypeObject *GuardedType;

@@ -1,6 +1,5 @@
-/* unisono.transports._mpi_again.Repeats: calls of MPI that are made again with the same tensors. */
+/* unisono.transports._again.Repeats: calls that are made again with the same tensors. */
 #include "repeats.h"
-
 
 static PyObject *s_anew, *s_addressed, *s_unlike, *s_reach, *s_see_through, *s_explained, *s_divided, *s_lock, *s_acquire,
     *s_release;

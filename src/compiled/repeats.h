@@ -1,4 +1,4 @@
-/* What is kept of MPI's calls and messages: unisono.transports._mpi_again. */
+/* What is kept of MPI's calls and messages: unisono.transports._again. */
 #ifndef UNISONO_REPEATS_H
 #define UNISONO_REPEATS_H
 

@@ -2,7 +2,7 @@
  * call of it tells where a tensor lies and how; else it takes a method of Python for each question. */
 #include "seen.h"
 
-static PyObject *s_data_ptr, *s_numel, *s_is_contiguous, *s_requires_grad, *s_dtype;
+static PyObject *s_data_ptr, *s_numel, *s_is_contiguous, *s_requires_grad, *s_dtype, *s_is_neg;
 
 typedef struct {
     uint32_t major, minor;
@@ -183,7 +183,12 @@ static int same_one(const SeenTensor *seen, PyObject *tensor)
 #endif
     if (there != tensor)
         return 0;
-    return (seen->viewed ? as_viewed(seen, tensor) : as_told(seen, tensor)) && is(tensor, s_requires_grad, Py_False);
+    if (!(seen->viewed ? as_viewed(seen, tensor) : as_told(seen, tensor)) || !is(tensor, s_requires_grad, Py_False))
+        return 0;
+    /* The memory is the same of what is to be read as its opposite. */
+    PyObject *negative = PyObject_CallMethodNoArgs(tensor, s_is_neg);
+    Py_XDECREF(negative);
+    return negative == Py_False;
 }
 
 /* -1 if an interrupt ended the look. */
@@ -221,5 +226,6 @@ int prepare_seeing(void)
     s_is_contiguous = PyUnicode_InternFromString("is_contiguous");
     s_requires_grad = PyUnicode_InternFromString("requires_grad");
     s_dtype = PyUnicode_InternFromString("dtype");
-    return s_data_ptr && s_numel && s_is_contiguous && s_requires_grad && s_dtype ? 0 : -1;
+    s_is_neg = PyUnicode_InternFromString("is_neg");
+    return s_data_ptr && s_numel && s_is_contiguous && s_requires_grad && s_dtype && s_is_neg ? 0 : -1;
 }

@@ -1,4 +1,4 @@
-/* What a call was made with, and whether it is made with that again: unisono.transports._mpi_seen. */
+/* What a call was made with, and whether it is made with that again: unisono.transports._seen. */
 #ifndef UNISONO_SEEN_H
 #define UNISONO_SEEN_H
 

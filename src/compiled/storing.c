@@ -51,7 +51,8 @@ static int past_is_better(const Storing *storing)
 void store(Storing *storing, char *to, const char *from, int64_t nbytes)
 {
     if (nbytes < TIMED) {
-        memcpy(to, from, (size_t)nbytes);
+        if (nbytes)
+            memcpy(to, from, (size_t)nbytes);
         return;
     }
     unsigned count = ++storing->count;
@@ -123,6 +124,77 @@ static PyObject *store_here(Storing *self, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
+/* a tuple of addresses, address or 0, address or 0, bytes of each, bytes of an element */
+static PyObject *sum_here(Storing *self, PyObject *arguments)
+{
+    PyObject *given;
+    unsigned long long into, shown;
+    long long nbytes, width;
+    if (!PyArg_ParseTuple(arguments, "O!KKLL", &PyTuple_Type, &given, &into, &shown, &nbytes, &width))
+        return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(given);
+    if (count < 2 || (width != 4 && width != 8) || nbytes < 0 || nbytes % width) {
+        PyErr_SetString(PyExc_ValueError, "sum() takes two rows of floats or doubles, or more");
+        return NULL;
+    }
+    const char **rows = PyMem_Calloc((size_t)count, sizeof *rows);
+    if (!rows)
+        return PyErr_NoMemory();
+    for (Py_ssize_t n = 0; n < count; n++)
+        rows[n] = (const char *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, n));
+    if (!PyErr_Occurred()) {
+        PyThreadState *thread = count * nbytes >= LONG ? PyEval_SaveThread() : NULL;
+        sum_stored(self, rows, count, (char *)(uintptr_t)into, (char *)(uintptr_t)shown, nbytes, (int)width);
+        if (thread)
+            PyEval_RestoreThread(thread);
+    }
+    PyMem_Free(rows);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+/* To an address, from one, so many bytes. */
+typedef struct {
+    int64_t to, from, nbytes;
+} Piece;
+
+/* pieces, as bytes */
+static PyObject *move(Storing *self, PyObject *given, int laid)
+{
+    if (!PyBytes_Check(given) || PyBytes_GET_SIZE(given) % (Py_ssize_t)sizeof(Piece)) {
+        PyErr_SetString(PyExc_TypeError, "pieces are three numbers each");
+        return NULL;
+    }
+    const Piece *pieces = (const Piece *)PyBytes_AS_STRING(given);
+    size_t count = (size_t)PyBytes_GET_SIZE(given) / sizeof(Piece);
+    int64_t nbytes = 0;
+    for (size_t n = 0; n < count; n++)
+        nbytes += pieces[n].nbytes;
+    PyThreadState *thread = nbytes >= LONG ? PyEval_SaveThread() : NULL;
+    for (size_t n = 0; n < count; n++) {
+        char *to = (char *)pieces[n].to;
+        const char *from = (const char *)pieces[n].from;
+        if (laid)
+            store(self, to, from, pieces[n].nbytes);
+        else if (pieces[n].nbytes)
+            memmove(to, from, (size_t)pieces[n].nbytes);
+    }
+    if (thread)
+        PyEval_RestoreThread(thread);
+    Py_RETURN_NONE;
+}
+
+/* For others to read. */
+static PyObject *lay(Storing *self, PyObject *pieces)
+{
+    return move(self, pieces, 1);
+}
+
+/* What others laid. */
+static PyObject *take(Storing *self, PyObject *pieces)
+{
+    return move(self, pieces, 0);
+}
+
 static PyMemberDef members[] = {
     {"plain_s", T_DOUBLE, offsetof(Storing, plain_s), 0, NULL},
     {"past_s", T_DOUBLE, offsetof(Storing, past_s), 0, NULL},
@@ -131,6 +203,9 @@ static PyMemberDef members[] = {
 };
 static PyMethodDef methods[] = {
     {"store", (PyCFunction)store_here, METH_VARARGS, NULL},
+    {"sum", (PyCFunction)sum_here, METH_VARARGS, NULL},
+    {"lay", (PyCFunction)lay, METH_O, NULL},
+    {"take", (PyCFunction)take, METH_O, NULL},
     {NULL},
 };
 static PyType_Slot slots[] = {{Py_tp_members, members}, {Py_tp_methods, methods}, {0, NULL}};

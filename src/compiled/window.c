@@ -10,7 +10,6 @@
 #include <errno.h>
 #include <sys/uio.h>
 
-
 enum { SHOW, TAKE, COPY };
 /* A copy as long as this lets other threads run. */
 enum { LONG = 1 << 16 };

@@ -9,10 +9,13 @@ import torch
 
 from unisono.types import ReduceOp
 
-__all__ = ["HALVES", "check_reducible", "combine", "combine_all", "divide", "parse_op"]
+__all__ = ["HALVES", "SUMS", "check_reducible", "combine", "combine_all", "divide", "parse_op"]
 
 HALVES = (torch.float16, torch.bfloat16)
 """Averages of these divide before they sum, so that the sum does not overflow."""
+
+SUMS = (ReduceOp.SUM, ReduceOp.AVG)
+"""Those that are sums, before any division."""
 
 _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,

@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from again_kit import ALGORITHMS, CHANGES, Change, called_again
 
 import unisono as un
 from unisono.testing.pools import RankPool
-from unisono.transports._mpi_seen import same, seen
+from unisono.transports._seen import same, seen
 
 RANKS = 3
-ALGORITHMS = {"all_reduce": "ring", "broadcast": "binomial", "all_gather": "ring", "all_to_all_single": "pairwise"}
-
-
-def resized(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    return tensor.resize_(3 if tensor.numel() > 3 else 9)
-
-
-def turned(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    return tensor.t_() if rank == 1 else tensor
-
-
-def of_other_memory(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    tensor.data = tensor.data + 10
-    return tensor
-
-
-def of_whole_numbers(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    tensor.data = tensor.data.view(torch.int32)
-    return tensor
-
-
-def another(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    return tensor.clone()
-
-
-Change = Callable[[torch.Tensor, int], torch.Tensor]
-CHANGES: list[Change] = [resized, turned, of_other_memory, of_whole_numbers, another]
-
-
-def made(comm: un.Communicator, name: str, tensor: torch.Tensor, **how: str) -> torch.Tensor:
-    """What a call gives of a tensor, in its memory where the call writes there."""
-    if name == "all_reduce":
-        comm.all_reduce(tensor, **how)
-    elif name == "broadcast":
-        comm.broadcast(tensor, 1, **how)
-    elif name == "all_gather":
-        gathered = [torch.zeros_like(tensor) for _ in range(comm.size)]
-        comm.all_gather(gathered, tensor, **how)
-        return torch.stack(gathered)
-    else:
-        comm.all_to_all_single(tensor, tensor.clone(), **how)
-    return tensor.clone()
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
@@ -61,20 +18,7 @@ def made(comm: un.Communicator, name: str, tensor: torch.Tensor, **how: str) -> 
 def test_a_call_is_made_again_with_what_the_tensor_is_by_then(
     ranks: RankPool, name: str, changes: list[Change]
 ) -> None:
-    """The short way keeps what it found out about tensors; the long one, by a schedule, keeps nothing."""
-
-    def program(comm: un.Communicator, name: str, changes: list[Change]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        tensor, found = torch.arange(9.0).view(3, 3) + comm.rank, []
-        for change in changes:
-            tensor = change(tensor, comm.rank)
-            expected = made(comm, name, tensor.clone(), algorithm=ALGORITHMS[name])
-            for _ in range(2):
-                given = tensor.clone()
-                found.append((made(comm, name, tensor), expected))
-                tensor.copy_(given)
-        return found
-
-    comparisons = ranks.run(program, name, changes)
+    comparisons = ranks.run(called_again, name, changes)
     for found, expected in (pair for one in comparisons for pair in one):
         assert torch.equal(found, expected)
 

@@ -32,7 +32,7 @@ def program(
     native, own = quick._native, quick._comms.own
     make, keep = native.make, quick._keep
     # Tensors of an earlier program may have lain in the places of these: such are not kept.
-    quick._places.clear()
+    quick._twice.clear()
     known = {getattr(own, f"{one}{v}"): f"{one}{v}" for one in SIMPLER.values() for v in ("", "v")}
 
     def parts(count: int) -> list[torch.Tensor]:

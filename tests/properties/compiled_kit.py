@@ -11,7 +11,7 @@ from unisono.compiled import PLAIN, part
 __all__ = ["COMPILED", "PLAIN", "both"]
 
 # These make the classes.
-for module in ("unisono.gradients.filling", "unisono.quickly", "unisono.transports._mpi_again"):
+for module in ("unisono.gradients.filling", "unisono.quickly", "unisono.transports._again"):
     import_module(module)
 
 _REPLACED = ("Carrier", "Doing", "Filling", "Guarded", "Quickly", "Repeats")

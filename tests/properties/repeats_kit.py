@@ -12,7 +12,7 @@ import unisono as un
 __all__ = ["HOW", "changed", "repeats_of"]
 
 HOW = ["grown", "moved", "turned", "shaped", "strided", "spread", "of another kind", "as it was", "grad", "another"]
-HOW += ["longer list", "nothing"]
+HOW += ["opposite", "longer list", "nothing"]
 
 
 class Agreement:
@@ -74,6 +74,7 @@ def changed(tensor: torch.Tensor, base: torch.Tensor, how: str) -> torch.Tensor:
         "spread": lambda: torch.as_strided(base, (6,), (2,)),
         "of another kind": lambda: base[:6].view(torch.int32 if base.dtype is torch.float32 else torch.float64),
         "as it was": lambda: base[:6],
+        "opposite": lambda: torch._neg_view(base[:6]) if base.is_floating_point() else base[:6],
     }
     if how == "grad" and tensor.is_floating_point():
         tensor.requires_grad_(not tensor.requires_grad)

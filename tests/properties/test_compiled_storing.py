@@ -92,3 +92,49 @@ def test_one_that_was_interrupted_is_not_believed() -> None:
 def test_less_than_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="two addresses"):
         COMPILED["Storing"]().store(0, 0, -1)
+
+
+@both
+@given(
+    count=st.sampled_from([0, 1, 3, 4, 1023, 1025, 5000]),
+    rows=st.integers(2, 5),
+    kind=st.sampled_from(["f4", "f8"]),
+    into=st.sampled_from(["none", "own", "first", "last"]),
+    shown=st.booleans(),
+    past=st.booleans(),
+)
+def test_a_sum_goes_where_it_is_wanted(count: int, rows: int, kind: str, into: str, shown: bool, past: bool) -> None:
+    """To one of its own rows as well; bit for bit in the order of rows, which stay if they are not that."""
+    rng = np.random.default_rng(count + rows)
+    given_ = [(rng.standard_normal(count) * 10.0 ** rng.integers(-3, 4, count)).astype(kind) for _ in range(rows)]
+    total = given_[0]
+    for row in given_[1:]:
+        total = total + row
+    memory = [row.copy() for row in given_]
+    own, other = np.full(count + 1, 7, kind), np.full(count + 1, 7, kind)
+    place = {"none": None, "own": own, "first": memory[0], "last": memory[-1]}[into]
+    addresses = tuple(row.ctypes.data for row in memory)
+    at = 0 if place is None else place.ctypes.data
+    storing = made(1.0, 1e-9 if past else 1.0, 4)
+    storing.sum(addresses, at, other.ctypes.data if shown else 0, total.nbytes, total.itemsize)
+    assert other[:count].tobytes() == (total if shown else np.full(count, 7, kind)).tobytes()
+    assert own[:count].tobytes() == (total if into == "own" else np.full(count, 7, kind)).tobytes()
+    assert own[count] == other[count] == 7
+    for number, (row, before) in enumerate(zip(memory, given_, strict=True)):
+        here = into == ("first" if number == 0 else "last" if number == rows - 1 else "")
+        assert row.tobytes() == (total if here else before).tobytes()
+
+
+@both
+@pytest.mark.parametrize(
+    "given_", [((1,), 0, 0, 8, 4), ((1, 1), 0, 0, 8, 2), ((1, 1), 0, 0, 6, 4), ((1, 1), 0, 0, -8, 4)]
+)
+def test_what_is_no_sum_is_refused(given_: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="two rows"):
+        COMPILED["Storing"]().sum(*given_)
+
+
+@both
+def test_an_address_is_a_number() -> None:
+    with pytest.raises(TypeError):
+        COMPILED["Storing"]().sum((1, "2"), 0, 0, 8, 4)

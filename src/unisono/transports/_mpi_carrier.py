@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from unisono.compiled import compiled
-from unisono.transports._mpi_seen import same, seen
+from unisono.transports._seen import same, seen
 
 __all__ = ["HEADER", "Carrier"]
 

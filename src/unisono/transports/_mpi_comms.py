@@ -6,14 +6,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import xxhash
 
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.mpilib import library, until
-from unisono.transports._mpi_guarded import Guarded
+from unisono.transports._guarded import Turns
 
 __all__ = ["Base", "Comms"]
 
@@ -78,7 +78,7 @@ class Base:
         return Base(self.comm.Shrink())
 
 
-class Comms(Guarded):
+class Comms(Turns):
     """Two communicators of the same ranks, which nobody else uses.
 
     Args:
@@ -99,7 +99,7 @@ class Comms(Guarded):
         mpi = self.mpi = library()
         several = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self.lock = None if several else _turns
-        self.turn: AbstractContextManager[Any] = self.lock or nullcontext()
+        self.turn = self.lock or nullcontext()
         self.broken = None
         with self.turn:
             _free_unused()

@@ -10,8 +10,8 @@ import torch
 from unisono.fingerprint import Fingerprint
 from unisono.reduction import HALVES, check_reducible, divide, parse_op
 from unisono.site import call_site
-from unisono.tensors import is_locked, is_plain
-from unisono.transports._mpi_again import Repeats
+from unisono.tensors import is_locked
+from unisono.transports._again import Repeats, Twice
 from unisono.transports._mpi_agreement import Agreement, Said, word_of
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_letters import Letter, letter_for
@@ -19,33 +19,16 @@ from unisono.transports._mpi_messages import Messages
 from unisono.transports._mpi_native import Native
 from unisono.transports._mpi_parts import LONGEST
 from unisono.transports._mpi_reductions import is_odd
-from unisono.transports._mpi_seen import lasting
 from unisono.transports._mpi_ways import WAYS, Kind, Way
 from unisono.transports._mpi_window import Near
+from unisono.transports._plain import PARTED, REDUCING, ROOTED, Key, fingerprint_of, given_by, key_of, of_barrier
+from unisono.transports._seen import lasting
 from unisono.types import Call, ReduceOp
 
 __all__ = ["QuickCalls"]
 
 _MOST = 256
-_MOST_PLACES = 4096
 _NOTHING_SAID = bytes(24), bytes(24)
-_ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
-_PARTED = frozenset({"gather", "scatter"})
-_REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
-_ALONE = frozenset({"all_reduce", "broadcast", "reduce", "scatter"})
-"""Those of which nothing but what is written may be given."""
-_LISTS = {
-    "all_gather": (True, False),
-    "all_to_all": (True, True),
-    "gather": (True, False),
-    "reduce_scatter": (False, True),
-    "scatter": (False, True),
-}
-"""Whether what is written is a list, and whether what is read is; neither is otherwise."""
-_BY_SOURCE = frozenset({"all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "gather"})
-"""Those of which what is read has the shape that messages tell."""
-
-_Key = tuple[str, str, "int | None", torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class _Recipe(NamedTuple):
@@ -97,9 +80,9 @@ class QuickCalls(Repeats):
         self._differ, self._agreement, self._native, self._messages = differ, agreement, native, messages
         self._comms, self._near, self._run = comms, near, run
         self._size = comms.own.Get_size()
-        self._recipes: dict[_Key, _Recipe] = {}
-        self._places: dict[tuple[Any, ...], bool] = {}
-        self._barrier = agreement.say(word_of(_of_barrier().compared()[1:]))
+        self._recipes: dict[Key, _Recipe] = {}
+        self._twice = Twice()
+        self._barrier = agreement.say(word_of(of_barrier().compared()[1:]))
 
     def _anew(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         if name == "barrier":
@@ -117,7 +100,7 @@ class QuickCalls(Repeats):
 
     def _unlike(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         if name == "barrier":
-            self._differ(_of_barrier(call_site()))
+            self._differ(of_barrier(call_site()))
             return True
         ready = self._settled(name, target, source, op, root, deadline)
         # So all ranks say the same the next time.
@@ -161,7 +144,7 @@ class QuickCalls(Repeats):
             name, target, source, op, root: As `Quick.call` is given them.
             level: Whether it may be made the way for parts of one length side by side, if they lie so here.
         """
-        key = _key(name, target, source, op, root)
+        key = key_of(name, target, source, op, root)
         recipe = None if key is None else self._recipes.get(key) or self._prepare(key)
         if recipe is None:
             return None
@@ -175,18 +158,10 @@ class QuickCalls(Repeats):
 
     def _consider(self, place: tuple[Any, ...], target: Any, source: Any, ready: _Ready) -> None:
         """Keep it from the second call on, unless other tensors come in the place of those that are gone."""
-        if self._has_come_again(place) and ready.recipe.extreme is None and lasting(target) and lasting(source):
+        if self._twice(*place) and ready.recipe.extreme is None and lasting(target) and lasting(source):
             name, op, root, *_ = place
             self._native.watch.enrol()
             self._keep(name, target, source, op, root, ready)
-
-    def _has_come_again(self, place: tuple[Any, ...]) -> bool:
-        """Whether it is the second time; it is so once."""
-        if len(self._places) >= _MOST_PLACES:
-            self._places.clear()
-        again = self._places.get(place)
-        self._places[place] = again is None
-        return bool(again)
 
     def _keep(self, name: str, target: Any, source: Any, op: str, root: int | None, ready: _Ready) -> None:
         self.remember(name, target, source, op, root, ready.said, ready.begin, ready.arguments, ready.recipe.divisor)
@@ -195,27 +170,26 @@ class QuickCalls(Repeats):
         letter = letter_for(self._messages, name, tensor, peer, tag)
         if letter is None:
             return None
-        if self._has_come_again((name, tag, peer, id(tensor), id(None))) and lasting(tensor):
+        if self._twice(name, tag, peer, id(tensor), id(None)) and lasting(tensor):
             self.remember(name, tensor, None, tag, peer, _NOTHING_SAID, letter, (), 0)
         return letter
 
     def _quoted(self, name: str, target: Any, source: Any, op: str, root: int | None) -> Fingerprint:
-        key = _key(name, target, source, op, root)
+        key = key_of(name, target, source, op, root)
         assert key is not None
-        given = source if name in _BY_SOURCE else target
-        shape = (given if isinstance(given, torch.Tensor) else given[0]).shape
-        return _fingerprint(key, self._recipes[key].way, tuple(shape), call_site())
+        way, shape = self._recipes[key].way, given_by(name, target, source).shape
+        return fingerprint_of(key, way.counts, way.sends, way.receives, tuple(shape), call_site())
 
-    def _prepare(self, key: _Key) -> _Recipe | None:
+    def _prepare(self, key: Key) -> _Recipe | None:
         """What calls of this kind need; None if they need more than is done here, or are wrong."""
         name, op_name, root, dtype, targets, sources = key
-        rootless = name in _ROOTED and not (root is not None and 0 <= root < self._size)
+        rootless = name in ROOTED and not (root is not None and 0 <= root < self._size)
         if rootless or str(dtype).startswith("torch.q"):
             # Such are quantized.
             return None
         element = operation = extreme = None
         averaged = False
-        if name in _REDUCING:
+        if name in REDUCING:
             op = parse_op(op_name)
             check_reducible(op, dtype)
             if op is ReduceOp.AVG and dtype in HALVES:
@@ -228,11 +202,11 @@ class QuickCalls(Repeats):
             (element, operation), averaged = found, op is ReduceOp.AVG
         kind = Kind(self._comms, dtype, targets, sources, root, element, operation, self._near)
         # What the root takes another way for its length, the others do too, though each has but a part of it.
-        parts = self._size if name in _PARTED and kind.rank != root else 1
+        parts = self._size if name in PARTED and kind.rank != root else 1
         way = WAYS[name](kind) if 0 < parts * kind.nbytes <= LONGEST else None
         if way is None:
             return None
-        word = word_of(_fingerprint(key, way).compared()[1:])
+        word = word_of(fingerprint_of(key, way.counts, way.sends, way.receives).compared()[1:])
         rows = self._agreement.rows_of(way.sends, way.receives) if way.sends else 0
         if len(self._recipes) >= _MOST:
             self._recipes.clear()
@@ -240,49 +214,6 @@ class QuickCalls(Repeats):
         divisor = self._size if averaged and root in (None, kind.rank) else 0
         recipe = self._recipes[key] = _Recipe(said, level, way, divisor, extreme)
         return recipe
-
-
-def _key(name: str, target: Any, source: Any, op: str, root: int | None) -> _Key | None:
-    """What is alike in calls of one kind; None if what is given is wrong or not plain, or differs in dtype."""
-    if (root is not None and type(root) is not int) or type(op) not in (str, ReduceOp):
-        return None
-    if source is None and name in _ALONE and is_plain(target):
-        # What is most common goes fastest.
-        return name, op, root, target.dtype, (target.numel(),), ()
-    dtype, counts = None, []
-    for given, listed in zip((target, source), _LISTS.get(name, (False, False)), strict=True):
-        tensors = (given,) if not listed else () if given is None and name in _PARTED else given
-        if type(tensors) not in (tuple, list):
-            return None
-        for tensor in tensors:
-            if not is_plain(tensor) or tensor.dtype is not (dtype or tensor.dtype):
-                return None
-            dtype = tensor.dtype
-        counts.append(tuple([tensor.numel() for tensor in tensors]))
-    return None if dtype is None else (name, op, root, dtype, counts[0], counts[1])
-
-
-def _of_barrier(site: str | None = None) -> Fingerprint:
-    return Fingerprint(0, "barrier", ReduceOp.BOR.value, algorithm="native", site=site)
-
-
-def _fingerprint(key: _Key, way: Way, shape: tuple[int, ...] | None = None, site: str | None = None) -> Fingerprint:
-    """The same as the engine makes of a call that goes the long way."""
-    name, op, root, dtype, *_ = key
-    return Fingerprint(
-        0,
-        name,
-        parse_op(op).value if op else None,
-        root,
-        str(dtype).removeprefix("torch."),
-        way.counts,
-        "cpu",
-        "native",
-        way.sends,
-        way.receives,
-        shape,
-        site,
-    )
 
 
 def _call(recipe: _Recipe, target: Any, source: Any) -> Call:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from unisono.transports._shm_ahead import compiled_sums
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_mailbox import ShmMailbox
-from unisono.transports._shm_marks import Mark, mark_of
+from unisono.transports._shm_marks import mark_for, schedule_mark
 from unisono.transports._shm_memory import PAGE_BYTES, meet, neighbours
 from unisono.transports._shm_quick import QuickRounds
 from unisono.transports._shm_rings import Rings
@@ -83,7 +82,6 @@ class ShmTransport(Transport):
         self.group, self._control, self._options = group, control, options
         self._fingerprint: Fingerprint | None = None
         self._quick: QuickRounds | None = None
-        self._longest = 0
         size = group.size
         board = PAGE_BYTES
         stages = board + -(-Board.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
@@ -151,37 +149,26 @@ class ShmTransport(Transport):
         """Native calls are compared with their first round, at no cost; schedules by a round of their own."""
         self._fingerprint = fingerprint
         deadline = time.monotonic() + timeout
+        if fingerprint.algorithm == "native":
+            return
+        mark = schedule_mark(fingerprint)
         if fingerprint.sends:
-            self._compare_rows(fingerprint, deadline)
-        elif fingerprint.algorithm != "native":
-            self._rounds.barrier(_schedule_mark(fingerprint), deadline)
-
-    def _compare_rows(self, fingerprint: Fingerprint, deadline: float) -> None:
-        own = [*fingerprint.sends, *fingerprint.receives]
-        rows = self._rounds.rows(own, _schedule_mark(fingerprint), deadline)
-        size = self.size
-        if any(rows[a][b] != rows[b][size + a] for a in range(size) for b in range(size)):
-            self._differ()
-        self._longest = max(max(row) for row in rows)
+            self._rounds.pairs([*fingerprint.sends, *fingerprint.receives], mark, deadline)
+        else:
+            self._rounds.barrier(mark, deadline)
 
     def collective(self, call: Call) -> Work:
         return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
 
     def _run(self, call: Call, deadline: float) -> None:
-        tensors, rounds = (*call.inputs, *call.outputs), self._rounds
-        dtype = tensors[0].dtype if tensors else None
-        counts = [t.numel() for t in (call.outputs if call.name == "all_gather" else call.inputs or call.outputs)]
-        if call.name in ("gather", "scatter"):
-            counts = counts[:1]
-        if call.name == "all_to_all":
-            counts = []
-        mark = mark_of(call.name, call.asked, dtype, call.root, counts)
+        rounds, mark = self._rounds, mark_for(call)
         if call.name == "all_reduce":
             rounds.all_reduce(call.outputs[0], call.op or ReduceOp.SUM, mark, deadline)
         elif call.name == "barrier":
             rounds.barrier(mark, deadline)
         elif call.name == "all_to_all":
-            rounds.all_to_all(call, mark, self._longest * (dtype.itemsize if dtype else 1), deadline)
+            assert self._fingerprint is not None
+            rounds.all_to_all(call, schedule_mark(self._fingerprint), deadline)
         else:
             getattr(rounds, call.name)(call, mark, deadline)
 
@@ -215,11 +202,6 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     found = method()
     if found is not None:
         found()
-
-
-def _schedule_mark(fingerprint: Fingerprint) -> Mark:
-    digest = zlib.crc32(repr(fingerprint.compared()[1:]).encode())
-    return 0xFF << 56, digest, 0, 0
 
 
 class _Moved(Countdown):

@@ -1,19 +1,44 @@
-"""Calls of MPI that are made again with the very tensors of an earlier one, and so need nothing but a look at these."""
+"""Calls that are made again with the very tensors of an earlier one, and so need nothing but a look at these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from unisono.compiled import compiled
-from unisono.transports._mpi_agreement import Agreement, Said
+from unisono.transports._guarded import Turns
+from unisono.transports._mpi_agreement import Said
 from unisono.transports._mpi_carrier import Carrier
-from unisono.transports._mpi_comms import Comms
-from unisono.transports._mpi_seen import Seen, same, seen
+from unisono.transports._seen import Seen, same, seen
 
-__all__ = ["Repeats"]
+__all__ = ["Reached", "Repeats", "Twice"]
 
 _MOST = 1024
+_MOST_SEEN = 4096
+
+
+class Twice:
+    """Tells what comes again, since only that is worth keeping."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[Any, ...], int] = {}
+
+    def __call__(self, *what: Any) -> bool:
+        """Whether it is the second time, or the 4th, 8th ...: others may have been in the place of what lasts now."""
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        count = self._seen[what] = self._seen.get(what, 0) + 1
+        return count > 1 and not count & (count - 1)
+
+    def clear(self) -> None:
+        """Nothing has come yet."""
+        self._seen.clear()
+
+
+class Reached(Protocol):
+    """By what ranks learn that all have come to the same call; if they learn it later, this has nothing to do."""
+
+    def reach(self, said: Said, deadline: float) -> bool: ...
 
 
 class _Again(NamedTuple):
@@ -33,10 +58,10 @@ class Repeats:
     Args:
         agreement: By which ranks learn that all have come to the same call.
         page: What the agreement sums by, where that is compiled, too.
-        comms: Of the ranks.
+        comms: What each call tells, and takes turns by.
     """
 
-    def __init__(self, agreement: Agreement, page: object, comms: Comms) -> None:
+    def __init__(self, agreement: Reached, page: object, comms: Turns) -> None:
         self._said_by, self._guarded = agreement, comms
         self._again: dict[tuple[str, str | int, int | None, int, int], _Again] = {}
 
@@ -58,7 +83,7 @@ class Repeats:
         Args:
             name, target, source, op, root: As `call` is given them; of a message, `op` is the tag, and `root` the peer.
             said: What ranks agree on.
-            begin, arguments: MPI's function, and what it takes; None where nothing moves; of a message, its carrier.
+            begin, arguments: What makes it, and what that takes; None where nothing moves; of a message, its carrier.
             divisor: By what the target is divided in the end, if it is not 0.
         """
         if len(self._again) >= _MOST:
@@ -117,7 +142,7 @@ class Repeats:
         raise NotImplementedError
 
     def _explained(self, error: BaseException) -> BaseException:
-        """What to raise in the place of an error that MPI's function raised."""
+        """What to raise in the place of an error that a call has ended by."""
         raise NotImplementedError
 
     def _divided(self, target: Any) -> bool:

@@ -58,4 +58,5 @@ def same(known: Seen, given: Any) -> bool:
         and given.dtype is dtype
         and given.is_contiguous()
         and not given.requires_grad
+        and not given.is_neg()
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
 import unisono as un
+from unisono.testing.pools import RankPool
 
-__all__ = ["ALGORITHMS", "CHANGES", "Change", "called_again"]
+__all__ = ["check_called_again", "of_each_change"]
 
 ALGORITHMS = {"all_reduce": "ring", "broadcast": "binomial", "all_gather": "ring", "all_to_all_single": "pairwise"}
 """Of calls to be made again, how they are made the longer way."""
@@ -66,3 +69,15 @@ def called_again(comm: un.Communicator, name: str, changes: list[Change]) -> lis
             found.append((made(comm, name, tensor), expected))
             tensor.copy_(given)
     return found
+
+
+def of_each_change(test: Any) -> Any:
+    """Runs a test with the `name` of each call, and several lists of `changes` of its tensor."""
+    test = pytest.mark.parametrize("changes", [[change] * 2 for change in CHANGES] + [CHANGES[1:], CHANGES[::-1]])(test)
+    return pytest.mark.parametrize("name", list(ALGORITHMS))(test)
+
+
+def check_called_again(ranks: RankPool, name: str, changes: list[Change]) -> None:
+    """Fail unless calls between changes of their tensor give what a schedule gives, on all ranks."""
+    for found, expected in (pair for one in ranks.run(called_again, name, changes) for pair in one):
+        assert torch.equal(found, expected)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
+
 import torch
-from again_kit import ALGORITHMS, CHANGES, Change, called_again
+from again_kit import check_called_again, of_each_change
 
 import unisono as un
 from unisono.testing.pools import RankPool
@@ -13,14 +14,9 @@ from unisono.transports._seen import same, seen
 RANKS = 3
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
-@pytest.mark.parametrize("changes", [[change] * 2 for change in CHANGES] + [CHANGES[1:], CHANGES[::-1]])
-def test_a_call_is_made_again_with_what_the_tensor_is_by_then(
-    ranks: RankPool, name: str, changes: list[Change]
-) -> None:
-    comparisons = ranks.run(called_again, name, changes)
-    for found, expected in (pair for one in comparisons for pair in one):
-        assert torch.equal(found, expected)
+@of_each_change
+def test_a_call_is_made_again_with_what_the_tensor_is_by_then(ranks: RankPool, name: str, changes: list[Any]) -> None:
+    check_called_again(ranks, name, changes)
 
 
 def test_another_tensor_in_the_same_memory_is_not_the_same() -> None:

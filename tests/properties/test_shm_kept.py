@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from again_kit import ALGORITHMS, CHANGES, Change, called_again
+from again_kit import check_called_again, of_each_change
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_kit import RANKS, Kind, Made, kinds
@@ -27,14 +27,9 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
-@pytest.mark.parametrize("changes", [[change] * 2 for change in CHANGES] + [CHANGES[1:], CHANGES[::-1]])
-def test_a_call_is_made_again_with_what_the_tensor_is_by_then(
-    ranks: RankPool, name: str, changes: list[Change]
-) -> None:
-    comparisons = ranks.run(called_again, name, changes)
-    for found, expected in (pair for one in comparisons for pair in one):
-        assert torch.equal(found, expected)
+@of_each_change
+def test_a_call_is_made_again_with_what_the_tensor_is_by_then(ranks: RankPool, name: str, changes: list[Any]) -> None:
+    check_called_again(ranks, name, changes)
 
 
 @settings(max_examples=2 * settings.default.max_examples)

@@ -11,8 +11,8 @@ from unisono.compiled import PLAIN, part
 __all__ = ["COMPILED", "PLAIN", "both"]
 
 # These make the classes.
-for module in ("unisono.gradients.filling", "unisono.quickly", "unisono.transports._again"):
-    import_module(module)
+for module in ("gradients.filling", "quickly", "transports._again", "transports._mpi_carrier"):
+    import_module(f"unisono.{module}")
 
 _REPLACED = ("Carrier", "Doing", "Filling", "Guarded", "Quickly", "Repeats")
 _ALONE = ("Hook", "Meeting", "Page", "Running", "Stages", "Storing", "Window", "stop_sums", "sum_ahead", "sum_rows")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unisono.compiled import compiled
 from unisono.transports._guarded import Turns
-from unisono.transports._mpi_agreement import Said
-from unisono.transports._mpi_carrier import Carrier
 from unisono.transports._seen import Seen, same, seen
+
+if TYPE_CHECKING:
+    from unisono.transports._mpi_agreement import Said
+    from unisono.transports._mpi_carrier import Carrier
 
 __all__ = ["Reached", "Repeats", "Twice"]
 

@@ -6,14 +6,17 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["Sockets"]
 
 T = TypeVar("T")
+
+_LOOK_EVERY_S = 0.02
 
 
 class Sockets:
@@ -52,6 +55,14 @@ class Sockets:
                 fresh = True
                 self._seen.add(_number(end))
         return fresh
+
+    def bury(self, _kept: object, works: Sequence[Any]) -> None:
+        """Keep a group of gloo's until its collectives have ended: to let go of it before would stop the process."""
+        # What was new at the first look is made by the second. Connections that are made when first used may come only
+        # now.
+        time.sleep(_LOOK_EVERY_S)
+        while self.shut() or not all(work.is_completed() for work in works):
+            time.sleep(_LOOK_EVERY_S)
 
     def _accepted(self) -> Iterator[socket.socket]:
         for end in _sockets() if self._ports else ():

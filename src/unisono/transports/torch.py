@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,7 +31,6 @@ from unisono.work import Completion
 
 __all__ = ["TRANSPORT", "TorchTransport"]
 
-_LOOK_EVERY_S = 0.02
 _SLICE_S = 0.1
 _crew = Crew("unisono torch")
 _FIRST_TAG = 1 << 28
@@ -55,6 +55,7 @@ class TorchTransport(Transport):
         self._upward: Any = None
         self._sockets = Sockets()
         self._flying: list[Any] = []
+        self._lock = threading.Lock()
         self._stores: list[ControlStore] = []
         declared = self.declared(options.backend)
         self.devices, self.staged = declared.devices, declared.staged
@@ -161,47 +162,43 @@ class TorchTransport(Transport):
 
     def _flown(self, begin: Callable[[], Any]) -> Work | None:
         """What is under way now, if anything is."""
-        try:
-            work = begin()
-        except RuntimeError as error:
-            raise translated(error, []) from error
-        if work is None:
-            return None
-        if self._owned:
-            self._flying = [known for known in self._flying if not known.is_completed()] + [work]
+        # An abort, which comes from another thread, has to see what is under way.
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            try:
+                work = begin()
+            except RuntimeError as error:
+                raise translated(error, []) from error
+            if work is None:
+                return None
+            if self._owned:
+                self._flying = [known for known in self._flying if not known.is_completed()] + [work]
         # Who is lost before a connection to it was made is waited for in vain, and only our own wait can be ended.
         return _Waits([(None, work)], self._options.timeout_s, lambda: self._broken)
 
     # -- end -----------------------------------------------------------------------------------
     def close(self) -> None:
-        closed = ClosedError("the communicator is closed")
-        self._envelopes.close(closed)
-        self._let_go(closed)
+        self._end(ClosedError("the communicator is closed"), lambda: False)
 
     def abort(self, cause: BaseException) -> None:
-        self._broken = cause
-        self._envelopes.close(cause)
         # Ends gloo's own waits, here and at the peers.
-        if self._sockets.shut() or self._flying:
-            _crew.run(partial(_bury, (self._backend, self._upward), self._flying, self._sockets))
-        self._let_go(cause)
+        self._end(cause, self._sockets.shut)
 
-    def _let_go(self, cause: BaseException) -> None:
+    def _end(self, cause: BaseException, shut: Callable[[], bool]) -> None:
         """A group of gloo's that is let go of while it waits holds everything up until it waits no more."""
-        # Works keep what they work with.
-        self._flying = []
-        if self._upward is not None:
-            self._upward = _Gone(cause)
-        if self._owned:
-            self._backend = _Gone(cause)
-
-
-def _bury(_kept: object, works: Sequence[Any], sockets: Sockets) -> None:
-    """Keep a group of gloo's until its collectives have ended: to let go of it before would stop the whole process."""
-    # What was new at the first look is made by the second. Connections that are made when first used may come only now.
-    time.sleep(_LOOK_EVERY_S)
-    while sockets.shut() or not all(work.is_completed() for work in works):
-        time.sleep(_LOOK_EVERY_S)
+        self._envelopes.close(cause)
+        with self._lock:
+            self._broken = self._broken or cause
+            works = [work for work in self._flying if not work.is_completed()]
+            if shut() or works:
+                _crew.run(partial(self._sockets.bury, (self._backend, self._upward), works))
+            # Works keep what they work with.
+            self._flying = []
+            if self._upward is not None:
+                self._upward = _Gone(cause)
+            if self._owned:
+                self._backend = _Gone(cause)
 
 
 def _sends_first(message: Message) -> bool:

@@ -51,6 +51,14 @@ class Caller:
         """How many ranks there are."""
         return self._engine.group.size
 
+    def exception(self) -> CommError | None:
+        """The first cause of failure; None while calls can be made."""
+        try:
+            self._engine.check("exception")
+        except CommError as error:
+            return error
+        return None
+
     def _enter(self, operation: str) -> None:
         """Raise unless this thread may call, and the communicator still works."""
         self._own(operation)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.gradients.averager import GradientAverager
-from unisono.gradients.backward import Backward
+from unisono.gradients.backward_pass import BackwardPass
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.schedule import BucketSchedule
 from unisono.gradients.weights import Weights
@@ -79,7 +79,7 @@ def keeps_the_hooks(self: GradientAverager) -> None:
     """Says that it lets go."""
 
 
-def ends_with_the_inner_pass(self: Backward, number: int) -> None:
+def ends_with_the_inner_pass(self: BackwardPass, number: int) -> None:
     self.running = self._outermost = number
     torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(number))
 
@@ -114,7 +114,7 @@ original_rest, original_last, original_agree = Bucket.take_rest, BucketSchedule.
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (GradientAverager, "_finish_step", forgets_what_is_owed),
     (GradientAverager, "remove", keeps_the_hooks),
-    (Backward, "enter", ends_with_the_inner_pass),
+    (BackwardPass, "enter", ends_with_the_inner_pass),
     (Bucket, "take_rest", hands_out_copies_before_the_mean),
     (Bucket, "present", takes_all_for_present),
     (BucketSchedule, "finish", forgets_the_last_bucket),

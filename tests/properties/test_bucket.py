@@ -100,15 +100,27 @@ def law(
             of_graphs.update({slot} if new.requires_grad else ())
             parameter.grad = new if parameter.grad is None else parameter.grad.to_dense() + new.to_dense()
             full.append(bucket.arrived(slot))
+        earlier = {slot: torch.full_like(parameters[slot], 7.0) for slot in range(step, len(parameters), 2)}
+        held = dict(earlier) if step else {}
         assert full == [set(coming[: i + 1]) == set(range(len(parameters))) for i in range(len(coming))]
-        bucket.take_rest()
-        bucket.fill(factor, number=step, asks=(False, step == 1))
+        bucket.take_rest(held)
+        assert not held
+        if step:
+            # A reduction that came to nothing is made again.
+            bucket.fill(3.0, True, (True, True), True)
+            bucket.memory.fill_(torch.nan)
+            assert bucket.can_rewind()
+            bucket.rewind()
+            bucket.take_rest(held)
+            sums = [total + earlier.get(slot, torch.zeros(())) for slot, total in enumerate(sums)]
+        bucket.fill(factor, asks=(False, step == 1))
+        assert not bucket.can_rewind()
         for view, total in zip(bucket.views, sums, strict=True):
             assert view.stride() == total.stride()
             assert torch.equal(view, total * (scale * factor))
         came = [slot in coming for slot in range(len(parameters))]
-        marks = [*(scale * (place == step) for place in range(8)), 0.0, scale * (step == 1)]
-        assert bucket.words().tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *marks]
+        asks = [0.0, scale * (step == 1)]
+        assert bucket.words().tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *asks]
         assert bucket.present() == [(c, not c) for c in came]
         assert bucket.asked == (False, step == 1)
         bucket.hand_out(bucket.present())
@@ -119,7 +131,7 @@ def law(
                 assert parameter.grad.requires_grad
                 assert torch.equal(parameter.grad, view)
             else:
-                assert parameter.grad is (view if came[slot] else None)
+                assert parameter.grad is (view if came[slot] or (step and slot in earlier) else None)
         bucket.begin()
         for parameter in parameters:
             parameter.grad = None
@@ -155,7 +167,7 @@ def overwrites(self: Bucket, slot: int) -> None:
     self.take([slot])
 
 
-def zeroes_nothing(self: Bucket) -> None:
+def zeroes_nothing(self: Bucket, earlier: dict[int, torch.Tensor]) -> None:
     self.take([slot for slot, p in enumerate(self.parameters) if p.grad is not None and not self.inside[slot]])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from compiled_kit import COMPILED, both
 
-from unisono.gradients.backward import current_pass
+from unisono.gradients.backward_pass import current_pass
 
 
 def adding(kind: Any, again: list[int]) -> Any:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import unisono as un
-from unisono.errors import MismatchError
+from unisono.errors import AbortedError, MismatchError
 from unisono.testing import pool, run_ranks
 
 
@@ -59,18 +59,23 @@ def broken_off(comm: un.Communicator, model: nn.Sequential) -> None:
         handle.remove()
 
 
-def test_a_pass_that_one_rank_broke_off_half_way_and_began_again_is_noticed_by_all() -> None:
-    def program(comm: un.Communicator) -> str:
-        model = layers()
+def test_a_pass_that_one_rank_broke_off_half_way_fails_on_all() -> None:
+    def program(comm: un.Communicator) -> tuple[str, bool]:
+        model, message = layers(), ""
         averager = un.GradientAverager(model, comm, bucket_cap_mb=128 / 2**20)
         broken_off(comm, model)
-        with pytest.raises(MismatchError) as caught:
-            model(sample(comm.rank)).sum().backward()
+        if comm.rank == 0:
+            with pytest.raises(AbortedError) as caught:
+                model(sample(comm.rank)).sum().backward()
+            message = str(caught.value)
+        assert all(p.grad is None for p in model.parameters())
+        model(sample(comm.rank)).square().mean().backward()
         averager.remove()
-        return str(caught.value)
+        return message, close(model, comm.size)
 
-    for message in pool("gloo", 2).run(program):
-        assert "not at the same backward pass" in message
+    found = pool("gloo", 2).run(program)
+    assert "rank 1 aborted the communicator: its backward pass failed" in found[0][0]
+    assert [right for _, right in found] == [True, True]
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm"])

@@ -8,7 +8,6 @@ from itertools import accumulate
 
 import torch
 
-from unisono.errors import MismatchError
 from unisono.gradients.filling import Filling
 from unisono.gradients.plan import dense_strides
 from unisono.transport import Ready
@@ -16,8 +15,6 @@ from unisono.types import Work
 
 __all__ = ["Bucket"]
 
-_PASSES = 8
-"""Passes are told apart by one word of so many that is not 0, since no number of many ranks is exact in 16 bits."""
 _ASKS = 2
 """Words by which a rank asks all ranks to talk about what came late, and about what is frozen no more."""
 _CHUNK_BYTES = 512 << 10
@@ -37,7 +34,7 @@ class Bucket(Filling):
         ready: By what is told how much of the memory lies ready.
 
     Attributes:
-        memory: All that travels: the gradients, two words on each, and some on the pass and on what is asked.
+        memory: All that travels: the gradients, two words on each, and some on what is asked.
         flat: The gradients.
         found: What `present` said, once it was asked.
         complete: What it says where every rank had all.
@@ -56,13 +53,11 @@ class Bucket(Filling):
         self.scale = scale
         numels = [p.numel() for p in parameters]
         like = parameters[0]
-        self.memory = allocate(sum(numels) + 2 * len(numels) + _PASSES + _ASKS, like.dtype, like.device)
+        self.memory = allocate(sum(numels) + 2 * len(numels) + _ASKS, like.dtype, like.device)
         self.flat = self.memory[: sum(numels)]
         self._words = self.memory[sum(numels) :]
-        marks = torch.eye(_PASSES, _PASSES + _ASKS, dtype=like.dtype, device=like.device)
-        self._marks = marks.mul_(scale).unbind()
-        came = torch.tensor([scale] * len(numels) + [0] * len(numels), dtype=like.dtype, device=like.device)
-        self._all_came = [torch.cat([came, mark]) for mark in self._marks]
+        came = [scale] * len(numels) + [0] * (len(numels) + _ASKS)
+        self._all_came = torch.tensor(came, dtype=like.dtype, device=like.device)
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
         self.complete = [(True, False)] * len(numels)
         self._edges = [0, *accumulate(numels)]
@@ -73,6 +68,7 @@ class Bucket(Filling):
         self._within = self.flat.data_ptr(), self.flat.data_ptr() + self.flat.nbytes
         self._telling = ready(self.memory)
         told = None if self._telling is None else self._telling.told
+        self._is_open = False
         super().__init__(tuple(parameters), tuple(self.views), _CHUNK_BYTES, plain, past, told, self._within)
         self.begin()
 
@@ -80,19 +76,21 @@ class Bucket(Filling):
         """This pass's gradients count as they are: others may sum what has been taken, while they wait."""
         if self._telling is not None:
             self._telling.open()
+            self._is_open = True
 
     def withdraw(self) -> bool:
         """What has been taken may change again; False if others have summed some of it."""
-        return self._telling is None or self._telling.withdraw()
+        return self._telling is None or not self._is_open or self._telling.withdraw()
 
-    def begin(self) -> bool:
-        """Forget the last step's gradients; False if others have summed some that have not been reduced."""
-        untouched = self.withdraw()
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        self.withdraw()
+        self._is_open = False
         self.forget()
         self._graphs: dict[int, torch.Tensor] = {}
+        self._backup: torch.Tensor | None = None
         self.found: list[tuple[bool, bool]] | None = None
         self.asked = (False,) * _ASKS
-        return untouched
 
     def take_by_torch(self, slots: list[int]) -> None:
         """Copy gradients in that are not inside yet, in one go."""
@@ -122,6 +120,15 @@ class Bucket(Filling):
             return []
         return [self.flat[self._edges[first] : self._edges[last + 1]]]
 
+    def holds(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient lies in this bucket's memory."""
+        low, high = self._within
+        return grad.layout == torch.strided and grad.numel() > 0 and low <= grad.data_ptr() < high
+
+    def is_place(self, slot: int, grad: torch.Tensor) -> bool:
+        """Whether a gradient lies where its mean goes."""
+        return _same(grad, self.views[slot])
+
     def add(self, slot: int) -> None:
         """More has come of a gradient that is inside."""
         parameter = self.parameters[slot]
@@ -139,8 +146,7 @@ class Bucket(Filling):
         if grad.requires_grad:
             self._graphs[slot], grad = grad, grad.detach()
         if grad.layout == torch.strided:
-            low, high = self._within
-            if low <= grad.data_ptr() < high and not _same(grad, self.views[slot]):
+            if self.holds(grad) and not self.is_place(slot, grad):
                 raise RuntimeError(
                     f"the gradient of parameter number {self.indices[slot]} lies where those of others are averaged: "
                     "it has been taken from another parameter, or turned. Give it a clone() in its place"
@@ -149,15 +155,16 @@ class Bucket(Filling):
         dense: torch.Tensor = grad.to_dense()
         return dense
 
-    def fill(self, factor: float, here: bool = True, number: int = 0, asks: Sequence[bool] = ()) -> None:
+    def fill(self, factor: float, here: bool = True, asks: Sequence[bool] = (), backup: bool = False) -> None:
         """Multiply what was taken, and zeros for what has not come, by this rank's weight; and say what has come.
 
         Args:
             factor: This rank's weight.
             here: Whether this rank has data: one that is through neither has a gradient nor lacks it.
-            number: Of the pass, the same on all ranks.
             asks: What this rank asks all ranks to talk about.
+            backup: Whether to keep a copy, for `rewind`.
         """
+        self._backup = self.memory.clone() if backup else None
         self.started, self._factor = True, factor
         if not factor:
             # What counts for nothing may be NaN, as a mean over no samples is.
@@ -168,17 +175,37 @@ class Bucket(Filling):
             lacks = [here and not came for came in self.came]
             said = torch.tensor([*self.came, *lacks], dtype=self._words.dtype).mul_(self.scale)
             self._words[: len(said)].copy_(said)
-            self._words[len(said) :].copy_(self._marks[number % _PASSES])
+            self._words[len(said) :] = 0
         else:
-            self._words.copy_(self._all_came[number % _PASSES])
+            self._words.copy_(self._all_came)
         for index, ask in enumerate(asks):
             if ask:
                 self._words[index - _ASKS] = self.scale
 
-    def take_rest(self) -> None:
-        """Take all that has not been taken, and zeros for what has not come."""
-        rest = []
+    def can_rewind(self) -> bool:
+        """Whether this rank's part of the reduction can be given again."""
+        return self._backup is not None if self.started else self.withdraw()
+
+    def rewind(self) -> None:
+        """Undo `fill`, and a reduction that came to nothing."""
+        if self._backup is not None:
+            self.memory.copy_(self._backup)
+            self.started = self.late = False
+            self.found = self._backup = None
+
+    def take_rest(self, earlier: dict[int, torch.Tensor]) -> None:
+        """Take all that has not been taken, zeros for what has not come, and what p.grad held before the pass.
+
+        Args:
+            earlier: The latter, by index; what is taken is removed from it.
+        """
+        rest, more = [], []
         for slot, (parameter, view, inside) in enumerate(zip(self.parameters, self.views, self.inside, strict=True)):
+            held = earlier.pop(self.indices[slot], None)
+            if held is not None and parameter.grad is None and not inside:
+                parameter.grad = held
+            elif held is not None:
+                more.append((slot, held))
             if parameter.grad is None:
                 if not inside:
                     view.zero_()
@@ -187,25 +214,18 @@ class Bucket(Filling):
             else:
                 rest.append(slot)
         self.take(rest)
+        for slot, held in more:
+            self.views[slot].add_(held.detach().to_dense(), alpha=self.scale)
 
     def present(self) -> list[tuple[bool, bool]]:
         """After the reduction, for each gradient: whether any rank had it, and whether any lacked it.
 
         Both are told by what is 0, for no count of many ranks is exact in 16 bits.
-
-        Raises:
-            MismatchError: This was not the same pass on all ranks.
         """
         words: list[float | complex] = self._words.tolist()
         count = len(self.parameters)
         late, thawed = words[-_ASKS:]
         self.asked = late != 0, thawed != 0
-        if words[2 * count : -_ASKS].count(0) != _PASSES - 1:
-            raise MismatchError(
-                "ranks are not at the same backward pass: on some of them one was broken off when a part of it had "
-                "been averaged already, or began for another reason. These means are of different steps. Break off "
-                "all ranks' passes alike, or remove() the averager and make another one on all ranks"
-            )
         if all(words[:count]) and not any(words[count : 2 * count]):
             return self.complete
         return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count : 2 * count], strict=True)]

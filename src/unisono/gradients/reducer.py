@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from unisono.communicator import Communicator
-from unisono.errors import CommError
+from unisono.errors import AbortedError, CommError
 from unisono.gradients.bucket import Bucket
 from unisono.reduction import HALVES
 from unisono.transport import Ready
@@ -40,29 +41,37 @@ class Reducer:
         codec: Made anew for each bucket of real numbers; None reduces the gradients as they are.
 
     Attributes:
+        comm: Another one takes its place where a failed pass has aborted it.
         background: Whether a bucket travels while others fill.
     """
 
     def __init__(self, comm: Communicator, codec: Codec | None = None) -> None:
-        self._comm, self._codec = comm, codec
+        self.comm, self._codec = comm, codec
         self._codecs: dict[tuple[int, ...], Codec] = {}
         self.background = comm.overlaps and codec is None
 
     def scale(self, dtype: torch.dtype) -> float:
         """What each contribution is multiplied by on its way into a bucket of this dtype."""
         # An average of halves divides them first, to which a power of two is exact: then it is cheaper here.
-        first = dtype in HALVES and self._codec is None and self._comm.size.bit_count() == 1
-        return 1 / self._comm.size if self.background or first else 1.0
+        first = dtype in HALVES and self._codec is None and self.comm.size.bit_count() == 1
+        return 1 / self.comm.size if self.background or first else 1.0
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What the backend reduces best. Collective."""
         if device.type == "cpu":
-            return self._comm.empty(numel, dtype)
+            # Where a failed pass has aborted it, plain memory serves until another one takes its place.
+            with suppress(AbortedError):
+                return self.comm.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
     def ready(self, memory: torch.Tensor) -> Ready | None:
         """By what to tell how much of a bucket's memory lies ready, where all of it travels as it is, and at once."""
-        return None if self.background or self._codec is not None else self._comm.ready(memory)
+        return None if self.background or self._codec is not None else self.comm.ready(memory)
+
+    def check(self) -> None:
+        """Raise if nothing can be reduced any more: `AbortedError` if another rank's pass has failed."""
+        if (error := self.comm.exception()) is not None:
+            raise error
 
     def codec_of(self, bucket: Bucket) -> Codec | None:
         """The bucket's own codec, if it has one."""
@@ -77,14 +86,14 @@ class Reducer:
         """Begin; the bucket's memory belongs to this until `finish`."""
         codec = self.codec_of(bucket)
         if self.background:
-            bucket.work = self._comm.all_reduce(bucket.memory, "sum", async_op=True)
+            bucket.work = self.comm.all_reduce(bucket.memory, "sum", async_op=True)
         elif codec is None:
-            self._comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
+            self.comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
             bucket.found = bucket.present()
         else:
-            self._comm.all_reduce(bucket.words(), "avg")
+            self.comm.all_reduce(bucket.words(), "avg")
             bucket.found = bucket.present()
-            codec.average_used(bucket.flat, self._comm, bucket.shapes, [had for had, _ in bucket.found])
+            codec.average_used(bucket.flat, self.comm, bucket.shapes, [had for had, _ in bucket.found])
 
     def finish(self, bucket: Bucket) -> None:
         """Return when the bucket holds the means."""

@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from unisono.errors import AbortedError
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.naming import About
 from unisono.gradients.plan import Named, plan_buckets
 from unisono.gradients.reducer import Reducer
 from unisono.gradients.weights import Weights
+from unisono.types import Work
 
 __all__ = ["BucketSchedule"]
 
@@ -28,6 +30,8 @@ class BucketSchedule:
         sizes: Most bytes of a bucket, and of the first one if that is another number.
         weights: Asked before the first bucket of a step what to multiply this rank's gradients by.
         gather: Gives what all ranks gave it; called where a gradient came too late on any of them.
+        earlier: Gives, by index, what p.grad held before the pass; it is added to what came, and removed there.
+        reconnect: Makes new communicators where a failed pass has aborted the old ones. Collective.
 
     Attributes:
         buckets: In their order.
@@ -42,16 +46,19 @@ class BucketSchedule:
         sizes: tuple[int, int | None],
         weights: Weights,
         gather: Callable[[list[int]], list[list[int]]],
+        earlier: Callable[[], dict[int, torch.Tensor]],
+        reconnect: Callable[[], None],
     ) -> None:
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self.reducer, self._weights, self._gather = reducer, weights, gather
+        self._earlier, self._reconnect = earlier, reconnect
         self._cap, self._first = sizes
         self.buckets: list[Bucket] = []
         self.where: dict[int, tuple[Bucket, int]] = {}
         self._factor: float | None = None
-        self._next = self._pass = 0
-        self._spoiled = False
-        self.asked = False
+        self._repeats = False
+        self._next = 0
+        self._failed = self._halted = self._complete = self.asked = False
 
     def add(self, order: Sequence[int]) -> None:
         """Make buckets for these parameters, after those that there are. Collective."""
@@ -63,13 +70,22 @@ class BucketSchedule:
             self.where.update((index, (bucket, slot)) for slot, index in enumerate(indices))
 
     def rearrange(self, seen: Sequence[int]) -> None:
-        """Make the buckets anew, in the order in which gradients were first seen to come. Collective."""
+        """Recreate the buckets, in the order in which gradients were first seen to come. Collective."""
         known = list(self.where)
         first = [i for i in seen if i in self.where]
         order = [*first, *(i for i in known if i not in set(first))]
-        if order != known:
+        if order != known or not seen:
             self.clear()
             self.add(order)
+
+    @property
+    def first_work(self) -> Work | None:
+        """The reduction of the first bucket, if it is under way."""
+        return self.buckets[0].work if self.buckets else None
+
+    def holding(self, grad: torch.Tensor) -> Bucket | None:
+        """The bucket in whose memory a gradient lies, if any."""
+        return next((bucket for bucket in self.buckets if bucket.holds(grad)), None)
 
     def give_back(self) -> None:
         """What has been taken, and was not reduced yet, becomes `p.grad` again."""
@@ -83,30 +99,36 @@ class BucketSchedule:
         self.buckets.clear()
         self.where.clear()
 
-    def open(self) -> None:
-        """A pass has begun, or one inside it. What fills the first bucket may be summed by ranks that wait already."""
-        if self.buckets and self._weights.even:
+    def open(self, early: bool) -> None:
+        """A pass has begun. If `early`, what fills the first bucket may be summed by ranks that wait already."""
+        if self._failed:
+            self.begin()
+        if early and self.buckets and self._weights.even and self.reducer.comm.exception() is None:
             self.buckets[0].open()
 
     def advance(self) -> None:
         """Start the buckets whose turn it is, the full ones but for the last; none where it would hold up the pass."""
-        if not self.reducer.background:
+        if not self.reducer.background or self._halted:
             return
         with torch.no_grad():
-            while self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
-                self._start()
+            try:
+                while self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
+                    self._start()
+            except AbortedError:
+                # The end of the pass sees to it, unless this rank's pass fails by itself before.
+                self._halted = True
 
     def _start(self, asks: bool = False) -> None:
         bucket, last = self.buckets[self._next], self._next == len(self.buckets) - 1
         with self._about(bucket):
+            self.reducer.check()
             if not self._weights.even:
                 bucket.withdraw()
             if self._factor is None:
                 self._factor = self._weights.agree()
-            bucket.take_rest()
+            bucket.take_rest(self._earlier())
             about = (any(b.late for b in self.buckets), asks) if last else ()
-            # A pass that follows one of which others have summed a part is another one than theirs.
-            bucket.fill(self._factor, self._weights.here, self._pass + self._spoiled, about)
+            bucket.fill(self._factor, self._weights.here, about, self._repeats)
             # Before the reduction, which may end in an error on this rank alone.
             self._next += 1
             self.reducer.start(bucket)
@@ -114,27 +136,51 @@ class BucketSchedule:
     def finish(self, first: int = 0, *, asks: bool = False) -> list[tuple[Bucket, list[tuple[bool, bool]]]]:
         """Start what is left and wait for all; the means are given out. As `Bucket.present` tells it of each.
 
+        Where another rank's pass has failed, and nothing of this one's was used yet, it is done again with that rank's
+        next pass.
+
         Args:
             first: The first bucket to wait for.
             asks: Whether this rank has something to ask of all ranks.
         """
-        while self._next < len(self.buckets):
-            self._start(asks)
-        if self._factor is None:
-            self._factor = self._weights.agree()
-        found = []
-        for bucket in self.buckets[first:]:
-            if bucket.found is None:
-                with self._about(bucket):
-                    self.reducer.finish(bucket)
-                    bucket.found = bucket.present()
-            found.append((bucket, bucket.found))
+        while (found := self._reduced(first, asks)) is None:
+            pass
+        self._complete, self._repeats = True, False
         if self.buckets:
             late, self.asked = self.buckets[-1].asked
             if late:
                 self._take_late()
         for bucket, present in found:
             self._hand_out(bucket, present)
+        return found
+
+    def _reduced(self, first: int, asks: bool) -> list[tuple[Bucket, list[tuple[bool, bool]]]] | None:
+        """Each bucket with what `Bucket.present` says; None if another rank's pass failed, and all is to be redone."""
+        found = []
+        try:
+            while self._next < len(self.buckets):
+                self._start(asks)
+            if self._factor is None:
+                self._factor = self._weights.agree()
+            for bucket in self.buckets[first:]:
+                if bucket.found is None:
+                    with self._about(bucket):
+                        self.reducer.finish(bucket)
+                        bucket.found = bucket.present()
+                found.append((bucket, bucket.found))
+        except AbortedError as aborted:
+            if first or not all(bucket.can_rewind() for bucket in self.buckets):
+                raise
+            for bucket in self.buckets:
+                self.reducer.give_up(bucket)
+                bucket.rewind()
+            self._rest()
+            try:
+                self._reconnect()
+            except AbortedError as error:
+                # For good, and for the same reason.
+                raise aborted from error
+            return None
         return found
 
     def _take_late(self) -> None:
@@ -158,16 +204,27 @@ class BucketSchedule:
             ) from error
 
     def begin(self) -> None:
-        """Make ready for the next step, also after one that was broken off."""
-        untouched = True
+        """Make ready for the next pass."""
         for bucket in self.buckets:
             self.reducer.give_up(bucket)
-            untouched &= bucket.begin()
-        # What was broken off before anything went out is no pass to the others, unless they have summed a part of it.
-        self._pass += self._next > 0
-        self._spoiled = not self._next and not untouched
-        self._next, self._factor = 0, None
-        self.asked = False
+            bucket.begin()
+        self._rest()
+
+    def _rest(self) -> None:
+        self._factor = None
+        self._next = 0
+        self._failed = self._halted = self._complete = self.asked = False
+
+    def fail(self) -> bool:
+        """Drop a pass that was broken off; whether other ranks may have received a part of it.
+
+        If none left, others may still be in their own pass, and break it off later. So the next try of this rank keeps
+        a copy of what it sends, from which it can send again.
+        """
+        started = self._next > 0
+        left = (started and not self._complete) or not all(bucket.withdraw() for bucket in self.buckets)
+        self._repeats, self._failed = not left and not started, True
+        return left
 
     def _about(self, bucket: Bucket) -> AbstractContextManager[None]:
         return About(f"averaging the gradients of {self._called(bucket)}")

@@ -46,7 +46,7 @@ class Weights:
 
     def agree(self) -> float:
         """This step's factor. Collective where ranks may differ; `AllThroughError` where none has data."""
-        size, mine, self._mine = self.comm.size, self._mine, None
+        size, mine = self.comm.size, self._mine
         self.active, self.factor = size, float(size) if self._total else 1.0
         if not self.joining and mine is None:
             return self.factor
@@ -63,5 +63,5 @@ class Weights:
         return self.factor
 
     def forget(self) -> None:
-        """The step is over, or was broken off."""
+        """The step is over."""
         self._mine = None

@@ -1,0 +1,96 @@
+"""The communicators of one averager, and how a pass that failed half-way ends on all ranks."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+from unisono.communicator import Communicator
+from unisono.errors import AbortedError, CommError
+from unisono.types import Work
+
+__all__ = ["AveragerComms"]
+
+
+class AveragerComms:
+    """Two communicators in use, and one from which they are made again.
+
+    What travels over `data` is not compared between ranks. So after a pass that failed when a part of it had left, a
+    message could meet one of another bucket. Such a pass aborts both, and the next one makes them again. `base` is
+    aborted too when the averager is of no more use.
+
+    Args:
+        comm: Of the ranks that average. Collective.
+
+    Attributes:
+        data: For buckets: calls are not checked.
+        control: For all else.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._base = comm.dup()
+        self._base.share()
+        self.data = self._dup(check="off")
+        self.control = self._base
+        self._aborting: Thread | None = None
+
+    def ready(self) -> None:
+        """Make `control`. Collective. What comes before it on any rank is not cut off by an abort on another one."""
+        self.control = self._dup()
+
+    def _dup(self, **options: Any) -> Communicator:
+        comm = self._base.dup(**options)
+        # Where there is a GPU, hooks run in threads of autograd.
+        comm.share()
+        return comm
+
+    def replace(self) -> None:
+        """Make new ones where a failed pass has aborted the old ones. Collective."""
+        self.control.close()
+        self.data.close()
+        self.data = self._dup(check="off")
+        self.control = self._dup()
+
+    def abort_pass(self, reason: str, first: Work | None) -> None:
+        """End the running pass on all ranks.
+
+        Args:
+            reason: For the other ranks' errors.
+            first: The reduction of the pass's first bucket, if it is under way. Until it is over, other ranks may be
+                in the pass before, which has succeeded here and must not be cut off there.
+        """
+        error = self.data.exception()
+        if error is not None and not isinstance(error, AbortedError):
+            # A rank was lost, or has not come: that is no failure of one pass.
+            self.abort(f"averaging has failed there: {error}")
+        elif first is None:
+            self._abort(reason, self.control, self.data)
+        else:
+            self._aborting = Thread(target=self._abort_after, args=(first, reason), daemon=True)
+            self._aborting.start()
+
+    def _abort_after(self, first: Work, reason: str) -> None:
+        with suppress(CommError):
+            first.wait()
+        self._abort(reason, self.control, self.data)
+
+    def settle(self) -> None:
+        """Wait until an abort of the last pass has begun on all ranks: they come to their first bucket before."""
+        if self._aborting is not None:
+            self._aborting.join()
+            self._aborting = None
+
+    def abort(self, reason: str) -> None:
+        """End every pass on all ranks, for good."""
+        self._abort(reason, self._base, self.control, self.data)
+
+    def _abort(self, reason: str, *comms: Communicator) -> None:
+        # A control plane that is gone has told the others already.
+        with suppress(CommError):
+            for comm in comms:
+                comm.abort(reason)
+
+    def close(self) -> None:
+        """Release all. Idempotent."""
+        self._base.close()

@@ -1,0 +1,208 @@
+"""Which parameters an averager has hooked, and whether they are still the model's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter, is_
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.utils import stateless
+
+from unisono.gradients.hooks import is_averagers
+from unisono.gradients.plan import Named
+
+__all__ = ["ParameterRegistry"]
+
+_implementation, _dtype = attrgetter("_cdata"), attrgetter("dtype")
+
+
+class ParameterRegistry:
+    """The parameters of one averager.
+
+    A hook belongs to a tensor's implementation, not to its name in the model. So a parameter that was replaced,
+    swapped or added is not averaged, and no hook of a tensor can tell. What modules hold is compared with what they
+    held: before each forward of the model, before a forward of one of its modules that is called by itself, and by
+    `check`.
+
+    Args:
+        model: The module; None for parameters without one.
+        named: Its parameters, with their names.
+
+    Raises:
+        ValueError: One takes no hooks, or has those of another averager: two would take each other's gradients.
+
+    Attributes:
+        names, parameters, ids: Of the parameters, in their order; `ids` are those of Python.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        >>> registry = ParameterRegistry(model, list(model.named_parameters()))
+        >>> _ = model.append(torch.nn.Linear(1, 1))
+        >>> registry.check()
+        Traceback (most recent call last):
+        ...
+        RuntimeError: '1.weight' (and 1 more) was put into the model after its averager was made, and is not averaged...
+    """
+
+    def __init__(self, model: torch.nn.Module | None, named: Named) -> None:
+        _check_hookable(named)
+        self.model, self.named = model, named
+        self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
+        self.ids = frozenset(map(id, self.parameters))
+        self._implementations = list(map(_implementation, self.parameters))
+        self._dtypes = list(map(_dtype, self.parameters))
+        self._handles: list[Any] = []
+        self._paused: list[tuple[dict[int, Any], int, Any]] = []
+        self._snapshot()
+
+    def _snapshot(self) -> None:
+        modules = [] if self.model is None else list(self.model.modules())
+        tables = [t for m in modules for t in (m._parameters, m._modules) if isinstance(t, dict)]
+        self._empty = [table for table in tables if not table]
+        self._held = [table.values() for table in tables if table]
+        self._members = list(chain.from_iterable(self._held))
+        others = [] if self.model is None else list(self.model.parameters())
+        self._unknown = [p for p in others if id(p) not in self.ids]
+
+    # -- checks ---------------------------------------------------------------------------------
+    def check(self) -> None:
+        """`RuntimeError` that names a parameter which is not averaged: it was replaced, swapped, added or converted."""
+        if not self._same_members() and not _in_functional_call():
+            problem = self._problem()
+            if problem is not None:
+                raise RuntimeError(
+                    f"{problem}. Call remove() on the averager, and make another one of the model as it is now"
+                )
+            self._snapshot()
+
+    def _same_members(self) -> bool:
+        return (
+            all(map(is_, chain.from_iterable(self._held), self._members))
+            and sum(map(len, self._held)) == len(self._members)
+            and not any(self._empty)
+            and list(map(_implementation, self.parameters)) == self._implementations
+            and list(map(_dtype, self.parameters)) == self._dtypes
+            and not any(p.requires_grad for p in self._unknown)
+        )
+
+    def _problem(self) -> str | None:
+        known = zip(self.names, self.parameters, self._implementations, self._dtypes, strict=True)
+        for name, parameter, implementation, dtype in known:
+            if _implementation(parameter) != implementation:
+                return f"{name!r} was swapped with another tensor, and its gradient is not averaged"
+            if parameter.dtype != dtype:
+                return f"{name!r} was {dtype} when its averager was made, and is {parameter.dtype}"
+        now = [] if self.model is None else list(self.model.named_parameters())
+        new = [name for name, p in now if p.requires_grad and id(p) not in self.ids]
+        if not new:
+            return None
+        more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
+        if new[0] in self.names:
+            return f"{new[0]!r}{more} was replaced by a new parameter, whose gradient is not averaged"
+        return f"{new[0]!r}{more} was put into the model after its averager was made, and is not averaged"
+
+    # -- hooks ----------------------------------------------------------------------------------
+    @property
+    def hooked(self) -> bool:
+        """Whether there are any hooks."""
+        return bool(self._handles)
+
+    def watch_gradients(
+        self, before: Callable[[torch.Tensor], None], make: Callable[[int], Callable[[torch.Tensor], None]]
+    ) -> None:
+        """Call `before` before p.grad of a parameter is added to, and what `make` makes for its index after it.
+
+        Also of one that is frozen, which may not stay so: torch takes no hook while it is.
+        """
+        for index, parameter in enumerate(self.parameters):
+            frozen = not parameter.requires_grad
+            if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
+                continue
+            parameter.requires_grad_(True)
+            # A tensor that was swapped keeps tables of hooks that torch no longer reads, unless they are set again.
+            parameter._backward_hooks = parameter._backward_hooks
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+            self._handles.append(parameter.register_hook(before))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(make(index)))
+            parameter.requires_grad_(not frozen)
+
+    def watch_forward(self, before: Callable[[], None], after: Callable[[Any], None] | None) -> None:
+        """Call `before` before each forward of the model or of one of its modules.
+
+        After each forward of the model call `after`, if given, with what the model returned; also where it is compiled.
+        """
+        model = self.model
+        if model is None:
+            return
+
+        def start(*_: Any) -> None:
+            # Hooks of the modules would take longer than a look at all of them here.
+            for table, number, _hook in self._paused:
+                table.pop(number, None)
+            before()
+
+        def finish(*_: Any) -> None:
+            for table, number, hook in self._paused:
+                table[number] = hook
+
+        self._handles += [
+            model.register_forward_pre_hook(_ModuleHook(start)),
+            model.register_forward_hook(_ModuleHook(finish), always_call=True),
+        ]
+        if after is not None:
+            returned = _ModuleHook(lambda *passed: after(passed[-1]), traced=True)
+            self._handles.append(model.register_forward_hook(returned))
+        hook = _ModuleHook(lambda *_: before())
+        for module in model.modules():
+            if module is not model and any(id(p) in self.ids for p in module.parameters()):
+                handle = module.register_forward_pre_hook(hook)
+                self._handles.append(handle)
+                self._paused.append((module._forward_pre_hooks, handle.id, hook))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        self._paused.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _ModuleHook:
+    """A hook that does nothing on copies of the model, pickled ones too: they are not averaged."""
+
+    def __init__(self, call: Callable[..., None] | None = None, *, traced: bool = False) -> None:
+        self._call, self._traced = call, traced
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._call is not None and (self._traced or not torch.compiler.is_compiling()):
+            self._call(*arguments)
+
+    def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
+        return _ModuleHook, ()
+
+
+def _check_hookable(named: Named) -> None:
+    for name, parameter in named:
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"{name!r} is uninitialized (a lazy module). Run a forward of the model, then make the averager"
+            )
+        if not parameter.is_leaf:
+            raise ValueError(f"{name!r} is the result of a computation; pass what it was computed from")
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if any(is_averagers(hook) for hook in hooks.values()):
+            raise ValueError(f"{name!r} is averaged by another GradientAverager; remove() that one first")
+
+
+def _in_functional_call() -> bool:
+    """Whether `torch.func.functional_call` has put other tensors into the model for the time being."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == stateless.__file__:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,179 @@
+"""Parameters of an averaged model that are replaced: noticed early, with one clear error on every rank."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from averager_kit import BACKENDS, check, loss, quickly, right, sample, stack, weight
+from model_changes import CHANGES, HARMLESS, NAME, prepared
+from torch import nn
+
+import unisono as un
+from unisono.testing import pool
+
+NOTICES = ["forward", "forward of a part", "check", "backward"]
+
+
+def notice(how: str, model: nn.Sequential, averager: un.GradientAverager, known: nn.Parameter) -> None:
+    """Do one of the things that have to notice a change.
+
+    Args:
+        how: One of NOTICES.
+        model: The changed model.
+        averager: Its averager.
+        known: The first layer's weight from before the change.
+    """
+    if how == "forward":
+        model(sample(0).to(next(model.parameters()).dtype))
+    elif how == "forward of a part":
+        model[0](sample(0).to(weight(model, 0).dtype))
+    elif how == "check":
+        check(averager)
+    else:
+        # No module is called, so that the end of the pass is the first that can notice.
+        known.requires_grad_(True)
+        torch.nn.functional.linear(sample(0).to(known.dtype), known).sum().backward()
+
+
+def renewed(model: nn.Sequential, comm: un.Communicator, averager: un.GradientAverager) -> bool:
+    """Return whether a new averager of the changed model is right."""
+    averager.remove()
+    with torch.no_grad():
+        model(sample(0).to(next(model.parameters()).dtype))
+    model.zero_grad()
+    averager = un.GradientAverager(model, comm)
+    found = right(model, comm)
+    averager.remove()
+    return found
+
+
+@pytest.mark.parametrize("how", NOTICES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_replaced_parameters_are_noticed(change: str, how: str) -> None:
+    if (change, how) == ("converted by swap", "backward"):
+        pytest.skip("no parameter has a hook any more")
+
+    def program(comm: un.Communicator) -> tuple[str, bool]:
+        model = prepared(stack(), change)
+        averager = un.GradientAverager(model, comm)
+        assert right(model, comm)
+        known = next(model[0].parameters())
+        CHANGES[change](model)
+        with pytest.raises(RuntimeError) as caught:
+            notice(how, model, averager, known)
+        comm.barrier()
+        return str(caught.value), renewed(model, comm, averager)
+
+    for message, fine in pool("thread", 2).run(program):
+        assert re.search(NAME, message)
+        assert "remove()" in message
+        assert fine
+
+
+def changed_on_rank_1(comm: un.Communicator, change: str, how: str, *, first: bool) -> tuple[str, bool]:
+    """Change the model of rank 1 alone while rank 0 takes a step; the error, and whether a new averager is right."""
+    model = prepared(stack(), change)
+    averager = un.GradientAverager(model, comm)
+    assert right(model, comm)
+    if comm.rank == 1:
+        known = weight(model, 0) if change != "weight_norm removed" else next(model[0].parameters())
+        CHANGES[change](model)
+        with pytest.raises(RuntimeError) as caught:
+            notice(how, model, averager, known)
+        assert not isinstance(caught.value, un.CommError)
+    if first:
+        comm.barrier()
+    if comm.rank == 0:
+        with quickly(), pytest.raises(un.CommError) as caught:
+            loss(model, comm.rank).backward()
+    # The communicator of the caller is as good as before.
+    comm.barrier()
+    if comm.rank == 0:
+        CHANGES[change](model)
+    return str(caught.value), renewed(model, comm, averager)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_rank_whose_parameters_did_not_change_fails_quickly_with_the_reason(change: str) -> None:
+    for message, fine in pool("thread", 2).run(lambda comm: changed_on_rank_1(comm, change, "forward", first=False)):
+        assert re.search(NAME, message)
+        assert "remove()" in message
+        assert fine
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["noticed before", "noticed meanwhile"])
+@pytest.mark.parametrize("how", NOTICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_way_to_notice_is_reported_to_the_other_rank(backend: str, how: str, first: bool) -> None:
+    change = "set in _parameters"
+    for message, fine in pool(backend, 2).run(lambda comm: changed_on_rank_1(comm, change, how, first=first)):
+        assert "1.weight" in message
+        assert "remove()" in message
+        assert fine
+
+
+def test_check_returns_none_while_parameters_are_as_they_were() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model = stack()
+        averager = un.GradientAverager(model, comm)
+        before = check(averager)
+        fine = right(model, comm)
+        return before is None and fine and check(averager) is None
+
+    assert pool("thread", 2).run(program) == [True, True]
+
+
+@pytest.mark.parametrize("change", HARMLESS)
+def test_parameters_that_stay_are_no_error(change: str) -> None:
+    def program(comm: un.Communicator) -> bool:
+        model = stack()
+        averager = un.GradientAverager(model, comm)
+        assert right(model, comm)
+        HARMLESS[change](model)
+        assert check(averager) is None
+        model[0](sample(0))
+        return right(model, comm) and check(averager) is None
+
+    assert pool("thread", 2).run(program) == [True, True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_may_be_called_functionally_on_one_rank_alone(backend: str) -> None:
+    def program(comm: un.Communicator) -> bool:
+        model = stack()
+        averager = un.GradientAverager(model, comm)
+        if comm.rank == 1:
+            HARMLESS["called with parameters of another model"](model)
+        fine = right(model, comm) and check(averager) is None
+        averager.remove()
+        return fine
+
+    assert pool(backend, 2).run(program) == [True, True]
+
+
+def test_load_state_dict_with_assign_does_not_raise_by_itself() -> None:
+    """Loading is not a step of training: the next one notices, and `remove()` in between is in time."""
+
+    def program(comm: un.Communicator) -> bool:
+        model = stack()
+        averager = un.GradientAverager(model, comm)
+        CHANGES["loaded and assigned"](model)
+        return renewed(model, comm, averager)
+
+    assert pool("thread", 2).run(program) == [True, True]
+
+
+def test_a_model_with_uninitialized_parameters_is_refused() -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+        with pytest.raises(ValueError, match="uninitialized") as caught:
+            un.GradientAverager(model, comm)
+        model(torch.ones(1, 4))
+        un.GradientAverager(model, comm)
+        return str(caught.value)
+
+    for message in pool("thread", 2).run(program):
+        assert "'1.weight'" in message
+        assert "forward" in message

@@ -65,7 +65,7 @@ typedef struct {
     double limit_s;
     unsigned long owner;
     long calls;
-    int whose, pending;
+    int whose, pending, rank;
     char closed;
 } Quickly;
 
@@ -80,6 +80,7 @@ int doing_message(Doing *doing, PyObject *name, PyObject *peer, PyObject *tag);
 int may(Quickly *engine, PyObject *name);
 int limit_of(Quickly *engine, PyObject *timeout, double *limit);
 int end(Doing *doing);
+int increment_version(PyObject *written);
 PyObject *carried(Quickly *engine, PyObject *const *given, Py_ssize_t count);
 
 int take_carrier(PyObject *carrier);

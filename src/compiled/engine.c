@@ -3,7 +3,7 @@
 
 enum { NOBODY, ANYBODY, ONE };
 
-static PyObject *s_call, *s_enter, *s_leave, *s_blamed, *s_patience, *s_names;
+static PyObject *s_call, *s_enter, *s_leave, *s_blamed, *s_patience, *s_names, *s_broadcast, *s_reduce;
 
 /* Whether this thread may make a call now by the shorter way; -1 with an error. */
 int may(Quickly *self, PyObject *name)
@@ -72,6 +72,35 @@ static void blame(Quickly *self, Doing *doing)
     raise_told(error, told);
 }
 
+/* Autograd has to know that a tensor, or each of several, was written. */
+int increment_version(PyObject *written)
+{
+    static PyObject *increment;
+    if (!increment) {
+        PyObject *graph = PyImport_ImportModule("torch.autograd.graph");
+        increment = graph ? PyObject_GetAttrString(graph, "increment_version") : NULL;
+        Py_XDECREF(graph);
+    }
+    PyObject *done = increment ? PyObject_CallOneArg(increment, written) : NULL;
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Of a call that is made: tell autograd what it has written to on this rank, if anything. */
+static int mark_dirty(Quickly *self, PyObject *const *given)
+{
+    PyObject *name = given[0], *target = given[1], *root = given[4];
+    if (target == Py_None)
+        return 0;
+    int reduces = root != Py_None && PyUnicode_Compare(name, s_reduce) == 0;
+    if (reduces || (root != Py_None && PyUnicode_Compare(name, s_broadcast) == 0)) {
+        int here = PyLong_AsLong(root) == self->rank;
+        if (here != reduces)
+            return PyErr_Occurred() ? -1 : 0;
+    }
+    return increment_version(target);
+}
+
 /* name, target, source, op, root, timeout */
 static PyObject *quickly(Quickly *self, PyObject *const *given, Py_ssize_t count)
 {
@@ -93,6 +122,8 @@ static PyObject *quickly(Quickly *self, PyObject *const *given, Py_ssize_t count
         PyObject *call[] = {quick, given[0], given[1], given[2], given[3], given[4], deadline};
         done = deadline ? PyObject_VectorcallMethod(s_call, call, 7, NULL) : NULL;
         Py_XDECREF(deadline);
+        if (done == Py_True && mark_dirty(self, given) < 0)
+            Py_CLEAR(done);
         if (!done) {
             blame(self, doing);
         } else if (done == Py_True) {
@@ -211,6 +242,7 @@ static PyMemberDef members[] = {
     {"_limit_s", T_DOUBLE, offsetof(Quickly, limit_s), 0, NULL},
     {"_calls", T_LONG, offsetof(Quickly, calls), 0, NULL},
     {"_pending", T_INT, offsetof(Quickly, pending), 0, NULL},
+    {"_rank", T_INT, offsetof(Quickly, rank), 0, NULL},
     {"closed", T_BOOL, offsetof(Quickly, closed), 0, NULL},
     {NULL},
 };
@@ -242,7 +274,9 @@ int add_quickly(PyObject *module)
     s_blamed = PyUnicode_InternFromString("_blamed");
     s_patience = PyUnicode_InternFromString("_patience");
     s_names = PyUnicode_InternFromString("names");
-    if (!s_call || !s_enter || !s_leave || !s_blamed || !s_patience || !s_names)
+    s_broadcast = PyUnicode_InternFromString("broadcast");
+    s_reduce = PyUnicode_InternFromString("reduce");
+    if (!s_call || !s_enter || !s_leave || !s_blamed || !s_patience || !s_names || !s_broadcast || !s_reduce)
         return -1;
     return add_type(module, &spec, &type);
 }

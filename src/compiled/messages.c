@@ -1,7 +1,7 @@
 /* unisono.quickly.Quickly.carried: what an engine does around a message by the transport's shorter way. */
 #include "compiled.h"
 
-static PyObject *s_letter, *s_carry, *s_enter, *s_undelivered;
+static PyObject *s_letter, *s_carry, *s_enter, *s_undelivered, *s_recv;
 
 static int begin(Doing *doing, PyObject *const *given)
 {
@@ -38,6 +38,8 @@ static PyObject *carry(Quickly *self, PyObject *letter, PyObject *const *given, 
         PyObject *deadline = PyFloat_FromDouble(doing->since + limit);
         done = deadline ? PyObject_CallMethodObjArgs(letter, s_carry, given[1], deadline, NULL) : NULL;
         Py_XDECREF(deadline);
+        if (done && PyUnicode_Compare(given[0], s_recv) == 0 && increment_version(given[1]) < 0)
+            Py_CLEAR(done);
         if (!done)
             blame(self, given[0]);
         PyObject *error = done ? NULL : raised();
@@ -85,5 +87,6 @@ int prepare_messages(void)
     s_carry = PyUnicode_InternFromString("carry");
     s_enter = PyUnicode_InternFromString("enter");
     s_undelivered = PyUnicode_InternFromString("_undelivered");
-    return s_letter && s_carry && s_enter && s_undelivered ? 0 : -1;
+    s_recv = PyUnicode_InternFromString("recv");
+    return s_letter && s_carry && s_enter && s_undelivered && s_recv ? 0 : -1;
 }

@@ -23,7 +23,7 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 }
 
 /* As in unisono/compiled.py: another number for other parts, or for parts of other parts. */
-enum { INTERFACE = 9 };
+enum { INTERFACE = 10 };
 
 static int fill(PyObject *module)
 {

@@ -13,6 +13,7 @@ from threading import get_ident
 from time import monotonic
 
 import torch
+from torch.autograd.graph import increment_version
 
 from unisono.activity import Noted
 from unisono.calling import Calling, called
@@ -54,6 +55,7 @@ class Engine(Standing, Quickly):
     def __init__(self, transport: Transport, control: Control, options: Options) -> None:
         super().__init__(transport, control, options)
         self.quick, self._sink, self._limit_s = transport.quick, SINK, options.timeout_s
+        self._rank = self.group.rank
         self._spare = Spare()
         self._helper = Helper(f"unisono {self.group.name} rank {self.group.rank}")
         self._pending = 0
@@ -101,11 +103,12 @@ class Engine(Standing, Quickly):
             return None
         self._calls += 1
         self.activity.note(noted)
-        return Deferred(partial(self._wait_for, work, noted), limit, self._ready(work))
+        return Deferred(partial(self._wait_for, work, tensor, noted), limit, self._ready(work))
 
-    def _wait_for(self, work: Work, noted: Noted, deadline: float) -> None:
+    def _wait_for(self, work: Work, tensor: torch.Tensor, noted: Noted, deadline: float) -> None:
         with self._told_of(noted):
             work.wait(max(0.0, deadline - monotonic()))
+            increment_version(tensor)
 
     def run(self, plan: Plan, name: str, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
         """Carry out a plan now, or soon; None when it is done, or the work under way."""

@@ -8,6 +8,8 @@ from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from torch.autograd.graph import increment_version
+
 from unisono.activity import Activity, Noted
 from unisono.compiled import compiled
 from unisono.standing import ANYONE
@@ -37,6 +39,7 @@ class Quickly:
     _broken: Cause | None
     _calls: int
     _pending: int
+    _rank: int
     _limit_s: float
     _sink: ContextVar[Any]
 
@@ -64,6 +67,7 @@ class Quickly:
         try:
             done = quick.call(name, target, source, op, root, now + limit)
             if done:
+                self._mark_dirty(name, target, root)
                 activity.calls = self._calls = self._calls + 1
                 activity.keep(noted)
         except BaseException as error:
@@ -96,6 +100,8 @@ class Quickly:
         activity.enter(noted, (activity.post(name, peer, tag),))
         try:
             letter.carry(tensor, activity.since + limit)
+            if name == "recv":
+                increment_version(tensor)
         except BaseException as error:
             told = self._undelivered(error, name)
             if told is error:
@@ -104,6 +110,12 @@ class Quickly:
         finally:
             activity.leave()
         return True
+
+    def _mark_dirty(self, name: str, target: Tensors, root: int | None) -> None:
+        """Increment the version of what a call has written to: transports write past torch's functions."""
+        if target is None or (name == "broadcast" and root == self._rank) or (name == "reduce" and root != self._rank):
+            return
+        increment_version(target)
 
     # -- what an engine adds: the C class has no such methods, so they cannot be abstract ---------------
     def _patience(self, timeout: float) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeGuard
 
 import torch
+from torch.autograd.graph import increment_version
 
 from unisono.wire.arrays import is_hollow
 
@@ -23,6 +25,7 @@ def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
         and tensor.is_contiguous()
         and tensor.is_cpu
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+        and not is_locked(tensor)
     )
 
 
@@ -119,7 +122,11 @@ class Staging:
         plain = plain and not (write and is_locked(tensor))
         if plain and tensor.device.type not in self._away:
             # Unlike view(-1), this has stride 1 also where there is only one element: else it has no bytes to view.
-            return tensor.as_strided((tensor.numel(),), (1,))
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+            if write and not tensor.is_inference():
+                # Few transports write by torch's functions, which autograd hears of.
+                self.after.append(partial(increment_version, flat))
+            return flat
         flat = self.scratch(tensor.numel(), tensor)
         shaped = flat.view(tensor.shape)
         if read:

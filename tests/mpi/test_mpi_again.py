@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from again_kit import check_called_again, of_each_change
+from autograd_kit import check_writes
 
 import unisono as un
 from unisono.testing.pools import RankPool
@@ -69,3 +70,7 @@ def test_what_may_not_be_written_is_refused_also_when_it_could_be_before(ranks: 
         return [*said, str(numbers.resolve_conj().tolist())]
 
     assert ranks.run(program) == [["ValueError", "TypeError", "[(1-1j), (1-1j)]"]] * RANKS
+
+
+def test_autograd_hears_of_writes(ranks: RankPool) -> None:
+    check_writes(ranks)

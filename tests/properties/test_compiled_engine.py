@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+import torch
 from compiled_kit import COMPILED, PLAIN, both
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ SINK: ContextVar[Any] = ContextVar("sink", default=None)
 
 
 class Quick:
-    names = frozenset({"all_reduce", "broadcast", "send"})
+    names = frozenset({"all_reduce", "broadcast", "reduce", "recv", "send"})
 
     def __init__(self, log: list[Any]) -> None:
         self.log, self.outcome = log, None
@@ -43,6 +44,15 @@ class Quick:
         )
         if isinstance(self.outcome, BaseException):
             raise self.outcome
+
+
+class Written(torch.Tensor):
+    """A tensor that is like any other in the log."""
+
+    def __eq__(self, other: object) -> bool:  # type: ignore[override]
+        return isinstance(other, Written)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def activity_of(kinds: dict[str, Any], log: list[Any]) -> Any:
@@ -71,7 +81,7 @@ def engine_of(kinds: dict[str, Any], log: list[Any]) -> Any:
             self.activity, self.quick, self._sink, self._limit_s = activity_of(kinds, log), Quick(log), SINK, 7.0
             self.quick.engine = self
             self.activity.record = None
-            self.owner, self.closed, self._broken, self._calls, self._pending = None, False, None, 0, 0
+            self.owner, self.closed, self._broken, self._calls, self._pending, self._rank = None, False, None, 0, 0, 1
 
         def _patience(self, timeout: float) -> float:
             if timeout < 0:
@@ -113,7 +123,7 @@ CHANGES = st.one_of(
 )
 QUICK_CALLS = st.tuples(
     st.just("call"),
-    st.sampled_from(["all_reduce", "broadcast", "barrier"]),
+    st.sampled_from(["all_reduce", "broadcast", "reduce"]),
     st.sampled_from(["sum", "", 3]),
     st.sampled_from([None, 0, 1, 300, True]),
     st.sampled_from([None, 2.5, 3, -1.0, "soon"]),
@@ -136,7 +146,7 @@ AS_IT_WAS = [("owner", "here"), ("pending", 0), ("broken", None), ("closed", Fal
 
 def played(kinds: dict[str, Any], rounds: list[tuple[Any, Any, bool]]) -> list[Any]:
     log: list[Any] = []
-    engine = engine_of(kinds, log)
+    engine, tensor = engine_of(kinds, log), Written()
     quick, engine.owner = engine.quick, threading.get_ident()
     steps = [step for change, call, back in rounds for step in (change, call, *(AS_IT_WAS if back else ()))]
     for kind, *values in steps:
@@ -153,7 +163,7 @@ def played(kinds: dict[str, Any], rounds: list[tuple[Any, Any, bool]]) -> list[A
             engine.activity.keep((values[0], None, "", None))
         elif kind in ("call", "message"):
             name, *how, timeout, outcome = values
-            given = (name, "tensor", *how, timeout) if kind == "message" else (name, "target", "source", *how, timeout)
+            given = (name, tensor, *how, timeout) if kind == "message" else (name, tensor, "source", *how, timeout)
             quick.outcome = outcome("told") if isinstance(outcome, type) else outcome
             try:
                 log.append((engine.message if kind == "message" else engine.method)(*given))
@@ -163,7 +173,7 @@ def played(kinds: dict[str, Any], rounds: list[tuple[Any, Any, bool]]) -> list[A
             setattr(engine, kind if kind == "closed" else f"_{kind}", values[0])
         doing = engine.activity
         log.append((engine._calls, doing.calls, doing.inside, doing.now, doing.latest, engine.owner))
-        log.append((doing.messages, doing.awaited, sorted(doing.posted.items())))
+        log.append((doing.messages, doing.awaited, sorted(doing.posted.items()), tensor._version))
     SINK.set(None)
     return log
 

@@ -17,6 +17,7 @@ from unisono.testing.cases import Case
 from unisono.testing.check import Report, check_case, check_reports
 from unisono.testing.pools import RankPool
 from unisono.testing.strategies import cases
+from unisono.transports._plain import key_of
 from unisono.transports._shm_calls import FORMS, _apart
 from unisono.transports._shm_quick import QuickRounds
 
@@ -291,6 +292,6 @@ def test_what_lies_apart(spans: list[tuple[int, int, bool]]) -> None:
 def test_what_only_inference_mode_may_write_is_left_to_the_longer_way() -> None:
     with torch.inference_mode():
         locked = torch.zeros(3)
-        assert _apart([locked], [])
-    assert not _apart([locked], [])
-    assert _apart([torch.zeros(3)], [locked])
+        assert key_of("broadcast", locked, None, "", 0)
+    assert not key_of("broadcast", locked, None, "", 0)
+    assert not key_of("all_gather", [locked], torch.zeros(3), "", None)

@@ -10,7 +10,6 @@ import torch
 from unisono.fingerprint import Fingerprint
 from unisono.reduction import HALVES, check_reducible, divide, parse_op
 from unisono.site import call_site
-from unisono.tensors import is_locked
 from unisono.transports._again import Repeats, Twice
 from unisono.transports._mpi_agreement import Agreement, Said, word_of
 from unisono.transports._mpi_comms import Comms
@@ -149,7 +148,7 @@ class QuickCalls(Repeats):
         if recipe is None:
             return None
         arguments = recipe.way.describe(target, source)
-        if arguments is None or (recipe.divisor and is_locked(target)):
+        if arguments is None:
             return None
         by = recipe.way.level if level else None
         if by is not None and (simpler := by.simpler(arguments)) is not None:

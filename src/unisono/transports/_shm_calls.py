@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.tensors import is_locked
 from unisono.transports._plain import Key
 from unisono.types import Call, ReduceOp
 
@@ -25,8 +24,7 @@ class Form(NamedTuple):
 
     Attributes:
         call: The name by which they pass the door.
-        sides: From what is written and what is read, inputs and outputs as of `Call`; None if they share memory, or
-            may not be written.
+        sides: From what is written and what is read, inputs and outputs as of `Call`; None if they share memory.
         counts: Elements that all ranks agree on.
         sends, receives: Elements to and from each rank, where they agree by pairs.
     """
@@ -48,7 +46,7 @@ def _broadcast(key: Key, rank: int, size: int) -> Form:
 
     def sides(target: Any, _: Any) -> tuple[_Flats, _Flats] | None:
         flats = (_flat(target),)
-        return (flats, flats) if here else None if is_locked(target) else ((), flats)
+        return (flats, flats) if here else ((), flats)
 
     return Form("broadcast", sides, key[4])
 
@@ -58,7 +56,7 @@ def _reduce(key: Key, rank: int, size: int) -> Form:
 
     def sides(target: Any, _: Any) -> tuple[_Flats, _Flats] | None:
         flats = (_flat(target),)
-        return (flats, ()) if not here else None if is_locked(target) else (flats, flats)
+        return (flats, flats) if here else (flats, ())
 
     return Form("reduce", sides, key[4])
 
@@ -152,9 +150,7 @@ def _flats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _apart(written: _Flats, read: _Flats) -> bool:
-    """Whether these may be written, and none of them shares memory with another one."""
-    if any(is_locked(t) for t in written):
-        return False
+    """Whether none of those that are written shares memory with another one."""
     spans = [(t.data_ptr(), t.nbytes, True) for t in written] + [(t.data_ptr(), t.nbytes, False) for t in read]
     spans.sort()
     end_of_any = end_of_written = 0

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 
 from unisono.fingerprint import Fingerprint
 from unisono.reduction import SUMS
@@ -54,7 +53,6 @@ class Kept(NamedTuple):
         paired: Whether the last words of all ranks' marks tell if it is this call.
         again: The call, if it turns out to be another one.
         told: What ranks compare, but for the line.
-        written: What this rank gets, if anything: autograd is told that it changed.
     """
 
     mark: Mark
@@ -62,7 +60,6 @@ class Kept(NamedTuple):
     paired: bool
     again: Callable[[], Call]
     told: Callable[..., Fingerprint]
-    written: Callable[[], Any] | None
 
 
 class Maker:
@@ -94,8 +91,6 @@ class Maker:
                 self._rounds.uneven(kept.again(), deadline)
             elif then is not None:
                 then[0](*then[1])
-            if kept.written is not None:
-                increment_version(kept.written())
         finally:
             self.now = None
 
@@ -105,7 +100,6 @@ def kept_of(
     call: Call,
     mark: Mark,
     told: Callable[..., Fingerprint],
-    target: Callable[[], Any],
     again: Callable[[], Call],
 ) -> Kept | None:
     """None if it is made otherwise: longer messages, other sums, and all where nothing is compiled.
@@ -114,7 +108,6 @@ def kept_of(
         rounds: Of the ranks.
         call: Which. Its tensors' memory is told, and they are not held.
         mark, told, again: As of `Kept`.
-        target: What is written, if anything is.
     """
     storing, plan = rounds.laying.storing, _PLANS[call.name]
     if storing is None:
@@ -130,8 +123,7 @@ def kept_of(
     paired = call.name == "all_to_all"
     if paired:
         mark = (*mark[:3], call.inputs[0].numel() + 1)
-    reads = not call.outputs or (call.name == "broadcast" and call.root == rounds.rank)
-    return Kept(mark, (halves[0], halves[1]), paired, again, told, None if reads else target)
+    return Kept(mark, (halves[0], halves[1]), paired, again, told)
 
 
 def held(given: Any) -> Callable[[], Any]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from unisono.compiled import part
 
@@ -45,5 +44,3 @@ class Laying:
             first.nbytes,
             first.element_size(),
         )
-        if into is not None:
-            increment_version(into)

@@ -173,9 +173,8 @@ class QuickRounds(Repeats):
         name, target, source, op, root = asked
         if not (lasting(target) and lasting(source)):
             return
-        written = held(target)
-        again = partial(_again, name, op, root, self._board, written, held(source))
-        kept = kept_of(self._rounds, call, mark, told, written, again)
+        again = partial(_again, name, op, root, self._board, held(target), held(source))
+        kept = kept_of(self._rounds, call, mark, told, again)
         if kept is not None:
             self.remember(name, target, source, op, root, _NOTHING_SAID, self._maker.make, (kept,), divisor)
 

@@ -1,4 +1,4 @@
-"""Calls that write to a tensor saved for backward: autograd has to know, as of torch's own functions."""
+"""Calls on tensors that autograd knows, which differ in nothing from torch's own functions that write to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import unisono as un
 from unisono.testing.pools import RankPool
 from unisono.types import Recv, Send
 
-__all__ = ["check_writes"]
+__all__ = ["check_views", "check_writes"]
 
 _ROOTED = ("broadcast", "gather", "reduce")
 _MESSAGES = ("recv", "irecv", "batch_isend_irecv")
@@ -64,6 +64,35 @@ def _refused(t: torch.Tensor, call: Callable[..., Any], background: bool) -> boo
     except RuntimeError as error:
         return "modified by an inplace operation" in str(error)
     return False
+
+
+def _tried(comm: un.Communicator) -> dict[str, list[str]]:
+    """Outcomes of each call on a view of a parameter made under no_grad: of two calls, and of one under no_grad."""
+    found = {}
+    for name in _calls(comm, torch.ones(4), torch.ones(4)).keys() - {"gather", *_MESSAGES}:
+        with torch.no_grad():
+            view = torch.nn.Parameter(torch.ones(4)).view(-1)
+        found[name] = [_outcome(comm, view, name) for _ in range(2)]
+        with torch.no_grad():
+            found[name].append(_outcome(comm, view, name))
+    return found
+
+
+def _outcome(comm: un.Communicator, view: torch.Tensor, name: str) -> str:
+    try:
+        work = _calls(comm, view, torch.ones(4))[name]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done" if work is None else "a work"
+
+
+def check_views(ranks: RankPool) -> None:
+    """Fail unless each call refuses such a view on all ranks, or on none."""
+    for found in ranks.run(_tried, size=2):
+        for name, (first, second, without) in found.items():
+            assert first.startswith("ValueError: "), (name, first)
+            assert "has a gradient history" in first, (name, first)
+            assert (second, without) == (first, "done"), name
 
 
 def check_writes(ranks: RankPool) -> None:

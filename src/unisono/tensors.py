@@ -51,9 +51,9 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
         raise ValueError(
             f"{name} is on {tensor.device}, which this backend cannot carry; it carries {', '.join(sorted(devices))}"
         )
-    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and _has_history(tensor):
         raise ValueError(
-            f"{name} has a gradient history, which communication would lose in silence; "
+            f"{name} has a gradient history, as a view of a parameter has, which communication would lose in silence; "
             "pass tensor.detach(), or call inside torch.no_grad()"
         )
     if written and not injective(tensor):
@@ -61,6 +61,17 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
             f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), "
             "as after expand(); pass tensor.contiguous() or a tensor of its own"
         )
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    """Return whether autograd follows a tensor back to another, or would after a write.
+
+    Torch calls a view that was made without gradients a leaf, until it is written: which is so on some ranks only.
+    """
+    if not tensor.requires_grad:
+        return False
+    base = tensor._base
+    return (base is not None and base.requires_grad) or not tensor.is_leaf
 
 
 def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]] = ()) -> None:

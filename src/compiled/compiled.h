@@ -61,7 +61,7 @@ typedef struct {
 /* unisono.quickly.Quickly */
 typedef struct {
     PyObject_HEAD
-    PyObject *quick, *names, *sink, *broken, *activity;
+    PyObject *quick, *names, *sink, *broken, *activity, *inside;
     double limit_s;
     unsigned long owner;
     long calls;

@@ -108,14 +108,16 @@ static PyObject *quickly(Quickly *self, PyObject *const *given, Py_ssize_t count
         PyErr_Format(PyExc_TypeError, "quickly() takes 6 arguments, not %zd", count);
         return NULL;
     }
-    int ready = self->pending ? 0 : may(self, given[0]);
+    int nested = !self->inside || !PySet_Check(self->inside) || PySet_GET_SIZE(self->inside);
+    int ready = self->pending || nested ? 0 : may(self, given[0]);
     if (ready <= 0)
         return ready < 0 ? NULL : Py_NewRef(Py_False);
-    /* Neither goes while this is under way, whatever is set meanwhile. */
+    /* None of them goes while this is under way, whatever is set meanwhile. */
     Doing *doing = (Doing *)Py_NewRef(self->activity);
-    PyObject *quick = Py_NewRef(self->quick), *done = NULL;
+    PyObject *quick = Py_NewRef(self->quick), *inside = Py_NewRef(self->inside), *done = NULL;
+    PyObject *here = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     double limit;
-    if (limit_of(self, given[5], &limit) < 0)
+    if (!here || limit_of(self, given[5], &limit) < 0 || PySet_Add(inside, here) < 0)
         goto out;
     if (begin(self, doing, given) == 0) {
         PyObject *deadline = PyFloat_FromDouble(doing->since + limit);
@@ -137,7 +139,10 @@ static PyObject *quickly(Quickly *self, PyObject *const *given, Py_ssize_t count
             raise_again(error);
         }
     }
+    PySet_Discard(inside, here);
 out:
+    Py_XDECREF(here);
+    Py_DECREF(inside);
     Py_DECREF(quick);
     Py_DECREF(doing);
     return done;
@@ -214,6 +219,7 @@ static int each(Quickly *self, visitproc visit, void *arg)
     Py_VISIT(self->sink);
     Py_VISIT(self->broken);
     Py_VISIT(self->activity);
+    Py_VISIT(self->inside);
     return 0;
 }
 
@@ -224,6 +230,7 @@ static int clear(Quickly *self)
     Py_CLEAR(self->sink);
     Py_CLEAR(self->broken);
     Py_CLEAR(self->activity);
+    Py_CLEAR(self->inside);
     return 0;
 }
 
@@ -239,6 +246,7 @@ static void dealloc(Quickly *self)
 static PyMemberDef members[] = {
     {"_sink", T_OBJECT, offsetof(Quickly, sink), 0, NULL},
     {"_broken", T_OBJECT, offsetof(Quickly, broken), 0, NULL},
+    {"_inside", T_OBJECT, offsetof(Quickly, inside), 0, NULL},
     {"_limit_s", T_DOUBLE, offsetof(Quickly, limit_s), 0, NULL},
     {"_calls", T_LONG, offsetof(Quickly, calls), 0, NULL},
     {"_pending", T_INT, offsetof(Quickly, pending), 0, NULL},

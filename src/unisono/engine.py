@@ -15,7 +15,7 @@ from time import monotonic
 import torch
 from torch.autograd.graph import increment_version
 
-from unisono.activity import Noted
+from unisono.activity import Noted, told
 from unisono.calling import Calling, called
 from unisono.control import Control
 from unisono.crew import Helper
@@ -55,7 +55,7 @@ class Engine(Standing, Quickly):
     def __init__(self, transport: Transport, control: Control, options: Options) -> None:
         super().__init__(transport, control, options)
         self.quick, self._sink, self._limit_s = transport.quick, SINK, options.timeout_s
-        self._rank = self.group.rank
+        self._rank, self._inside = self.group.rank, set()
         self._spare = Spare()
         self._helper = Helper(f"unisono {self.group.name} rank {self.group.rank}")
         self._pending = 0
@@ -91,7 +91,10 @@ class Engine(Standing, Quickly):
 
     def start_quickly(self, tensor: torch.Tensor, op: str, timeout: float | None) -> Work | None:
         """Start an all-reduce by the transport's shorter way; None if it was not taken."""
-        if self._pending or not self.open or sink_here() is not None or self.owner not in (get_ident(), ANYONE):
+        here = get_ident()
+        if self._pending or not self.open or sink_here() is not None or self.owner not in (here, ANYONE):
+            return None
+        if here in self._inside:
             return None
         limit = patience(timeout, self.options.timeout_s)
         noted = ("all_reduce", self._calls + 1, op, call_site())
@@ -132,6 +135,15 @@ class Engine(Standing, Quickly):
 
     def _prepare(self, plan: Plan, name: str, algorithm: str | None, timeout: float | None) -> Calling:
         limit = patience(timeout, self.options.timeout_s)
+        if get_ident() in self._inside:
+            outer = told(self.activity.now) if self.activity.now else "another collective"
+            raise self.located(
+                CommError(
+                    f"{name} was called inside {outer}, as by a signal handler. Set a flag in the handler, and make "
+                    "the call when the other one has returned"
+                ),
+                name,
+            )
         # What is refused has no number.
         job = called(plan, self.transport, name, self._calls + 1, algorithm, limit)
         self._calls += 1
@@ -174,6 +186,8 @@ class Engine(Standing, Quickly):
     @contextmanager
     def _told_of(self, noted: Noted) -> Iterator[None]:
         """Every rank learns of what fails in here, and can see that this one is in it."""
+        here = get_ident()
+        self._inside.add(here)
         self.activity.enter(noted)
         try:
             yield
@@ -183,6 +197,7 @@ class Engine(Standing, Quickly):
                 raise
             raise told from error
         finally:
+            self._inside.discard(here)
             self.activity.leave()
 
     def _follow(self, job: Calling, timeout: float) -> None:

@@ -30,6 +30,7 @@ class Quickly:
     Attributes:
         quick: The transport's shorter way, if it has one.
         activity, owner, closed: As of `Standing`.
+        _inside: Threads that are in a collective; a signal handler there may not start another.
     """
 
     quick: Quick | None
@@ -40,6 +41,7 @@ class Quickly:
     _calls: int
     _pending: int
     _rank: int
+    _inside: set[int]
     _limit_s: float
     _sink: ContextVar[Any]
 
@@ -47,10 +49,10 @@ class Quickly:
         self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float | None, /
     ) -> bool:
         """Make a blocking call by the transport's shorter way, as `Quick.call`; False if it is still to be made."""
-        quick = self.quick
-        if quick is None or name not in quick.names or (self.owner != get_ident() and self.owner != ANYONE):
+        quick, here = self.quick, get_ident()
+        if quick is None or name not in quick.names or (self.owner != here and self.owner != ANYONE):
             return False
-        if self._pending or self._broken is not None or self.closed or self._sink.get() is not None:
+        if self._pending or self._inside or self._broken is not None or self.closed or self._sink.get() is not None:
             return False
         limit = self._limit_s if timeout is None else self._patience(timeout)
         caller, activity = _getframe(2), self.activity
@@ -60,6 +62,7 @@ class Quickly:
         activity.awaited = ()
         # As `enter`, `note` and `leave` do, without the calls.
         activity.since = now = monotonic()
+        self._inside.add(here)
         if activity.record is None:
             activity.inside = True
         else:
@@ -77,6 +80,7 @@ class Quickly:
                 raise
             raise told from error
         finally:
+            self._inside.discard(here)
             if activity.record is None:
                 activity.since, activity.inside = monotonic(), False
             else:

@@ -28,6 +28,7 @@ class Quick:
 
     def call(self, name: str, target: Any, source: Any, op: str, root: Any, deadline: float) -> Any:
         doing = self.engine.activity
+        self.log.append(threading.get_ident() in self.engine._inside)
         self.log.append((name, target, source, op, root, round(deadline - doing.since, 3), doing.inside, doing.now))
         if isinstance(self.outcome, BaseException):
             raise self.outcome
@@ -82,6 +83,7 @@ def engine_of(kinds: dict[str, Any], log: list[Any]) -> Any:
             self.quick.engine = self
             self.activity.record = None
             self.owner, self.closed, self._broken, self._calls, self._pending, self._rank = None, False, None, 0, 0, 1
+            self._inside: set[int] = set()
 
         def _patience(self, timeout: float) -> float:
             if timeout < 0:
@@ -114,6 +116,7 @@ def engine_of(kinds: dict[str, Any], log: list[Any]) -> Any:
 CHANGES = st.one_of(
     st.tuples(st.just("owner"), st.sampled_from([None, -1, "here", "elsewhere"])),
     st.tuples(st.just("pending"), st.integers(0, 2)),
+    st.tuples(st.just("inside"), st.sets(st.integers(1, 2), max_size=1)),
     st.tuples(st.just("broken"), st.sampled_from([None, "cause"])),
     st.tuples(st.just("closed"), st.booleans()),
     st.tuples(st.just("record"), st.sampled_from([None, "record"])),
@@ -142,6 +145,7 @@ STEPS = st.tuples(CHANGES, st.one_of(QUICK_CALLS, MESSAGES), st.booleans())
 
 
 AS_IT_WAS = [("owner", "here"), ("pending", 0), ("broken", None), ("closed", False), ("sink", None), ("quick", True)]
+AS_IT_WAS += [("inside", set())]
 
 
 def played(kinds: dict[str, Any], rounds: list[tuple[Any, Any, bool]]) -> list[Any]:
@@ -172,6 +176,7 @@ def played(kinds: dict[str, Any], rounds: list[tuple[Any, Any, bool]]) -> list[A
         else:
             setattr(engine, kind if kind == "closed" else f"_{kind}", values[0])
         doing = engine.activity
+        log.append(engine._inside.copy())
         log.append((engine._calls, doing.calls, doing.inside, doing.now, doing.latest, engine.owner))
         log.append((doing.messages, doing.awaited, sorted(doing.posted.items()), tensor._version))
     SINK.set(None)

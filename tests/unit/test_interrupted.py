@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from patience import until
 
 import unisono as un
 from unisono.testing import run_ranks
@@ -38,6 +42,44 @@ def test_a_call_that_a_signal_handler_ends_is_not_the_start_of_the_next_one() ->
         return "broken"
 
     assert run_ranks(program, 2, "shm", timeout=10) == ["broken", "told"]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_collective_inside_another_is_refused_and_the_outer_one_ends_well(
+    backend: str, async_op: bool, tmp_path: Path
+) -> None:
+    def program(comm: un.Communicator, async_op: bool, handled: Path) -> tuple[list[str], list[list[float]]]:
+        tensors, said = [torch.ones(2) for _ in range(4)], []
+
+        def handler(*_: object) -> None:
+            try:
+                comm.all_reduce(torch.ones(3), async_op=async_op)
+            except un.errors.CommError as error:
+                said.append(str(error))
+            (handled / str(len(said))).touch()
+
+        def interrupt(activity: Any = comm._engine.activity) -> None:
+            while not activity.inside:
+                os.sched_yield()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+        signal.signal(signal.SIGALRM, handler)
+        for number, t in enumerate(tensors, 1):
+            if comm.rank == 0:
+                threading.Thread(target=interrupt).start()
+            else:
+                # The last to come, so that the other waits.
+                until((handled / str(number)).exists, 5.0)
+            comm.all_reduce(t)
+        return said, [t.tolist() for t in tensors]
+
+    (said, found), (_, others) = run_ranks(program, 2, backend, async_op, tmp_path, timeout=3)
+    assert found == others == [[2.0, 2.0]] * 4
+    assert len(said) == 4
+    for number, text in enumerate(said, 1):
+        assert f"all_reduce was called inside all_reduce #{number} (sum" in text
+        assert "Set a flag in the handler" in text
 
 
 def test_a_wrong_argument_breaks_nothing_on_the_short_way_either() -> None:

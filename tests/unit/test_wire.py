@@ -33,6 +33,26 @@ class Right(enum.Flag):
     WRITE = 2
 
 
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+    RUN = 4
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        made.append(value)
+        return super()._missing_(value)
+
+
+class Bits(enum.IntFlag):
+    LOW = 1
+    HIGH = 4
+
+
+made: list[object] = []
+"""The values for which code of a class has run."""
+
+
 class Pair(NamedTuple):
     left: Any
     right: Any
@@ -152,6 +172,28 @@ def test_no_constructor_runs() -> None:
     sneaky = Plain(1)
     sneaky.x = "explode"
     assert wire.decode(wire.encode(sneaky)).x == "explode"
+
+
+def flag(member: enum.Flag, number: int) -> bytes:
+    """The bytes of another value of its class."""
+    assert isinstance(member.value, int)
+    return wire.encode(member).removesuffix(struct.pack("<q", member.value)) + struct.pack("<q", number)
+
+
+def test_decoding_flags_keeps_nothing_and_runs_no_missing() -> None:
+    known = Access.READ | Access.WRITE
+    made.clear()
+    held = len(Access._value2member_map_), len(Bits._value2member_map_)
+    assert wire.decode(flag(Access.READ, 3)) is known
+    both, none, high = (wire.decode(flag(*of)) for of in ((Access.READ, 6), (Access.READ, 0), (Bits.LOW, 12)))
+    assert (type(both), both.value, both.name, Access.RUN in both) == (Access, 6, "WRITE|RUN", True)
+    assert (both & Access.RUN, bool(none), none.value) == (Access.RUN, False, 0)
+    assert (type(high), high, hash(high), Bits.HIGH in high, high.name) == (Bits, 12, hash(12), True, "HIGH|8")
+    for number in (8, -1):
+        with pytest.raises(ValueError, match=f"Access has no value {number}"):
+            wire.decode(flag(Access.READ, number))
+    assert (len(Access._value2member_map_), len(Bits._value2member_map_)) == held
+    assert made == []
 
 
 def test_equal_sets_have_equal_bytes() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import sys
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from unisono.wire.format import Encoder, Parts, UnsendableError, View, decoders, head, put, put_text, take, take_text
@@ -208,7 +208,22 @@ def _take_flag(view: View, at: int, depth: int) -> tuple[Any, int]:
     number, at = take(view, at, depth)
     if type(number) is not int:
         raise ValueError(f"a {name} is a number, not a {type(number).__name__}")
-    return cls(number), at
+    return _flag(cls, number), at
+
+
+def _flag(cls: Any, number: int) -> enum.Flag:
+    """The member of this number. The class itself would run `_missing_`, and keep each combination for good."""
+    known: enum.Flag | None = cls._value2member_map_.get(number)
+    if known is not None:
+        return known
+    unknown, kind = number & ~cls._flag_mask_, cls._member_type_
+    if number < 0 or (unknown and cls._boundary_ is not enum.KEEP) or kind not in (int, object):
+        raise ValueError(f"{cls.__qualname__} has no value {number}")
+    member: Any = int.__new__(cls, number) if kind is int else object.__new__(cls)
+    names = [name for name in cls._member_names_ if cls._member_map_[name]._value_ & number]
+    object.__setattr__(member, "_value_", number)
+    object.__setattr__(member, "_name_", "|".join([*names, *([str(unknown)] if unknown else [])]) or None)
+    return cast("enum.Flag", member)
 
 
 def install() -> None:

@@ -196,6 +196,66 @@ def test_decoding_flags_keeps_nothing_and_runs_no_missing() -> None:
     assert made == []
 
 
+@dataclasses.dataclass
+class Catch:
+    """As long a name as that of `Plain`."""
+
+    x: Any
+    y: Any = 0
+
+    def __del__(self) -> None:
+        made.append("dropped")
+
+
+@dataclasses.dataclass
+class Setup:
+    """Likewise."""
+
+    x: Any
+    y: Any = 0
+
+
+def _set(self: Setup, value: object) -> None:
+    made.append(value)
+
+
+Setup.y = property(lambda self: 0, _set)  # type: ignore[assignment]
+
+
+class Drops(NamedTuple):
+    x: Any
+
+    def __del__(self) -> None:
+        made.append("dropped")
+
+
+class Holds(NamedTuple):
+    """As long a name as that of `Drops`."""
+
+    x: Any
+
+
+@pytest.mark.parametrize(
+    ("cls", "like", "code"),
+    [(Catch, Plain(1), "__del__"), (Setup, Plain(1), "the setter of y"), (Drops, Holds(1), "__del__")],
+)
+def test_a_type_that_runs_code_of_its_own_has_to_be_registered(
+    monkeypatch: pytest.MonkeyPatch, cls: type[Any], like: Any, code: str
+) -> None:
+    monkeypatch.setattr(wire.classes, "_registered", {})
+    data = wire.encode(like).replace(type(like).__name__.encode(), cls.__name__.encode())
+    value = cls(1)
+    made.clear()
+    with pytest.raises(TypeError, match=f"{cls.__name__}, which runs {code} .* unisono.wire.register"):
+        wire.encode(value)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{cls.__name__} runs {code} .* unisono.wire.register"):
+            wire.decode(data)
+    assert made == []
+    wire.register(cls)
+    assert wire.decode(data).x == wire.decode(wire.encode(value)).x == 1
+
+
 def test_equal_sets_have_equal_bytes() -> None:
     up, down = set(range(0, 24, 8)), set(range(16, -8, -8))
     assert list(up) != list(down)

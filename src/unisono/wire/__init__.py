@@ -55,8 +55,9 @@ def decode(data: Buffer) -> Any:
     """The value that `encode` made these bytes from.
 
     Classes are found by name in modules that are imported already, or among those given to `register`;
-    no module is imported, and no constructor or `_missing_` is run. Memory is bounded by a small multiple of the
-    input, and nothing is kept.
+    no module is imported, and no constructor, property setter, `__del__` or `_missing_` is run (setters and
+    `__del__` only of classes that were registered). Memory is bounded by a small multiple of the input, and
+    nothing is kept.
 
     Raises:
         ValueError: The bytes are cut off, damaged, or name a class that is not known here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -21,11 +21,13 @@ _MAIN = ("__main__", "__mp_main__")
 
 _registered: dict[str, type[Any]] = {}
 _encoders: WeakKeyDictionary[type[Any], Encoder] = WeakKeyDictionary()
+_hooks: WeakKeyDictionary[type[Any], str] = WeakKeyDictionary()
 
 
 def register(cls: ClassT) -> ClassT:
     """Make known a dataclass, enum or NamedTuple that cannot be found by its name, such as a local one.
 
+    Also allow one whose `__del__` or property setters run when a value arrives; others of these are refused.
     Every process that sends or receives it registers it. Usable as a decorator.
 
     Raises:
@@ -61,6 +63,8 @@ def find(cls: type[Any]) -> Encoder | None:
         raise UnsendableError(
             f"a {name}, which no process can find by that name (give the class to unisono.wire.register)"
         )
+    if hook := _hook(name, cls):
+        raise UnsendableError(f"a {name}, which {hook}")
     encoder = _encoders[cls] = _ENCODERS[kind](name, cls)
     return encoder
 
@@ -100,11 +104,31 @@ def _known(name: str, kind: str) -> type[Any]:
     cls = _resolve(name)
     if cls is None or _kind(cls) != kind:
         raise ValueError(f"no {kind} class {name!r} is known here (import its module, or register it)")
+    if hook := _hook(name, cls):
+        raise ValueError(f"{name} {hook}")
     return cls
 
 
+def _hook(name: str, cls: type[Any]) -> str:
+    """The code of a class that would run when a value arrives or goes; empty if there is none, or it is allowed."""
+    if _registered.get(name) is cls:
+        return ""
+    hook = _hooks.get(cls)
+    if hook is None:
+        found = ["__del__"] if any("__del__" in vars(base) for base in cls.__mro__) else _setters(cls)
+        allow = "when a value arrives or goes; to allow that, give the class to unisono.wire.register on every rank"
+        hook = _hooks[cls] = f"runs {found[0]} {allow}" if found else ""
+    return hook
+
+
+def _setters(cls: type[Any]) -> list[str]:
+    """The fields that are set by code of their own; slots are not."""
+    found = [(field, type(vars(base)[field])) for field in _fields(cls) for base in cls.__mro__ if field in vars(base)]
+    return [f"the setter of {f}" for f, kind in found if hasattr(kind, "__set__") and kind is not MemberDescriptorType]
+
+
 def _fields(cls: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))
+    return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
 
 
 # -- encoders: each is made once for a class -------------------------------------------------------

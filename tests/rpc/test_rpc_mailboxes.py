@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 
 import unisono as un
-from unisono.errors import ClosedError, PeerLostError
+from unisono.control.channel import Greeting
+from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.mailbox import Mail, Mailbox
 from unisono.post_mailbox import PostMailbox
 from unisono.testing import pool, run_ranks
@@ -187,3 +189,18 @@ def hushed(comm: un.Communicator) -> bool:
 
 def test_who_polls_is_not_disturbed() -> None:
     assert pool("shm").run(hushed, size=2) == [True, True]
+
+
+def test_a_rank_whose_proof_fails_is_named_to_the_others() -> None:
+    def program(comm: un.Communicator) -> str:
+        # The higher rank connects, and finds that whatever answers does not know the secret.
+        with (
+            mock.patch.object(Greeting, "accepts", return_value=comm.rank == 0),
+            pytest.raises(CommError) as told,
+        ):
+            comm.mailbox()
+        return str(told.value)
+
+    there, here = run_ranks(program, 2, "gloo", timeout=5)
+    assert "something else than rank 0 answers" in here
+    assert "rank 1 gave up in mailbox: something else than rank 0 answers" in there

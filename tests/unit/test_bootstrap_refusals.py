@@ -93,11 +93,33 @@ def test_missing_ranks_are_named(port: int) -> None:
         find(f"tcp://127.0.0.1:{port}", 0, 3, 0.3)
 
 
-def test_wrong_secret(port: int) -> None:
+def test_a_rank_with_another_secret_is_named_to_the_others(port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
-    outcomes = together(lambda: find(url, 0, 2, 1.0, "one"), lambda: find(url, 1, 2, SOON, "two"))
-    assert isinstance(outcomes[0], CommTimeoutError)
+    outcomes = together(
+        lambda: find(url, 0, 3, 1.0, "one"), lambda: find(url, 1, 3, SOON, "two"), lambda: find(url, 2, 3, SOON, "one")
+    )
     assert "the secrets differ: set UNISONO_SECRET" in str(outcomes[1])
+    for told in (outcomes[0], outcomes[2]):
+        assert isinstance(told, CommTimeoutError)
+        assert "for rank 1, which has not come" in str(told)
+        assert "a process at 127.0.0.1 that says it is rank 1 was refused, since it has another secret" in str(told)
+
+
+def test_a_claim_to_be_a_rank_without_the_secret_ends_nothing(port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
+
+    def mended() -> Any:
+        with pytest.raises(CommError, match="the secrets differ"):
+            find(url, 1, 2, SOON, "two")
+        return find(url, 1, 2, SOON, "one")
+
+    places = together(lambda: find(url, 0, 2, SOON, "one"), mended)
+    assert [place.rank for place in places] == [0, 1]
+    late = together(lambda: places[0].control.exchange(Group.world(0, 2, places[0].name), "x", 1, 0.1))[0]
+    assert isinstance(late, CommTimeoutError)
+    assert "secret" not in str(late)
+    for place in places:
+        place.close()
 
 
 @pytest.fixture

@@ -92,6 +92,7 @@ def _try(store: TCPStore, key: str, told: str, seat: Seat, secret: bytes) -> Pla
         max(seat.left_s, 1.0),
         reach_within_s=min(max(seat.left_s, 0.1), _REACH_WITHIN_S),
         host_rank=0,
+        rank=seat.rank,
     )
     return settle(seat, control, moved=lambda: _read(store, key) != told)
 

@@ -68,7 +68,8 @@ def meet(seat: Seat, address: tuple[str, int], secret: bytes, lease: Lease | Non
     try:
         while True:
             try:
-                return settle(seat, SocketControl(address, secret, max(seat.left_s, 0.1), host_rank=0), lease)
+                patience_s = max(seat.left_s, 0.1)
+                return settle(seat, SocketControl(address, secret, patience_s, host_rank=0, rank=seat.rank), lease)
             except ClosedError:
                 if not seat.left_s:
                     raise

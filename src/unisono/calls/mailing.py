@@ -10,6 +10,7 @@ from typing import Any
 from unisono.calls.caller import Caller
 from unisono.control import Cause, error_of
 from unisono.engine import Engine
+from unisono.failing import cause_of
 from unisono.group import Group
 from unisono.mailbox import Mailbox
 from unisono.wrappers.check import Checked
@@ -54,11 +55,12 @@ class Mailing(Caller):
                     pairs.append(_pair(group, peer))
                     control.join(pairs[-1], _loser(box, peer, group))
             control.exchange(group, "mailboxes", None, timeout)
-        except BaseException:
+        except BaseException as error:
             if box is not None:
                 box.close()
             for pair in pairs:
                 control.leave(pair)
+            control.fail(group, cause_of(error, self.rank, "mailbox"))
             raise
         finally:
             control.leave(group)

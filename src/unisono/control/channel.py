@@ -5,7 +5,8 @@ change, repeat, drop or reorder a frame without ending the connection.
 
 1. The client sends its hello: a fixed word and 32 random bytes, its nonce.
 2. The server sends its hello, and its proof: an HMAC-SHA256 over both nonces with the secret as key.
-3. The client sends its own proof. Both derive one key a direction; every later byte is in a frame.
+3. The client sends its own proof; or, if the server's was wrong, its rank, so that the server can name it. Both
+   derive one key a direction; every later byte is in a frame.
 
 A frame is its length (4 bytes), a keyed BLAKE2 hash over its number and its content (16 bytes), and the
 content, which nobody parses before the hash is found right.
@@ -18,7 +19,16 @@ import os
 import struct
 from hashlib import blake2b
 
-__all__ = ["HELLO_BYTES", "MAX_FRAME_BYTES", "PROOF_BYTES", "Channel", "Greeting", "InvalidFrameError"]
+__all__ = [
+    "HELLO_BYTES",
+    "MAX_FRAME_BYTES",
+    "PROOF_BYTES",
+    "Channel",
+    "Greeting",
+    "InvalidFrameError",
+    "claimed_rank",
+    "rank_claim",
+]
 
 MAX_FRAME_BYTES = 64 << 20
 PROOF_BYTES = 32
@@ -26,6 +36,9 @@ PROOF_BYTES = 32
 _WORD = b"unisono1"
 _NONCE_BYTES = 32
 HELLO_BYTES = len(_WORD) + _NONCE_BYTES
+
+_CLAIM = struct.Struct("<24sQ")
+_OTHER_SECRET = b"another secret of rank".ljust(24)
 
 _HEAD = struct.Struct("<I16s")
 _NUMBER = struct.Struct("<Q")
@@ -69,6 +82,17 @@ class Channel:
             del self._arrived[:end]
             contents.append(content)
         return contents
+
+
+def rank_claim(rank: int) -> bytes:
+    """Make what a rank with another secret sends instead of its proof. It proves nothing."""
+    return _CLAIM.pack(_OTHER_SECRET, rank)
+
+
+def claimed_rank(proof: bytes) -> int | None:
+    """Return the rank of such a claim; None for a proof."""
+    word, rank = _CLAIM.unpack(proof)
+    return rank if word == _OTHER_SECRET else None
 
 
 def _mac(key: bytes, number: int, content: bytes) -> bytes:

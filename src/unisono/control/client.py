@@ -48,6 +48,7 @@ class SocketControl(Requester):
         on_orphan: Called if the server vanishes without a goodbye.
         reach_within_s: Seconds to reach it, if not `timeout`.
         host_rank: Which rank of the job hosts it, if one does; named if it is lost.
+        rank: Which rank of the job this is, for the others to be told if its secret is another one.
 
     Raises:
         CommTimeoutError: Nobody answers there.
@@ -62,6 +63,7 @@ class SocketControl(Requester):
         on_orphan: Callable[[], None] | None = None,
         reach_within_s: float | None = None,
         host_rank: int | None = None,
+        rank: int | None = None,
     ) -> None:
         super().__init__(timeout)
         self._host_rank = host_rank
@@ -70,7 +72,7 @@ class SocketControl(Requester):
         self._reading = threading.Lock()
         self._sharing = threading.RLock()
         self._objects: dict[str, Any] = {}
-        self._line, self._news = connect(address, secret, timeout if reach_within_s is None else reach_within_s)
+        self._line, self._news = connect(address, secret, timeout if reach_within_s is None else reach_within_s, rank)
         self._door = Door(address, secret)
         close_after_fork(self)
         close_at_exit(self)

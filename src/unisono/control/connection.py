@@ -7,7 +7,7 @@ import time
 from select import select
 from selectors import EVENT_READ
 
-from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting
+from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting, claimed_rank
 
 __all__ = ["Connection"]
 
@@ -21,6 +21,7 @@ class Connection:
     Attributes:
         serves: The number of the client that it belongs to: that of the client's first connection.
         known: Whether it has shown that it knows the secret.
+        claims: The rank that it says it is, though it has another secret.
         in_peace: Whether it has said that it will go.
         watched: What the selector is asked to tell of its socket.
         waiting: Whether bytes wait until it has read others.
@@ -32,6 +33,7 @@ class Connection:
         self.number, self.peer, self.deadline = number, peer, deadline
         self.serves = number
         self.in_peace = False
+        self.claims: int | None = None
         self.watched = EVENT_READ
         self._greeting = Greeting(secret, client=False)
         self._met = False
@@ -68,7 +70,9 @@ class Connection:
             self._queue(self._greeting.hello + self._greeting.proof())
         if not self._met or len(self._arrived) < PROOF_BYTES:
             return []
-        if not self._greeting.accepts(self._cut(PROOF_BYTES)):
+        proof = self._cut(PROOF_BYTES)
+        if not self._greeting.accepts(proof):
+            self.claims = claimed_rank(proof)
             raise ConnectionError("the secrets differ")
         self._channel = self._greeting.channel()
         return self._channel.open(bytes(self._arrived))

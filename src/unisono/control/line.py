@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
 import time
 
 from unisono import wire
-from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting
+from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting, rank_claim
 from unisono.control.door import Door
 from unisono.control.sockets import tune
 from unisono.errors import CommError, CommTimeoutError
@@ -85,8 +86,10 @@ def _milliseconds(seconds: float) -> int:
     return round(min(max(seconds, 0.0), _MAX_POLL_S) * 1000 + 0.5)
 
 
-def connect(address: tuple[str, int], secret: bytes, timeout: float) -> tuple[Line, Line]:
+def connect(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None = None) -> tuple[Line, Line]:
     """Two connections to the server, for requests and for news. It may start later than this client.
+
+    If the secrets differ, the server hears of the `rank`, if one is given.
 
     Raises:
         CommTimeoutError: Nobody answers there.
@@ -96,7 +99,7 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> tuple[Li
     attempt = 0
     while True:
         try:
-            return _both(address, secret, max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())))
+            return _both(address, secret, max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())), rank)
         except UnicodeError as error:
             raise CommError(f"{address[0]!r} is no name of a host") from error
         except OSError as error:
@@ -111,11 +114,11 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> tuple[Li
             time.sleep(pause)
 
 
-def _both(address: tuple[str, int], secret: bytes, timeout: float) -> tuple[Line, Line]:
-    line = _greet(address, secret, timeout)
+def _both(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> tuple[Line, Line]:
+    line = _greet(address, secret, timeout, rank)
     news: Line | None = None
     try:
-        news = _greet(address, secret, timeout)
+        news = _greet(address, secret, timeout, rank)
         # The server gives out the client's number, and learns that the second connection is of the same one.
         number = _ask(line, line, ("number",), timeout)
         _ask(news, line, ("news", number), timeout)
@@ -135,7 +138,7 @@ def _ask(out: Line, back: Line, words: tuple[object, ...], timeout: float) -> ob
     return wire.decode(contents[0])[2]
 
 
-def _greet(address: tuple[str, int], secret: bytes, timeout: float) -> Line:
+def _greet(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> Line:
     peer = socket.create_connection(address, timeout)
     try:
         tune(peer)
@@ -146,6 +149,9 @@ def _greet(address: tuple[str, int], secret: bytes, timeout: float) -> Line:
                 f"what answers at {address[0]}:{address[1]} is no control plane of unisono; choose another port"
             )
         if not greeting.accepts(_exactly(peer, PROOF_BYTES)):
+            if rank is not None:
+                with contextlib.suppress(OSError):
+                    peer.sendall(rank_claim(rank))
             raise CommError(
                 f"the control plane at {address[0]}:{address[1]} does not know this secret, the secrets differ: "
                 "set UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"

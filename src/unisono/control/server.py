@@ -168,6 +168,9 @@ class Server:
         # Whatever a client sends, or fails to: it ends this connection and no other.
         except Exception as error:
             _log.debug("control connection %d ends: %s", connection.number, error)
+            if connection.claims is not None:
+                with contextlib.suppress(OSError):
+                    self._state.refused(connection.claims, connection.peer.getpeername()[0])
             self._broken.append(connection)
 
     def _handle(self, connection: Connection, content: bytes) -> None:

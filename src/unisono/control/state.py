@@ -14,6 +14,8 @@ from unisono.control.surveys import Surveys
 
 __all__ = ["ControlState"]
 
+_MOST_REFUSED = 16
+
 
 class ControlState:
     """One for a job. Clients are numbers that whoever carries the messages gives out.
@@ -46,6 +48,7 @@ class ControlState:
         self._leaving: dict[str, list[tuple[int, int]]] = {}
         self._seats: dict[tuple[str, int], tuple[int, str, int]] = {}
         self._clients: set[int] = set()
+        self._refused: dict[int, str] = {}
 
     def handle(self, client: int, request: int, words: tuple[Any, ...]) -> Outgoing:
         """What is to be told to whom, in this order. A request out of form raises ValueError or TypeError."""
@@ -63,6 +66,11 @@ class ControlState:
         names = self._groups.names(client)
         out = [*self._forget(client), *self._groups.lose(client)]
         return out + [reply for name in names for reply in self._rebuilds.look(name)]
+
+    def refused(self, rank: int, host: str) -> None:
+        """Keep, for errors, the rank that a process with another secret claims to be. A claim ends nothing."""
+        if len(self._refused) < _MOST_REFUSED:
+            self._refused[rank] = host
 
     # -- the store ---------------------------------------------------------------------------------
     def _on_set(self, client: int, request: int, key: str, value: bytes) -> Outgoing:
@@ -133,8 +141,18 @@ class ControlState:
         report: str = "",
         deadlock: bool = False,
     ) -> Outgoing:
-        out = self._groups.withdraw(name, topic, waited_s, report, deadlock)
+        out = self._groups.withdraw(name, topic, waited_s, self._refusals() + report, deadlock)
         return [*out, (client, (request, "ok", None))]
+
+    def _refusals(self) -> str:
+        """Lines for an error: ranks that have not come, and were refused."""
+        come = {rank for _, rank in self._seats}
+        return "".join(
+            f"\n  a process at {host} that says it is rank {rank} was refused, since it has another secret: set "
+            "UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"
+            for rank, host in sorted(self._refused.items())
+            if rank not in come
+        )
 
     def _on_fail(self, client: int, request: int, name: str, kind: str, rank: int | None, message: str) -> Outgoing:
         first, out = self._groups.fail(name, Cause(kind, rank, message))

@@ -11,7 +11,7 @@ import threading
 import time
 
 from unisono import wire
-from unisono.control import Control
+from unisono.control import Control, error_of
 from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting
 from unisono.control.sockets import listen, tune
 from unisono.crew import Crew
@@ -115,9 +115,12 @@ def _await(
                     link[0].close()
                 continue
             break
-        if time.monotonic() > deadline or control.cause(group) is not None:
+        cause = control.cause(group)
+        if time.monotonic() > deadline or cause is not None:
             for line, _ in found.values():
                 line.close()
+            if cause is not None:
+                raise error_of(cause, group)
             first = min(missing - found.keys())
             raise CommTimeoutError(f"rank {first} has not connected to the mailbox of rank {group.rank}", peer=first)
     return found

@@ -188,12 +188,12 @@ class Communicator(Objects, Parts, Watching, Mailing):
     # -- life ----------------------------------------------------------------------------------
     def hand_over(self) -> None:
         """Give the communicator up: the next thread that uses it owns it."""
-        self._enter("hand_over")
+        self._own("hand_over")
         self._engine.owner = None
 
     def share(self) -> None:
         """Let every thread use it from now on. The caller sees to it that no two are in a collective at once."""
-        self._enter("share")
+        self._own("share")
         self._engine.owner = ANYONE
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.gradients.averager import GradientAverager
-from unisono.gradients.backward_pass import BackwardPass
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.schedule import BucketSchedule
 from unisono.gradients.weights import Weights
@@ -79,14 +78,9 @@ def keeps_the_hooks(self: GradientAverager) -> None:
     """Says that it lets go."""
 
 
-def ends_with_the_inner_pass(self: BackwardPass, number: int) -> None:
-    self.running = self._outermost = number
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(number))
-
-
-def hands_out_copies_before_the_mean(self: Bucket) -> None:
+def hands_out_copies_before_the_mean(self: Bucket, earlier: dict[int, torch.Tensor]) -> None:
     kept = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-    original_rest(self)
+    original_rest(self, earlier)
     self.views = [view if grad is None else grad for view, grad in zip(self.views, kept, strict=True)]
 
 
@@ -114,7 +108,6 @@ original_rest, original_last, original_agree = Bucket.take_rest, BucketSchedule.
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (GradientAverager, "_finish_step", forgets_what_is_owed),
     (GradientAverager, "remove", keeps_the_hooks),
-    (BackwardPass, "enter", ends_with_the_inner_pass),
     (Bucket, "take_rest", hands_out_copies_before_the_mean),
     (Bucket, "present", takes_all_for_present),
     (BucketSchedule, "finish", forgets_the_last_bucket),

@@ -31,7 +31,7 @@ class GradientAverager(AveragerPasses):
 
     Args:
         model: A module, or its parameters.
-        comm: Whose ranks average. The averager talks over two communicators of its own, made of it.
+        comm: Whose ranks average. The averager talks over three communicators of its own, made of it.
         bucket_cap_mb: Size of a message in MiB, a compromise of latency and overlap: by default 25 where a message
             travels while others fill (`comm.overlaps`) or is compressed, and no limit elsewhere.
         first_bucket_mb: Of the first: by default 1 if each rank has a core that reduces it while others fill.
@@ -46,11 +46,17 @@ class GradientAverager(AveragerPasses):
     Raises:
         ValueError: Another averager has the model, or a part of it.
         MismatchError: Ranks have different models or settings; or, from `backward()` and on every rank, some
-            rank has no gradient that others have, without `find_unused`; or broke a pass off half-way, alone.
+            rank has no gradient that others have, without `find_unused`.
+        AbortedError: From `backward()`: another rank's pass has failed half-way, or its model has changed.
+        RuntimeError: From a forward, from `backward()` or from `check()`: a parameter was replaced, swapped or added.
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not come; names the parameters.
 
-    Cost: for each step one all_reduce a bucket, with two words a parameter and ten more beside the gradients,
-    and one copy of each gradient. Memory: one bucket's worth for each gradient, which is the gradient
+    A backward pass that raises is undone on its rank: p.grad, and what `no_sync` and `weight` said, are as before. If a
+    part of it had left, all ranks drop the pass, and the next one is right.
+
+    Cost: for each step one all_reduce a bucket, with two words a parameter and two more beside the gradients, and one
+    copy of each gradient; 1.5 us a parameter for a hook before its gradient is added; a look at all parameters before
+    the forward and after the backward (0.1 us each). Memory: one bucket's worth for each gradient, which is the gradient
     itself once backward is through. The idea of buckets: Li et al., "PyTorch Distributed", VLDB 2020.
 
     Example:

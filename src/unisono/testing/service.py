@@ -66,7 +66,7 @@ def _perform(comm: Communicator, program: bytes) -> bytes:
     except CommError:
         usable = False
     else:
-        usable = True
+        usable = comm.exception() is None
     return _packed(outcome, usable)
 
 

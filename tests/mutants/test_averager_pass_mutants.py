@@ -228,7 +228,7 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (passes, BucketSchedule, "fail", consumes_on_failure),
     (left, Bucket, "can_rewind", lambda self: False),
     (left, Bucket, "rewind", lambda self: setattr(self, "started", False)),
-    (left, Weights, "agree", uses_the_weight_up),
+    (passes, Weights, "agree", uses_the_weight_up),
     (alone, BucketSchedule, "fail", lambda self: bool(original_fail(self) and False)),
     (alone, AveragerComms, "abort_pass", nothing),
     (alone, AveragerComms, "replace", nothing),

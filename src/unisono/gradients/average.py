@@ -53,7 +53,7 @@ def average_gradients(
     spread = sparse_parameters(model) if isinstance(model, torch.nn.Module) else set()
     gradients = [_dense_gradient(p) for _, p in trained if id(p) not in spread]
     with torch.no_grad():
-        average_sparse([pair for pair in trained if id(pair[1]) in spread], comm, Weights(comm), find_unused=True)
+        average_sparse([pair for pair in trained if id(pair[1]) in spread], comm, Weights(comm))
         for bucket in buckets(gradients, int(bucket_cap_mb * MIB)):
             flat_apply(bucket, lambda flat: comm.all_reduce(flat, op="avg"))
 

@@ -56,8 +56,8 @@ class GradientAverager(AveragerPasses):
 
     Cost: for each step one all_reduce a bucket, with two words a parameter and two more beside the gradients, and one
     copy of each gradient; 1.5 us a parameter for a hook before its gradient is added; a look at all parameters before
-    the forward and after the backward (0.1 us each). Memory: one bucket's worth for each gradient, which is the gradient
-    itself once backward is through. The idea of buckets: Li et al., "PyTorch Distributed", VLDB 2020.
+    the forward and after the backward (0.1 us each). Memory: one bucket's worth for each gradient, which is the
+    gradient itself once backward is through. The idea of buckets: Li et al., "PyTorch Distributed", VLDB 2020.
 
     Example:
         >>> def program(comm):

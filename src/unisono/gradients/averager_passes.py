@@ -16,7 +16,7 @@ from unisono.gradients.buckets import broadcast_all, share
 from unisono.gradients.hooks import Hooks
 from unisono.gradients.naming import About, check_skipped
 from unisono.gradients.parameter_registry import ParameterRegistry
-from unisono.gradients.plan import Named, agree_on_parameters, bucket_sizes, in_bytes, named_parameters
+from unisono.gradients.plan import agree_on_parameters, bucket_sizes, in_bytes, named_parameters
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.saved_gradients import SavedGradients
 from unisono.gradients.schedule import BucketSchedule
@@ -65,7 +65,7 @@ class AveragerPasses:
         sizes = bucket_sizes(self._sizes, self._parameters, comm, **how)
         spread = sparse_parameters(self._model) if self._model is not None else set()
         self._spread = {i for i, p in enumerate(self._parameters) if id(p) in spread}
-        self._sparse: Named = []
+        self._sparse: list[int] = []
         # Hooks of the user's are to see what they would see without an averager.
         hooked = {i for i, p in enumerate(self._parameters) if getattr(p, "_post_accumulate_grad_hooks", None)}
         self._stays = self._spread | hooked
@@ -94,8 +94,9 @@ class AveragerPasses:
 
     def _install(self) -> None:
         self._registry.watch_gradients(self._before, self._short.make)
-        # A rank whose backward pass comes to no parameter at all takes part too.
-        self._registry.watch_forward(self._check, self._watch_outputs if self._find_unused else None)
+        self._registry.watch_forward(self._check)
+        # So a pass is known that fails before it comes to a parameter, or that comes to none.
+        self._registry.watch_outputs(self._watch_outputs, traced=self._find_unused)
         # Gradients come about in the reverse order of parameters.
         self._adopt([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
@@ -112,7 +113,7 @@ class AveragerPasses:
     def _adopt(self, indices: Sequence[int]) -> None:
         """Average these parameters too, from now on."""
         self._schedule.add([i for i in indices if i not in self._spread])
-        self._sparse += [self._named[i] for i in indices if i in self._spread]
+        self._sparse += [i for i in indices if i in self._spread]
         self._place()
 
     def _place(self) -> None:
@@ -124,7 +125,7 @@ class AveragerPasses:
             self._enter()
 
     def _watch_outputs(self, returned: Any) -> None:
-        watch_outputs(returned, self._registry.ids, self._enter)
+        watch_outputs(returned, self._registry.ids, self._find_unused, self._enter)
 
     def _enter(self) -> None:
         """A backward pass is running."""
@@ -208,7 +209,8 @@ class AveragerPasses:
     # -- the end of a step ----------------------------------------------------------------------
     def _finish_step(self) -> None:
         self._check()
-        for index in (self._owed | self._held) & self._where.keys():
+        arrived = self._owed | self._held
+        for index in arrived & self._where.keys():
             bucket, slot = self._where[index]
             # It may have been set to None since.
             if self._has_gradient(index) and not bucket.started and not bucket.came[slot]:
@@ -218,7 +220,9 @@ class AveragerPasses:
         # Without a bucket there was no message to ask by.
         if self._schedule.asked or (thawed and not self._where):
             self._take_in(thawed)
-        average_sparse(self._sparse, self._comms.control, self._weights, find_unused=self._find_unused)
+        lacking = [self._names[i] for i in self._sparse if i not in arrived and self._weights.here]
+        sparse = [self._named[i] for i in self._sparse]
+        average_sparse(sparse, self._comms.control, self._weights, None if self._find_unused else lacking)
         if self._sync_buffers and self._model is not None:
             broadcast_all(self._model.buffers(), self._comms.control)
 

@@ -120,28 +120,33 @@ class BackwardPass:
             self._hold(enclosing)
 
 
-def watch_outputs(returned: Any, parameters: frozenset[int], reached: Callable[[], None]) -> None:
-    """Call `reached` when a backward pass comes to what a model returned, also if it comes to no parameter from there.
+def watch_outputs(returned: Any, parameters: frozenset[int], unused: bool, reached: Callable[[], None]) -> None:
+    """Call `reached` when a backward pass comes to what a model returned.
 
     Args:
         returned: A tensor, or a list, tuple, dict or dataclass of such.
         parameters: The `id` of each parameter.
+        unused: Whether to call it also if the pass comes to no parameter from there.
         reached: Called in the backward pass.
     """
     if is_dataclass(returned) and not isinstance(returned, type):
         returned = [getattr(returned, field.name, None) for field in fields(returned)]
     if isinstance(returned, torch.Tensor):
-        _watch_tensor(returned, parameters, reached)
+        _watch_tensor(returned, parameters, unused, reached)
     elif isinstance(returned, (list, tuple, dict)):
         for part in returned.values() if isinstance(returned, dict) else returned:
-            watch_outputs(part, parameters, reached)
+            watch_outputs(part, parameters, unused, reached)
 
 
-def _watch_tensor(returned: torch.Tensor, parameters: frozenset[int], reached: Callable[[], None]) -> None:
+def _watch_tensor(
+    returned: torch.Tensor, parameters: frozenset[int], unused: bool, reached: Callable[[], None]
+) -> None:
     # A leaf has a hook of its own, and stays for many steps; what torch.func wraps is no part of a training step.
     if returned.grad_fn is None or torch._C._functorch.is_functorch_wrapped_tensor(returned):
         return
     leaf = None if torch.compiler.is_compiling() else _leaf(returned.grad_fn, parameters)
+    if not unused and id(getattr(leaf, "variable", None)) not in parameters:
+        return
 
     def came(gradient: torch.Tensor) -> None:
         # torch.autograd.grad passes here too, but adds to no parameter's gradient.

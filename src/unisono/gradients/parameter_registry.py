@@ -130,11 +130,18 @@ class ParameterRegistry:
             self._handles.append(parameter.register_post_accumulate_grad_hook(make(index)))
             parameter.requires_grad_(not frozen)
 
-    def watch_forward(self, before: Callable[[], None], after: Callable[[Any], None] | None) -> None:
-        """Call `before` before each forward of the model or of one of its modules.
+    def watch_outputs(self, after: Callable[[Any], None], *, traced: bool) -> None:
+        """Call `after` after each forward of the model, with what it returned; if `traced`, also where compiled."""
 
-        After each forward of the model call `after`, if given, with what the model returned; also where it is compiled.
-        """
+        def finish(*passed: Any) -> None:
+            if torch.compiler.is_compiling() or not _in_functional_call():
+                after(passed[-1])
+
+        if self.model is not None:
+            self._handles.append(self.model.register_forward_hook(_ModuleHook(finish, traced=traced)))
+
+    def watch_forward(self, before: Callable[[], None]) -> None:
+        """Call `before` before each forward of the model or of one of its modules."""
         model = self.model
         if model is None:
             return
@@ -153,9 +160,6 @@ class ParameterRegistry:
             model.register_forward_pre_hook(_ModuleHook(start)),
             model.register_forward_hook(_ModuleHook(finish), always_call=True),
         ]
-        if after is not None:
-            returned = _ModuleHook(lambda *passed: after(passed[-1]), traced=True)
-            self._handles.append(model.register_forward_hook(returned))
         hook = _ModuleHook(lambda *_: before())
         for module in model.modules():
             if module is not model and any(id(p) in self.ids for p in module.parameters()):

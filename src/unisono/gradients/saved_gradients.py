@@ -58,8 +58,9 @@ class SavedGradients:
         """Put what was set aside back into p.grad, with what has come since."""
         for index, earlier in self.aside.items():
             new = self._parameters[index].grad
-            with torch.enable_grad():
-                self._parameters[index].grad = earlier if new is None else earlier.add_(new)
+            with torch.set_grad_enabled(new is not None and new.requires_grad):
+                total = earlier if new is None else earlier + new if new.requires_grad else earlier.add_(new)
+            self._parameters[index].grad = total
         self.clear()
 
     def restore(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from unisono.communicator import Communicator
@@ -11,8 +13,8 @@ from unisono.gradients.weights import Weights
 
 __all__ = ["average_sparse", "sparse_parameters"]
 
-_LACKS, _AWAY, _DENSE = -1, -2, -3
-"""What ranks say in place of a number of rows: none came, none is to come, or it is not sparse."""
+_NONE, _DENSE = -1, -2
+"""Instead of a number of rows: there is no gradient, or it is not sparse."""
 
 
 def sparse_parameters(model: torch.nn.Module) -> set[int]:
@@ -21,13 +23,19 @@ def sparse_parameters(model: torch.nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, kinds) and m.sparse}
 
 
-def average_sparse(named: Named, comm: Communicator, weights: Weights, *, find_unused: bool) -> None:
+def average_sparse(named: Named, comm: Communicator, weights: Weights, lacking: Sequence[str] | None = None) -> None:
     """Replace each `p.grad` by the mean over all ranks; a rank without one takes part with no rows.
 
     One that is dense on some rank, as where a dense layer shares the parameter, becomes dense on all.
 
+    Args:
+        named: The parameters, with their names.
+        comm: Of the ranks that average.
+        weights: Of this step.
+        lacking: Names of parameters that got no gradient here; None if ranks may differ in that.
+
     Raises:
-        MismatchError: A rank has no gradient that others have, without `find_unused`.
+        MismatchError: A rank lacks a gradient that others have.
 
     Cost: one all_gather of the numbers of rows, and for each gradient one of its rows and one of their places; a rank
     receives all ranks' rows. One all_reduce for each that is dense.
@@ -40,22 +48,20 @@ def average_sparse(named: Named, comm: Communicator, weights: Weights, *, find_u
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
     with About(f"averaging the sparse gradients of {', '.join(repr(name) for name, _ in named)}"):
-        said = comm.all_gather_object([_said(p.grad, weights.here) for p in parameters])
-        if not find_unused:
-            names = [name for name, _ in named]
-            lacking = [[n for n, one in zip(names, row, strict=True) if one == _LACKS] for row in said]
-            check_skipped(names, lacking, weights.active, comm)
-        for parameter, counts in zip(parameters, zip(*said, strict=True), strict=True):
+        said = comm.all_gather_object(([_rows(p.grad) for p in parameters], lacking))
+        if lacking is not None:
+            check_skipped([name for name, _ in named], [names for _, names in said], weights.active, comm)
+        for parameter, counts in zip(parameters, zip(*(counts for counts, _ in said), strict=True), strict=True):
             if _DENSE in counts:
                 parameter.grad = _dense_mean(parameter, comm, factor)
             elif max(counts) >= 0:
                 parameter.grad = _sparse_mean(parameter, comm, factor, [max(0, n) for n in counts])
 
 
-def _said(grad: torch.Tensor | None, here: bool) -> int:
-    """How many rows of it travel, or one of the words for what has none."""
+def _rows(grad: torch.Tensor | None) -> int:
+    """Number of rows that travel, or a word for what has none."""
     if grad is None:
-        return _LACKS if here else _AWAY
+        return _NONE
     return int(grad.indices().shape[1]) if grad.is_sparse else _DENSE
 
 

@@ -107,7 +107,7 @@ def added(kept: Found, more: Found, times: int = 1) -> Found:
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("width", [4, 260])
+@pytest.mark.parametrize("width", [4, 150])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_as_before_a_pass_that_raised(backend: str, where: str, width: int, kept: str) -> None:
@@ -168,7 +168,7 @@ def test_a_weight_outlives_a_pass_that_raised(backend: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("width", [4, 260])
+@pytest.mark.parametrize("width", [4, 150])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_fails_alone_before_anything_left_tries_again_alone(

@@ -1,0 +1,106 @@
+"""A model made of the nodes of a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from averager_programs import ROWS, WIDTH, Case, Place
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["Graph", "Watcher", "trap"]
+
+
+class Watcher(Protocol):
+    """An observer of a forward and a backward pass."""
+
+    def watch(self, index: int, value: torch.Tensor) -> None: ...
+
+    def arrive(self, place: Place) -> None: ...
+
+
+class _Trap(torch.autograd.Function):
+    """The identity, whose backward calls a function first."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return gradients[0], None
+
+
+def trap(given: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+    """The same values; call a function in the backward pass."""
+    out: torch.Tensor = _Trap.apply(given, call)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Graph(nn.Module):
+    """A model of the nodes of a case."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        kinds = {node.kind for node in case.nodes}
+        self.nodes = case.nodes
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bool(which % 2)) for which in range(3))
+        self.scales = nn.ParameterList([torch.empty(WIDTH), torch.empty(())])
+        if "wide" in kinds:
+            self.up, self.down = nn.Linear(WIDTH, case.wide, bias=False), nn.Linear(case.wide, WIDTH, bias=False)
+        if kinds & {"embedding", "tied"}:
+            self.table = nn.Embedding(ROWS, WIDTH, sparse="embedding" in kinds)
+        self.extra = nn.Sequential()
+        # Ranks that are threads share torch's own generator.
+        numbers = torch.Generator().manual_seed(case.seed)
+        self.to(getattr(torch, case.dtype))
+        if "complex" in kinds:
+            self.turn = nn.Parameter(torch.empty(WIDTH, WIDTH, dtype=getattr(torch, case.dtype).to_complex()))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=numbers, dtype=parameter.dtype) * 0.6)
+
+    def forward(
+        self, x: torch.Tensor, rows: torch.Tensor, skips: frozenset[int], watcher: Watcher | None = None
+    ) -> torch.Tensor:
+        values = [x]
+        for i, node in enumerate(self.nodes):
+            given = values[node.reads[0]]
+            for read in node.reads[1:]:
+                given = given + values[read]
+            if i not in skips:
+                run = partial(self._run, i, rows=rows, watcher=watcher)
+                if node.checkpoint:
+                    reentrant = node.checkpoint == "reentrant"
+                    given = checkpoint(run, given, use_reentrant=reentrant, preserve_rng_state=False)
+                else:
+                    given = run(given)
+            if watcher is not None and i + 1 < len(self.nodes):
+                watcher.watch(i + 1, given)
+            values.append(given)
+        # An averager cannot watch a result that is the batch itself.
+        out: torch.Tensor = self.extra(x * 1.0 if values[-1] is x else values[-1])
+        return out
+
+    def _run(self, i: int, given: torch.Tensor, rows: torch.Tensor, watcher: Watcher | None) -> torch.Tensor:
+        node = self.nodes[i]
+        if node.kind == "linear":
+            given = torch.tanh(self.layers[node.which](given))
+        elif node.kind == "wide":
+            given = self.down(torch.tanh(self.up(given)))
+        elif node.kind == "scale":
+            given = given * self.scales[node.which % 2]
+        elif node.kind == "complex":
+            given = torch.view_as_real(given.to(self.turn.dtype) @ self.turn).sum(-1).to(given.dtype)
+        elif node.kind == "embedding":
+            given = given + self.table(rows)
+        elif node.kind == "tied":
+            given = given * self.table.weight.mean(0)
+        elif node.kind == "function" and watcher is not None:
+            given = trap(given, partial(watcher.arrive, Place("function", i)))
+        return torch.tanh(given) if node.kind == "tanh" else given

@@ -1,0 +1,73 @@
+"""Whatever programs do in and around backward passes, averaged gradients are those that one process computes.
+
+A failure names its seed, and the command that runs it again. `make soak` runs 10,000 programs more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+from averager_fuzzing import failures
+from averager_mutants import MUTANTS
+from averager_reference import ReferenceAverager
+
+pytestmark = pytest.mark.filterwarnings(
+    # Torch warns of the reference cycles that create_graph=True makes, of checkpoints in an evaluation, and when it
+    # compiles a hook that looks at the model's result.
+    "ignore:Using backward:UserWarning",
+    "ignore:None of the inputs have requires_grad:UserWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
+
+# An averager over gloo takes a tenth of a second to make.
+SHORT = [("thread", 66), ("shm", 60), ("gloo", 22)]
+LONG = [("thread", 400), ("shm", 400), ("gloo", 180)]
+SIZES = pytest.mark.parametrize("size", [2, 3])
+MOST = 2  # Failures, each of which may take as long as a timeout.
+
+
+def check(found: Iterator[str]) -> None:
+    texts = list(islice(found, MOST))
+    assert not texts, "\n\n".join(texts)
+
+
+@SIZES
+@pytest.mark.parametrize(("backend", "count"), SHORT)
+def test_gradients_of_random_programs(backend: str, count: int, size: int) -> None:
+    check(failures(range(count), backend, size))
+
+
+def test_gradients_of_compiled_models() -> None:
+    check(failures(range(5), "thread", 2, compiled=True))
+
+
+@pytest.mark.soak
+@SIZES
+@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize(("backend", "count"), LONG)
+def test_gradients_of_many_random_programs(backend: str, count: int, block: int, size: int) -> None:
+    first = 1000 * (block + 1)
+    check(failures(range(first, first + count), backend, size))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("block", range(10))
+def test_gradients_of_many_compiled_models(block: int) -> None:
+    first = 1000 + 20 * block
+    check(failures(range(first, first + 20), "thread", 2, compiled=True))
+
+
+@pytest.mark.soak
+@SIZES
+@pytest.mark.parametrize(("backend", "count"), SHORT)
+def test_the_reference_is_right(backend: str, count: int, size: int) -> None:
+    """A failure of the fuzzer's own oracle shows here."""
+    check(failures(range(count), backend, size, make=ReferenceAverager))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_faults_are_found(mutant: type[ReferenceAverager]) -> None:
+    assert next(failures(range(1000), "thread", 2, make=mutant), None) is not None

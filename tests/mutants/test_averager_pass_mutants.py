@@ -130,6 +130,7 @@ def alone(comm: un.Communicator) -> None:
     averager = un.GradientAverager(model, comm, **TINY)
     model(mine).sum().backward()
     model.zero_grad()
+    averager.weight(3.0 - 2.0 * comm.rank)
     if comm.rank == 1:
         with raising(model[0].weight):
             model(mine).sum().backward()
@@ -138,7 +139,7 @@ def alone(comm: un.Communicator) -> None:
             model(mine).sum().backward()
     assert found(model) == [None, None], "dropped"
     model(mine).sum().backward()
-    assert found(model) == [1.5, 1.5], "after a failed pass"
+    assert found(model) == [1.25, 1.25], "after a failed pass, weighted"
     averager.remove()
 
 
@@ -228,10 +229,9 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (passes, BucketSchedule, "fail", consumes_on_failure),
     (left, Bucket, "can_rewind", lambda self: False),
     (left, Bucket, "rewind", lambda self: setattr(self, "started", False)),
-    (passes, Weights, "agree", uses_the_weight_up),
+    (alone, Weights, "agree", uses_the_weight_up),
     (alone, BucketSchedule, "fail", lambda self: bool(original_fail(self) and False)),
     (alone, AveragerComms, "abort_pass", nothing),
-    (alone, AveragerComms, "replace", nothing),
     (parameters, ParameterRegistry, "check", nothing),
     (parameters, parameter_registry, "_implementation", lambda parameter: 0),
     (parameters, parameter_registry, "_in_functional_call", lambda: False),

@@ -93,7 +93,7 @@ class AveragerPasses:
         self._weights.forget()
 
     def _install(self) -> None:
-        self._registry.watch_gradients(self._before, self._short.make)
+        self._registry.watch_gradients(self._make_before(), self._short.make)
         self._registry.watch_forward(self._check)
         # So a pass is known that fails before it comes to a parameter, or that comes to none.
         self._registry.watch_outputs(self._watch_outputs, traced=self._find_unused)
@@ -119,10 +119,16 @@ class AveragerPasses:
     def _place(self) -> None:
         self._short.place({i: where for i, where in self._where.items() if i not in self._stays})
 
-    def _before(self, gradient: torch.Tensor) -> None:
-        """A gradient is about to be added to a parameter's `p.grad`, or to be returned by `torch.autograd.grad`."""
-        if current_pass() != self._pass.running and self._pass.is_new():
-            self._enter()
+    def _make_before(self) -> Callable[[torch.Tensor], None]:
+        """A hook: a gradient is about to be added to a parameter's `p.grad`, or returned by `torch.autograd.grad`."""
+        # Torch calls it for each parameter in each pass.
+        current, running = current_pass, self._pass
+
+        def before(gradient: torch.Tensor) -> None:
+            if current() != running.running and running.is_new():
+                self._enter()
+
+        return before
 
     def _watch_outputs(self, returned: Any) -> None:
         watch_outputs(returned, self._registry.ids, self._find_unused, self._enter)

@@ -42,7 +42,7 @@ class SavedGradients:
     def save(self) -> None:
         """Set all aside. A pass begins."""
         self.clear()
-        held = [(i, p, p.grad) for i, p in enumerate(self._parameters) if p.requires_grad and p.grad is not None]
+        held = [(i, p, g) for i, p in enumerate(self._parameters) if (g := p.grad) is not None and p.requires_grad]
         within = {index for index, _, grad in held if self._lies_in_buckets(index, grad)}
         self._before = {}
         for index, parameter, grad in held:

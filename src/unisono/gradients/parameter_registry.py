@@ -134,7 +134,7 @@ class ParameterRegistry:
         """Call `after` after each forward of the model, with what it returned; if `traced`, also where compiled."""
 
         def finish(*passed: Any) -> None:
-            if torch.compiler.is_compiling() or not _in_functional_call():
+            if not traced or torch.compiler.is_compiling() or not _in_functional_call():
                 after(passed[-1])
 
         if self.model is not None:

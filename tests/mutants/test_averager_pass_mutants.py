@@ -30,7 +30,7 @@ TINY = {"bucket_cap_mb": 4 / 2**20}
 
 
 class PlannedError(Exception):
-    """Of a hook."""
+    """The error that a hook raises on purpose."""
 
 
 def pair() -> nn.Sequential:

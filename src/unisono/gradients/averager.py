@@ -145,7 +145,7 @@ class GradientAverager(AveragerPasses):
         return [[self._names[i] for i in bucket.indices] for bucket in self._schedule.buckets]
 
     def state_dict(self) -> dict[str, Any]:
-        """What codecs remember from step to step, and how many steps there were. Differs from rank to rank."""
+        """State of the codecs, and the number of steps made. Differs from rank to rank."""
         codecs = self._codecs()
         states = [codec.state_dict() for _, codec in codecs]
         return {"steps": self._steps[-1], "buckets": [names for names, _ in codecs], "codecs": states}
@@ -171,7 +171,7 @@ class GradientAverager(AveragerPasses):
         self._steps[-1] = state["steps"]
 
     def _codecs(self) -> list[tuple[list[str], Codec]]:
-        """Those that remember something, with the names of their parameters."""
+        """Codecs with a state, each with the names of its parameters."""
         made = [self._schedule.reducer.codec_of(bucket) for bucket in self._schedule.buckets]
         return [(names, codec) for names, codec in zip(self.buckets, made, strict=True) if codec is not None]
 

@@ -184,7 +184,7 @@ class AveragerPasses:
             self._place()
 
     def _fail(self) -> None:
-        """Undo a pass that raised: p.grad and weights are as before. The others are told if they have a part of it."""
+        """Undo a pass that raised: p.grad and weights are as before. Other ranks that have a part of it fail too."""
         self._short.note(-1)
         self._saved.restore()
         self._held.clear()

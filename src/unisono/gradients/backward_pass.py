@@ -1,4 +1,4 @@
-"""Which backward pass is running: where it begins, and how it ends."""
+"""The backward pass that runs: where it begins, and how it ends."""
 
 from __future__ import annotations
 

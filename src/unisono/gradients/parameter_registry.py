@@ -1,4 +1,4 @@
-"""Which parameters an averager has hooked, and whether they are still the model's."""
+"""The parameters that an averager has hooked, compared with those that the model has now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `p.grad` held before a backward pass, so that a pass that fails can be undone."""
+"""Gradients from before a backward pass, so that a pass that fails can be undone."""
 
 from __future__ import annotations
 

@@ -195,26 +195,6 @@ def test_more_of_a_gradient_may_come_in_any_form(how: str) -> None:
 
 
 @needed
-def test_who_goes_when_others_have_summed_gradients_is_told_that_they_are_lost() -> None:
-    def goes(late: Late) -> None:
-        assert late.summed()
-        with pytest.warns(RuntimeWarning, match="are lost"):
-            late.averager.remove()
-
-    def program(comm: un.Communicator) -> list[list[float]] | str:
-        with eager(comm) as part:
-            late = Late(part, goes)
-            if part.rank == 0:
-                with pytest.raises(un.CommError) as caught:
-                    late.step()
-                return type(caught.value).__name__
-            late.step()
-            return [[0.0] if p.grad is None else p.grad.unique().tolist() for p in (late.first, late.second)]
-
-    assert PAIR(program) == ["PeerLostError", [[2.0], [0.0]]]
-
-
-@needed
 def test_a_weight_that_is_told_in_the_middle_of_a_pass_is_in_time() -> None:
     def weighs(late: Late) -> None:
         late.averager.weight(1.0 + 2 * late.rank)

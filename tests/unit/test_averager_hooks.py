@@ -70,39 +70,24 @@ def test_hooks_of_parameters_need_no_python_once_the_order_is_known(backend: str
         assert same(found[3], [a + b for a, b in zip(wanted[2], wanted[3], strict=True)])
 
 
-def wide() -> nn.Sequential:
-    """So wide that each layer's gradient is taken as soon as it comes, whether by C or by torch."""
-    return nn.Sequential(*[nn.Linear(400, 400, bias=False) for _ in range(3)]).double()
-
-
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(("backend", "where"), [("shm", 0), ("shm", 1), ("shm", 2), ("gloo", 0)])
-def test_gradients_stay_as_they_are_if_an_averager_goes_in_the_middle_of_a_pass(
-    backend: str, where: int, before: bool
-) -> None:
-    def program(comm: un.Communicator) -> bool:
-        alone, model = made(wide), made(wide)
-        averagers: list[un.GradientAverager] = []
-
-        def goes(parameter: torch.Tensor) -> None:
-            if len(steps) == 2:
-                averagers[0].remove()
-
-        steps: list[int] = []
-        if before:
-            model[where].weight.register_post_accumulate_grad_hook(goes)
-        averagers.append(un.GradientAverager(model, comm, bucket_cap_mb=25, first_bucket_mb=25))
-        if not before:
-            model[where].weight.register_post_accumulate_grad_hook(goes)
-        sample = torch.full((2, 400), comm.rank + 1.0, dtype=torch.float64)
-        for _ in range(2):
-            steps.append(len(steps))
-            model.zero_grad()
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_an_averager_is_not_removed_inside_a_pass(backend: str) -> None:
+    def program(comm: un.Communicator) -> list[list[float]]:
+        model = made(Turned)
+        averager = un.GradientAverager(model, comm)
+        handle = next(model.parameters()).register_post_accumulate_grad_hook(lambda _: averager.remove())
+        sample = torch.full((2, 6), comm.rank + 1.0, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match=r"remove\(\) was called inside a backward pass"):
             model(sample).sum().backward()
-        alone(sample).sum().backward()
-        return same(gradients(model), gradients(alone))
+        undone = [p.grad is None for p in model.parameters()]
+        handle.remove()
+        model(sample).sum().backward()
+        averager.remove()
+        return [[float(all(undone))], *(g.flatten().tolist() for g in gradients(model))]
 
-    assert pool(backend, 3).run(program, size=2) == [True] * 2
+    found = pool(backend, 3).run(program, size=2)
+    assert found[0] == found[1]
+    assert found[0][0] == [1.0]
 
 
 @pytest.mark.parametrize("count", [10, 20_000, 80_000])

@@ -128,12 +128,15 @@ class GradientAverager(AveragerPasses):
         self._check()
 
     def remove(self) -> None:
-        """Take the hooks off, and release the communicators. Gradients stay as they are. Idempotent."""
+        """Take the hooks off, and release the communicators. Gradients stay as they are. Idempotent.
+
+        Raises:
+            RuntimeError: A backward pass is running.
+        """
+        if self._pass.is_open:
+            raise RuntimeError("remove() was called inside a backward pass; call it after backward()")
         self._registry.remove()
         self._short.forget()
-        if self._pass.is_open:
-            self._schedule.give_back()
-            self._saved.merge()
         self._pass.forget()
         self._schedule.clear()
         self._comms.close()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.averager_comms import AveragerComms
-from unisono.gradients.backward_pass import BackwardPass, current_pass, watch_outputs
+from unisono.gradients.backward_pass import BackwardPass, adds_to_leaves, current_pass, watch_outputs
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.buckets import broadcast_all, share
 from unisono.gradients.hooks import Hooks
@@ -72,8 +71,7 @@ class AveragerPasses:
         self._saved = SavedGradients(self._parameters, self._stays, self._lies_in_buckets)
         self._schedule = BucketSchedule(
             *(self._named, reducer, sizes, self._weights),
-            gather=self._gather,
-            earlier=lambda: self._saved.aside,
+            saved=self._saved,
             reconnect=self._reconnect,
         )
         self._where = self._schedule.where
@@ -89,24 +87,21 @@ class AveragerPasses:
         if self.size > 1:
             self._install()
         self._comms.ready()
-        self._weights.comm = self._comms.control
+        self._weights.attach(self._comms.control)
         self._weights.forget()
 
     def _install(self) -> None:
         self._registry.watch_gradients(self._make_before(), self._short.make)
-        self._registry.watch_forward(self._check)
-        # So a pass is known that fails before it comes to a parameter, or that comes to none.
-        self._registry.watch_outputs(self._watch_outputs, traced=self._find_unused)
+        # The output is watched so that a pass is known that fails before it comes to a parameter, or comes to none.
+        self._registry.watch_forward(self._check, self._watch_outputs, traced=self._find_unused)
         # Gradients come about in the reverse order of parameters.
         self._adopt([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
-
-    def _gather(self, late: list[int]) -> list[list[int]]:
-        return self._comms.control.all_gather_object(late)
 
     def _reconnect(self) -> None:
         """Replace communicators that a failed pass has aborted. Collective."""
         self._comms.replace()
-        self._schedule.reducer.comm, self._weights.comm = self._comms.data, self._comms.control
+        self._schedule.reducer.comm = self._comms.data
+        self._weights.attach(self._comms.control)
         self._reconnected = True
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -131,7 +126,13 @@ class AveragerPasses:
         return before
 
     def _watch_outputs(self, returned: Any) -> None:
-        watch_outputs(returned, self._registry.ids, self._find_unused, self._enter)
+        # Where ranks may lack gradients, one whose pass comes to no parameter averages with the others.
+        watch_outputs(returned, self._come if self._find_unused else self._pass.follow)
+
+    def _come(self, gradient: torch.Tensor) -> None:
+        """A hook: a pass comes to what the model returned."""
+        if adds_to_leaves(self._registry.ids):
+            self._enter()
 
     def _enter(self) -> None:
         """A backward pass is running."""
@@ -221,14 +222,15 @@ class AveragerPasses:
             # It may have been set to None since.
             if self._has_gradient(index) and not bucket.started and not bucket.came[slot]:
                 bucket.arrived(slot)
-        thawed = [i for i in self._frozen if self._parameters[i].requires_grad]
+        thawed = [i for i in self._frozen if self._parameters[i].requires_grad] if self._frozen else []
         self._look_at(self._schedule.finish(asks=bool(thawed)))
         # Without a bucket there was no message to ask by.
         if self._schedule.asked or (thawed and not self._where):
             self._take_in(thawed)
-        lacking = [self._names[i] for i in self._sparse if i not in arrived and self._weights.here]
-        sparse = [self._named[i] for i in self._sparse]
-        average_sparse(sparse, self._comms.control, self._weights, None if self._find_unused else lacking)
+        if self._sparse:
+            lacking = [self._names[i] for i in self._sparse if i not in arrived and self._weights.here]
+            sparse = [self._named[i] for i in self._sparse]
+            average_sparse(sparse, self._comms.control, self._weights, None if self._find_unused else lacking)
         if self._sync_buffers and self._model is not None:
             broadcast_all(self._model.buffers(), self._comms.control)
 
@@ -246,7 +248,10 @@ class AveragerPasses:
             raise
 
     def _complete(self) -> None:
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._finish_step()
+        else:
             self._finish_step()
         self._schedule.begin()
         self._weights.forget()

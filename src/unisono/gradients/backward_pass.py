@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import get_ident
@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
-__all__ = ["BackwardPass", "current_pass", "watch_outputs"]
+__all__ = ["BackwardPass", "adds_to_leaves", "current_pass", "watch_outputs"]
 
 _APPLY = BackwardCFunction.apply.__code__
 _RUN = _engine_run_backward.__code__
@@ -37,7 +37,8 @@ class BackwardPass:
     Args:
         begin: Called before any gradient is accumulated.
         end: Called when the outermost call has succeeded; its error is raised by `backward()`.
-        fail: Called when the outermost call, or `end`, has raised; before the caller sees the error.
+        fail: Called when the outermost call, or `end`, has raised; before the caller sees the error. Also if the pass
+            has not begun.
         one_thread: Whether all hooks run in the thread that called `backward()`, as on CPUs.
 
     Attributes:
@@ -64,9 +65,15 @@ class BackwardPass:
         self._thread: int | None = None
         self._tasks: dict[int, weakref.ref[Any]] = {}
 
-    def enter(self, number: int) -> None:
-        """Note that the graph task of this number runs: in the pass, or as its first one."""
+    def follow(self, *_: object) -> None:
+        """Note that a graph task runs, which may come to a parameter. A hook of the tensor that it came to."""
+        number = current_pass()
         if number not in self._tasks:
+            self._hold(number)
+
+    def enter(self, number: int) -> None:
+        """Note that the graph task of this number adds to gradients: in the pass, or as its first one."""
+        if number != self.running:
             if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
                 raise RuntimeError(
                     "compiled autograd does not tell hooks when a backward pass ends, so a GradientAverager cannot "
@@ -76,7 +83,8 @@ class BackwardPass:
             if self.is_open and self._one_thread and self._thread != get_ident():
                 self._conflict = True
                 raise _two_threads()
-            self._hold(number)
+            if number not in self._tasks:
+                self._hold(number)
             if not self.is_open:
                 self.is_open, self._thread = True, get_ident()
                 self._begin()
@@ -106,7 +114,8 @@ class BackwardPass:
             return
         if self._conflict:
             raise _two_threads()
-        self._end()
+        if self.is_open:
+            self._end()
         self.forget()
 
     def _dropped(self, number: int) -> None:
@@ -120,40 +129,36 @@ class BackwardPass:
             self._hold(enclosing)
 
 
-def watch_outputs(returned: Any, parameters: frozenset[int], unused: bool, reached: Callable[[], None]) -> None:
-    """Call `reached` when a backward pass comes to what a model returned.
+def watch_outputs(returned: Any, came: Callable[[torch.Tensor], None]) -> None:
+    """Call `came` when a backward pass comes to what a model returned.
 
     Args:
         returned: A tensor, or a list, tuple, dict or dataclass of such.
-        parameters: The `id` of each parameter.
-        unused: Whether to call it also if the pass comes to no parameter from there.
-        reached: Called in the backward pass.
+        came: A hook of tensors.
     """
-    if is_dataclass(returned) and not isinstance(returned, type):
-        returned = [getattr(returned, field.name, None) for field in fields(returned)]
+    parts: Iterable[Any] = ()
     if isinstance(returned, torch.Tensor):
-        _watch_tensor(returned, parameters, unused, reached)
+        # A leaf has a hook of its own, and stays for many steps; what torch.func wraps is no part of a training step.
+        if returned.grad_fn is not None and not torch._C._functorch.is_functorch_wrapped_tensor(returned):
+            returned.register_hook(came)
     elif isinstance(returned, (list, tuple, dict)):
-        for part in returned.values() if isinstance(returned, dict) else returned:
-            watch_outputs(part, parameters, unused, reached)
+        parts = returned.values() if isinstance(returned, dict) else returned
+    elif is_dataclass(returned) and not isinstance(returned, type):
+        parts = [getattr(returned, field.name, None) for field in fields(returned)]
+    for part in parts:
+        watch_outputs(part, came)
 
 
-def _watch_tensor(
-    returned: torch.Tensor, parameters: frozenset[int], unused: bool, reached: Callable[[], None]
-) -> None:
-    # A leaf has a hook of its own, and stays for many steps; what torch.func wraps is no part of a training step.
-    if returned.grad_fn is None or torch._C._functorch.is_functorch_wrapped_tensor(returned):
-        return
-    leaf = None if torch.compiler.is_compiling() else _leaf(returned.grad_fn, parameters)
-    if not unused and id(getattr(leaf, "variable", None)) not in parameters:
-        return
+def adds_to_leaves(parameters: frozenset[int]) -> bool:
+    """Whether the backward pass that runs, in a hook of a tensor, adds to a leaf's gradient from there.
 
-    def came(gradient: torch.Tensor) -> None:
-        # torch.autograd.grad passes here too, but adds to no parameter's gradient.
-        if leaf is None or _will_run(leaf):
-            reached()
+    `torch.autograd.grad` does not.
 
-    returned.register_hook(came)
+    Args:
+        parameters: The `id` of each parameter; the other leaves are of interest if none of these depends on the tensor.
+    """
+    leaf = _leaf(torch._C._current_autograd_node(), parameters)
+    return leaf is None or _will_run(leaf)
 
 
 def _leaf(node: Any, parameters: frozenset[int]) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 
 from unisono.gradients.filling import Filling
+from unisono.gradients.naming import About
 from unisono.gradients.plan import dense_strides
 from unisono.transport import Ready
 from unisono.types import Work
@@ -32,6 +32,7 @@ class Bucket(Filling):
         allocate: Makes one-dimensional memory of so many elements of a dtype.
         scale: What each contribution is multiplied by on its way in.
         ready: By what is told how much of the memory lies ready.
+        name: Of its parameters, for errors.
 
     Attributes:
         memory: All that travels: the gradients, two words on each, and some on what is asked.
@@ -48,7 +49,9 @@ class Bucket(Filling):
         allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
         scale: float = 1.0,
         ready: Callable[[torch.Tensor], Ready | None] = lambda memory: None,
+        name: str = "",
     ) -> None:
+        self.name, self.about = name, About(f"averaging the gradients of {name}")
         self.indices, self.parameters = tuple(indices), list(parameters)
         self.scale = scale
         numels = [p.numel() for p in parameters]
@@ -239,29 +242,6 @@ class Bucket(Filling):
         for parameter, view, inside, (had, _) in zip(self.parameters, self.views, self.inside, present, strict=True):
             if had or inside:
                 parameter.grad = view
-        self._hand_out_graphs()
-
-    def give_back(self) -> None:
-        """What has been taken becomes `p.grad` again, as if it had never been; unless others have summed some of it."""
-        if not self.withdraw():
-            warnings.warn(
-                "gradients are averaged no more in the middle of a backward pass, when another rank has summed some of "
-                "them already: those that had been taken are lost, and their p.grad is None",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            return
-        for slot, (parameter, view, inside) in enumerate(zip(self.parameters, self.views, self.inside, strict=True)):
-            if not inside:
-                continue
-            if parameter.grad is not None:
-                self.add(slot)
-            if self.scale != 1.0:
-                view.div_(self.scale)
-            parameter.grad = view
-        self._hand_out_graphs()
-
-    def _hand_out_graphs(self) -> None:
         for slot, graph in self._graphs.items():
             # The values are the bucket's; what the gradient was made of stays this rank's.
             graph.detach().copy_(self.views[slot])

@@ -37,6 +37,7 @@ class ParameterRegistry:
 
     Attributes:
         names, parameters, ids: Of the parameters, in their order; `ids` are those of Python.
+        hooked: Whether there are any hooks.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
@@ -55,6 +56,7 @@ class ParameterRegistry:
         self.ids = frozenset(map(id, self.parameters))
         self._implementations = list(map(_implementation, self.parameters))
         self._dtypes = list(map(_dtype, self.parameters))
+        self.hooked = False
         self._handles: list[Any] = []
         self._paused: list[tuple[dict[int, Any], int, Any]] = []
         self._snapshot()
@@ -86,7 +88,7 @@ class ParameterRegistry:
             and not any(self._empty)
             and list(map(_implementation, self.parameters)) == self._implementations
             and list(map(_dtype, self.parameters)) == self._dtypes
-            and not any(p.requires_grad for p in self._unknown)
+            and not (self._unknown and any(p.requires_grad for p in self._unknown))
         )
 
     def _problem(self) -> str | None:
@@ -106,11 +108,6 @@ class ParameterRegistry:
         return f"{new[0]!r}{more} was put into the model after its averager was made, and is not averaged"
 
     # -- hooks ----------------------------------------------------------------------------------
-    @property
-    def hooked(self) -> bool:
-        """Whether there are any hooks."""
-        return bool(self._handles)
-
     def watch_gradients(
         self, before: Callable[[torch.Tensor], None], make: Callable[[int], Callable[[torch.Tensor], None]]
     ) -> None:
@@ -118,6 +115,7 @@ class ParameterRegistry:
 
         Also of one that is frozen, which may not stay so: torch takes no hook while it is.
         """
+        self.hooked = True
         for index, parameter in enumerate(self.parameters):
             frozen = not parameter.requires_grad
             if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
@@ -130,18 +128,14 @@ class ParameterRegistry:
             self._handles.append(parameter.register_post_accumulate_grad_hook(make(index)))
             parameter.requires_grad_(not frozen)
 
-    def watch_outputs(self, after: Callable[[Any], None], *, traced: bool) -> None:
-        """Call `after` after each forward of the model, with what it returned; if `traced`, also where compiled."""
+    def watch_forward(self, before: Callable[[], None], after: Callable[[Any], None], *, traced: bool) -> None:
+        """Call `before` before each forward of the model or of one of its modules, and `after` with what it returned.
 
-        def finish(*passed: Any) -> None:
-            if not traced or torch.compiler.is_compiling() or not _in_functional_call():
-                after(passed[-1])
-
-        if self.model is not None:
-            self._handles.append(self.model.register_forward_hook(_ModuleHook(finish, traced=traced)))
-
-    def watch_forward(self, before: Callable[[], None]) -> None:
-        """Call `before` before each forward of the model or of one of its modules."""
+        Args:
+            before: Not called where a forward is compiled.
+            after: Called after those of the model alone.
+            traced: Whether to call `after` where the forward is compiled.
+        """
         model = self.model
         if model is None:
             return
@@ -152,13 +146,18 @@ class ParameterRegistry:
                 table.pop(number, None)
             before()
 
-        def finish(*_: Any) -> None:
-            for table, number, hook in self._paused:
-                table[number] = hook
+        def finish(_module: torch.nn.Module, _given: Any, returned: Any) -> None:
+            compiled = traced and torch.compiler.is_compiling()
+            if not compiled:
+                for table, number, hook in self._paused:
+                    table[number] = hook
+            # None if the forward has raised.
+            if returned is not None and (not traced or compiled or not _in_functional_call()):
+                after(returned)
 
         self._handles += [
             model.register_forward_pre_hook(_ModuleHook(start)),
-            model.register_forward_hook(_ModuleHook(finish), always_call=True),
+            model.register_forward_hook(_ModuleHook(finish, traced=traced), always_call=True),
         ]
         hook = _ModuleHook(lambda *_: before())
         for module in model.modules():
@@ -169,6 +168,7 @@ class ParameterRegistry:
 
     def remove(self) -> None:
         """Take the hooks off."""
+        self.hooked = False
         self._paused.clear()
         for handle in self._handles:
             handle.remove()

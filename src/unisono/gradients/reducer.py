@@ -68,11 +68,6 @@ class Reducer:
         """By what to tell how much of a bucket's memory lies ready, where all of it travels as it is, and at once."""
         return None if self.background or self._codec is not None else self.comm.ready(memory)
 
-    def check(self) -> None:
-        """Raise if nothing can be reduced any more: `AbortedError` if another rank's pass has failed."""
-        if (error := self.comm.exception()) is not None:
-            raise error
-
     def codec_of(self, bucket: Bucket) -> Codec | None:
         """The bucket's own codec, if it has one."""
         if self._codec is None or not bucket.flat.is_floating_point():
@@ -84,22 +79,24 @@ class Reducer:
 
     def start(self, bucket: Bucket) -> None:
         """Begin; the bucket's memory belongs to this until `finish`."""
-        codec = self.codec_of(bucket)
-        if self.background:
-            bucket.work = self.comm.all_reduce(bucket.memory, "sum", async_op=True)
-        elif codec is None:
-            self.comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
-            bucket.found = bucket.present()
-        else:
-            self.comm.all_reduce(bucket.words(), "avg")
-            bucket.found = bucket.present()
-            codec.average_used(bucket.flat, self.comm, bucket.shapes, [had for had, _ in bucket.found])
+        codec = None if self._codec is None else self.codec_of(bucket)
+        with bucket.about:
+            if self.background:
+                bucket.work = self.comm.all_reduce(bucket.memory, "sum", async_op=True)
+            elif codec is None:
+                self.comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
+                bucket.found = bucket.present()
+            else:
+                self.comm.all_reduce(bucket.words(), "avg")
+                bucket.found = bucket.present()
+                codec.average_used(bucket.flat, self.comm, bucket.shapes, [had for had, _ in bucket.found])
 
     def finish(self, bucket: Bucket) -> None:
         """Return when the bucket holds the means."""
         work, bucket.work = bucket.work, None
         if work is not None:
-            work.wait()
+            with bucket.about:
+                work.wait()
 
     def give_up(self, bucket: Bucket) -> None:
         """Wait for what is under way, whatever comes of it, so that the memory can be used again."""

@@ -41,10 +41,11 @@ class SavedGradients:
 
     def save(self) -> None:
         """Set all aside. A pass begins."""
-        self.clear()
         held = [(i, p, g) for i, p in enumerate(self._parameters) if (g := p.grad) is not None and p.requires_grad]
+        self.aside, self._before = {}, {}
+        if not held:
+            return
         within = {index for index, _, grad in held if self._lies_in_buckets(index, grad)}
-        self._before = {}
         for index, parameter, grad in held:
             # What has a graph, or is sparse, is for torch to add to.
             stays = index in self._stays or grad.requires_grad or grad.layout != torch.strided

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 
 from unisono.errors import AbortedError
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.naming import About
 from unisono.gradients.plan import Named, plan_buckets
 from unisono.gradients.reducer import Reducer
+from unisono.gradients.saved_gradients import SavedGradients
 from unisono.gradients.weights import Weights
 from unisono.types import Work
 
@@ -29,8 +28,7 @@ class BucketSchedule:
         reducer: What reduces one bucket.
         sizes: Most bytes of a bucket, and of the first one if that is another number.
         weights: Asked before the first bucket of a step what to multiply this rank's gradients by.
-        gather: Gives what all ranks gave it; called where a gradient came too late on any of them.
-        earlier: Gives, by index, what p.grad held before the pass; it is added to what came, and removed there.
+        saved: What p.grad held before the pass: it is added to what came, and removed there.
         reconnect: Makes new communicators where a failed pass has aborted the old ones. Collective.
 
     Attributes:
@@ -45,13 +43,12 @@ class BucketSchedule:
         reducer: Reducer,
         sizes: tuple[int, int | None],
         weights: Weights,
-        gather: Callable[[list[int]], list[list[int]]],
-        earlier: Callable[[], dict[int, torch.Tensor]],
+        saved: SavedGradients,
         reconnect: Callable[[], None],
     ) -> None:
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
-        self.reducer, self._weights, self._gather = reducer, weights, gather
-        self._earlier, self._reconnect = earlier, reconnect
+        self.reducer, self._weights = reducer, weights
+        self._saved, self._reconnect = saved, reconnect
         self._cap, self._first = sizes
         self.buckets: list[Bucket] = []
         self.where: dict[int, tuple[Bucket, int]] = {}
@@ -65,7 +62,9 @@ class BucketSchedule:
         for indices in plan_buckets(self._parameters, order, self._cap, None if self.buckets else self._first):
             members = [self._parameters[i] for i in indices]
             reducer = self.reducer
-            bucket = Bucket(indices, members, reducer.memory, reducer.scale(members[0].dtype), reducer.ready)
+            first, last = self._names[indices[0]], self._names[indices[-1]]
+            name = repr(first) if first == last else f"{first!r} to {last!r}"
+            bucket = Bucket(indices, members, reducer.memory, reducer.scale(members[0].dtype), reducer.ready, name)
             self.buckets.append(bucket)
             self.where.update((index, (bucket, slot)) for slot, index in enumerate(indices))
 
@@ -86,13 +85,6 @@ class BucketSchedule:
     def holding(self, grad: torch.Tensor) -> Bucket | None:
         """The bucket in whose memory a gradient lies, if any."""
         return next((bucket for bucket in self.buckets if bucket.holds(grad)), None)
-
-    def give_back(self) -> None:
-        """What has been taken, and was not reduced yet, becomes `p.grad` again."""
-        with torch.no_grad():
-            for bucket in self.buckets:
-                if not bucket.started:
-                    bucket.give_back()
 
     def clear(self) -> None:
         """Forget all buckets."""
@@ -120,18 +112,19 @@ class BucketSchedule:
 
     def _start(self, asks: bool = False) -> None:
         bucket, last = self.buckets[self._next], self._next == len(self.buckets) - 1
-        with self._about(bucket):
-            self.reducer.check()
-            if not self._weights.even:
-                bucket.withdraw()
-            if self._factor is None:
-                self._factor = self._weights.agree()
-            bucket.take_rest(self._earlier())
-            about = (any(b.late for b in self.buckets), asks) if last else ()
-            bucket.fill(self._factor, self._weights.here, about, self._repeats)
-            # Before the reduction, which may end in an error on this rank alone.
-            self._next += 1
-            self.reducer.start(bucket)
+        if (failure := self.reducer.comm.exception()) is not None:
+            # Another rank's pass has failed.
+            raise failure
+        if self._factor is None:
+            self._factor = self._weights.agree()
+        if self._factor != 1.0:
+            bucket.withdraw()
+        bucket.take_rest(self._saved.aside)
+        about = (any(b.late for b in self.buckets), asks) if last else ()
+        bucket.fill(self._factor, self._weights.here, about, self._repeats)
+        # Before the reduction, which may end in an error on this rank alone.
+        self._next += 1
+        self.reducer.start(bucket)
 
     def finish(self, first: int = 0, *, asks: bool = False) -> list[tuple[Bucket, list[tuple[bool, bool]]]]:
         """Start what is left and wait for all; the means are given out. As `Bucket.present` tells it of each.
@@ -150,8 +143,14 @@ class BucketSchedule:
             late, self.asked = self.buckets[-1].asked
             if late:
                 self._take_late()
-        for bucket, present in found:
-            self._hand_out(bucket, present)
+        try:
+            for bucket, present in found:
+                bucket.hand_out(present)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"means no longer fit the parameters among {bucket.name}: the model's dtype or device has changed "
+                "since the averager was made. remove() it before, and make another one after that"
+            ) from error
         return found
 
     def _reduced(self, first: int, asks: bool) -> list[tuple[Bucket, list[tuple[bool, bool]]]] | None:
@@ -164,9 +163,8 @@ class BucketSchedule:
                 self._factor = self._weights.agree()
             for bucket in self.buckets[first:]:
                 if bucket.found is None:
-                    with self._about(bucket):
-                        self.reducer.finish(bucket)
-                        bucket.found = bucket.present()
+                    self.reducer.finish(bucket)
+                    bucket.found = bucket.present()
                 found.append((bucket, bucket.found))
         except AbortedError as aborted:
             if first or not all(bucket.can_rewind() for bucket in self.buckets):
@@ -185,28 +183,16 @@ class BucketSchedule:
 
     def _take_late(self) -> None:
         """A shared parameter under re-entrant checkpointing: a part came when the rest was on its way, on some rank."""
-        late = self._gather([index for index, bucket in enumerate(self.buckets) if bucket.late])
-        for index in sorted(set().union(*late)):
-            bucket = self.buckets[index]
-            with self._about(bucket):
-                bucket.add_late()
-                self.reducer.start(bucket)
-                self.reducer.finish(bucket)
-                bucket.late = False
-
-    def _hand_out(self, bucket: Bucket, present: list[tuple[bool, bool]]) -> None:
-        try:
-            bucket.hand_out(present)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"means no longer fit the parameters among {self._called(bucket)}: the model's dtype or device has "
-                "changed since the averager was made. remove() it before, and make another one after that"
-            ) from error
+        for bucket in self.buckets:
+            bucket.add_late()
+            self.reducer.start(bucket)
+            self.reducer.finish(bucket)
 
     def begin(self) -> None:
         """Make ready for the next pass."""
         for bucket in self.buckets:
-            self.reducer.give_up(bucket)
+            if bucket.work is not None:
+                self.reducer.give_up(bucket)
             bucket.begin()
         self._rest()
 
@@ -225,10 +211,3 @@ class BucketSchedule:
         left = (started and not self._complete) or not all(bucket.withdraw() for bucket in self.buckets)
         self._repeats, self._failed = not left and not started, True
         return left
-
-    def _about(self, bucket: Bucket) -> AbstractContextManager[None]:
-        return About(f"averaging the gradients of {self._called(bucket)}")
-
-    def _called(self, bucket: Bucket) -> str:
-        first, last = self._names[bucket.indices[0]], self._names[bucket.indices[-1]]
-        return repr(first) if first == last else f"{first!r} to {last!r}"

@@ -40,8 +40,6 @@ def average_sparse(named: Named, comm: Communicator, weights: Weights, lacking: 
     Cost: one all_gather of the numbers of rows, and for each gradient one of its rows and one of their places; a rank
     receives all ranks' rows. One all_reduce for each that is dense.
     """
-    if not named:
-        return
     factor = weights.factor / comm.size
     parameters = [parameter for _, parameter in named]
     for parameter in parameters:

@@ -18,7 +18,7 @@ class Weights:
     """Turns what ranks say of a step into the factors of a mean, or of a sum.
 
     Attributes:
-        comm: Over which they say it; an averager may move to another one.
+        comm: Over which they say it.
         joining: Whether ranks may have run out of data, so that they have to ask each other.
         here: Whether this rank still has data.
         active: How many ranks take part in this step.
@@ -26,9 +26,14 @@ class Weights:
     """
 
     def __init__(self, comm: Communicator, total: bool = False) -> None:
-        self.comm, self._total = comm, total
+        self._total = total
         self._mine: float | None = None
         self.joining, self.here = False, True
+        self.attach(comm)
+
+    def attach(self, comm: Communicator) -> None:
+        """Say it over this communicator from now on."""
+        self.comm, self._size = comm, comm.size
         self.active, self.factor = comm.size, 1.0
 
     def say(self, n_samples: float) -> None:
@@ -46,7 +51,7 @@ class Weights:
 
     def agree(self) -> float:
         """This step's factor. Collective where ranks may differ; `AllThroughError` where none has data."""
-        size, mine = self.comm.size, self._mine
+        size, mine = self._size, self._mine
         self.active, self.factor = size, float(size) if self._total else 1.0
         if not self.joining and mine is None:
             return self.factor

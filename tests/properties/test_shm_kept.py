@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from again_kit import check_called_again, of_each_change
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_kit import RANKS, Kind, Made, kinds
 
@@ -32,7 +32,6 @@ def test_a_call_is_made_again_with_what_the_tensor_is_by_then(ranks: RankPool, n
     check_called_again(ranks, name, changes)
 
 
-@settings(max_examples=2 * settings.default.max_examples)
 @given(
     size=st.integers(2, RANKS),
     chosen=st.lists(kinds, min_size=1, max_size=3),

@@ -49,8 +49,10 @@ def draw(seed: int, size: int, *, compiled: bool = False, changes: tuple[str, ..
     )
     case = replace(case, frozen=_frozen(draw, case) if draw.random() < 0.25 else frozenset())
     hooks = tuple(_hook(draw, case) for _ in range(draw.choice([0, 0, 1, 1, 2, 3])))
-    case = replace(case, hooks=hooks)
     # What hooks see beside inner passes depends on the order of gradients, which is another one in a compiled model.
+    if compiled and any(hook.action in ("inner", "caught") for hook in hooks):
+        hooks = tuple(hook for hook in hooks if hook.action not in ("halve", "replace"))
+    case = replace(case, hooks=hooks)
     return replace(case, steps=_steps(draw, case), record=case.record and not (compiled and hooks))
 
 

@@ -11,7 +11,7 @@ from model_changes import CHANGES, HARMLESS, NAME, prepared
 from torch import nn
 
 import unisono as un
-from unisono.testing import pool
+from unisono.testing import pool, run_ranks
 
 NOTICES = ["forward", "forward of a part", "check", "backward"]
 
@@ -151,6 +151,24 @@ def test_a_layer_may_be_called_functionally_on_one_rank_alone(backend: str) -> N
         return fine
 
     assert pool(backend, 2).run(program) == [True, True]
+
+
+def test_a_functional_call_is_no_pass_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's flag of compilation is one for the whole process."""
+
+    def program(comm: un.Communicator) -> bool:
+        model = stack()
+        averager = un.GradientAverager(model, comm, find_unused=True)
+        comm.barrier()
+        if comm.rank == 1:
+            monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+            HARMLESS["called with parameters of another model"](model)
+            monkeypatch.undo()
+        fine = right(model, comm) and check(averager) is None
+        averager.remove()
+        return fine
+
+    assert run_ranks(program, 2) == [True, True]
 
 
 def test_load_state_dict_with_assign_does_not_raise_by_itself() -> None:

@@ -147,7 +147,7 @@ class ParameterRegistry:
             before()
 
         def finish(_module: torch.nn.Module, _given: Any, returned: Any) -> None:
-            compiled = traced and torch.compiler.is_compiling()
+            compiled = traced and torch.compiler.is_dynamo_compiling()
             if not compiled:
                 for table, number, hook in self._paused:
                     table[number] = hook
@@ -182,7 +182,7 @@ class _ModuleHook:
         self._call, self._traced = call, traced
 
     def __call__(self, *arguments: Any) -> None:
-        if self._call is not None and (self._traced or not torch.compiler.is_compiling()):
+        if self._call is not None and (self._traced or not torch.compiler.is_dynamo_compiling()):
             self._call(*arguments)
 
     def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,8 +31,6 @@ class LocalOptimizer:
     def __init__(self, name: str, params: list[RRef[Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._params = [parameter for ref in params for parameter in _parameters(ref.local_value())]
         self._optimizer = _class_of(name)(self._params, *args, **kwargs)
-        # Ranks that train asynchronously may step at the same time.
-        self._lock = threading.Lock()
 
     def ready(self) -> bool:
         """Whether it is made: true, if it can be called."""
@@ -42,15 +39,9 @@ class LocalOptimizer:
     def step(self, context: int) -> None:
         """One step with the gradients of a context. What was in `.grad` is there again afterwards."""
         gradients = get_gradients(context)
-        with self._lock:
-            before = [parameter.grad for parameter in self._params]
-            try:
-                for parameter in self._params:
-                    parameter.grad = gradients.get(parameter)
-                self._optimizer.step()
-            finally:
-                for parameter, gradient in zip(self._params, before, strict=True):
-                    parameter.grad = gradient
+        # Ranks that train asynchronously may step at the same time.
+        with current_agent().contexts.leaves.swapped(self._params, gradients):
+            self._optimizer.step()
 
 
 def _parameters(value: Any) -> list[torch.Tensor]:

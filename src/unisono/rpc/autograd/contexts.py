@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.errors import CommError
+from unisono.rpc.autograd.leaves import Leaves
 from unisono.rpc.autograd.recording import Received, Sent, arrival, departure
 from unisono.rpc.frames import DISCARD, NO_CONTEXT
 
@@ -26,8 +27,11 @@ _ENDED_KEPT = 4096
 class Context:
     """One rank's part of a context.
 
-    Attributes:
+    Args:
         number: The context's, the same on every rank.
+        leaves: Of all contexts of this rank.
+
+    Attributes:
         lock: Held while gradients flow here, so that one backward pass at a time does.
         sent: What went out, by the number of the message.
         received: What came in, by sender and number of the message.
@@ -36,8 +40,8 @@ class Context:
         passes: Backward passes under way.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, leaves: Leaves) -> None:
+        self.number, self.leaves = number, leaves
         self.lock = threading.RLock()
         self.numbers = itertools.count(1)
         self.sent: dict[int, Sent] = {}
@@ -46,18 +50,26 @@ class Context:
         self.peers: set[int] = set()
         self.passes: dict[tuple[int, int], Pass] = {}
 
-    def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One more contribution to a leaf's gradient."""
-        known = self.gradients.get(leaf)
-        self.gradients[leaf] = gradient if known is None else known + gradient
+    def accumulate(self, sums: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Add what leaves got in one pass, as their hooks leave it."""
+        found = self.leaves.accumulate(sums) if sums else {}
+        with self.lock:
+            for leaf, gradient in found.items():
+                known = self.gradients.get(leaf)
+                self.gradients[leaf] = gradient if known is None else known + gradient
 
 
 class Contexts:
-    """The contexts that an agent knows."""
+    """The contexts that an agent knows.
+
+    Attributes:
+        leaves: Of all of them.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
+        self.leaves = Leaves()
         self._numbers = itertools.count(1)
         self._open: dict[int, Context] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
@@ -69,7 +81,7 @@ class Contexts:
         """Open a new context; its number."""
         number = self._agent.rank << _RANK_BITS | next(self._numbers)
         with self._lock:
-            self._open[number] = Context(number)
+            self._open[number] = Context(number, self.leaves)
         return number
 
     def get(self, number: int) -> Context | None:
@@ -134,7 +146,7 @@ class Contexts:
         if found is None:
             with self._lock:
                 if number not in self._ended:
-                    found = self._open.setdefault(number, Context(number))
+                    found = self._open.setdefault(number, Context(number, self.leaves))
         return found
 
     def __repr__(self) -> str:

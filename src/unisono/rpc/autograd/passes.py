@@ -59,6 +59,7 @@ class Pass:
         self._left = 0
         self._awaited: Counter[tuple[int, int]] = Counter()
         self._gathered: dict[tuple[int, int], _Gradients] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
 
     def join(self, number: int, output: Output) -> list[Received]:
         """_Gradients will flow back from this, too: the messages that nobody has asked about yet."""
@@ -82,8 +83,12 @@ class Pass:
         """Whether that is known."""
         return number in self._outputs
 
-    def flow(self, number: int, gradients: _Gradients | None) -> list[tuple[Received, _Gradients]]:
+    def flow(
+        self, number: int, gradients: _Gradients | None
+    ) -> tuple[list[tuple[Received, _Gradients]], dict[torch.Tensor, torch.Tensor] | None]:
         """Back-propagate from one output: the messages whose gradients are complete by that.
+
+        After the last output also the sums that this rank's leaves got.
 
         Args:
             number: Of the output.
@@ -104,12 +109,7 @@ class Pass:
             if not self._retain_graph and output.record is not None:
                 # Its part of the graph has been used up.
                 context.sent.pop(number, None)
-        return complete
-
-    @property
-    def over(self) -> bool:
-        """Whether all that joined has been back-propagated."""
-        return not self._left
+            return complete, None if self._left else self._gradients
 
     def _differentiate(self, output: Output, gradients: _Gradients | None, retain_graph: bool) -> None:
         if not output.leaves:
@@ -120,9 +120,8 @@ class Pass:
             output.record.gradients = gradients
             starts = [torch.zeros(())]
         try:
-            found = torch.autograd.grad(
-                output.tensors, output.leaves, starts, retain_graph=retain_graph, allow_unused=True
-            )
+            leaves = self._context.leaves
+            found = leaves.differentiate(output.tensors, output.leaves, starts, retain_graph=retain_graph)
         except RuntimeError as error:
             if "second time" not in str(error):
                 raise
@@ -130,7 +129,8 @@ class Pass:
         for leaf, gradient in zip(output.leaves, _apart(found, gradients or ()), strict=True):
             # A trigger, which stands for a message, has none.
             if gradient is not None:
-                self._context.add(leaf, gradient)
+                known = self._gradients.get(leaf)
+                self._gradients[leaf] = gradient if known is None else known + gradient
 
     def _gather(self, key: tuple[int, int], record: Received) -> None:
         found, record.found = record.found, {}
@@ -250,14 +250,17 @@ def _flow(
     taking_part = context.passes.get(name)
     if taking_part is None or not taking_part.joined(message):
         raise CommError(f"gradients came for message {message}, which has no part in this pass")
-    complete = taking_part.flow(message, gradients)
-    if taking_part.over:
-        context.passes.pop(name, None)
+    complete, sums = taking_part.flow(message, gradients)
     agent = current_agent()
-    return [
+    calls: list[torch.futures.Future[Any]] = [
         agent.rpc_async(record.peer, propagate, (context.number, name, record.message, grads))
         for record, grads in complete
     ]
+    if sums is not None:
+        # After the calls: hooks may wait for ranks that wait for these.
+        context.passes.pop(name, None)
+        context.accumulate(sums)
+    return calls
 
 
 def _all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:

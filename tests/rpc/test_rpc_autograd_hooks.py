@@ -79,11 +79,11 @@ def serve(comm: un.Communicator, make: Callable[[], nn.Module] = made) -> nn.Mod
     """A model that the other ranks may call."""
     rpc.init(comm)
     MODELS[comm.rank] = make()
-    comm.barrier()
     return MODELS[comm.rank]
 
 
 def on_rank_0(comm: un.Communicator, program: Callable[[], Any]) -> Any:
+    comm.barrier()
     result = program() if comm.rank == 0 else None
     rpc.shutdown()
     return result
@@ -251,6 +251,7 @@ def test_contexts_at_once_do_not_mix_on_shared_parameters() -> None:
                 autograd.backward(context, [losses([(1, number), (1, number + 1)])])
                 results[number] = rpc.rpc_sync(1, found, (1, context))
 
+        comm.barrier()
         if comm.rank == 0:
             threads = [threading.Thread(target=train, args=(number,)) for number in range(len(results))]
             for thread in threads:
@@ -281,10 +282,13 @@ def test_a_local_backward_in_another_thread_is_right_meanwhile() -> None:
                     results.append(rpc.rpc_sync(1, found, (1, context)))
             return results
 
-        if comm.rank:
+        def train_locally() -> None:
             for _ in range(rounds):
                 model(batch(9)).square().mean().backward()
-        result = on_rank_0(comm, train)
+
+        comm.barrier()
+        result = train() if comm.rank == 0 else train_locally()
+        rpc.shutdown()
         return result, [p.grad for p in model.parameters()], rounds
 
     (results, _, rounds), (_, local, _) = run_ranks(program, 2)

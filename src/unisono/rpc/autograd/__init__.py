@@ -7,9 +7,9 @@
 
 Within a context, tensors with a history that travel in arguments or results of calls are recorded on both sides.
 Gradients are kept in the context, on the rank of each leaf, and never in `.grad`: so passes of several ranks over
-shared parameters do not mix. Hooks of a leaf run once in a pass on its rank, with the sum over all messages: those of the
-tensor, post-accumulate hooks, those of `DistributedDataParallel` and of `GradientAverager`. What they leave in `.grad` is
-the gradient; `.grad` is then what it was before.
+shared parameters do not mix. Hooks of a leaf run once in a pass, with the sum over all messages: those of the tensor,
+post-accumulate hooks, those of `DistributedDataParallel` and of `GradientAverager`. What they leave in `.grad` is the
+gradient; `.grad` is then what it was before.
 """
 
 from __future__ import annotations

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["Leaves"]
 
-_Gradients = Sequence[torch.Tensor | None]
+_PATIENCE_S = 1.0
 
 
 class Leaves:
@@ -23,11 +26,45 @@ class Leaves:
     local `backward()`. The user's p.grad is put aside meanwhile.
 
     One lock serialises contexts. It is held while something waits for another rank only if a hook does, as those that
-    average gradients do. A local `backward()` in another thread that comes to a leaf on a CPU waits for it.
+    average gradients do. A local `backward()` in another thread waits for it before it adds to a leaf on a CPU. On
+    other devices hooks run in threads of autograd, and it does not.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._watched = WeakTensorKeyDictionary()
+        self._adding: dict[int, int] = {}
+
+    def watch(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Hold up local passes at these leaves from now on, while they are used here."""
+        for leaf in leaves:
+            with self._lock:
+                if leaf.is_cpu and leaf not in self._watched:
+                    self._watched[leaf] = None
+                    leaf.register_hook(partial(self._begin, id(leaf)))
+                    leaf.register_post_accumulate_grad_hook(self._end)
+
+    def _begin(self, leaf: int, gradient: torch.Tensor) -> None:
+        """A hook: a backward pass is about to add to a leaf."""
+        with self._lock:
+            self._adding[leaf] = threading.get_ident()
+
+    def _end(self, leaf: torch.Tensor) -> None:
+        self._adding.pop(id(leaf), None)
+
+    @contextmanager
+    def _alone(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Use leaves when no other thread does."""
+        with self._lock:
+            until = time.monotonic() + _PATIENCE_S
+            here, numbers = threading.get_ident(), [id(leaf) for leaf in leaves]
+            while any(self._adding.get(number, here) != here for number in numbers):
+                if time.monotonic() > until:
+                    # A pass has failed between the two hooks, in one of the user's.
+                    self._adding.clear()
+                # Other threads go on.
+                time.sleep(1e-5)
+            yield
 
     def differentiate(
         self,
@@ -38,7 +75,7 @@ class Leaves:
         retain_graph: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         """As `torch.autograd.grad`, but hooks of the leaves do not run."""
-        with self._lock, self._guarded(leaves, muted=True):
+        with self._lock, _without_hooks(leaves, self._lock):
             return torch.autograd.grad(outputs, leaves, starts, retain_graph=retain_graph, allow_unused=True)
 
     def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
@@ -47,7 +84,7 @@ class Leaves:
         The user's p.grad is afterwards what it was, also if a hook raises.
         """
         leaves = [leaf for leaf in gradients if leaf.requires_grad]
-        with self.swapped(leaves), self._guarded(leaves, muted=False):
+        with self.swapped(leaves):
             torch.autograd.backward(leaves, [gradients[leaf] for leaf in leaves])
             # It may lie in a bucket, which the next pass writes.
             return {leaf: leaf.grad.detach().clone() for leaf in leaves if leaf.grad is not None}
@@ -57,7 +94,7 @@ class Leaves:
         self, leaves: Sequence[torch.Tensor], gradients: dict[torch.Tensor, torch.Tensor] | None = None
     ) -> Iterator[None]:
         """Replace p.grad of some leaves for a while: by these gradients, or by None."""
-        with self._lock:
+        with self._alone(leaves):
             before = [leaf.grad for leaf in leaves]
             try:
                 for leaf in leaves:
@@ -67,43 +104,37 @@ class Leaves:
                 for leaf, grad in zip(leaves, before, strict=True):
                     leaf.grad = grad
 
-    @contextmanager
-    def _guarded(self, leaves: Sequence[torch.Tensor], *, muted: bool) -> Iterator[None]:
-        """Hold up other threads before they add to these leaves; if `muted`, switch off hooks in this one."""
-        with self._lock:
-            own = [leaf._backward_hooks for leaf in leaves]
-            hooks = [dict(each or {}) for each in own]
-            handles = []
-            try:
-                for leaf, known, saved in zip(leaves, own, hooks, strict=True):
-                    if known:
-                        known.clear()
-                    handles.append(leaf.register_hook(self._guard(leaf.is_cpu, list(saved.values()) if muted else [])))
-                    if known is not None and not muted:
-                        known.update(saved)
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
-                for known, saved in zip(own, hooks, strict=True):
-                    if known is not None and muted:
-                        further = dict(known)
-                        known.clear()
-                        known.update(saved | further)
 
-    def _guard(self, on_cpu: bool, hooks: list[Callable[..., Any]]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A hook of a leaf that lets other threads in when the lock is free; those run its hooks themselves."""
-        here = threading.get_ident()
+@contextmanager
+def _without_hooks(leaves: Sequence[torch.Tensor], lock: threading.RLock) -> Iterator[None]:
+    """Switch off hooks of leaves in this thread. Others run them when the lock is free."""
+    saved = [(leaf, table, dict(table)) for leaf in leaves if (table := leaf._backward_hooks)]
+    try:
+        for leaf, table, hooks in saved:
+            table.clear()
+            table[next(iter(hooks))] = _elsewhere(list(hooks.values()), lock, leaf.is_cpu)
+        yield
+    finally:
+        for _, table, hooks in saved:
+            further = {number: hook for number, hook in table.items() if number not in hooks}
+            table.clear()
+            table.update(hooks | further)
 
-        def guard(gradient: torch.Tensor) -> torch.Tensor:
-            # Elsewhere than on a CPU, hooks run in threads of autograd.
-            if not on_cpu or threading.get_ident() == here:
-                return gradient
-            with self._lock:
+
+def _elsewhere(
+    hooks: Sequence[Callable[..., Any]], lock: threading.RLock, on_cpu: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A hook that runs these in another thread than this one."""
+    here = threading.get_ident()
+
+    def run(gradient: torch.Tensor) -> torch.Tensor:
+        # Elsewhere than on a CPU, hooks run in threads of autograd.
+        if on_cpu and threading.get_ident() != here:
+            with lock:
                 pass
             for hook in hooks:
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
-            return gradient
+        return gradient
 
-        return guard
+    return run

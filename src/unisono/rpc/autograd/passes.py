@@ -64,6 +64,8 @@ class Pass:
     def join(self, number: int, output: Output) -> list[Received]:
         """_Gradients will flow back from this, too: the messages that nobody has asked about yet."""
         self._outputs[number] = output
+        triggers = {id(trigger) for record in output.received for trigger in record.triggers}
+        self._context.leaves.watch([leaf for leaf in output.leaves if id(leaf) not in triggers])
         self._left += 1
         new = []
         for record in output.received:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -124,6 +125,20 @@ def uneven_inputs(group: Group) -> list[torch.Tensor]:
     return seen
 
 
+def uneven_inputs_by_ranks_that_remain(group: Group) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Linear(8, 2), process_group=group)
+    seen = []
+    # Torch's C++ code keeps the number of ranks that remain, and waits for it when Python has dropped the work.
+    with model.join(divide_by_initial_world_size=False):
+        for step in range(2 + 2 * dist.get_rank(group)):
+            model.zero_grad()
+            model(batch(step)).sum().backward()
+            gc.collect()
+            seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return seen
+
+
 def embedding(group: Group) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Embedding(20, 4, sparse=True), process_group=group)
@@ -142,6 +157,7 @@ WAYS: dict[str, Way] = {
         hook_that_communicates_in_a_callback,
         no_sync,
         uneven_inputs,
+        uneven_inputs_by_ranks_that_remain,
         embedding,
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,10 +14,16 @@ from unisono.types import Work
 __all__ = ["Together", "TorchWork"]
 
 _ALWAYS = timedelta(0)
+_KEPT_BYTES = 4096
+_dropped: deque[TorchWork] = deque(maxlen=1024)
 
 
 class TorchWork(dist.Work):
     """A torch `Work` on one of ours.
+
+    Torch's C++ code holds only its own part of one that Python hands to it, as `DDP.join` does, and finds methods by
+    way of the Python part. So that one is kept when Python has dropped it: the last 1,024 of a process, since nothing
+    tells how long C++ holds its part. Long tensors are not kept with it; `DDP.join` asks for one number.
 
     Args:
         work: What is under way, or None if it is done.
@@ -27,6 +34,11 @@ class TorchWork(dist.Work):
     def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor], source: int = -1) -> None:
         super().__init__()
         self._work, self._tensors, self._source = work, list(tensors), source
+
+    def __del__(self) -> None:
+        if sum(tensor.nbytes for tensor in self._tensors) > _KEPT_BYTES:
+            self._tensors = []
+        _dropped.append(self)
 
     def wait(self, timeout: timedelta = _ALWAYS) -> bool:
         """Return True when it is done, or raise its error. A time of zero, torch's default, is the group's timeout."""

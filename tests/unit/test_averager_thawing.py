@@ -104,3 +104,32 @@ def test_parameters_that_freeze_are_left_alone() -> None:
     for found in un.launch(program, 2, "thread"):
         assert found[:2] == [None, None]
         assert same(found[2:], wanted[2:])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_parameter_may_thaw_in_a_pass_in_which_a_part_of_another_comes_late(create_graph: bool) -> None:
+    def program(comm: un.Communicator) -> list[list[float]]:
+        first, second, frozen = (torch.full((3,), 2.0, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        frozen.requires_grad_(False)
+        thawed = [False]
+
+        def again(_: torch.Tensor) -> None:
+            if thawed[0]:
+                with torch.enable_grad():
+                    (first * 10.0 * (comm.rank + 1)).sum().backward()
+
+        averager = un.GradientAverager([second, first, frozen], comm, bucket_cap_mb=1e-5, first_bucket_mb=1e-5)
+        second.register_post_accumulate_grad_hook(again)
+        for step in range(2):
+            thawed[0] = bool(step)
+            frozen.requires_grad_(thawed[0])
+            for parameter in (first, second, frozen):
+                parameter.grad = None
+            # The gradient of the first comes before that of the second, whose hook adds to it.
+            loss = ((second * 3.0) * first).sum() + (frozen * (comm.rank + 1)).sum()
+            loss.backward(create_graph=create_graph)
+        averager.remove()
+        return [p.grad.unique().tolist() for p in (first, second, frozen) if p.grad is not None]
+
+    assert pool("gloo", 2).run(program) == [[[6.0 + 15.0], [6.0], [1.5]]] * 2

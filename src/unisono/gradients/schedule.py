@@ -187,6 +187,7 @@ class BucketSchedule:
             bucket.add_late()
             self.reducer.start(bucket)
             self.reducer.finish(bucket)
+            bucket.late = False
 
     def begin(self) -> None:
         """Make ready for the next pass."""

@@ -133,3 +133,30 @@ def test_a_parameter_may_thaw_in_a_pass_in_which_a_part_of_another_comes_late(cr
         return [p.grad.unique().tolist() for p in (first, second, frozen) if p.grad is not None]
 
     assert pool("gloo", 2).run(program) == [[[6.0 + 15.0], [6.0], [1.5]]] * 2
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_what_a_frozen_parameter_holds_is_left_alone(backend: str) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        model = made(Net)
+        frozen = next(model.get_submodule("a").parameters())
+        averager = un.GradientAverager(model, comm)
+        frozen.requires_grad_(False)
+        frozen.grad = mine = torch.full_like(frozen, comm.rank + 1.0)
+        found = []
+        for fails in (True, False):
+            out = model(batches(2, 1)[comm.rank][0])
+            if fails:
+                last = next(model.get_submodule("c").parameters())
+                handle = last.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    out.square().mean().backward()
+                handle.remove()
+            else:
+                out.square().mean().backward()
+            assert frozen.grad is mine
+            found += frozen.grad.unique().tolist()
+        averager.remove()
+        return found
+
+    assert pool(backend, 2).run(program) == [[1.0, 1.0], [2.0, 2.0]]

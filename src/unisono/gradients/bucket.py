@@ -209,7 +209,7 @@ class Bucket(Filling):
                 parameter.grad = held
             elif held is not None:
                 more.append((slot, held))
-            if parameter.grad is None:
+            if parameter.grad is None or not parameter.requires_grad:
                 if not inside:
                     view.zero_()
             elif inside:

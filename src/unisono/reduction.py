@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from unisono.types import ReduceOp
 
@@ -16,6 +16,9 @@ HALVES = (torch.float16, torch.bfloat16)
 
 SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 """Those that are sums, before any division."""
+
+_known: set[tuple[ReduceOp, torch.dtype]] = set()
+"""Dtypes that an operation was found to reduce."""
 
 _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -76,13 +79,17 @@ def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
         raise ValueError(f"torch cannot do {op.value} on {dtype}; convert the tensor first")
 
 
-@cache
 def _reducible(op: ReduceOp, dtype: torch.dtype) -> bool:
+    if (op, dtype) in _known:
+        return True
     try:
-        one = torch.ones(1, dtype=dtype, device="cpu")
-        combine(op, one, one.clone(), one)
-        if op is ReduceOp.AVG:
-            divide(one, 3)
+        # A mode of the user's is not to decide for the whole process; nor is a failure, whatever its reason was.
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            one = torch.ones(1, dtype=dtype, device="cpu")
+            combine(op, one, one.clone(), one)
+            if op is ReduceOp.AVG:
+                divide(one, 3)
     except (RuntimeError, TypeError):
         return False
+    _known.add((op, dtype))
     return True

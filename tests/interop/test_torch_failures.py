@@ -65,19 +65,22 @@ def test_who_does_not_come_is_named_in_time(tmp_path: Path) -> None:
     assert [text.split(":")[0] for text in said] == ["CommTimeoutError", "CommTimeoutError", "RuntimeError"]
 
 
-def monitored() -> str:
+def monitored(limit: timedelta) -> str:
     group, t = dist.new_group(), torch.ones(1)
     group.monitored_barrier(timedelta(seconds=10))
     if dist.get_rank():
         dist.broadcast(t, 0)
         return ""
-    said = message(lambda: group.monitored_barrier(SHORT))
+    said = message(lambda: group.monitored_barrier(limit))
     dist.broadcast(t, 0)
     return said
 
 
-def test_a_monitored_barrier_names_all_who_have_not_come(tmp_path: Path) -> None:
-    assert "rank 1 (and 2)" in on_ranks(monitored, 3, tmp_path)[0]
+@pytest.mark.parametrize("limit", [SHORT, timedelta(0)])
+def test_a_monitored_barrier_names_all_who_have_not_come(limit: timedelta, tmp_path: Path) -> None:
+    said = on_ranks(monitored, 3, tmp_path, limit)[0]
+    assert "rank 1 (and 2)" in said
+    assert f"waited {limit.total_seconds():.1f} s" in said
 
 
 def dies() -> list[object]:

@@ -161,10 +161,13 @@ class Collectives:
         return self._do(lambda limit: self._meeting.comm.barrier(timeout=limit), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names every rank that has not come. Blocking; over the control plane."""
+        """A barrier whose error names every rank that has not come. Blocking; over the control plane.
+
+        A timeout of zero gives up at once.
+        """
         self._barriers += 1
         meeting, topic = self._meeting, f"monitored barrier {self._barriers}"
-        limit = limit_s(timeout) or self._timeout_s
+        limit = self._timeout_s if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
         self._line.run(lambda: meeting.control.exchange(meeting.group, topic, None, limit))
 
     # -- messages ------------------------------------------------------------------------------

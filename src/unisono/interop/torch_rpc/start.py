@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from unisono import rpc
 from unisono.communicator import Communicator
-from unisono.errors import CommError
+from unisono.interop.meeting import meet
+from unisono.interop.options import GroupOptions
 from unisono.interop.torch_rpc.constants import DEFAULT_NUM_WORKER_THREADS, seconds
 from unisono.interop.torch_rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from unisono.interop.torch_rpc.reference import RRef
 from unisono.rpc.current import current_agent, find_agent, set_agent
-from unisono.startup import init
+from unisono.startup import TIMEOUT_S
 
 __all__ = ["init_rpc", "is_available", "shutdown"]
 
 _FOREVER_S = 3.0e8
-_made: weakref.WeakKeyDictionary[rpc.Agent, Communicator] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[rpc.Agent, tuple[Communicator, dist.Store]] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
 
 
 class _Agent(rpc.Agent):
@@ -42,8 +46,8 @@ def init_rpc(
     """Let this process call others and be called. Every rank calls it, with a name of its own.
 
     Ranks meet as `init_method` of the options says, "env://" by default: MASTER_ADDR and MASTER_PORT, and RANK and
-    WORLD_SIZE if these are not given here. A program that has a torch default group already may name the same
-    address: then the ranks meet by that.
+    WORLD_SIZE if these are not given here. It is torch's meeting: a process group of the program may use the same
+    address, before or after.
 
     Raises:
         RuntimeError: It was called before; or ranks do not come.
@@ -54,24 +58,23 @@ def init_rpc(
     options = rpc_backend_options or TensorPipeRpcBackendOptions()
     timeout = seconds(options.rpc_timeout) or _FOREVER_S
     workers = getattr(options, "num_worker_threads", DEFAULT_NUM_WORKER_THREADS)
-    comm = _meet(options.init_method, None if rank < 0 else rank, world_size)
+    comm, store = _meet(options.init_method, rank, world_size or -1)
     try:
         agent = _Agent(comm, name, timeout, True, (), workers)
     except BaseException:
         comm.close()
         raise
     set_agent(agent)
-    _made[agent] = comm
+    # Rank 0 serves the store.
+    _made[agent] = comm, store
 
 
-def _meet(init_method: str, rank: int | None, world_size: int | None) -> Communicator:
-    try:
-        return init("auto", init_method=init_method, rank=rank, world_size=world_size)
-    except CommError:
-        # The port may be that of torch's own store: who is in the default group needs no other meeting place.
-        if not dist.is_initialized() or (world_size or dist.get_world_size()) != dist.get_world_size():
-            raise
-    return Communicator.from_group()
+def _meet(init_method: str, rank: int, world_size: int) -> tuple[Communicator, dist.Store]:
+    """By torch's store, as a process group does, under a name of its own: so both may use one address."""
+    limit = timedelta(seconds=TIMEOUT_S)
+    store, rank, size = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
+    name = f"unisono/rpc {next(_numbers)}"
+    return meet(dist.PrefixStore(name, store), rank, size, TIMEOUT_S, GroupOptions()).comm, store
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -82,7 +85,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         timeout: Seconds to wait for that; 0 for no limit.
     """
     agent = current_agent()
-    comm = _made.pop(agent, None)
+    comm, _store = _made.pop(agent, (None, None))
     try:
         rpc.shutdown(graceful, timeout or None)
     finally:

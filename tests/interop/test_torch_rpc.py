@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -150,6 +151,13 @@ def errors() -> dict[str, str]:
         "no roots": lambda: _in_context(lambda number: dist_autograd.backward(number, [])),
         "no history": lambda: _in_context(lambda number: dist_autograd.backward(number, [torch.ones(())])),
         "twice": lambda: rpc.init_rpc("again", rank=0, world_size=1),
+        "no such name": lambda: rpc.get_worker_info("worker7"),
+        "negative timeout": lambda: rpc.RpcBackendOptions(rpc_timeout=-1.0),
+        "no workers": lambda: rpc.TensorPipeRpcBackendOptions(num_worker_threads=0),
+        "type hint": lambda: rpc.RRef(1, int),
+        "pickled": lambda: pickle.dumps(rpc.RRef(1)),
+        "no tensor": lambda: rpc.RRef(1).backward(),
+        "nested": lambda: _in_context(lambda _: _in_context(lambda _: None)),
     }
     for name, attempt in attempts.items():
         try:
@@ -169,8 +177,20 @@ def test_errors_are_of_the_classes_that_torch_raises(tmp_path: Path) -> None:
     for name in ("sync", "async", "remote"):
         assert "ValueError" in found[name]
         assert "expected error" in found[name]
-    for name in ("late", "not the owner", "no context", "no roots", "no history", "twice"):
+    for name in (
+        "late",
+        "not the owner",
+        "no context",
+        "no roots",
+        "no history",
+        "twice",
+        "pickled",
+        "no tensor",
+        "nested",
+    ):
         assert "RuntimeError" in found[name], name
+    for name in ("nobody", "no such name", "negative timeout", "no workers", "type hint"):
+        assert "RuntimeError ValueError" in found[name], name
     assert "worker1" in found["nobody"]
     assert found["no function"].startswith("TypeError")
 

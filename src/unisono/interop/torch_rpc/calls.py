@@ -9,6 +9,7 @@ import torch
 
 from unisono import rpc
 from unisono.interop.torch_rpc.constants import UNSET_RPC_TIMEOUT, seconds
+from unisono.interop.torch_rpc.errors import as_in_torch
 
 __all__ = ["get_worker_info", "remote", "rpc_async", "rpc_sync"]
 
@@ -20,26 +21,30 @@ _Named = Mapping[str, Any] | None
 
 def rpc_sync(to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = -1.0) -> Any:
     """Call a function on a rank, and return what it returns. `timeout`: seconds; -1 the default, 0 for ever."""
-    return rpc.rpc_sync(to, _checked(func), args or (), kwargs, seconds(timeout))
+    with as_in_torch():
+        return rpc.rpc_sync(to, _checked(func), args or (), kwargs, seconds(timeout))
 
 
 def rpc_async(
     to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> torch.futures.Future[Any]:
     """The same, but return a future at once."""
-    return rpc.rpc_async(to, _checked(func), args or (), kwargs, seconds(timeout))
+    with as_in_torch():
+        return rpc.rpc_async(to, _checked(func), args or (), kwargs, seconds(timeout))
 
 
 def remote(
     to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> rpc.RRef[Any]:
     """The same, but the result stays where it is made: return a reference to it at once."""
-    return rpc.remote(to, _checked(func), args or (), kwargs, seconds(timeout))
+    with as_in_torch():
+        return rpc.remote(to, _checked(func), args or (), kwargs, seconds(timeout))
 
 
 def get_worker_info(worker_name: str | None = None) -> rpc.WorkerInfo:
     """Name and number of a rank; of this one if None."""
-    return rpc.get_worker_info(worker_name)
+    with as_in_torch():
+        return rpc.get_worker_info(worker_name)
 
 
 def _checked(func: _Function) -> _Function:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from unisono.rpc import autograd
-from unisono.rpc.autograd import context
+from unisono.rpc import autograd, current
 from unisono.rpc.current import current_agent
+from unisono.rpc.frames import NO_CONTEXT
 
 __all__ = ["backward", "checked", "context", "get_gradients"]
+
+
+@contextmanager
+def context() -> Iterator[int]:
+    """Record what crosses ranks, for `backward`: the number of the context. RuntimeError inside of another one."""
+    if current.context.get() != NO_CONTEXT:
+        raise RuntimeError("there is an autograd context in this thread already; leave it before another one")
+    with autograd.context() as number:
+        yield number
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:

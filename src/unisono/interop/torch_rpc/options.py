@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unisono.interop.torch_rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
+from unisono.interop.torch_rpc.errors import ArgumentError
 
 __all__ = ["BackendType", "RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 
@@ -28,7 +29,7 @@ class RpcBackendOptions:
 
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = "env://") -> None:
         if rpc_timeout < 0:
-            raise ValueError(f"rpc_timeout must be a number of seconds, or 0 for no limit, not {rpc_timeout!r}")
+            raise ArgumentError(f"rpc_timeout must be a number of seconds, or 0 for no limit, not {rpc_timeout!r}")
         self.rpc_timeout, self.init_method = rpc_timeout, init_method
 
 
@@ -56,7 +57,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     ) -> None:
         super().__init__(rpc_timeout, init_method)
         if num_worker_threads < 1:
-            raise ValueError(f"num_worker_threads must be at least 1, not {num_worker_threads!r}")
+            raise ArgumentError(f"num_worker_threads must be at least 1, not {num_worker_threads!r}")
         self.num_worker_threads = num_worker_threads
         self.device_maps: dict[str, dict[Any, Any]] = {}
         self.devices: list[Any] = list(devices or [])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
+import torch
+
 from unisono import rpc
 from unisono.interop.torch_rpc.constants import UNSET_RPC_TIMEOUT, seconds
+from unisono.interop.torch_rpc.errors import ArgumentError
 from unisono.rpc.items import register_reference
 
 __all__ = ["PyRRef", "RRef"]
@@ -18,13 +21,21 @@ class RRef(rpc.RRef[T]):
 
     Args:
         value: An object of this rank.
-        type_hint: Accepted, as TorchScript wants it.
+        type_hint: Refused: torch takes it for modules of TorchScript alone, which are not supported.
     """
 
     __slots__ = ()
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
+        if type_hint is not None:
+            raise ArgumentError("type_hint is for modules of TorchScript, which are not supported")
         super().__init__(value)
+
+    def __reduce__(self) -> Any:
+        try:
+            return super().__reduce__()
+        except TypeError as error:
+            raise RuntimeError(str(error)) from error
 
     def to_here(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> T:
         return super().to_here(seconds(timeout))
@@ -40,6 +51,8 @@ class RRef(rpc.RRef[T]):
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Back-propagate from the tensor; within a context of distributed autograd if one is named."""
+        if self.is_owner() and not isinstance(self.local_value(), torch.Tensor):
+            raise RuntimeError(f"backward() needs a tensor, not a {type(self.local_value()).__name__}")
         if dist_autograd_ctx_id != -1:
             return super().backward(dist_autograd_ctx_id, retain_graph)
         if not self.is_owner():

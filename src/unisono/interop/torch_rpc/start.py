@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ from unisono.communicator import Communicator
 from unisono.interop.meeting import meet
 from unisono.interop.options import GroupOptions
 from unisono.interop.torch_rpc.constants import DEFAULT_NUM_WORKER_THREADS, seconds
+from unisono.interop.torch_rpc.errors import ArgumentError, as_in_torch
 from unisono.interop.torch_rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from unisono.interop.torch_rpc.reference import RRef
 from unisono.rpc.current import current_agent, find_agent, set_agent
@@ -50,17 +52,19 @@ def init_rpc(
     address, before or after.
 
     Raises:
-        RuntimeError: It was called before; or ranks do not come.
-        ValueError: The arguments make no sense, or two ranks have the same name.
+        RuntimeError: It was called before; ranks do not come; or the arguments make no sense (a ValueError, too).
     """
     if find_agent() is not None:
         raise RuntimeError("RPC is already initialized")
+    if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", name):
+        raise ArgumentError(f"a name has up to 127 letters, digits, '-', '_' and ':', which {name!r} has not")
     options = rpc_backend_options or TensorPipeRpcBackendOptions()
     timeout = seconds(options.rpc_timeout) or _FOREVER_S
     workers = getattr(options, "num_worker_threads", DEFAULT_NUM_WORKER_THREADS)
     comm, store = _meet(options.init_method, rank, world_size or -1)
     try:
-        agent = _Agent(comm, name, timeout, True, (), workers)
+        with as_in_torch():
+            agent = _Agent(comm, name, timeout, True, (), workers)
     except BaseException:
         comm.close()
         raise

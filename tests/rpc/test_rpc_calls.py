@@ -50,6 +50,35 @@ def test_values_arrive_as_they_were(backend: str) -> None:
     assert pool(backend).run(on_rank_0(all_values), size=2)[0]
 
 
+def order_of(tensor: torch.Tensor) -> list[int]:
+    """The strides of dimensions that have any."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def strides() -> list[tuple[list[int], list[int]]]:
+    """Of tensors that are sent, and of what comes back."""
+    found = []
+    for shape in [(2, 3, 4, 5), (7, 1, 30, 50)]:
+        plain = torch.randn(shape)
+        views = [plain.permute(3, 0, 2, 1), plain.to(memory_format=torch.channels_last), (plain > 0).transpose(0, 3)]
+        for view in [*views, plain.to(torch.complex64).conj().transpose(1, 2), plain]:
+            back = rpc.rpc_sync("worker1", echo, (view,))
+            assert torch.equal(back, view)
+            found.append((order_of(view), order_of(back)))
+        with rpc.autograd.context() as context:
+            leaf = plain.clone().requires_grad_()
+            back = rpc.rpc_sync("worker1", echo, (leaf.permute(3, 0, 2, 1),))
+            found.append((order_of(views[0]), order_of(back)))
+            rpc.autograd.backward(context, [(back * views[0]).sum()])
+            assert torch.equal(rpc.autograd.get_gradients(context)[leaf], plain)
+    return found
+
+
+def test_tensors_keep_their_order_of_memory() -> None:
+    for sent, received in pool("shm").run(on_rank_0(strides), size=2)[0]:
+        assert sent == received
+
+
 def arguments_are_copies() -> list[float]:
     sent = torch.ones(50_000)
     future = rpc.rpc_async(1, add, (sent, 1))

@@ -1,6 +1,7 @@
 """What only calls carry: long tensors apart, tensors with a history, references, functions by name, pickles.
 
 a  a tensor whose bytes travel as a body of their own
+o  an order of dimensions, and a tensor whose elements lie in that order
 g  a tensor with a history, which follows
 r  a reference
 q  a function or class, by name
@@ -44,7 +45,7 @@ _INLINE_BYTES = 8192
 """A tensor up to this long is copied among the other values; a longer one travels as a body of its own."""
 _MOST_BODIES = 200
 
-_ASIDE, _REFERENCE, _FUNCTION, _PICKLED, _RECORDED = (ord(kind) for kind in "arqkg")
+_ASIDE, _ORDERED, _REFERENCE, _FUNCTION, _PICKLED, _RECORDED = (ord(kind) for kind in "aorqkg")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
@@ -67,6 +68,11 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
         tensor = tensor.cpu()
         parts.append(b"g")
         parts.recorded.append(tensor)
+    order = _order(tensor)
+    if order is not None:
+        parts.append(b"o" + head("t", len(order))[1:])
+        put_items(parts, order, depth)
+        tensor = tensor.detach().permute(order)
     if not _plain(tensor) or tensor.nbytes <= _INLINE_BYTES or len(parts.bodies) >= _MOST_BODIES:
         encoder = arrays.find(torch.Tensor)
         assert encoder is not None
@@ -84,6 +90,22 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
 def _plain(tensor: torch.Tensor) -> bool:
     dense = tensor.layout == torch.strided and not tensor.is_quantized
     return dense and not arrays.is_hollow(tensor) and tensor.device.type != "meta"
+
+
+def _order(tensor: torch.Tensor) -> list[int] | None:
+    """The dimensions by falling strides, if elements lie in that order without gaps, and it is not the usual one."""
+    if not _plain(tensor) or tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return order if tensor.detach().permute(order).is_contiguous() else None
+
+
+def _take_ordered(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
+    order, at = take_items(view, at, depth)
+    tensor, at = take(view, at, depth - 1)
+    if not isinstance(tensor, torch.Tensor) or sorted(order) != list(range(tensor.dim())):
+        raise ValueError("an order of dimensions came without a tensor of these")
+    return tensor.permute([order.index(place) for place in range(len(order))]), at
 
 
 def _take_aside(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
@@ -214,6 +236,7 @@ def install() -> None:
         finders.insert(0, _find)
         kinds = {
             _ASIDE: _take_aside,
+            _ORDERED: _take_ordered,
             _REFERENCE: _take_reference,
             _FUNCTION: _take_function,
             _PICKLED: _take_pickled,

@@ -89,3 +89,32 @@ def gets_a_history_meanwhile() -> list[float]:
 
 def test_a_tensor_may_get_a_history_while_its_call_waits(tmp_path: Path) -> None:
     assert on_ranks(gets_a_history_meanwhile, 2, tmp_path) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+def profiled(group: Any) -> dict[str, int]:
+    """The events of some collectives in torch's profiler, without the backend's name."""
+    rank, size, t = dist.get_rank(group), dist.get_world_size(group), torch.ones(4)
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(t, group=group)
+        dist.all_reduce(t, group=group, async_op=True).wait()
+        dist.broadcast(t, 0, group=group)
+        dist.reduce(t, 0, group=group)
+        dist.all_gather([torch.empty(4) for _ in range(size)], t, group=group)
+        dist.all_gather_into_tensor(torch.empty(4 * size), t, group=group)
+        dist.all_to_all_single(torch.empty(4), t, group=group)
+        dist.scatter(t, [torch.ones(4) for _ in range(size)] if rank == 0 else None, 0, group=group)
+        dist.gather(t, [torch.empty(4) for _ in range(size)] if rank == 0 else None, 0, group=group)
+        dist.barrier(group)
+    names = ((event.key.partition(":"), event.count) for event in profile.key_averages())
+    return {name: count for (backend, _, name), count in names if backend in ("gloo", "unisono")}
+
+
+def both_profiled() -> tuple[dict[str, int], dict[str, int]]:
+    assert dist.group.WORLD is not None
+    return profiled(dist.group.WORLD), profiled(dist.new_group(backend="gloo"))
+
+
+def test_the_profiler_shows_each_collective_as_on_gloo(tmp_path: Path) -> None:
+    for ours, theirs in on_ranks(both_profiled, 2, tmp_path):
+        assert ours == theirs
+        assert ours["all_reduce"] == 2

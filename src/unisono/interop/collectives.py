@@ -154,6 +154,7 @@ class Collectives:
         )
 
     # -- barriers ------------------------------------------------------------------------------
+    @by_device
     def barrier(self, opts: Any = None) -> dist.Work:
         device = getattr(opts, "device", None)
         if device is not None and device.type != "cpu":

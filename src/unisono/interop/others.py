@@ -112,13 +112,35 @@ class Others:
             made.abort()
 
 
+_EVENTS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "alltoall": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}
+"""Names of events, which are those of gloo's, by method."""
+
+
 def by_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Hands a call about tensors of another device to the group that carries it."""
+    """Hand a call about tensors of another device to the group that carries it. Others are seen by torch's profiler.
+
+    One that returns before it is done is an event until it returns.
+    """
+    event = f"unisono:{_EVENTS.get(method.__name__, method.__name__)}"
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         device = _device(args)
         if device is None or device.type == "cpu":
+            if torch.autograd._profiler_enabled():
+                with torch.profiler.record_function(event):
+                    return method(self, *args, **kwargs)
             return method(self, *args, **kwargs)
         other, name = self.others.of(device), method.__name__
         carried: R = getattr(other, name if hasattr(other, name) else _OLDER[name])(*args, **kwargs)

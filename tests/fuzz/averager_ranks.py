@@ -74,7 +74,7 @@ class _Program:
     """A running program."""
 
     def __init__(self, case: Case, comm: un.Communicator, make: Averager, outcome: Outcome) -> None:
-        self.case, self.outcome = case, outcome
+        self.case, self.comm, self.outcome = case, comm, outcome
         self.worker = Worker(case, comm.rank)
         self.averager = make(self.worker.model, comm, **case.options)
         if isinstance(self.averager, ReferenceAverager):
@@ -161,6 +161,8 @@ class _Program:
 
     def _change(self, change: Change) -> None:
         """Change the model, and make another pass."""
+        # The error may reach ranks that are still in the pass before.
+        self.comm.barrier()
         model, mine = self.worker.model, self.worker.rank in change.ranks
         known = {name: id(p) for name, p in model.named_parameters()}
         refused, error, began = False, None, time.monotonic()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 # An averager over gloo takes a tenth of a second to make.
-SHORT = [("thread", 96), ("shm", 38), ("gloo", 14)]
+SHORT = [("thread", 104), ("shm", 34), ("gloo", 10)]
 LONG = [("thread", 400), ("shm", 400), ("gloo", 180)]
 SIZES = pytest.mark.parametrize("size", [2, 3])
 MOST = 2  # Failures, each of which may take as long as a timeout.

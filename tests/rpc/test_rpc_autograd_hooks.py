@@ -90,7 +90,7 @@ def on_rank_0(comm: un.Communicator, program: Callable[[], Any]) -> Any:
 
 
 class Watch:
-    """What the hooks of a parameter see."""
+    """Gradients that the hooks of a parameter see."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.tensor_hook: list[torch.Tensor] = []

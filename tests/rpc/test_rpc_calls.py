@@ -56,7 +56,7 @@ def order_of(tensor: torch.Tensor) -> list[int]:
 
 
 def strides() -> list[tuple[list[int], list[int]]]:
-    """Of tensors that are sent, and of what comes back."""
+    """Strides of tensors that are sent, and of those that come back."""
     found = []
     for shape in [(2, 3, 4, 5), (7, 1, 30, 50)]:
         plain = torch.randn(shape)

@@ -1,4 +1,4 @@
-"""Which dtypes can be reduced is found out once, whatever runs around it."""
+"""The search for dtypes that can be reduced, with modes of users around it."""
 
 from __future__ import annotations
 

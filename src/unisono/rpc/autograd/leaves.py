@@ -64,7 +64,12 @@ class Leaves:
                     self._adding.clear()
                 # Other threads go on.
                 time.sleep(1e-5)
-            yield
+            try:
+                yield
+            finally:
+                # A hook that raised has left its leaf marked.
+                for number in numbers:
+                    self._adding.pop(number, None)
 
     def differentiate(
         self,

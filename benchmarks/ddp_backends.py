@@ -81,9 +81,6 @@ DDP = DistributedDataParallel
 
 def compare(comm: un.Communicator, path: str, name: str, seconds: float) -> str:
     """One line: the step's time on unisono over that on gloo."""
-    import unisono.interop
-
-    assert unisono.interop.register
     dist.init_process_group("unisono", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
     ours, theirs = Trainer(name, dist.group.WORLD), Trainer(name, dist.new_group(backend="gloo"))
     steps, checks = [0, 0], 0

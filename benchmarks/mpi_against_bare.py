@@ -1,4 +1,4 @@
-"""What does the MPI backend add to bare mpi4py, on the tensors' own memory? At most 15 % and 15 us, or 5 %?
+"""What does the MPI backend add to bare mpi4py, on the tensors' own memory? At most 15 % and 25 us, or 10 %?
 
     python benchmarks/mpi_against_bare.py [--seconds 4] [--most 100M] [--caches warm]
 
@@ -42,8 +42,8 @@ def ask(given: argparse.Namespace, caches: str, collective: str) -> Findings:
     rows = measured(given, sizes, backend="mpi", against=("mpi",), collective=collective, cold=caches == "cold")
     where = f"2 ranks, {caches}, {collective}"
     return [
-        *judged(left, f"{where}, 8 B", [row for row in rows if row.nbytes < 1 << 20], "mpi", 15),
-        *judged(each, f"{where}, from 1 MiB", between(rows, "1M", "100M"), "mpi", 1 / 1.05),
+        *judged(left, f"{where}, 8 B", [row for row in rows if row.nbytes < 1 << 20], "mpi", 25),
+        *judged(each, f"{where}, from 1 MiB", between(rows, "1M", "100M"), "mpi", 0.90),
     ]
 
 
@@ -91,9 +91,9 @@ def messages(given: argparse.Namespace) -> Findings:
             if nbytes < 1 << 20:
                 peer = median(bare for _, bare in pairs)
                 spread = Spread.of([own - 1.15 * bare for own, bare in pairs])
-                found.append(Finding(f"{what}, us beyond 1.15 times mpi's {peer:.1f}", spread, 15, most=True))
+                found.append(Finding(f"{what}, us beyond 1.15 times mpi's {peer:.1f}", spread, 25, most=True))
             else:
-                found.append(Finding(f"{what}, mpi/own", Spread.of([bare / own for own, bare in pairs]), 1 / 1.05))
+                found.append(Finding(f"{what}, mpi/own", Spread.of([bare / own for own, bare in pairs]), 0.90))
     return found
 
 

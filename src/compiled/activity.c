@@ -92,41 +92,6 @@ void doing_done(Doing *self, long number)
     keep_now(self);
 }
 
-/* How many messages there have been of a kind, one more now; NULL with an error. */
-static PyObject *counted(PyObject *posted, PyObject *key)
-{
-    PyObject *before = PyDict_GetItemWithError(posted, key);
-    long number = before ? PyLong_AsLong(before) : 0;
-    PyObject *now = PyErr_Occurred() ? NULL : PyLong_FromLong(number + 1);
-    if (now && PyDict_SetItem(posted, key, now) < 0)
-        Py_CLEAR(now);
-    return now;
-}
-
-/* Before a message, after `doing_begin`: it counts, is one of the latest, and is waited for. */
-int doing_message(Doing *self, PyObject *name, PyObject *peer, PyObject *tag)
-{
-    long which = PyLong_AsLong(tag);
-    if (PyErr_Occurred())
-        return -1;
-    if (!self->posted || !PyDict_Check(self->posted)) {
-        PyErr_SetString(PyExc_TypeError, "what was posted is counted in a dict");
-        return -1;
-    }
-    keep_now(self);
-    self->messages++;
-    PyObject *key = Py_BuildValue("(OOl)", name, peer, (which % TAGS + TAGS) % TAGS), *posted = Py_NewRef(self->posted);
-    PyObject *number = key ? counted(posted, key) : NULL;
-    PyObject *awaited = number ? Py_BuildValue("((OOOO))", name, peer, PyTuple_GET_ITEM(key, 2), number) : NULL;
-    Py_XDECREF(key);
-    Py_XDECREF(number);
-    Py_DECREF(posted);
-    if (!awaited)
-        return -1;
-    Py_XSETREF(self->awaited, awaited);
-    return 0;
-}
-
 static PyObject *keep(Doing *self, PyObject *noted)
 {
     Note *place = &self->latest[self->kept++ % KEPT], old = *place;

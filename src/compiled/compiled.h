@@ -41,16 +41,6 @@ typedef struct {
     Note latest[KEPT];
 } Doing;
 
-/* unisono.transports._mpi_page.Page */
-typedef struct {
-    PyObject_HEAD
-    Py_buffer memory;
-    Py_buffer words;
-    unsigned long long number;
-    int rank, size, looks;
-    int awaited; /* whether not all ranks were seen to have put the last words */
-} Page;
-
 /* unisono.transports._guarded.Guarded */
 typedef struct {
     PyObject_HEAD
@@ -69,31 +59,22 @@ typedef struct {
     char closed;
 } Quickly;
 
-extern PyTypeObject *DoingType, *PageType, *GuardedType;
+extern PyTypeObject *DoingType, *GuardedType;
 
 int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type);
 
 void doing_begin(Doing *doing, PyObject *name, PyObject *op, PyObject *root, long number);
 void doing_done(Doing *doing, long number);
-int doing_message(Doing *doing, PyObject *name, PyObject *peer, PyObject *tag);
 
 int may(Quickly *engine, PyObject *name);
 int limit_of(Quickly *engine, PyObject *timeout, double *limit);
 int end(Doing *doing);
 int increment_version(PyObject *written);
-PyObject *carried(Quickly *engine, PyObject *const *given, Py_ssize_t count);
-
-int take_carrier(PyObject *carrier);
-
-int page_made(const Page *page);
-int page_met(Page *page, const uint64_t words[3], const uint64_t wanted[3]);
 
 PyObject *raised(void);
 void raise_again(PyObject *error);
 void raise_after(PyObject *earlier);
 void raise_told(PyObject *error, PyObject *told);
-
-int turn(PyObject *lock, PyObject *method);
 
 static inline double monotonic(void)
 {

@@ -262,7 +262,6 @@ static PyGetSetDef getters[] = {
 };
 static PyMethodDef methods[] = {
     {"quickly", (PyCFunction)(void (*)(void))quickly, METH_FASTCALL, NULL},
-    {"carried", (PyCFunction)(void (*)(void))carried, METH_FASTCALL, NULL},
     {NULL},
 };
 static PyType_Slot slots[] = {

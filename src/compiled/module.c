@@ -1,17 +1,12 @@
 /* The module unisono._compiled. */
 #include "compiled.h"
 
-extern PyType_Spec doing_spec, guarded_spec, page_spec;
+extern PyType_Spec doing_spec, guarded_spec;
 int add_quickly(PyObject *module);
 int add_repeats(PyObject *module);
-int add_carrier(PyObject *module);
-int add_meeting(PyObject *module);
-int add_window(PyObject *module);
-int add_stages(PyObject *module);
 int add_storing(PyObject *module);
 int add_filling(PyObject *module);
 int add_hook(PyObject *module);
-int prepare_messages(void);
 PyObject *sum_rows(PyObject *module, PyObject *arguments);
 PyObject *sum_ahead(PyObject *module, PyObject *arguments);
 PyObject *stop_sums(PyObject *module, PyObject *arguments);
@@ -23,7 +18,7 @@ int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 }
 
 /* As in unisono/compiled.py: another number for other parts, or for parts of other parts. */
-enum { INTERFACE = 10 };
+enum { INTERFACE = 11 };
 
 static int fill(PyObject *module)
 {
@@ -31,16 +26,13 @@ static int fill(PyObject *module)
         PyErr_SetString(PyExc_ImportError, "unisono's compiled parts know one interpreter only");
         return -1;
     }
-    if (add_type(module, &doing_spec, &DoingType) < 0 || add_type(module, &guarded_spec, &GuardedType) < 0 ||
-        add_type(module, &page_spec, &PageType) < 0)
+    if (add_type(module, &doing_spec, &DoingType) < 0 || add_type(module, &guarded_spec, &GuardedType) < 0)
         return -1;
     if (PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0)
         return -1;
-    if (add_quickly(module) < 0 || add_carrier(module) < 0 || add_repeats(module) < 0 ||
-        add_meeting(module) < 0 || add_window(module) < 0 || add_storing(module) < 0 || add_stages(module) < 0 ||
-        add_filling(module) < 0 || add_hook(module) < 0)
+    if (add_quickly(module) < 0 || add_repeats(module) < 0 || add_storing(module) < 0 || add_filling(module) < 0 || add_hook(module) < 0)
         return -1;
-    return prepare_messages();
+    return 0;
 }
 
 static PyMethodDef functions[] = {

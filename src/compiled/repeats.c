@@ -1,21 +1,23 @@
 /* unisono.transports._again.Repeats: calls that are made again with the same tensors. */
 #include "repeats.h"
 
-static PyObject *s_anew, *s_addressed, *s_unlike, *s_reach, *s_see_through, *s_explained, *s_divided, *s_lock, *s_acquire,
+static PyObject *s_anew, *s_unlike, *s_reach, *s_explained, *s_divided, *s_lock, *s_acquire,
     *s_release;
+
+/* Acquire or release a lock, if there is one. */
+static int turn(PyObject *lock, PyObject *method)
+{
+    if (lock == Py_None)
+        return 0;
+    PyObject *turned = PyObject_CallMethodNoArgs(lock, method);
+    Py_XDECREF(turned);
+    return turned ? 0 : -1;
+}
 
 /* 1 if all ranks have come to the same call in the same way; 0 if `_unlike` has to see to it; -1 with an error. */
 static int agree(Repeats *self, const Entry *entry, PyObject *deadline)
 {
-    Page *page = (Page *)self->page;
-    PyObject *reached, *broken = ((Guarded *)self->comms)->broken;
-    if (!page || page->awaited || (broken && broken != Py_None)) {
-        reached = PyObject_CallMethodObjArgs(self->agreement, s_reach, entry->said, deadline, NULL);
-    } else {
-        if (page_met(page, entry->words, entry->wanted))
-            return 1;
-        reached = PyObject_CallMethodObjArgs(self->agreement, s_see_through, entry->said, deadline, NULL);
-    }
+    PyObject *reached = PyObject_CallMethodObjArgs(self->agreement, s_reach, entry->said, deadline, NULL);
     Py_XDECREF(reached);
     return reached ? reached == Py_True : -1;
 }
@@ -88,46 +90,17 @@ static PyObject *call(Repeats *self, PyObject *const *given, Py_ssize_t count)
     return done;
 }
 
-/* name, tensor, peer, tag */
-static PyObject *letter(Repeats *self, PyObject *const *given, Py_ssize_t count)
-{
-    if (count != 4) {
-        PyErr_Format(PyExc_TypeError, "letter() takes 4 arguments, not %zd", count);
-        return NULL;
-    }
-    PyObject *call[] = {given[0], given[1], Py_None, given[3], given[2]}, *carrier = NULL;
-    Entry *entry = find(self, call);
-    if (entry) {
-        entry->holders++;
-        int found = same(&entry->target, given[1]);
-        if (found == 1 && take_carrier(entry->begin))
-            carrier = Py_NewRef(entry->begin);
-        drop(entry);
-        if (carrier || found < 0)
-            return carrier;
-    }
-    PyObject *anew[] = {(PyObject *)self, given[0], given[1], given[2], given[3]};
-    return PyObject_VectorcallMethod(s_addressed, anew, 5, NULL);
-}
-
 static int init(Repeats *self, PyObject *arguments, PyObject *named)
 {
-    static char *names[] = {"agreement", "page", "comms", NULL};
-    PyObject *agreement, *page, *comms;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OOO", names, &agreement, &page, &comms))
-        return -1;
-    if (page != Py_None && !PyObject_TypeCheck(page, PageType)) {
-        PyErr_SetString(PyExc_TypeError, "a page is a Page, or None");
-        return -1;
-    }
-    if (page != Py_None && !page_made((Page *)page))
+    static char *names[] = {"agreement", "comms", NULL};
+    PyObject *agreement, *comms;
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "OO", names, &agreement, &comms))
         return -1;
     if (!PyObject_TypeCheck(comms, GuardedType)) {
         PyErr_SetString(PyExc_TypeError, "communicators are Guarded");
         return -1;
     }
     Py_XSETREF(self->agreement, Py_NewRef(agreement));
-    Py_XSETREF(self->page, page == Py_None ? NULL : Py_NewRef(page));
     Py_XSETREF(self->comms, Py_NewRef(comms));
     PyObject *lock = PyObject_GetAttr(comms, s_lock);
     if (!lock)
@@ -153,7 +126,6 @@ static int each(Repeats *self, visitproc visit, void *arg)
 static int clear(Repeats *self)
 {
     Py_CLEAR(self->agreement);
-    Py_CLEAR(self->page);
     Py_CLEAR(self->comms);
     Py_CLEAR(self->lock);
     for (int n = 0; n < ENTRIES; n++) {
@@ -175,7 +147,6 @@ static void dealloc(Repeats *self)
 
 static PyMethodDef methods[] = {
     {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, NULL},
-    {"letter", (PyCFunction)(void (*)(void))letter, METH_FASTCALL, NULL},
     {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL, NULL},
     {NULL},
 };
@@ -194,8 +165,8 @@ int add_repeats(PyObject *module)
         PyObject **place;
         const char *name;
     } names[] = {
-        {&s_anew, "_anew"}, {&s_addressed, "_addressed"}, {&s_unlike, "_unlike"}, {&s_explained, "_explained"}, {&s_divided, "_divided"},
-        {&s_reach, "reach"}, {&s_see_through, "see_through"}, {&s_lock, "lock"},
+        {&s_anew, "_anew"}, {&s_unlike, "_unlike"}, {&s_explained, "_explained"}, {&s_divided, "_divided"},
+        {&s_reach, "reach"}, {&s_lock, "lock"},
         {&s_acquire, "acquire"}, {&s_release, "release"},
     };
     for (size_t n = 0; n < sizeof names / sizeof *names; n++)

@@ -1,4 +1,4 @@
-/* What is kept of MPI's calls and messages: unisono.transports._again. */
+/* What is kept of calls: unisono.transports._again. */
 #ifndef UNISONO_REPEATS_H
 #define UNISONO_REPEATS_H
 
@@ -19,7 +19,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *agreement, *page, *comms, *lock;
+    PyObject *agreement, *comms, *lock;
     unsigned replaced;
     Entry *entries[ENTRIES];
 } Repeats;

@@ -15,7 +15,7 @@ C = TypeVar("C", bound=type)
 NO_EXTENSIONS = "UNISONO_NO_EXTENSIONS"
 """The variable of the environment that keeps to Python, if it says anything."""
 
-_INTERFACE = 10
+_INTERFACE = 11
 """As in src/compiled/module.c."""
 
 PLAIN: dict[str, type] = {}

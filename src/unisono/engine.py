@@ -83,12 +83,6 @@ class Engine(Standing, Quickly):
             told.__cause__ = error
         return told
 
-    def _undelivered(self, error: BaseException, name: str) -> BaseException:
-        told = self.failed(error, name, self.activity.messages)
-        if told is not error:
-            told.__cause__ = error
-        return told
-
     def start_quickly(self, tensor: torch.Tensor, op: str, timeout: float | None) -> Work | None:
         """Start an all-reduce by the transport's shorter way; None if it was not taken."""
         here = get_ident()

@@ -16,8 +16,6 @@ from unisono.standing import ANYONE
 from unisono.transport import Quick, Tensors
 
 if TYPE_CHECKING:
-    import torch
-
     from unisono.control import Cause
 
 __all__ = ["Quickly"]
@@ -87,34 +85,6 @@ class Quickly:
                 activity.leave()
         return done
 
-    def carried(self, name: str, tensor: torch.Tensor, peer: int, tag: int, timeout: float | None, /) -> bool:
-        """Carry a message by the transport's shorter way; False if it is still to be carried. All failures break it."""
-        quick = self.quick
-        if quick is None or name not in quick.names or (self.owner != get_ident() and self.owner != ANYONE):
-            return False
-        if self._broken is not None or self.closed or self._sink.get() is not None:
-            return False
-        limit = self._limit_s if timeout is None else self._patience(timeout)
-        letter = quick.letter(name, tensor, peer, tag)
-        if letter is None:
-            return False
-        caller, activity = _getframe(2), self.activity
-        noted = (name, None, f"rank {peer}", (caller.f_code, caller.f_lasti))
-        activity.note(noted)
-        activity.enter(noted, (activity.post(name, peer, tag),))
-        try:
-            letter.carry(tensor, activity.since + limit)
-            if name == "recv":
-                increment_version(tensor)
-        except BaseException as error:
-            told = self._undelivered(error, name)
-            if told is error:
-                raise
-            raise told from error
-        finally:
-            activity.leave()
-        return True
-
     def _mark_dirty(self, name: str, target: Tensors, root: int | None) -> None:
         """Increment the version of what a call has written to: transports write past torch's functions."""
         if target is None or (name == "broadcast" and root == self._rank) or (name == "reduce" and root != self._rank):
@@ -128,8 +98,4 @@ class Quickly:
 
     def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
         """The error to raise where a call has ended by one: the same, or another."""
-        raise NotImplementedError
-
-    def _undelivered(self, error: BaseException, name: str) -> BaseException:
-        """Likewise where a message has."""
         raise NotImplementedError

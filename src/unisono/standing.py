@@ -17,7 +17,7 @@ __all__ = ["ANYONE", "Standing"]
 ANYONE = -1
 """In the place of the owning thread's number: whoever calls may."""
 
-_MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv"})
+_MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
 _PATIENCE_S = 1.0
 """How long a broken connection waits to be told, over the control plane, who was lost."""
 

@@ -103,11 +103,11 @@ def explore(place: Place, interface: str | None, timeout: float) -> Surroundings
     return Surroundings(hosts, sharing, gpus, address, f"{told} {why}")
 
 
-def best(hosts: Hosts, *, gpus: bool) -> str:
+def best(hosts: Hosts, *, gpus: bool, network: str = "gloo") -> str:
     """The backend for ranks that share memory in these parts.
 
-    Nccl where each rank has a GPU; else threads for a world of one, shared memory if that is all, gloo if nobody
-    shares any, and shared memory with gloo between where some do.
+    Nccl where each rank has a GPU; else threads for a world of one, shared memory if that is all, the network if no
+    ranks share any, and shared memory with the network between where some do.
 
     Example:
         >>> best(((0, 1),), gpus=False), best(((0, 1), (2,)), gpus=False), best(((0,), (1,)), gpus=False)
@@ -120,7 +120,7 @@ def best(hosts: Hosts, *, gpus: bool) -> str:
         return "thread"
     if len(hosts) == 1:
         return "shm"
-    return "gloo" if len(hosts) == size else "shm+gloo"
+    return network if len(hosts) == size else f"shm+{network}"
 
 
 def hosts_given(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unisono.control import Control
     from unisono.mailbox import Mailbox
 
-__all__ = ["Declared", "Letter", "Options", "PointToPoint", "Quick", "Ready", "Tensors", "Transport"]
+__all__ = ["Declared", "Options", "PointToPoint", "Quick", "Ready", "Tensors", "Transport"]
 
 Tensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor] | None"
 
@@ -75,14 +75,6 @@ class Declared:
     native: frozenset[str]
 
 
-class Letter(Protocol):
-    """Messages of one tensor to or from one rank."""
-
-    def carry(self, tensor: torch.Tensor, deadline: float) -> None:
-        """Carry one, from its beginning to its end; `deadline` is on the monotonic clock."""
-        ...
-
-
 class Quick(Protocol):
     """A shorter way for blocking calls that need no preparation, which a transport may offer.
 
@@ -90,7 +82,7 @@ class Quick(Protocol):
     which ranks take it, and compares fingerprints itself.
 
     Attributes:
-        names: The methods of `Communicator` for which there is one; "send" and "recv" are `letter`.
+        names: The methods of `Communicator` for which there is one.
     """
 
     @property
@@ -106,15 +98,6 @@ class Quick(Protocol):
             op: As the caller gave it, where there is one.
             root: Likewise.
             deadline: On the monotonic clock.
-        """
-        ...
-
-    def letter(self, name: str, tensor: torch.Tensor, peer: int, tag: int) -> Letter | None:
-        """What is to carry one message by a shorter way; None if it needs more than is done here, or is wrong.
-
-        Args:
-            name: "send" or "recv".
-            tensor, peer, tag: As the caller gave them.
         """
         ...
 
@@ -150,7 +133,7 @@ class Transport(ABC):
         launcher: What starts ranks that are processes: "forkserver", or "mpirun"; `launch` asks.
         native: Names of the collectives (see `Call`) that `collective` carries itself.
         tags: Whether tags above 0 can be told apart. `COLLECTIVE_TAG` always can.
-        any_source: Whether `Recv.peer` may be -1.
+        any_source: Whether `iprobe` tells what has come, so that a receive may leave open from whom.
         checks: Whether `begin` itself compares fingerprints between ranks.
         devices: The device types whose tensors it carries.
         staged: Those of them that take the way over the CPU's memory; `post` sees CPU tensors then.
@@ -207,6 +190,14 @@ class Transport(ABC):
     @abstractmethod
     def post(self, batch: Sequence[Message]) -> Work:
         """As in `PointToPoint`."""
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        """Whether a message of this tag from `peer` is there that no posted receive takes. Never blocks.
+
+        Also moves on what is under way, where only waits do. Raises `PeerLostError` if there is none, and the peer has
+        left. Called by one thread at a time, if `any_source`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares no any_source")
 
     @abstractmethod
     def split(self, group: Group) -> Transport:

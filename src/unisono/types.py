@@ -125,6 +125,10 @@ class Work(ABC):
     def get_future(self) -> torch.futures.Future[None]:
         """A future that completes, with no help from the caller, when the work does."""
 
+    def source_rank(self) -> int:
+        """The rank that the received message is from; -1 while that is not known, and where nothing is received."""
+        return -1
+
     def cancel(self) -> bool:
         """Ask that it does not happen; whether that was still possible. By default it never is."""
         return False

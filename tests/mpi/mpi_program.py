@@ -6,11 +6,12 @@ import json
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import unisono as un
-from unisono.transports import _mpi_native, _mpi_parts, _mpi_quick
+from unisono.transports import _mpi_native, _mpi_parts, _shm_memory
 
 torch.set_num_threads(1)
 
@@ -25,6 +26,9 @@ def bootstraps() -> dict[str, Any]:
             found[backend] = (comm.rank, comm.size, comm.backend, comm.hosts, total.tolist())
     with un.init("mpi", init_method="mpi://", timeout=60) as comm:
         found["mpi://"] = (comm.rank, comm.size)
+    # As if each rank were on a host of its own.
+    with patch.object(_shm_memory, "shm_obstacle", lambda: "an obstacle"), un.init(timeout=60) as comm:
+        found["apart"] = comm.backend
     return found
 
 
@@ -108,8 +112,8 @@ def _said(tensor: torch.Tensor, wanted: torch.Tensor) -> str:
 
 def long_ones() -> dict[str, bool]:
     """As if MPI could count no further than 1000: everything is cut."""
-    before = _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_quick.LONGEST, _mpi_native._MOST_BYTES
-    _mpi_parts.LONGEST = _mpi_native.LONGEST = _mpi_quick.LONGEST = _mpi_native._MOST_BYTES = 1000
+    before = _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_native._MOST_BYTES
+    _mpi_parts.LONGEST = _mpi_native.LONGEST = _mpi_native._MOST_BYTES = 1000
     found = {}
     try:
         with un.init("mpi", timeout=60) as comm:
@@ -146,7 +150,7 @@ def long_ones() -> dict[str, bool]:
             comm.all_to_all(apart, [mine, mine * 10], algorithm="native")
             found["exchanged"] = far.sum().item() == (75 if comm.rank == 0 else 750)
     finally:
-        _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_quick.LONGEST, _mpi_native._MOST_BYTES = before
+        _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_native._MOST_BYTES = before
     return found
 
 

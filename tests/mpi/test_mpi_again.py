@@ -1,32 +1,14 @@
-"""Calls of the MPI backend that are made again with the same tensors: what was found out about these may be over."""
+"""Calls of the MPI backend that are made again with tensors that have changed meanwhile."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from again_kit import check_called_again, of_each_change
 from autograd_kit import check_writes
 
 import unisono as un
 from unisono.testing.pools import RankPool
-from unisono.transports._seen import same, seen
 
 RANKS = 3
-
-
-@of_each_change
-def test_a_call_is_made_again_with_what_the_tensor_is_by_then(ranks: RankPool, name: str, changes: list[Any]) -> None:
-    check_called_again(ranks, name, changes)
-
-
-def test_another_tensor_in_the_same_memory_is_not_the_same() -> None:
-    numbers = torch.tensor([1 + 2j])
-    plain, negative = numbers.imag, numbers.conj().imag
-    assert plain.data_ptr() == negative.data_ptr()
-    assert (same(seen(plain), plain), same(seen(plain), negative)) == (True, False)
-    assert not same(seen([plain]), (plain, plain))
-    assert not same(seen([plain]), plain)
 
 
 def test_lists_are_looked_at_one_by_one(ranks: RankPool) -> None:

@@ -36,6 +36,7 @@ def test_every_backend_works_under_mpirun(found: list[dict[str, Any]], asked: st
 
 def test_mpi_may_be_insisted_on(found: list[dict[str, Any]]) -> None:
     assert [one["bootstraps"]["mpi://"] for one in found] == [[0, 2], [1, 2]]
+    assert [one["bootstraps"]["apart"] for one in found] == ["mpi", "mpi"]
 
 
 def test_the_local_rank_is_mpis(found: list[dict[str, Any]]) -> None:

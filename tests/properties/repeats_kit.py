@@ -36,7 +36,7 @@ def repeats_of(kinds: dict[str, Any], log: list[Any], lock: Any) -> Any:
     class Repeats(kinds["Repeats"]):  # type: ignore[misc]  # whichever it is
         def __init__(self) -> None:
             self.comms, self.agreement = Comms(), Agreement(log)
-            super().__init__(self.agreement, None, self.comms)
+            super().__init__(self.agreement, self.comms)
 
         def _anew(self, *given: Any) -> bool:
             log.append(("anew", given[0], given[3:]))
@@ -45,10 +45,6 @@ def repeats_of(kinds: dict[str, Any], log: list[Any], lock: Any) -> Any:
         def _unlike(self, *given: Any) -> bool:
             log.append(("unlike", given[0], given[3:]))
             return True
-
-        def _addressed(self, *given: Any) -> Any:
-            log.append(("addressed", given[0], given[2:]))
-            return None
 
         def _explained(self, error: BaseException) -> BaseException:
             told = un.errors.CommError("explained") if isinstance(error, KeyError) else error

@@ -20,7 +20,7 @@ SINK: ContextVar[Any] = ContextVar("sink", default=None)
 
 
 class Quick:
-    names = frozenset({"all_reduce", "broadcast", "reduce", "recv", "send"})
+    names = frozenset({"all_reduce", "broadcast", "reduce"})
 
     def __init__(self, log: list[Any]) -> None:
         self.log, self.outcome = log, None
@@ -33,18 +33,6 @@ class Quick:
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
-
-    def letter(self, name: str, tensor: Any, peer: Any, tag: Any) -> Any:
-        self.log.append(("letter", name, tensor, peer, tag))
-        return None if self.outcome is False else self
-
-    def carry(self, tensor: Any, deadline: float) -> None:
-        doing = self.engine.activity
-        self.log.append(
-            (tensor, round(deadline - doing.since, 3), doing.inside, doing.now, doing.awaited, doing.latest)
-        )
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
 
 
 class Written(torch.Tensor):
@@ -97,14 +85,6 @@ def engine_of(kinds: dict[str, Any], log: list[Any]) -> Any:
                 told.__cause__ = error
                 return told
             return error
-
-        def _undelivered(self, error: BaseException, name: str) -> BaseException:
-            log.append(("undelivered", name))
-            return self._blamed(error, None)
-
-        def message(self, *given: Any) -> bool:
-            done: bool = self.carried(*given)
-            return done
 
         def method(self, *given: Any) -> bool:
             done: bool = self.quickly(*given)
@@ -194,5 +174,3 @@ def test_only_whole_calls_are_taken() -> None:
     for kinds in (COMPILED, PLAIN):
         with pytest.raises(TypeError):
             engine_of(kinds, []).quickly("all_reduce")
-        with pytest.raises(TypeError):
-            engine_of(kinds, []).carried("send")

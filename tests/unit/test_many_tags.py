@@ -15,7 +15,7 @@ _WARM, _FURTHER = 300, 700
 """Messages of as many tags; what is kept of tags is full after the first of them."""
 
 
-def grown(comm: un.Communicator) -> int:
+def grown(comm: un.Communicator, src: int | None) -> int:
     """Bytes of memory that more messages leave behind."""
     tensor = torch.zeros(2)
     for tag in range(_WARM + _FURTHER):
@@ -25,7 +25,7 @@ def grown(comm: un.Communicator) -> int:
         if comm.rank == 0:
             comm.send(tensor, 1, tag)
         else:
-            comm.recv(tensor, 0, tag)
+            comm.recv(tensor, src, tag)
     gc.collect()
     left, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -33,8 +33,9 @@ def grown(comm: un.Communicator) -> int:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_memory_does_not_grow_with_the_tags(backend: str) -> None:
-    assert max(pool(backend, 2).run(grown)) < 25 * _FURTHER
+@pytest.mark.parametrize("src", [0, None])
+def test_memory_does_not_grow_with_the_tags(backend: str, src: int | None) -> None:
+    assert max(pool(backend, 2).run(grown, src)) < 25 * _FURTHER
 
 
 def crossing(comm: un.Communicator) -> list[int]:

@@ -111,6 +111,8 @@ def test_the_best_backend() -> None:
     assert best(((0,),), gpus=False) == "thread"
     assert best(((0, 1), (2, 3)), gpus=False) == "shm+gloo"
     assert best(((0,), (1,), (2,)), gpus=False) == "gloo"
+    assert best(((0,), (1,)), gpus=False, network="mpi") == "mpi"
+    assert best(((0, 1), (2,)), gpus=False, network="mpi") == "shm+mpi"
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(2, ["cuda:0", "cuda:1"]), (1, ["cuda:0", "cuda:0"])])

@@ -58,6 +58,7 @@ def find(request: Request) -> Place:
         return replace(alone.find(request), source=f"{source}: a world of one")
     end = job_end(mpi, rank, size)
     place = find_on(world, source, request.deadline, request.secret)
+    place.network = "mpi"
     end.await_closing(place)
     # All ranks are there, so nobody waits for anybody here.
     node = world.Split_type(mpi.COMM_TYPE_SHARED, rank)

@@ -63,6 +63,7 @@ class Place:
         address: The address of this host that the other ranks can reach.
         name: The name of the world's group, another one for each `init` of a job.
         source: What was decided and why, in one line for the log.
+        network: The backend that "auto" takes between hosts.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class Place:
     name: str
     source: str
     let_go: Callable[[], None] = field(default=nothing, repr=False)
+    network: str = "gloo"
 
     def close(self) -> None:
         """Leave in peace; again is harmless. A server of this process serves the others until they have left."""

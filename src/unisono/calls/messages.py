@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
 from unisono.activity import Awaited, Noted
+from unisono.calls.any_source import AnySource
 from unisono.calls.caller import Caller
+from unisono.calls.posted import Posted
 from unisono.calls.vouched import vouch
-from unisono.engine import Engine
-from unisono.errors import CommError, CommTimeoutError
-from unisono.failing import explained
 from unisono.site import call_site
-from unisono.tensors import check_apart
+from unisono.tensors import Staging, check_apart
+from unisono.transport import Transport
 from unisono.types import MAX_TAG, Message, Recv, Send, Work
-from unisono.work import patience, readable
+from unisono.work import Completion, patience, readable
 from unisono.wrappers.trace import traced
 
 __all__ = ["Messages"]
@@ -50,24 +49,84 @@ class Messages(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[7.0, 7.0], [7.0, 7.0]]
         """
-        if not self._engine.carried("send", tensor, dst, tag, timeout):
-            patience(timeout, 0.0)
-            self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
+        patience(timeout, 0.0)
+        self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
 
-    def recv(self, tensor: torch.Tensor, src: int, tag: int = 0, *, timeout: float | None = None) -> int:
-        """Receive a tensor from rank `src` in place, and return `src`. Otherwise as `send`."""
-        if not self._engine.carried("recv", tensor, src, tag, timeout):
-            patience(timeout, 0.0)
-            self._post("recv", [Recv(tensor, src, tag)]).wait_or_break(timeout)
-        return src
+    def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: float | None = None) -> int:
+        """Receive a tensor in place, and return the rank that sent it. Otherwise as `send`.
+
+        Args:
+            tensor: As for `send`.
+            src: Another rank; any of them if None. Of several that have sent, each gets its turn.
+            tag: As for `send`.
+            timeout: As for `send`.
+
+        Raises:
+            ValueError: From any rank, on a backend that cannot tell which ranks have sent, as nccl.
+
+        Example:
+            >>> def program(comm):
+            ...     if comm.rank > 0:
+            ...         return comm.send(torch.tensor([10 * comm.rank]), dst=0)
+            ...     t = torch.zeros(1, dtype=torch.int64)
+            ...     return sorted((comm.recv(t), t.item()) for _ in range(comm.size - 1))
+            >>> un.launch(program, nprocs=3, backend="thread")[0]
+            [(1, 10), (2, 20)]
+        """
+        patience(timeout, 0.0)
+        work = self._receive("recv", tensor, src, tag)
+        work.wait_or_break(timeout)
+        return work.source_rank()
+
+    def probe(self, src: int | None = None, tag: int = 0, *, timeout: float | None = None) -> int:
+        """Wait until a message is there for which no receive has been posted, and return the rank that sent it.
+
+        Takes nothing: the next receive from that rank, of this tag, gets the message.
+
+        Args:
+            src: Another rank; any of them if None.
+            tag: Of the message.
+            timeout: Seconds; the communicator's if None. The communicator stays in use if it is over.
+
+        Example:
+            >>> def program(comm):
+            ...     if comm.rank > 0:
+            ...         return comm.send(torch.arange(comm.rank), dst=0)
+            ...     for _ in range(comm.size - 1):
+            ...         src = comm.probe()
+            ...         comm.recv(torch.zeros(src, dtype=torch.int64), src)
+            ...     return comm.iprobe()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [None, None, None]
+        """
+        limit = patience(timeout, self._engine.options.timeout_s)
+        work = self._probed("probe", src, tag)
+        try:
+            work.wait(limit)
+        finally:
+            work.cancel()
+        return work.source_rank()
+
+    def iprobe(self, src: int | None = None, tag: int = 0) -> int | None:
+        """As `probe`, without waiting: None if there is no message now."""
+        work = self._probed("iprobe", src, tag)
+        if not work.is_completed():
+            work.cancel()
+            return None
+        work.wait(0.0)
+        return work.source_rank()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
         """Start to send. The tensor must not change until the work's `wait` has returned."""
         return self._post("isend", [Send(tensor, dst, tag)])
 
-    def irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Work:
-        """Start to receive. The tensor holds the message when the work's `wait` has returned."""
-        return self._post("irecv", [Recv(tensor, src, tag)])
+    def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
+        """Start to receive. The tensor holds the message when the work's `wait` has returned.
+
+        From any rank if `src` is None, and `source_rank` of the work tells from which. Those get, in the order of
+        calls, what comes from ranks that no receive names.
+        """
+        return self._receive("irecv", tensor, src, tag)
 
     def sendrecv(
         self,
@@ -97,9 +156,9 @@ class Messages(Caller):
             raise TypeError("batch_isend_irecv needs a list of unisono.types.Send and Recv, at least one")
         return [self._post("batch_isend_irecv", messages)]
 
-    def _post(self, operation: str, messages: Sequence[Message]) -> _Posted:
+    def _post(self, operation: str, messages: Sequence[Message]) -> Posted:
         self._enter(operation)
-        staging, flat, activity = self._staging(), list[Message](), self._engine.activity
+        staging, flat = self._staging(), list[Message]()
         for message in messages:
             receives = isinstance(message, Recv)
             name = "src" if receives else "dst"
@@ -108,16 +167,61 @@ class Messages(Caller):
             self._check_tensor(message.tensor, "the tensor", written=receives)
             buffer = staging.target(message.tensor) if receives else staging.source(message.tensor)
             flat.append(type(message)(buffer, message.peer, message.tag))
-        noted = operation, None, _detail(flat), call_site()
-        activity.note(noted)
-        awaited = tuple(activity.post("recv" if isinstance(m, Recv) else "send", m.peer, m.tag) for m in flat)
+        noted = self._note(operation, flat)
+        awaited, work = self._start(traced(self._engine.transport), flat, staging)
+        return Posted(self._engine, noted, awaited, work, staging.after)
+
+    def _receive(self, operation: str, tensor: torch.Tensor, src: int | None, tag: int) -> Posted:
+        if src is not None:
+            return self._post(operation, [Recv(tensor, src, tag)])
+        self._enter(operation)
+        self._check_source(None, tag)
+        self._check_tensor(tensor, "the tensor", written=True)
+        staging, transport = self._staging(), traced(self._engine.transport)
+        buffer = staging.target(tensor)
+        noted = self._note(operation, [Recv(buffer, -1, tag)])
+        work = self._any_source.join(
+            tag, None, lambda peer: self._start(transport, [Recv(buffer, peer, tag)], staging)[1]
+        )
+        return Posted(self._engine, noted, (), work, staging.after)
+
+    def _probed(self, operation: str, src: int | None, tag: int) -> Posted:
+        self._enter(operation)
+        self._check_source(src, tag)
+        noted = operation, None, f"tag {tag}", call_site()
+        return Posted(self._engine, noted, (), self._any_source.join(tag, src, _done), [])
+
+    @cached_property
+    def _any_source(self) -> AnySource:
+        return AnySource(self._engine)
+
+    def _note(self, operation: str, messages: Sequence[Message]) -> Noted:
+        noted = operation, None, _detail(messages), call_site()
+        self._engine.activity.note(noted)
+        return noted
+
+    def _start(
+        self, transport: Transport, messages: Sequence[Message], staging: Staging
+    ) -> tuple[tuple[Awaited, ...], Work]:
+        activity = self._engine.activity
+        awaited = tuple(activity.post("recv" if isinstance(m, Recv) else "send", m.peer, m.tag) for m in messages)
         with torch.no_grad():
             for action in staging.before:
                 action()
             if self._check == "full":
-                staging.after[:0] = vouch(self._engine, flat)
-            work = traced(self._engine.transport).post(flat)
-        return _Posted(self._engine, noted, awaited, work, staging.after)
+                staging.after[:0] = vouch(self._engine, messages)
+            return awaited, transport.post(messages)
+
+    def _check_source(self, src: int | None, tag: int) -> None:
+        self._check_tag(tag)
+        if not self._engine.transport.any_source:
+            raise ValueError(
+                "this backend cannot tell which ranks have sent: say from which to receive, as in recv(tensor, src=...)"
+            )
+        if src is not None:
+            self._check_rank(src, "src", other=True)
+        elif self.size == 1:
+            raise ValueError("there is no other rank to receive from")
 
     def _check_tag(self, tag: int) -> None:
         if not isinstance(tag, int) or isinstance(tag, bool):
@@ -131,105 +235,14 @@ class Messages(Caller):
 def _detail(messages: Sequence[Message]) -> str:
     """What messages these are, in a few words."""
     first, more = messages[0], len(messages) - 1
-    way = f"{'from' if isinstance(first, Recv) else 'to'} rank {first.peer}"
+    peer = f"rank {first.peer}" if first.peer >= 0 else "any rank"
+    way = f"{'from' if isinstance(first, Recv) else 'to'} {peer}"
     tag = f", tag {first.tag}" if first.tag else ""
     return f"{way}{tag}, {readable(first.tensor.nbytes)}{f', and {more} more' if more else ''}"
 
 
-class _Posted(Work):
-    """A transport's work, with errors that say where they belong, and what is left to do at the end."""
-
-    def __init__(
-        self, engine: Engine, noted: Noted, awaited: tuple[Awaited, ...], inner: Work, after: list[Callable[[], object]]
-    ) -> None:
-        self._engine, self._noted, self._awaited, self._inner, self._after = engine, noted, awaited, inner, after
-        # Messages are counted by themselves: each rank has its own number of them.
-        self._operation, self._number = noted[0], engine.activity.messages
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    def wait(self, timeout: float | None = None) -> None:
-        if timeout is None:
-            return self.wait_or_break(None)
-        timeout = patience(timeout, timeout)
-        with self._seen():
-            try:
-                self._inner.wait(timeout)
-            except CommTimeoutError as error:
-                # The message may still come: a wait that was told its time breaks nothing.
-                raise self._located(explained(error, self._engine.control, self._engine.group)) from None
-            except CommError as error:
-                raise self._failed(error) from error
-        self._finish()
-
-    def wait_or_break(self, timeout: float | None) -> None:
-        """Wait; any failure, a timeout too, breaks the communicator."""
-        with self._seen():
-            try:
-                self._inner.wait(patience(timeout, self._engine.options.timeout_s))
-            except BaseException as error:
-                told = self._failed(error)
-                if told is error:
-                    raise
-                raise told from error
-        self._finish()
-
-    @contextmanager
-    def _seen(self) -> Iterator[None]:
-        """Others can see for what this rank waits."""
-        activity = self._engine.activity
-        activity.enter(self._noted, self._awaited)
-        try:
-            yield
-        finally:
-            activity.leave()
-
-    def is_completed(self) -> bool:
-        if not self._inner.is_completed():
-            return False
-        if self._inner.exception() is None:
-            # The next wait tells it.
-            with suppress(CommError):
-                self._finish()
-        return True
-
-    def exception(self) -> BaseException | None:
-        error = self._inner.exception()
-        return self._failed(error) if error is not None else self._error
-
-    def get_future(self) -> torch.futures.Future[None]:
-        future: torch.futures.Future[None] = torch.futures.Future()
-
-        def settle(inner: torch.futures.Future[None]) -> None:
-            try:
-                inner.value()
-                self._finish()
-            except Exception as error:
-                future.set_exception(self._failed(error))  # type: ignore[arg-type]
-            else:
-                future.set_result(None)
-
-        self._inner.get_future().add_done_callback(settle)
-        return future
-
-    def _finish(self) -> None:
-        with self._lock, torch.no_grad():
-            try:
-                while self._after:
-                    self._after.pop(0)()
-            except CommError as error:
-                # Every later wait has to say how this one ended.
-                self._after.clear()
-                self._error = self._failed(error)
-        if self._error is not None:
-            raise self._error
-
-    def _failed(self, error: BaseException) -> BaseException:
-        return self._engine.failed(error, self._operation, self._number)
-
-    def _located(self, error: BaseException) -> BaseException:
-        assert isinstance(error, CommError)
-        group = self._engine.group
-        return error.locate(
-            rank=group.rank, size=group.size, group=group.name, operation=self._operation, call=self._number
-        )
+def _done(_peer: int) -> Work:
+    """Nothing to do with the message of a rank."""
+    done = Completion(0.0)
+    done.complete()
+    return done

@@ -102,15 +102,20 @@ class Hierarchical(Transport):
         even = len({len(ranks) for ranks in self._hosts}) == 1
         self.native = _ANYWHERE | _IF_EVEN if even else _ANYWHERE
         self.latency_s, self.second_per_byte = outer.latency_s, outer.second_per_byte
-        self.tags, self.devices, self.staged = outer.tags, outer.devices, outer.staged
+        self.tags, self.any_source = outer.tags, outer.any_source
+        self.devices, self.staged = outer.devices, outer.staged
         if inner is not None:
             self.tags = inner.tags and outer.tags
+            self.any_source = inner.any_source and outer.any_source
             self.devices = _common(inner, outer)
             self.staged = inner.staged & self.devices
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
         return self._routes.post(batch)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        return self._routes.iprobe(peer, tag)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return super().empty(shape, dtype) if self.inner is None else self.inner.empty(shape, dtype)

@@ -46,6 +46,12 @@ class Renumbered(Wrapper):
     def post(self, batch: Sequence[Message]) -> Work:
         return _Told(super().post(batch), self.told)
 
+    def iprobe(self, peer: int, tag: int) -> bool:
+        try:
+            return super().iprobe(peer, tag)
+        except CommError as error:
+            raise self.told(error) from error
+
     def collective(self, call: Call) -> Work:
         return _Told(super().collective(call), self.told)
 
@@ -119,6 +125,12 @@ class Routes:
             return inside
         far = [m for m in batch if m.peer not in self._place]
         return _Both(inside, self._outer.post(far), self._timeout_s)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        """As `Transport.iprobe`."""
+        if self._inner is None or peer not in self._place:
+            return self._outer.iprobe(peer, tag)
+        return self._inner.iprobe(self._place[peer], tag)
 
 
 class _Both(Work):

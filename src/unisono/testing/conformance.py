@@ -21,6 +21,7 @@ class TransportLaws:
         backend: The name of the transport.
         wrap: Applied to the transport of each rank, to hold a wrapper to the same laws. A static method.
         hosts: Which of the four ranks are taken for one host each, as `launch` takes it, for transports of several.
+        device: Where tensors live, as `launch` takes it: "cuda", if the laws are to be tried on GPUs.
 
     Example:
         >>> class TestMine(TransportLaws):
@@ -31,11 +32,12 @@ class TransportLaws:
     backend: ClassVar[str]
     wrap: ClassVar[Callable[[Transport], Transport] | None] = None
     hosts: ClassVar[tuple[tuple[int, ...], ...] | None] = None
+    device: ClassVar[str | None] = None
 
     @property
     def world(self) -> World:
         """Where the laws are tried."""
-        return World(self.backend, type(self).wrap, hosts=self.hosts)
+        return World(self.backend, type(self).wrap, hosts=self.hosts, device=self.device)
 
 
 def _test(law: Law) -> Callable[[TransportLaws], None]:

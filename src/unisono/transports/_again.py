@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from unisono.compiled import compiled
 from unisono.transports._guarded import Turns
 from unisono.transports._seen import Seen, same, seen
 
-if TYPE_CHECKING:
-    from unisono.transports._mpi_agreement import Said
-    from unisono.transports._mpi_carrier import Carrier
-
 __all__ = ["Reached", "Repeats", "Twice"]
 
 _MOST = 1024
 _MOST_SEEN = 4096
+
+
+_Said = tuple[bytes, bytes]
+"""The words of a call, and their sums if all ranks are at the same one."""
 
 
 class Twice:
@@ -40,14 +40,14 @@ class Twice:
 class Reached(Protocol):
     """By what ranks learn that all have come to the same call; if they learn it later, this has nothing to do."""
 
-    def reach(self, said: Said, deadline: float) -> bool: ...
+    def reach(self, said: _Said, deadline: float) -> bool: ...
 
 
 class _Again(NamedTuple):
     target: Seen
     source: Seen
     root: int | None
-    said: Said
+    said: _Said
     begin: Any
     arguments: tuple[Any, ...]
     divisor: int
@@ -59,23 +59,22 @@ class Repeats:
 
     Args:
         agreement: By which ranks learn that all have come to the same call.
-        page: What the agreement sums by, where that is compiled, too.
         comms: What each call tells, and takes turns by.
     """
 
-    def __init__(self, agreement: Reached, page: object, comms: Turns) -> None:
+    def __init__(self, agreement: Reached, comms: Turns) -> None:
         self._said_by, self._guarded = agreement, comms
-        self._again: dict[tuple[str, str | int, int | None, int, int], _Again] = {}
+        self._again: dict[tuple[str, str, int | None, int, int], _Again] = {}
 
     def remember(
         self,
         name: str,
         target: Any,
         source: Any,
-        op: str | int,
+        op: str,
         root: int | None,
-        said: Said,
-        begin: Callable[..., object] | Carrier | None,
+        said: _Said,
+        begin: Callable[..., object] | None,
         arguments: tuple[Any, ...],
         divisor: int,
         /,
@@ -83,9 +82,9 @@ class Repeats:
         """Keep how a call is made, for the next one with the same tensors as long as they stay as they are.
 
         Args:
-            name, target, source, op, root: As `call` is given them; of a message, `op` is the tag, and `root` the peer.
+            name, target, source, op, root: As `call` is given them.
             said: What ranks agree on.
-            begin, arguments: What makes it, and what that takes; None where nothing moves; of a message, its carrier.
+            begin, arguments: What makes it, and what that takes; None where nothing moves.
             divisor: By what the target is divided in the end, if it is not 0.
         """
         if len(self._again) >= _MOST:
@@ -120,27 +119,13 @@ class Repeats:
                 comms.deadline = None
         return self._divided(target) if again.divisor else True
 
-    def letter(self, name: str, tensor: Any, peer: int, tag: int, /) -> Carrier | None:
-        """As `Quick.letter`."""
-        if type(peer) is not int or type(tag) is not int:
-            return self._addressed(name, tensor, peer, tag)
-        again = self._again.get((name, tag, peer, id(tensor), id(None)))
-        if again is None or again.root is not peer or not same(again.target, tensor) or not again.begin.take():
-            return self._addressed(name, tensor, peer, tag)
-        carrier: Carrier = again.begin
-        return carrier
-
-    # -- what `QuickCalls` adds: the C class has no such methods, so they cannot be abstract ------------
+    # -- what the transport adds: the C class has no such methods, so they cannot be abstract ------------
     def _anew(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         """`call`, of which nothing is kept."""
         raise NotImplementedError
 
     def _unlike(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         """The rest of `call`, after an agreement that did not come out as it was said."""
-        raise NotImplementedError
-
-    def _addressed(self, name: str, tensor: Any, peer: int, tag: int) -> Carrier | None:
-        """`letter`, of which nothing is kept, or which is busy."""
         raise NotImplementedError
 
     def _explained(self, error: BaseException) -> BaseException:

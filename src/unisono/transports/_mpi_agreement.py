@@ -13,15 +13,12 @@ from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.mpilib import until
 from unisono.transports._mpi_comms import Comms
 
-__all__ = ["Agreement", "Said", "word_of"]
+__all__ = ["Agreement", "word_of"]
 
-Said = tuple[bytes, bytes]
-"""The words of a call, and their sums if all ranks are at the same one."""
-
-_WORD, _LEVEL = 2**64, 2**32
+_WORD = 2**64
 _MOST = 4096
 _LAST_WORD_S = 0.02
-_LOOKS = range(100)
+_LOOKS = 100
 _WORDS = struct.Struct("=3Q")
 _words: dict[tuple[Any, ...], int] = {}
 
@@ -42,68 +39,47 @@ def word_of(compared: tuple[Any, ...]) -> int:
 
 
 class Agreement:
-    """Sums three words of 64 bits over all ranks.
+    """Sum of three words of 64 bits over all ranks.
 
     The first stands for the call: if the sum is as many times this rank's word as there are ranks, all words
     are equal, but for a chance of about 2**-60 that different ones add up to the same. The second, where each
     rank has a number for each other one, sums what is given with one sign and what is expected with the other,
-    each pair with an odd factor of its own: it is 0 if all fit. The third counts, and above its 32 bits those that
-    could make a call the simpler way: it is made so if all can.
+    each pair with an odd factor of its own: it is 0 if all fit. The third counts ranks.
 
-    Nobody has to be there in time: a rank looks again and again whether the sum is there, so that its
+    No rank has to be there in time: each looks again and again whether the sum is there, so that its
     wait ends at a deadline, by an abort, or when a rank is lost.
 
     Args:
         comms: Whose ranks agree.
         look: Called in long waits, with all other ranks; may raise.
         spins: How often to ask MPI before giving way.
-        page: Of the three words: makes what sums them through memory that all ranks share; else MPI does it.
 
     Attributes:
-        alike: Whether all ranks gave the same word the last time, and their rows fitted.
-        counted: The sum of what ranks counted then.
-        page: What it sums by, if not by MPI.
+        number: How often ranks have tried to agree; the same on all of them.
+        counted: How many ranks counted the last time.
     """
 
-    def __init__(
-        self,
-        comms: Comms,
-        look: Callable[[Sequence[int]], object],
-        spins: int,
-        page: Callable[[bytearray], Any] | None = None,
-    ) -> None:
+    def __init__(self, comms: Comms, look: Callable[[Sequence[int]], object], spins: int) -> None:
         mpi = comms.mpi
         self._comms, self._spins, self._look = comms, spins, look
         self._rank, self._size = comms.own.Get_rank(), comms.own.Get_size()
         self._words = bytearray(_WORDS.size)
-        self._sums = memoryview(self._words).cast("Q")
-        self._arguments = (mpi.IN_PLACE, [self._sums, 3, mpi.UINT64_T], mpi.SUM)
+        self._arguments = (mpi.IN_PLACE, [self._words, 3, mpi.UINT64_T], mpi.SUM)
         self._start: Callable[[], object] = self._first
         self._test: Callable[[], bool] = _yes
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._given: list[int] = []
         self._taken: list[int] = []
-        self._number = 0
-        self.alike, self.counted = True, 0
-        self.page = None if page is None else page(self._words)
-        if self.page is not None:
-            self._start, self._test = self.page.start, self.page.test
+        self.number, self.counted = 0, 0
 
-    @property
-    def number(self) -> int:
-        """How often ranks have tried to agree; the same on all of them."""
-        number: int = self._number if self.page is None else self.page.number
-        return number
-
-    def reach(self, said: Said, deadline: float, count: int = 0) -> bool:
-        """Whether the sums are what was wanted: all are at this call, nothing is counted, and all take the same way.
-
-        Otherwise `alike` and `counted` tell more.
+    def reach(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
+        """Whether all ranks are at this call, and their rows fit.
 
         Args:
-            said: As of `say`.
+            word: As of `word_of`.
             deadline: On the monotonic clock.
-            count: For `counted`.
+            rows: As of `rows_of`.
+            count: 1 if this rank counts, for `counted`.
 
         Raises:
             CommTimeoutError: Not all have come until the deadline. There is no second try.
@@ -111,56 +87,21 @@ class Agreement:
         comms = self._comms
         if comms.broken is not None:
             raise comms.broken
-        self._number += 1
-        self._words[:] = said[0]
-        self._sums[2] += count
-        lock = comms.lock
-        if lock is not None:
-            lock.acquire()
+        self.number += 1
+        _WORDS.pack_into(self._words, 0, word, rows, count)
         try:
-            try:
+            with comms.turn:
                 self._start()
-                over, test = False, self._test
-                for _ in _LOOKS:
-                    # Most often the others come at about the same time.
-                    if over := test():
-                        break
-            finally:
-                if lock is not None:
-                    lock.release()
+                # Most often the others come at about the same time.
+                over = any(self._test() for _ in range(_LOOKS))
+            if not over:
+                self._wait(deadline)
         except comms.mpi.Exception as error:
             raise comms.error_of(error) from error
-        return self._judged(said) if over else self.see_through(said, deadline)
-
-    def see_through(self, said: Said, deadline: float) -> bool:
-        """The rest of `reach`, from when this rank has given its words."""
-        comms = self._comms
-        try:
-            self._wait(deadline)
-        except comms.mpi.Exception as error:
-            raise comms.error_of(error) from error
-        return self._judged(said)
-
-    def _judged(self, said: Said) -> bool:
-        if self._comms.broken is not None:
-            raise self._comms.broken
-        words, wanted = self._words, said[1]
-        if words == wanted:
-            self.alike, self.counted = True, 0
-            return True
-        self.alike, self.counted = words[:16] == wanted[:16], self._sums[2] % _LEVEL
-        return False
-
-    def say(self, word: int, rows: int = 0, *, level: bool = False) -> Said:
-        """What this rank gives, and what is to come of it.
-
-        Args:
-            word: As of `word_of`.
-            rows: As of `rows_of`.
-            level: Whether this rank takes the way that is open to those only whose parts are level.
-        """
-        third = _LEVEL if level else 0
-        return _WORDS.pack(word, rows, third), _WORDS.pack(word * self._size % _WORD, 0, third * self._size)
+        if comms.broken is not None:
+            raise comms.broken
+        sum_of_words, sum_of_rows, self.counted = _WORDS.unpack(self._words)
+        return sum_of_words == word * self._size % _WORD and not sum_of_rows
 
     def _first(self) -> None:
         """Start the sum. MPI prepares it once, if it knows how to: that halves the time."""

@@ -6,14 +6,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import xxhash
 
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.mpilib import library, until
-from unisono.transports._guarded import Turns
 
 __all__ = ["Base", "Comms"]
 
@@ -78,7 +77,7 @@ class Base:
         return Base(self.comm.Shrink())
 
 
-class Comms(Turns):
+class Comms:
     """Two communicators of the same ranks, which nobody else uses.
 
     Args:
@@ -91,16 +90,17 @@ class Comms(Turns):
         users: For users' messages.
         own: For collectives, and the messages that they are made of.
         turn: To be held while MPI is called.
-        lock: The same for who is in haste: None where nobody else has to wait.
+        broken: The first cause of a failure, after which no call is made.
+        deadline: Of MPI's collective that is under way, on the monotonic clock, for `Watch`.
         largest_tag: That users may give; each message takes two of MPI's.
     """
 
     def __init__(self, base: Base, ranks: Sequence[int], name: str) -> None:
         mpi = self.mpi = library()
         several = mpi.Query_thread() == mpi.THREAD_MULTIPLE
-        self.lock = None if several else _turns
-        self.turn = self.lock or nullcontext()
-        self.broken = None
+        self.turn: AbstractContextManager[object] = nullcontext() if several else _turns
+        self.broken: BaseException | None = None
+        self.deadline: float | None = None
         with self.turn:
             _free_unused()
             # The least that every MPI has for tags is 32767.

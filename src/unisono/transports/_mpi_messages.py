@@ -25,10 +25,10 @@ from unisono.work import Countdown, late
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Messages", "Posted", "keep"]
+__all__ = ["LAST_LOOKS", "Messages", "Posted", "keep"]
 
 _MANY = 64
-_LAST_LOOKS = 100
+LAST_LOOKS = 100
 _BYTES_A_ROUND = 1 << 20
 _FOREVER_S = 1e9
 _crew = Crew("unisono MPI messages")
@@ -83,6 +83,15 @@ class Messages:
         if isinstance(message, Recv):
             return Received(self.comms, message)
         return Sent(self.comms, message, next(self.numbers) % self.comms.largest_tag)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        """Whether MPI has the envelope of a user's message of this tag, and no receive for it."""
+        comms = self.comms
+        try:
+            with comms.turn:
+                return bool(comms.users.Iprobe(peer, 2 * tag))
+        except comms.mpi.Exception as error:
+            raise comms.error_of(error, peer) from error
 
     def spins_for(self, nbytes: int) -> int:
         """How often to ask before giving way: while a message of this length travels, since asking moves it along."""
@@ -167,7 +176,7 @@ class Posted(Countdown):
                 over = until(self.move, started + limit, self._look, spins)
             except PeerLostError:
                 # What it sent before it left may be here.
-                over = any(self.move() for _ in range(_LAST_LOOKS))
+                over = any(self.move() for _ in range(LAST_LOOKS))
                 if not over:
                     raise
             if not over:

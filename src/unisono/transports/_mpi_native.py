@@ -17,7 +17,6 @@ import torch
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_parts import LONGEST, memory
 from unisono.transports._mpi_reductions import Reductions, reducible
-from unisono.transports._mpi_scattering import deal, dealt, one_each, reduce_each, take
 from unisono.transports._mpi_watch import Watch
 from unisono.types import Call
 
@@ -68,23 +67,6 @@ class Native:
             with self._watched(deadline):
                 _RUN[call.name](self, call)
 
-    def make(self, function: Callable[..., object], arguments: tuple[Any, ...], deadline: float) -> None:
-        """Call one of MPI's functions for collectives, watched."""
-        watch, comms, lock = self.watch, self._comms, self._comms.lock
-        comms.deadline = deadline
-        if not watch.enrolled:
-            watch.enrol()
-        if lock is not None:
-            lock.acquire()
-        try:
-            function(*arguments)
-        except self._mpi.Exception as error:
-            raise self._comms.error_of(error) from error
-        finally:
-            if lock is not None:
-                lock.release()
-            comms.deadline = None
-
     @contextmanager
     def _watched(self, deadline: float) -> Iterator[None]:
         self._comms.deadline = deadline
@@ -129,12 +111,7 @@ class Native:
             factor = whole.numel() // max(1, call.whole.numel())
             scaled = [count * factor for count in counts]
             into = [memory(self._comms, target), target.numel() * factor, kind]
-            if one_each(self._mpi, counts, target.itemsize):
-                stops = list(accumulate(scaled))
-                given = [self._described(whole, kind, stop - n, stop) for n, stop in zip(scaled, stops, strict=True)]
-                results = [into if root == self._rank else None for root in range(len(counts))]
-                reduce_each(self._comm.Reduce, zip(given, results, strict=True), op)
-            elif len(set(counts)) == 1:
+            if len(set(counts)) == 1:
                 self._comm.Reduce_scatter_block([memory(self._comms, whole), kind], into, op)
             else:
                 self._comm.Reduce_scatter(self._described(whole, kind), into, scaled, op)
@@ -156,18 +133,7 @@ class Native:
         pieces.copy_out()
 
     def _scatter(self, call: Call) -> None:
-        target, root = call.outputs[0], call.root
-        assert root is not None
-        if dealt(self._mpi, target.nbytes):
-            if root != self._rank:
-                take(self._comms, self._described(target), root)
-                return
-            parts = [(self._described(part), rank) for rank, part in enumerate(call.inputs) if rank != root]
-            mine = call.inputs[root]
-            here = target.data_ptr() == mine.data_ptr()
-            deal(self._comms, parts, None if here else (target.data_ptr(), mine.data_ptr(), target.nbytes))
-            return
-        if root != self._rank:
+        if call.root != self._rank:
             self._comm.Scatterv(None, self._described(call.outputs[0]), call.root)
             return
         pieces = _Pieces(self._comms, call.inputs)

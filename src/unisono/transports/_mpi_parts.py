@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from unisono.transports._mpi_carrier import HEADER
 from unisono.transports._mpi_comms import Comms
 from unisono.types import Message, Recv, Send
 from unisono.work import elements, misfit
@@ -32,8 +32,11 @@ __all__ = [
 LONGEST = 1 << 30
 """Bytes, or elements, of one call of MPI at most: many libraries count in 32 bits."""
 
+_HEADER = struct.Struct("<qq24s")
+"""Before the first elements of a message: how many there are, its number, and the name of their dtype."""
+
 ENVELOPE_BYTES = 4096
-INLINE_BYTES = ENVELOPE_BYTES - HEADER.size
+INLINE_BYTES = ENVELOPE_BYTES - _HEADER.size
 
 
 def memory(comms: Comms, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> Any:
@@ -91,7 +94,7 @@ class Sent(Part):
     def __init__(self, comms: Comms, message: Send, number: int) -> None:
         self._comms, self.message = comms, message
         tensor, self._number = message.tensor, number
-        self._envelope = HEADER.pack(tensor.numel(), number, name_of(tensor.dtype))
+        self._envelope = _HEADER.pack(tensor.numel(), number, name_of(tensor.dtype))
         self._inline = tensor.nbytes <= INLINE_BYTES
         if self._inline:
             self._envelope += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
@@ -127,7 +130,7 @@ class Received(Part):
         message, tensor = self.message, self.message.tensor
         number = opened(self._comms, self._envelope, message)
         if tensor.nbytes <= INLINE_BYTES:
-            content = bytes(memoryview(self._envelope)[HEADER.size : HEADER.size + tensor.nbytes])
+            content = bytes(memoryview(self._envelope)[_HEADER.size : _HEADER.size + tensor.nbytes])
             ctypes.memmove(tensor.data_ptr(), content, tensor.nbytes)
             return
         for part, _ in _cut(self._comms, tensor):
@@ -137,7 +140,7 @@ class Received(Part):
 def opened(comms: Comms, envelope: bytearray, message: Message) -> int:
     """The number of the message whose envelope has come; `MismatchError` if it is not what is to be received."""
     tensor, peer = message.tensor, message.peer
-    numel, number, name = HEADER.unpack_from(envelope)
+    numel, number, name = _HEADER.unpack_from(envelope)
     if numel != tensor.numel() or name.rstrip(b"\0") != name_of(tensor.dtype):
         sent, expected = elements(numel, name.rstrip(b"\0").decode()), elements(tensor.numel(), str(tensor.dtype))
         raise misfit(peer, sent, comms.own.Get_rank(), expected, message.tag, peer)

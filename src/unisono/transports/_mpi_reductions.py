@@ -13,7 +13,7 @@ import torch
 from unisono.reduction import combine
 from unisono.types import ReduceOp
 
-__all__ = ["Reductions", "is_odd", "reducible"]
+__all__ = ["Reductions", "reducible"]
 
 _TYPES = {
     torch.uint8: "UINT8_T",
@@ -62,8 +62,6 @@ _CALLED_BACK = {
 }
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
-_WITH_EXTREMES = (torch.float32, torch.float64)
-"""Of floats, those of which MPI knows the larger one."""
 
 
 def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
@@ -83,7 +81,6 @@ class Reductions:
     MPI calls back: nothing is converted, and two bytes an element travel. So are those of integers of 8 and 16
     bits, whose sums Open MPI 5 cuts off at the largest number, where torch's wrap. The minimum and maximum
     of floats are taken of integers in the same order, since MPI's lose NaN, and keep either zero; NaN goes before all.
-    Where no rank has NaN or -0.0, MPI's own give the same bits.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -113,18 +110,6 @@ class Reductions:
         else:
             yield tensor, kind, self._op(dtype, op)
 
-    def plain(self, dtype: torch.dtype, op: ReduceOp) -> tuple[Any, Any] | None:
-        """Type and operation, where a tensor needs no preparation; else None."""
-        if not reducible(dtype, op) or dtype.is_complex or (dtype.is_floating_point and op in _EXTREMES):
-            return None
-        return getattr(self._mpi, _TYPES[dtype]), self._op(dtype, op)
-
-    def extreme(self, dtype: torch.dtype, op: ReduceOp) -> tuple[Any, Any] | None:
-        """Type and operation of a minimum or maximum of floats, where no rank `is_odd`; else None."""
-        if op in _EXTREMES and dtype in _WITH_EXTREMES:
-            return getattr(self._mpi, _TYPES[dtype]), getattr(self._mpi, _OPS[op])
-        return None
-
     def _op(self, dtype: torch.dtype, op: ReduceOp) -> Any:
         if dtype in _CALLED_BACK and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
             return _own(op, _CALLED_BACK[dtype])
@@ -134,13 +119,6 @@ class Reductions:
 def _may_have_nan(tensor: torch.Tensor) -> bool:
     """False if there is none: a sum tells it, by far the fastest, though opposite infinities add up to NaN, too."""
     return math.isnan(tensor.sum().item())
-
-
-def is_odd(tensor: torch.Tensor) -> bool:
-    """Whether MPI's own minimum and maximum may be wrong: where there is NaN, or a zero of negative sign."""
-    whole = _WHOLE[tensor.itemsize]
-    # Of all numbers' bits, those of -0.0 are the least whole number.
-    return _may_have_nan(tensor) or tensor.view(whole).min().item() == torch.iinfo(whole).min
 
 
 def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:

@@ -61,7 +61,7 @@ class QuickRounds(Repeats):
 
     def __init__(self, board: Board, rounds: Rounds) -> None:
         guarded = Turns()
-        super().__init__(_Later(), None, guarded)
+        super().__init__(_Later(), guarded)
         self._board, self._rounds, self._maker = board, rounds, Maker(board, rounds, guarded)
         self._recipes: dict[tuple[str, torch.dtype, int], _Recipe] = {}
         self._kinds: dict[Key, _Kind] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -92,6 +92,7 @@ class _Incoming:
         self._end: tuple[Recv, Countdown] | None = None
         self._aside: tuple[int, str] | None = None
         self._head: tuple[int, int, torch.dtype] | None = None
+        self._sought: int | None = None
 
     def post(self, message: Recv, work: Countdown) -> None:
         early = _next(self.early, message.tag)
@@ -136,8 +137,8 @@ class _Incoming:
                 self._target, self._end = message.tensor.view(torch.uint8), (message, work)
             else:
                 self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
-        elif self.posted:
-            # Somebody waits for a later message of another tag: this one has to step aside.
+        elif self.posted or self._sought not in (None, tag):
+            # A later message of another tag is waited for, or looked for: this one has to step aside.
             self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
             self._aside = (tag, elements(numel, str(dtype)))
         else:
@@ -163,6 +164,13 @@ class _Incoming:
         if sent != expected:
             work.complete(misfit(self.peer, sent, self.rank, expected, message.tag, self.peer))
         return sent == expected
+
+    def holds(self, tag: int, move: Callable[[], object]) -> bool:
+        """Whether, once all has moved, a message of a tag is here that no receive waits for."""
+        self._sought = tag
+        move()
+        self._sought = None
+        return tag in self.early or (self._head is not None and self._head[0] == tag)
 
     def works(self) -> list[Countdown]:
         """Of the receives that are not done."""
@@ -228,6 +236,11 @@ class Rings:
         with self._lock:
             sends = [work for out in self._out.values() for _, _, work in out.queue]
             return sends + [work for into in self._in.values() for work in into.works()]
+
+    def holds(self, peer: int, tag: int) -> bool:
+        """Move what can be moved; whether a message of a tag from a rank is here that no receive waits for."""
+        with self._lock:
+            return self._in[peer].holds(tag, self.move)
 
     def move(self, peers: Sequence[int] | set[int] | None = None) -> bool:
         """Move what can be moved; whether anything was."""

@@ -6,12 +6,15 @@ import struct
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unisono.crew import Crew
+from unisono.errors import CommTimeoutError
 from unisono.transports._torch_errors import translated
 from unisono.types import Message, Recv, Send, Work
 from unisono.work import Countdown, elements, misfit
@@ -44,6 +47,7 @@ class Envelopes:
         self._lock = threading.Lock()
         self._streams: defaultdict[_Stream, deque[tuple[Message, Countdown]]] = defaultdict(deque)
         self._open: set[Countdown] = set()
+        self._ahead: dict[_Stream, Future[torch.Tensor]] = {}
 
     def post(self, batch: Sequence[Message]) -> Work:
         work = Countdown(self._transport.timeout_s, batch)
@@ -53,6 +57,28 @@ class Envelopes:
         for message in batch:
             self._enqueue(message, work)
         return work
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        """As `Transport.iprobe`. Gloo cannot be asked: so an envelope is received, and kept for the next receive.
+
+        While none comes, that takes a thread for each rank and tag that was asked about.
+        """
+        stream = (Recv, peer, tag)
+        with self._lock:
+            if stream in self._streams:
+                return False
+            if stream not in self._ahead:
+                self._ahead[stream] = Future()
+                self._crew.run(partial(self._fetch, peer, tag, self._ahead[stream]))
+            if not self._ahead[stream].done():
+                return False
+            error = self._ahead[stream].exception()
+            if isinstance(error, CommTimeoutError):
+                # The peer has not made the connection yet.
+                del self._ahead[stream]
+        if error is not None and not isinstance(error, CommTimeoutError):
+            raise error
+        return error is None
 
     def close(self, cause: BaseException) -> None:
         """What is not done fails."""
@@ -105,10 +131,9 @@ class Envelopes:
 
     def _take(self, message: Recv) -> BaseException | None:
         tensor, tag = message.tensor, _FIRST_TAG + 2 * message.tag
-        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
-        error = self._wait([self._transport.start(Recv(envelope, message.peer), tag)], message)
-        if error is not None:
-            return error
+        with self._lock:
+            ahead = self._ahead.pop((Recv, message.peer, message.tag), None)
+        envelope = self._envelope(message.peer, message.tag) if ahead is None else ahead.result()
         numel, name = _HEADER.unpack(bytes(envelope[: _HEADER.size].tolist()))
         sent = elements(numel, name.rstrip(b"\0").decode())
         expected = elements(tensor.numel(), str(tensor.dtype))
@@ -118,6 +143,20 @@ class Envelopes:
             tensor.view(torch.uint8).copy_(envelope[_HEADER.size : _HEADER.size + tensor.nbytes])
             return None
         return self._wait([self._transport.start(message, tag + 1)], message)
+
+    def _fetch(self, peer: int, tag: int, ahead: Future[torch.Tensor]) -> None:
+        try:
+            ahead.set_result(self._envelope(peer, tag))
+        except Exception as error:
+            ahead.set_exception(error)
+
+    def _envelope(self, peer: int, tag: int) -> torch.Tensor:
+        """The next one of a stream."""
+        message = Recv(torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu"), peer, tag)
+        error = self._wait([self._transport.start(message, _FIRST_TAG + 2 * tag)], message)
+        if error is not None:
+            raise error
+        return message.tensor
 
     def _wait(self, started: list[Any], message: Message) -> BaseException | None:
         for work in started:

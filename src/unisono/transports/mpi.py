@@ -20,13 +20,10 @@ from unisono.mpilib import check_world, library
 from unisono.transport import Options, Transport
 from unisono.transports._mpi_agreement import Agreement, word_of
 from unisono.transports._mpi_comms import Base, Comms
-from unisono.transports._mpi_messages import Messages
+from unisono.transports._mpi_messages import LAST_LOOKS, Messages
 from unisono.transports._mpi_native import NATIVE, Native, carries, too_long
-from unisono.transports._mpi_page import shared_by
-from unisono.transports._mpi_quick import QuickCalls
 from unisono.transports._mpi_watch import Watch
-from unisono.transports._mpi_window import Near
-from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, ReduceOp, Send, Work
+from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
 from unisono.work import Completion
 
 if TYPE_CHECKING:
@@ -36,7 +33,6 @@ __all__ = ["TRANSPORT", "MpiTransport"]
 
 _QUOTE_S = 10.0
 _LOOK_EVERY_S = 0.2
-_EXTREMES = (ReduceOp.MIN.value, ReduceOp.MAX.value)
 _SPINS, _CROWDED_SPINS = 1000, 5
 
 
@@ -56,7 +52,7 @@ class MpiTransport(Transport):
 
     launcher = "mpirun"
     native = NATIVE
-    checks = True
+    any_source = checks = True
     devices = frozenset({"cpu", "cuda"})
     staged = frozenset({"cuda"})
     latency_s = 3e-6
@@ -66,15 +62,13 @@ class MpiTransport(Transport):
         self.group, self._comms, self._control, self._options = group, comms, control, options
         self._fingerprint: Fingerprint | None = None
         self._looked_s = 0.0
+        self._gone: set[int] = set()
         crowded = group.size > cores()
         spins = _CROWDED_SPINS if crowded else _SPINS
         self._messages = Messages(comms, options.timeout_s, self._look, spins)
-        shared = shared_by(group, control, options.timeout_s, crowded)
-        self._agreement = Agreement(comms, self._look, spins, None if shared is None else shared.page)
+        self._agreement = Agreement(comms, self._look, spins)
         self._watch = Watch(comms.mpi, comms, self._give_up)
         self._native = Native(comms, self._watch)
-        near = Near() if shared is None else shared.near(control, options.timeout_s, self._agreement, comms)
-        self.quick = QuickCalls(self._differ, self._agreement, self._native, self._messages, comms, near, self._run)
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> MpiTransport:
@@ -123,6 +117,18 @@ class MpiTransport(Transport):
                 raise ValueError(f"tag={message.tag} is more than this MPI carries: up to {self._comms.largest_tag}")
         return self._messages.post(batch)
 
+    def iprobe(self, peer: int, tag: int) -> bool:
+        if self._messages.iprobe(peer, tag):
+            return True
+        try:
+            self._look([peer])
+        except PeerLostError:
+            # What it sent before it left may be here.
+            if any(self._messages.iprobe(peer, tag) for _ in range(LAST_LOOKS)):
+                return True
+            raise
+        return False
+
     # -- collectives ---------------------------------------------------------------------------
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
         self._fingerprint, deadline = fingerprint, time.monotonic() + timeout
@@ -131,13 +137,11 @@ class MpiTransport(Transport):
             rows = self._agreement.rows_of(sends, receives)
             self._agree(word, deadline, rows, too_long(sends, receives, fingerprint.dtype))
         else:
-            # Who comes this way has not looked for odd ones, and shorter ways make another call then.
-            self._agree(word, deadline, count=fingerprint.op in _EXTREMES)
+            self._agree(word, deadline)
 
     def _agree(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> None:
         """Return when all ranks have come to the same call."""
-        self._agreement.reach(self._agreement.say(word, rows), deadline, count)
-        if not self._agreement.alike:
+        if not self._agreement.reach(word, deadline, rows, count):
             assert self._fingerprint is not None
             self._differ(self._fingerprint)
 
@@ -161,7 +165,7 @@ class MpiTransport(Transport):
     def _differ(self, mine: Fingerprint) -> None:
         """Words differ, which all ranks see: quote what each was about to do."""
         topic, patience = f"mismatch in call {self._agreement.number}", min(self._options.timeout_s, _QUOTE_S)
-        # Quick calls are not numbered here; that all ranks are at the same call is known.
+        # That all ranks are at the same call is known.
         values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), patience)
         problem = explain([Fingerprint(*value) for value in values])
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
@@ -173,14 +177,15 @@ class MpiTransport(Transport):
             raise self._comms.broken
         self._messages.move()
         now = time.monotonic()
-        if now < self._looked_s + _LOOK_EVERY_S:
-            return
-        self._looked_s = now
-        with suppress(ClosedError):
-            if self._control.check([self._left()]):
-                for peer in peers:
-                    if self._control.check([self._left(peer)]):
-                        raise PeerLostError(f"rank {peer} {LEFT}", peer=peer)
+        if now >= self._looked_s + _LOOK_EVERY_S:
+            self._looked_s = now
+            with suppress(ClosedError):
+                if self._control.check([self._left()]):
+                    here = set(range(self.size)) - self._gone
+                    self._gone |= {rank for rank in here if self._control.check([self._left(rank)])}
+        for peer in peers:
+            if peer in self._gone:
+                raise PeerLostError(f"rank {peer} {LEFT}", peer=peer)
 
     def _left(self, rank: int | None = None) -> str:
         """The key that is set when a rank has left; when any has."""

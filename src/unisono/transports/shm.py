@@ -72,7 +72,7 @@ class ShmTransport(Transport):
     """
 
     native = _NATIVE
-    checks = True
+    any_source = checks = True
     devices = frozenset({"cpu", "cuda"})
     staged = frozenset({"cuda"})
     latency_s = 10e-6
@@ -143,6 +143,15 @@ class ShmTransport(Transport):
         else:
             self._rings.post(batch, work)
         return work
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        def here() -> bool:
+            return self._rings.holds(peer, tag)
+
+        found = here()
+        if not found:
+            self._board.check(here, lambda: [peer])
+        return found
 
     # -- collectives ---------------------------------------------------------------------------
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:

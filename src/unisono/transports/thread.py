@@ -102,6 +102,7 @@ class ThreadTransport(Transport):
     """
 
     in_process = True
+    any_source = True
     devices = frozenset({"cpu", "cuda"})
     latency_s = 20e-6
     second_per_byte = 1e-10
@@ -134,6 +135,13 @@ class ThreadTransport(Transport):
             else:
                 self._deliver(Letter(mine.peer, theirs, their_work, self.rank, mine, work))
         return work
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        with self._mail.lock:
+            waiting = self._mail.waiting.get((self.group.name, peer, self.rank, tag))
+            if waiting is None and (self.group.name, peer) in self._mail.left:
+                raise _gone(peer)
+            return waiting is not None and isinstance(waiting[0][0], Send)
 
     def _work(self, batch: Sequence[Message]) -> Countdown:
         return Countdown(self._timeout_s, batch)

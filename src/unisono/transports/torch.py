@@ -60,7 +60,7 @@ class TorchTransport(Transport):
         declared = self.declared(options.backend)
         self.devices, self.staged = declared.devices, declared.staged
         self._cuda = "cpu" not in self.devices
-        self.tags = not self._cuda
+        self.tags = self.any_source = not self._cuda
         self._broken: BaseException | None = None
         self._envelopes = Envelopes(self)
         close_after_fork(self)
@@ -121,6 +121,9 @@ class TorchTransport(Transport):
         ordered = batch if self._upward is not None else sorted(batch, key=_sends_first)
         moving = [(m, self.start(m, _FIRST_TAG, self._way(m))) for m in ordered if m.tensor.numel()]
         return _Waits(moving, self._options.timeout_s)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        return self._envelopes.iprobe(peer, tag)
 
     def _way(self, message: Message) -> Any:
         """Of two sets of connections, the one for what a schedule sends in this direction, if there are two."""

@@ -43,6 +43,9 @@ class Wrapper(Transport):
     def post(self, batch: Sequence[Message]) -> Work:
         return self.inner.post(batch)
 
+    def iprobe(self, peer: int, tag: int) -> bool:
+        return self.inner.iprobe(peer, tag)
+
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
         self.inner.begin(fingerprint, timeout)
 

@@ -9,7 +9,7 @@ from unisono.types import Message, Work
 from unisono.wrappers.wrapper import Wrapper
 
 LAW = "messages_and_collectives_do_not_mix"
-COMPLAINT = "waited 1.0 s for 4 B from rank 0"
+COMPLAINT = r"waited 1.0 s (for 4 B from rank 0|in call 2 for rank 1)"
 
 
 class Mutant(Wrapper):

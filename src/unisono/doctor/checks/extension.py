@@ -17,7 +17,7 @@ ORDER = 11
 
 def check(_patient: Patient) -> Iterator[Finding]:
     """Ask for one of them."""
-    if part("Page") is not None:
+    if part("Storing") is not None:
         yield tick("unisono's compiled parts are there")
     elif os.environ.get(NO_EXTENSIONS):
         yield note(

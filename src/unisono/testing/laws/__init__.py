@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from unisono.testing.laws import agreement, bad_input, collectives, failures, groups, messages, works
+from unisono.testing.laws import agreement, any_source, bad_input, collectives, failures, groups, messages, works
 from unisono.testing.laws.world import Law, World
 
 __all__ = ["LAWS", "Law", "World"]
 
-_FAMILIES = (messages, works, groups, collectives, bad_input, agreement, failures)
+_FAMILIES = (messages, any_source, works, groups, collectives, bad_input, agreement, failures)
 
 LAWS: tuple[Law, ...] = tuple(getattr(family, name) for family in _FAMILIES for name in family.__all__)
 """Every law. Its name is a sentence, and its docstring says the rest."""

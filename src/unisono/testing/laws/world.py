@@ -26,6 +26,7 @@ class World:
         timeout: Seconds for one operation.
         chunk_bytes: Largest message of a schedule; small, so that short tensors are cut, too.
         hosts: Which of the four ranks are taken for one host each; all share this one if None.
+        device: Where tensors live, as `launch` takes it; where the backend has them by default if None.
 
     Example:
         >>> World("thread").run(lambda comm: comm.rank, size=3)
@@ -37,6 +38,7 @@ class World:
     timeout: float = TIMEOUT_S
     chunk_bytes: int = 4096
     hosts: tuple[tuple[int, ...], ...] | None = None
+    device: str | None = None
 
     @property
     def soon_s(self) -> float:
@@ -52,7 +54,7 @@ class World:
         self, fn: Callable[..., Any], *args: Any, size: int = 2, on_failure: Literal["end", "continue"] = "end"
     ) -> list[Any]:
         """Each rank's `fn(comm, *args)`; see `unisono.testing.RankPool.run`."""
-        options: dict[str, Any] = {"timeout": self.timeout, "chunk_bytes": self.chunk_bytes}
+        options: dict[str, Any] = {"timeout": self.timeout, "chunk_bytes": self.chunk_bytes, "device": self.device}
         if self.wrap is not None:
             options["wrap"] = self.wrap
         if self.hosts is not None:

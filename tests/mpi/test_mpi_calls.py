@@ -1,4 +1,4 @@
-"""The shorter way of the MPI backend: it gives what the longer way gives, and ranks may take either."""
+"""Calls of the MPI backend: blocking and asynchronous ones meet, and what is wrong is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.testing.cases import CALLS, Case
+from unisono.testing.cases import Case
 from unisono.testing.check import Report, check_case, check_reports
 from unisono.testing.pools import RankPool
 from unisono.testing.strategies import cases
@@ -19,36 +19,12 @@ RANKS = 3
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(case=cases(RANKS), long=st.sets(st.integers(0, RANKS - 1), max_size=RANKS - 1))
-def test_ranks_on_either_way_meet(ranks: RankPool, case: Case, long: set[int]) -> None:
+def test_blocking_and_asynchronous_calls_meet(ranks: RankPool, case: Case, long: set[int]) -> None:
     def program(comm: un.Communicator, case: Case, long: set[int]) -> Report:
         return check_case(comm, replace(case, async_op=comm.rank in long))
 
     case = replace(case, algorithm=None)
     check_reports(case, ranks.run(program, case, long))
-
-
-def test_plain_tensors_take_the_shorter_way(ranks: RankPool) -> None:
-    def program(comm: un.Communicator, calls: tuple[str, ...]) -> list[str]:
-        # The first call makes this thread the owner.
-        comm.barrier()
-        quick, taken = comm._engine.quick, []
-        assert quick is not None
-        make = quick.call
-        quick.call = lambda name, *rest: (done := make(name, *rest)) and taken.append(name) is None and done
-        try:
-            for call in calls:
-                if call not in ("all_to_all_single", "reduce_scatter"):
-                    check_case(comm, Case(call, comm.size, 5))
-            rows = torch.arange(2.0 * comm.size)
-            comm.all_to_all_single(rows.clone(), rows)
-            comm.reduce_scatter(torch.zeros(2), rows.split(2))
-            comm.barrier()
-        finally:
-            quick.call = make
-        return taken
-
-    for taken in ranks.run(program, CALLS):
-        assert sorted(taken) == sorted([*CALLS, "barrier"])
 
 
 @given(
@@ -92,33 +68,13 @@ def test_tensors_of_inference_mode_are_averaged_outside_of_it(ranks: RankPool) -
     assert ranks.run(program) == [[(RANKS - 1) / 2, RANKS - 1.0, 0.0]] * RANKS
 
 
-def test_extremes_take_the_longer_way_only_where_a_rank_has_nan(ranks: RankPool) -> None:
-    def program(comm: un.Communicator) -> dict[str, list[str]]:
-        # The first call makes this thread the owner.
-        comm.barrier()
-        native, taken = comm._engine.transport._native, {"number": [], "NaN": []}
-        run = native.run
-        try:
-            for case, calls in taken.items():
-                native.run = lambda call, deadline, calls=calls: calls.append(call.name) or run(call, deadline)
-                tensor = torch.tensor([torch.nan if case == "NaN" and comm.rank == 1 else float(comm.rank)])
-                comm.all_reduce(tensor, "max")
-                assert tensor.isnan().item() == (case == "NaN")
-        finally:
-            native.run = run
-        return taken
-
-    assert ranks.run(program) == [{"number": [], "NaN": ["all_reduce"]}] * RANKS
-
-
 def test_a_gather_too_long_for_mpi_is_cut_on_all_ranks(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> list[float]:
-        from unisono.transports import _mpi_native, _mpi_quick
+        from unisono.transports import _mpi_native
 
-        before = _mpi_quick.LONGEST, _mpi_native._MOST_BYTES
-        _mpi_quick.LONGEST, _mpi_native._MOST_BYTES = 1024, 2047
+        before, _mpi_native._MOST_BYTES = _mpi_native._MOST_BYTES, 2047
         try:
-            # Each rank's part is short enough for the shorter way; the root's list is too long even for the other.
+            # Each rank's part is short enough for one call, and the root's list is not.
             comm.barrier()
             part, root = torch.full((200,), float(comm.rank)), comm.rank == 0
             parts = [torch.zeros(200) for _ in range(comm.size)] if root else None
@@ -126,7 +82,7 @@ def test_a_gather_too_long_for_mpi_is_cut_on_all_ranks(ranks: RankPool) -> None:
             back = torch.zeros(200)
             comm.scatter(back, parts, 0)
         finally:
-            _mpi_quick.LONGEST, _mpi_native._MOST_BYTES = before
+            _mpi_native._MOST_BYTES = before
         return back.unique().tolist()
 
     assert ranks.run(program) == [[float(rank)] for rank in range(RANKS)]
@@ -182,7 +138,7 @@ def test_what_shares_memory_is_refused_and_breaks_nothing(ranks: RankPool) -> No
         assert total == RANKS
 
 
-def test_wrong_arguments_are_told_as_on_the_longer_way_and_break_nothing(ranks: RankPool) -> None:
+def test_wrong_arguments_are_refused_and_break_nothing(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> tuple[dict[str, str], float]:
         said, size = {}, comm.size
 
@@ -238,7 +194,7 @@ def test_wrong_arguments_are_told_as_on_the_longer_way_and_break_nothing(ranks: 
     tags=st.lists(st.integers(0, 2), min_size=4, max_size=4),
     later=st.lists(st.booleans(), min_size=8, max_size=8),
 )
-def test_messages_on_either_way_meet(ranks: RankPool, sizes: list[int], tags: list[int], later: list[bool]) -> None:
+def test_messages_of_all_functions_meet(ranks: RankPool, sizes: list[int], tags: list[int], later: list[bool]) -> None:
     def program(comm: un.Communicator, sizes: list[int], tags: list[int], later: list[bool]) -> list[bool]:
         right = []
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -256,7 +212,7 @@ def test_messages_on_either_way_meet(ranks: RankPool, sizes: list[int], tags: li
         assert right == [True] * len(sizes)
 
 
-def test_a_message_that_does_not_fit_is_named_on_the_shorter_way(ranks: RankPool) -> None:
+def test_a_message_that_does_not_fit_is_named(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> str:
         try:
             if comm.rank == 0:

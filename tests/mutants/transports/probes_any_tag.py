@@ -1,0 +1,17 @@
+"""Takes messages of all tags for those of tag 0 when it is asked what has come."""
+
+from __future__ import annotations
+
+from unisono.transport import Transport
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "tags_and_parts_do_not_mix_in_receives_from_any_rank"
+COMPLAINT = r"waited 1.0 s for (4 B from rank 1|rank 0 to take 4 B)"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        return self.inner.iprobe(peer, 0)

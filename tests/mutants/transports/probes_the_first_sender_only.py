@@ -1,0 +1,18 @@
+"""Tells of no rank's messages while a lower rank has some."""
+
+from __future__ import annotations
+
+from unisono.transport import Transport
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "no_sender_keeps_the_others_out"
+COMPLAINT = "rank 0 is in probe"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        lower = [rank for rank in range(peer) if rank != self.rank]
+        return self.inner.iprobe(peer, tag) and not any(self.inner.iprobe(rank, tag) for rank in lower)

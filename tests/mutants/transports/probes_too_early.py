@@ -1,0 +1,17 @@
+"""Says that a message is there before it was sent."""
+
+from __future__ import annotations
+
+from unisono.transport import Transport
+from unisono.wrappers.wrapper import Wrapper
+
+LAW = "a_probe_takes_nothing"
+COMPLAINT = r"before any was sent|rank 2 has left"
+
+
+class Mutant(Wrapper):
+    def rewrap(self, inner: Transport) -> Mutant:
+        return Mutant(inner)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        return True

@@ -38,6 +38,8 @@ class CommError(RuntimeError):
         rank 2 of 8, all_reduce #17: nobody answered
     """
 
+    _beginning = ""
+
     def __init__(
         self,
         message: str = "",
@@ -71,7 +73,8 @@ class CommError(RuntimeError):
             where.append(f"{self.operation} #{self.call}" if self.call is not None else self.operation)
         if where and self.group is not None:
             where[-1] += f" of {self.group}"
-        return f"{', '.join(where)}: {self.message}" if where else self.message
+        said = f"{self._beginning}{self.message}"
+        return f"{', '.join(where)}: {said}" if where else said
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, {name: getattr(self, name) for name in _FIELDS})
@@ -83,6 +86,9 @@ def _rebuild(kind: type[CommError], message: str, fields: dict[str, Any]) -> Com
 
 class CommTimeoutError(CommError, TimeoutError):
     """A wait ended at its timeout; the message names who is missing."""
+
+    # As programs look for it that were written for torch.
+    _beginning = "timed out: "
 
 
 class PeerLostError(CommError, ConnectionError):

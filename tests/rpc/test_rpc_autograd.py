@@ -149,6 +149,23 @@ def test_what_arrives_may_be_changed_in_place(length: int) -> None:
     run_ranks(program, 2)
 
 
+def test_sparse_tensors_have_a_history() -> None:
+    def program(comm: un.Communicator) -> Any:
+        rpc.init(comm)
+        comm.barrier()
+        gradient = None
+        if comm.rank == 0:
+            leaf = torch.eye(3).to_sparse().requires_grad_()
+            with autograd.context() as context:
+                doubled = rpc.rpc_sync(1, add, (leaf, leaf))
+                autograd.backward(context, [torch.sparse.sum(doubled)])
+                gradient = autograd.get_gradients(context)[leaf].to_dense()
+        rpc.shutdown()
+        return gradient
+
+    assert torch.equal(run_ranks(program, 2)[0], 2 * torch.eye(3))
+
+
 def test_gradients_of_two_leaves_have_memory_of_their_own() -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm, timeout=50.0)

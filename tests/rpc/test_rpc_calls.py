@@ -33,6 +33,11 @@ def all_values() -> bool:
         back = rpc.rpc_sync("worker1", echo, (tensor,))
         assert back.dtype == tensor.dtype
         assert torch.equal(back, tensor)
+    twice = torch.sparse_coo_tensor([[2, 2]], [1, 2], (4,), check_invariants=True)
+    for sparse in (torch.eye(3).to_sparse(), twice, torch.zeros(2, 0).to_sparse()):
+        back = rpc.rpc_sync("worker1", echo, (sparse,))
+        assert back.is_coalesced() == sparse.is_coalesced()
+        assert torch.equal(back.to_dense(), sparse.to_dense())
     plain = [None, True, 2**70, 1.5, 2j, "text", b"bytes" * 2000, [1, [2]], {"a": (1, {2})}, range(3)]
     assert rpc.rpc_sync("worker1", echo, (plain,)) == plain
     assert rpc.rpc_sync("worker1", echo, ("x" * 600_000,)) == "x" * 600_000

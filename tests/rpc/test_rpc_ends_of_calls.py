@@ -85,3 +85,39 @@ def test_a_timeout_that_is_no_number_is_refused() -> None:
         rpc.shutdown(timeout=30.0)
 
     assert run_ranks(program, 2) == [None, None]
+
+
+@rpc.expose
+def fail_after(hops: int) -> Any:
+    """Fail on the rank that comes after so many others."""
+    if not hops:
+        raise KeyError("far away")
+    return rpc.rpc_sync(1 - rpc.get_worker_info().id, fail_after, (hops - 1,))
+
+
+def test_an_error_tells_each_rank_on_its_way_once() -> None:
+    def program(comm: un.Communicator) -> int | None:
+        rpc.init(comm, timeout=30.0)
+        found = None
+        if comm.rank == 0:
+            with pytest.raises(KeyError) as caught:
+                rpc.rpc_sync(1, fail_after, (5,))
+            found = str(caught.value).count("On rank")
+        rpc.shutdown(timeout=30.0)
+        return found
+
+    assert run_ranks(program, 2)[0] == 6
+
+
+def test_a_rank_logs_what_its_functions_raise(caplog: pytest.LogCaptureFixture) -> None:
+    def program(comm: un.Communicator) -> None:
+        rpc.init(comm, timeout=30.0)
+        if comm.rank == 0:
+            with pytest.raises(KeyError):
+                rpc.remote(1, fail_after, (0,)).to_here()
+        rpc.shutdown(timeout=30.0)
+
+    run_ranks(program, 2)
+    first = next(record for record in caplog.records if record.name == "unisono.rpc.serving")
+    assert first.getMessage().startswith("a call by rank 0 failed on rank 1:\nTraceback")
+    assert "KeyError: 'far away'" in first.getMessage()

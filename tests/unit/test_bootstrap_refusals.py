@@ -61,7 +61,9 @@ def test_what_makes_no_sense(
 
 
 def test_unreachable_master(port: int) -> None:
-    with pytest.raises(CommTimeoutError, match=f"rank 1 of 2, init: nobody answers at 127.0.0.1:{port} after 0.3 s"):
+    with pytest.raises(
+        CommTimeoutError, match=f"rank 1 of 2, init: timed out: nobody answers at 127.0.0.1:{port} after 0.3 s"
+    ):
         find(f"tcp://127.0.0.1:{port}", 1, 2, 0.3)
 
 
@@ -77,7 +79,7 @@ def test_who_speaks_is_named_wherever_it_is_known_from(
 ) -> None:
     for name, value in {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(CommTimeoutError, match=r"^rank 1 of 2, init: nobody answers"):
+    with pytest.raises(CommTimeoutError, match=r"^rank 1 of 2, init: timed out: nobody answers"):
         find(timeout_s=0.3)
 
 

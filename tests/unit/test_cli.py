@@ -90,7 +90,7 @@ def test_status_is_the_commands(trial: Trial) -> None:
     [
         (Refusal("that cannot be"), 2, "unisono trial: that cannot be\n"),
         (UnavailableError("pip install it"), 2, "unisono trial: pip install it\n"),
-        (CommTimeoutError("nobody came", rank=1, size=2), 1, "unisono trial: rank 1 of 2: nobody came\n"),
+        (CommTimeoutError("nobody came", rank=1, size=2), 1, "unisono trial: rank 1 of 2: timed out: nobody came\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -27,8 +27,8 @@ def test_timeout_names_who_is_missing_to_all(make: Make) -> None:
         "Are they alive, or did they skip a call?"
     )
     assert cause == Cause("CommTimeoutError", 1, words)
-    assert (type(first), str(first)) == (CommTimeoutError, f"rank 0 of 4: {words}")
-    assert (type(second), str(second)) == (CommTimeoutError, f"rank 2 of 4: {words}")
+    assert (type(first), str(first)) == (CommTimeoutError, f"rank 0 of 4: timed out: {words}")
+    assert (type(second), str(second)) == (CommTimeoutError, f"rank 2 of 4: timed out: {words}")
     late = together(lambda: controls[3].exchange(groups[3], "all_reduce #3", 1, SOON))[0]
     assert isinstance(late, CommTimeoutError)
     assert everywhere(controls, groups, lambda c, g: c.cause(g, SOON)) == [cause] * 4

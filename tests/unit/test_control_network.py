@@ -252,4 +252,4 @@ def test_who_stops_reading_wakes_everybody_who_waits(client: SocketControl) -> N
     client._reading.release()
     client._wake_others()
     thread.join(SOON)
-    assert failures == ["waited 0.0 s for the key 'never', which nobody has set"]
+    assert failures == ["timed out: waited 0.0 s for the key 'never', which nobody has set"]

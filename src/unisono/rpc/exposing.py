@@ -168,6 +168,8 @@ class Exposed:
         found = self._own.get(name) or _exposed.get(name)
         if found is None and self.trusted:
             found = _imported(name)
+        if (found is None or not callable(found)) and self.trusted:
+            raise NotExposedError(f"there is no {name.replace(':', '.')} to import on the rank that was called")
         if found is None or not callable(found):
             raise NotExposedError(
                 f"{name.replace(':', '.')} is not exposed, so no other rank can call it and nothing ran: put "

@@ -3,6 +3,7 @@
 a  a tensor whose bytes travel as a body of their own
 o  an order of dimensions, and a tensor whose elements lie in that order
 g  a tensor with a history, which follows
+z  a sparse tensor: whether it is coalesced, its shape, indices and values
 r  a reference
 q  a function or class, by name
 k  anything at all, pickled, between ranks that trust each other
@@ -45,7 +46,7 @@ _INLINE_BYTES = 8192
 """A tensor up to this long is copied among the other values; a longer one travels as a body of its own."""
 _MOST_BODIES = 200
 
-_ASIDE, _ORDERED, _REFERENCE, _FUNCTION, _PICKLED, _RECORDED = (ord(kind) for kind in "aorqkg")
+_ASIDE, _ORDERED, _REFERENCE, _FUNCTION, _PICKLED, _RECORDED, _SPARSE = (ord(kind) for kind in "aorqkgz")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
@@ -68,6 +69,11 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
         tensor = tensor.cpu()
         parts.append(b"g")
         parts.recorded.append(tensor)
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.detach()
+        parts.append(b"z" + head("t", 4)[1:])
+        content = [tensor.is_coalesced(), list(tensor.shape), tensor._indices(), tensor._values()]
+        return put_items(parts, content, depth)
     order = _order(tensor)
     if order is not None:
         parts.append(b"o" + head("t", len(order))[1:])
@@ -106,6 +112,13 @@ def _take_ordered(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     if not isinstance(tensor, torch.Tensor) or sorted(order) != list(range(tensor.dim())):
         raise ValueError("an order of dimensions came without a tensor of these")
     return tensor.permute([order.index(place) for place in range(len(order))]), at
+
+
+def _take_sparse(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
+    (coalesced, shape, indices, values), at = take_items(view, at, depth)
+    if not coalesced:
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True), at
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=True), at
 
 
 def _take_aside(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
@@ -183,7 +196,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 # -- anything, among those who trust each other ----------------------------------------------------
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickles, but lets tensors that have plain bytes and references travel as in any other call."""
+    """Pickles, but lets tensors that calls can carry and references travel as in any other call."""
 
     def __init__(self, file: io.BytesIO, parts: Packing) -> None:
         super().__init__(file)
@@ -191,7 +204,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle h
         self.values: list[object] = []
 
     def persistent_id(self, value: object) -> int | None:
-        if (type(value) is torch.Tensor and _plain(value)) or hasattr(type(value), "__unisono_reference__"):
+        apart = type(value) is torch.Tensor and (_plain(value) or value.layout == torch.sparse_coo)
+        if apart or hasattr(type(value), "__unisono_reference__"):
             self.values.append(value)
             return len(self.values) - 1
         return None
@@ -241,6 +255,7 @@ def install() -> None:
             _FUNCTION: _take_function,
             _PICKLED: _take_pickled,
             _RECORDED: _take_recorded,
+            _SPARSE: _take_sparse,
         }
         for kind, decoder in kinds.items():
             decoders[kind] = decoder

@@ -47,9 +47,10 @@ def packed(error: BaseException) -> _Told:
     if isinstance(error, RemoteError):
         # It came from a further rank; what matters is what happened there.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
+        # Not its whole text: the traceback below holds that, and each further rank would double it.
+        text = error.remote_text
     else:
-        kind = type(error)
-    text = text_of(error)
+        kind, text = type(error), text_of(error)
     trace = "".join(traceback.format_exception(error))
     content: Any = (tuple(error.args), dict(vars(error)))
     try:

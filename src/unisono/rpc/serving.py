@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import struct
 import threading
 import time
@@ -20,7 +21,7 @@ from unisono.rpc.frames import ERROR, HEADER, REMOTE, REPLY, REQUEST
 from unisono.rpc.references import Key
 from unisono.rpc.remote_errors import packed
 from unisono.rpc.rref import Outcome
-from unisono.rpc.values import unpack
+from unisono.rpc.values import CallTypeError, unpack
 from unisono.wire.format import take_text
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from unisono.rpc.receiver import Task
 
 __all__ = ["Serving", "cancelled"]
+
+_log = logging.getLogger(__name__)
 
 _SLOW_S = 200e-6
 """A function that took longer than this is run by another thread than the receiving one the next time."""
@@ -228,12 +231,15 @@ class Serving:
         self._done(asked)
 
     def _fail(self, asked: _Request, error: BaseException) -> None:
+        told = packed(error)
+        # The traceback as text: records may be kept, and must not keep what is in its frames.
+        _log.warning("a call by rank %d failed on rank %d:\n%s", asked.peer, self._agent.rank, told[3])
         if asked.kind == REMOTE:
             assert asked.outcome is not None
             asked.outcome.settle(None, error)
         else:
             with contextlib.suppress(CommError):
-                self._agent.office.send(asked.peer, ERROR, asked.number, (packed(error),))
+                self._agent.office.send(asked.peer, ERROR, asked.number, (told,))
         self._done(asked)
 
     def _done(self, asked: _Request) -> None:
@@ -262,7 +268,7 @@ class _Awaited:
 def _future(result: Any, function: Callable[..., Any]) -> _Awaited:
     # What `then` returns is of the base class.
     if not isinstance(result, torch._C.Future):
-        raise TypeError(
+        raise CallTypeError(
             f"{getattr(function, '__qualname__', function)} is marked async_execution, so it must return a "
             f"torch.futures.Future, not {type(result).__name__}"
         )

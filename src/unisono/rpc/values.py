@@ -16,9 +16,13 @@ from unisono.wire.format import MAX_DEPTH, UnsendableError, decoders, encoders, 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["pack", "unpack"]
+__all__ = ["CallTypeError", "pack", "unpack"]
 
 install()
+
+
+class CallTypeError(TypeError, RuntimeError):
+    """A value of a type that calls cannot carry or use. A RuntimeError, too, as of torch's RPC."""
 
 
 def pack(
@@ -27,7 +31,7 @@ def pack(
     """Head and bodies of a message that carries some values, and what takes it back if it is not sent.
 
     Raises:
-        TypeError: One of them cannot be sent; says which and why.
+        CallTypeError: One of them cannot be sent; says which and why.
     """
     parts = Packing(agent, peer, context)
     parts.append(b"")
@@ -44,7 +48,7 @@ def pack(
             action()
         if isinstance(error, UnsendableError):
             place = "".join(reversed(error.path))
-            raise TypeError(
+            raise CallTypeError(
                 f"the value{place} is {error.what}: calls carry plain values, containers, dataclasses, tensors, RRefs "
                 "and exposed functions; rpc.init(..., trusted=True) on every rank carries the rest by pickle"
             ) from None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from unisono.interop.torch_rpc.errors import as_runtime_error
 from unisono.rpc import autograd, current
 from unisono.rpc.current import current_agent
 from unisono.rpc.frames import NO_CONTEXT
@@ -28,15 +29,16 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     """Back-propagate from tensors of one element; what leaves get is kept in the context.
 
     Raises:
-        RuntimeError: There is no such context, or a root cannot be one.
+        TypeError: The roots are no list of tensors.
+        RuntimeError: There is no such context, a root cannot be one, or a function failed in its backward pass.
     """
     checked(context_id)
+    if not isinstance(roots, list | tuple) or not all(isinstance(root, torch.Tensor) for root in roots):
+        raise TypeError("backward() needs a list of tensors")
     if not roots:
         raise RuntimeError("No tensors provided for gradient computation.")
-    try:
+    with as_runtime_error():
         autograd.backward(context_id, roots, retain_graph)
-    except ValueError as error:
-        raise RuntimeError(str(error)) from error
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from unisono.rpc.remote_errors import RemoteError
 
-__all__ = ["ArgumentError", "as_in_torch"]
+__all__ = ["ArgumentError", "as_in_torch", "as_runtime_error"]
 
 
 class ArgumentError(RuntimeError, ValueError):
@@ -23,3 +23,14 @@ def as_in_torch() -> Iterator[None]:
         raise
     except ValueError as error:
         raise ArgumentError(str(error)) from error
+
+
+@contextmanager
+def as_runtime_error() -> Iterator[None]:
+    """Raise a RuntimeError in place of any other exception, as torch's backward passes do."""
+    try:
+        yield
+    except RuntimeError:
+        raise
+    except Exception as error:
+        raise RuntimeError(str(error)) from error

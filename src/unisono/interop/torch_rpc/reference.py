@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 
 from unisono import rpc
 from unisono.interop.torch_rpc.constants import UNSET_RPC_TIMEOUT, seconds
-from unisono.interop.torch_rpc.errors import ArgumentError
+from unisono.interop.torch_rpc.dist_autograd import checked
+from unisono.interop.torch_rpc.errors import ArgumentError, as_runtime_error
 from unisono.rpc.items import register_reference
 
 __all__ = ["PyRRef", "RRef"]
@@ -47,17 +49,36 @@ class RRef(rpc.RRef[T]):
         return super().rpc_async(seconds(timeout))
 
     def remote(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:
-        return super().remote(seconds(timeout))
+        return _Remote(self, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Back-propagate from the tensor; within a context of distributed autograd if one is named."""
         if self.is_owner() and not isinstance(self.local_value(), torch.Tensor):
             raise RuntimeError(f"backward() needs a tensor, not a {type(self.local_value()).__name__}")
         if dist_autograd_ctx_id != -1:
-            return super().backward(dist_autograd_ctx_id, retain_graph)
+            with as_runtime_error():
+                return super().backward(checked(dist_autograd_ctx_id), retain_graph)
         if not self.is_owner():
             raise RuntimeError("without a context only the owner of a tensor can back-propagate from it")
         cast(Any, self.local_value()).backward(retain_graph=retain_graph)
+
+
+class _Remote:
+    """Methods of an object of another rank, whose results stay there. As torch, ask first whether there is a method."""
+
+    def __init__(self, rref: RRef[Any], timeout: float | None) -> None:
+        self._rref, self._timeout = rref, seconds(timeout)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            rpc.rpc_sync(self._rref.owner(), _look_up, (self._rref, name), timeout=self._timeout)
+            return getattr(rpc.RRef.remote(self._rref, self._timeout), name)(*args, **kwargs)
+
+        return method
+
+
+def _look_up(rref: rpc.RRef[Any], name: str) -> None:
+    getattr(rref.local_value(), name)
 
 
 PyRRef = RRef

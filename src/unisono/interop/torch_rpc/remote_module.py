@@ -77,11 +77,11 @@ class RemoteModule(nn.Module):
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         """The same, but return a future at once."""
-        return rpc.rpc_async(self.on, _forward, (self.module_rref, self.device, args, kwargs))
+        return rpc.rpc_async(self.module_rref.owner(), _forward, (self.module_rref, self.device, args, kwargs))
 
     def remote_parameters(self, recurse: bool = True) -> list[rpc.RRef[nn.Parameter]]:
         """References to the module's parameters, as `DistributedOptimizer` wants them."""
-        return list(rpc.rpc_sync(self.on, _parameters, (self.module_rref, recurse)))
+        return list(rpc.rpc_sync(self.module_rref.owner(), _parameters, (self.module_rref, recurse)))
 
     def get_module_rref(self) -> rpc.RRef[nn.Module]:
         """The reference to the module."""
@@ -89,7 +89,7 @@ class RemoteModule(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Set the module's mode, where it is."""
-        rpc.rpc_sync(self.on, _set_mode, (self.module_rref, mode))
+        rpc.rpc_sync(self.module_rref.owner(), _set_mode, (self.module_rref, mode))
         return self
 
     def eval(self) -> Self:

@@ -13,7 +13,7 @@ from unisono import rpc
 from unisono.communicator import Communicator
 from unisono.interop.meeting import meet
 from unisono.interop.options import GroupOptions
-from unisono.interop.torch_rpc.constants import DEFAULT_NUM_WORKER_THREADS, seconds
+from unisono.interop.torch_rpc.constants import seconds
 from unisono.interop.torch_rpc.errors import ArgumentError, as_in_torch
 from unisono.interop.torch_rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from unisono.interop.torch_rpc.reference import RRef
@@ -53,18 +53,25 @@ def init_rpc(
 
     Raises:
         RuntimeError: It was called before; ranks do not come; or the arguments make no sense (a ValueError, too).
+        TypeError: The backend or the options are of another class than torch's.
     """
     if find_agent() is not None:
         raise RuntimeError("RPC is already initialized")
     if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", name):
         raise ArgumentError(f"a name has up to 127 letters, digits, '-', '_' and ':', which {name!r} has not")
     options = rpc_backend_options or TensorPipeRpcBackendOptions()
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
+    if not isinstance(options, TensorPipeRpcBackendOptions):
+        raise TypeError(
+            "Could not infer backend for options: `rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, "
+            f"not a {type(options).__name__}"
+        )
     timeout = seconds(options.rpc_timeout) or _FOREVER_S
-    workers = getattr(options, "num_worker_threads", DEFAULT_NUM_WORKER_THREADS)
     comm, store = _meet(options.init_method, rank, world_size or -1)
     try:
         with as_in_torch():
-            agent = _Agent(comm, name, timeout, True, (), workers)
+            agent = _Agent(comm, name, timeout, True, (), options.num_worker_threads)
     except BaseException:
         comm.close()
         raise

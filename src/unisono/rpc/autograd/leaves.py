@@ -25,13 +25,16 @@ class Leaves:
     end: then hooks of the tensor, post-accumulate hooks, and those of DistributedDataParallel see what they see in a
     local `backward()`. The user's p.grad is put aside meanwhile.
 
-    One lock serialises contexts. It is held while something waits for another rank only if a hook does, as those that
-    average gradients do. A local `backward()` in another thread waits for it before it adds to a leaf on a CPU. On
-    other devices hooks run in threads of autograd, and it does not.
+    One lock serialises what computes. Hooks, as those that average gradients, may wait for other ranks, which may need
+    this one for that: meanwhile only the leaves that they belong to are in use. A local `backward()` in another thread
+    waits for the leaf before it adds to one on a CPU. On other devices hooks run in threads of autograd, and it does
+    not.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._freed = threading.Condition(self._lock)
+        self._used: dict[int, int] = {}
         self._watched = WeakTensorKeyDictionary()
         self._adding: dict[int, int] = {}
 
@@ -46,7 +49,8 @@ class Leaves:
 
     def _begin(self, leaf: int, gradient: torch.Tensor) -> None:
         """A hook: a backward pass is about to add to a leaf."""
-        with self._lock:
+        with self._freed:
+            self._freed.wait_for(lambda: self._free([leaf]))
             self._adding[leaf] = threading.get_ident()
 
     def _end(self, leaf: torch.Tensor) -> None:
@@ -55,21 +59,34 @@ class Leaves:
     @contextmanager
     def _alone(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         """Use leaves when no other thread does."""
-        with self._lock:
+        here, numbers = threading.get_ident(), [id(leaf) for leaf in leaves]
+        with self._freed:
+            self._freed.wait_for(lambda: self._free(numbers))
+            # A hook may come here again; then the outer use ends it.
+            taken = [number for number in numbers if number not in self._used]
+            self._used.update(dict.fromkeys(taken, here))
+        try:
             until = time.monotonic() + _PATIENCE_S
-            here, numbers = threading.get_ident(), [id(leaf) for leaf in leaves]
             while any(self._adding.get(number, here) != here for number in numbers):
                 if time.monotonic() > until:
                     # A pass has failed between the two hooks, in one of the user's.
                     self._adding.clear()
                 # Other threads go on.
                 time.sleep(1e-5)
-            try:
-                yield
-            finally:
+            yield
+        finally:
+            with self._freed:
+                for number in taken:
+                    self._used.pop(number, None)
                 # A hook that raised has left its leaf marked.
                 for number in numbers:
                     self._adding.pop(number, None)
+                self._freed.notify_all()
+
+    def _free(self, leaves: Sequence[int]) -> bool:
+        """Whether no other thread uses one of them."""
+        here = threading.get_ident()
+        return all(self._used.get(leaf, here) == here for leaf in leaves)
 
     def differentiate(
         self,
@@ -80,7 +97,8 @@ class Leaves:
         retain_graph: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         """As `torch.autograd.grad`, but hooks of the leaves do not run."""
-        with self._lock, _without_hooks(leaves, self._lock):
+        elsewhere = [leaf for leaf in leaves if not leaf.is_cpu]
+        with self._alone(elsewhere), self._lock, _without_hooks(leaves, self._lock):
             return torch.autograd.grad(outputs, leaves, starts, retain_graph=retain_graph, allow_unused=True)
 
     def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,8 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
+# Python compiles what it imports: a tenth of all that is installed, which to compile takes half of the time.
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
 
 # A virtual environment knows its own path. One that came along with a copied or moved folder must be
 # made anew, or it would run the old folder's code; so the stamp's name tells where it was made.
@@ -13,7 +15,7 @@ STAMP := $(VENV)/installed-in-$(shell pwd -P | cksum | cut -d ' ' -f 1)
 # The tests start hundreds of interpreters, each of which would compile everything anew if nothing were kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test soak bench lint format docs clean
+.PHONY: help install demo test soak gpu bench lint format docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -27,7 +29,11 @@ test: $(STAMP) ## all tests but the long ones: a few minutes
 	$(PY) -m pytest -n 3 --dist worksteal $(ARGS)
 
 soak: $(STAMP) ## all tests, the long ones too
-	$(PY) -m pytest -m '' --hypothesis-profile soak --timeout 1800 $(ARGS)
+	$(INSTALL) '.[frameworks]'
+	$(PY) -m pytest -m 'not gpu' --hypothesis-profile soak --timeout 1800 $(ARGS)
+
+gpu: ## the tests that need a GPU, with the torch that PYTHON has (8 minutes at most)
+	@$(PYTHON) tests/gpu/run.py $(ARGS)
 
 bench: $(STAMP) ## answer every question in benchmarks/, and write docs/benchmarks.md (half an hour)
 	$(PY) benchmarks/_report.py $(ARGS)
@@ -46,7 +52,7 @@ docs: $(STAMP) ## run every example in the documents and docstrings
 	$(PY) -m pytest tests/house/test_examples.py $(ARGS)
 
 clean: ## remove all that was made here
-	rm -rf $(VENV) build dist src/unisono/*.so src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .gpu-packages build dist src/unisono/*.so src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/compiled/*)
@@ -54,6 +60,5 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/compiled/*)
 		echo "unisono needs Python 3.11 or later. Name one: make install PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -e $(STAMP) || $(PYTHON) -m venv --clear $(VENV) || { \
 		echo "$(PYTHON) cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@# Python compiles what it imports: a tenth of all that is installed, which to compile takes half of the time.
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) '.[dev]'
 	@touch $(STAMP)

@@ -1,4 +1,4 @@
-"""An ordinary DDP program for torchrun. Two lines, which are marked, make it run on unisono.
+"""An ordinary DDP program for torchrun. One name, which is marked, makes it run on unisono.
 
     torchrun --nproc-per-node 2 docs/examples/ddp_unchanged.py
     torchrun --nproc-per-node 2 docs/examples/ddp_unchanged.py gloo
@@ -16,10 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import unisono.interop  # noqa: F401    <- this line
 
-
-def main(backend: str = "unisono", epochs: int = 5) -> float:  # <- and this name
+def main(backend: str = "unisono", epochs: int = 5) -> float:  # <- this name
     """Learn on which side of a curve points lie; a number in which all weights take part."""
     dist.init_process_group(backend)
     # The model goes with the function, before the group. After it, gloo would hang now and then: the last to

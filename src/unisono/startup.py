@@ -53,7 +53,7 @@ def init(
     Args:
         backend: A transport's name, two of them as in "shm+gloo" (within a host, and between hosts), or "auto":
             nccl where each rank has a GPU, shared memory where all ranks are on one host, gloo where no two are,
-            else "shm+gloo".
+            else "shm+gloo"; under mpirun, "mpi" in the place of gloo.
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank, world_size: This process's number, and how many there are; from the environment if None.
@@ -86,7 +86,7 @@ def init(
     place = bootstrap.find(init_method, rank, world_size, timeout, secret)
     try:
         around = explore(place, interface, timeout)
-        name = best(around.sharing, gpus=around.gpus) if backend == "auto" else backend
+        name = best(around.sharing, gpus=around.gpus, network=place.network) if backend == "auto" else backend
         local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
         options = _options(name, device, local_rank, timeout, chunk_bytes, around.address)
         if backend == "auto":

@@ -214,8 +214,8 @@ def wrong() -> list[str]:
     return [
         message(lambda: dist.all_reduce(torch.ones(2, device="meta"))),
         message(lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0))),
-        message(lambda: dist.all_reduce(ints, dist.ReduceOp.AVG)),
-        message(lambda: dist.all_reduce(ints, dist.ReduceOp.AVG, async_op=True).wait()),
+        message(lambda: dist.reduce(ints, 0, dist.ReduceOp.AVG)),
+        message(lambda: dist.reduce(ints, 0, dist.ReduceOp.AVG, async_op=True).wait()),
         message(lambda: dist.recv(torch.ones(2))),
         message(lambda: dist.all_gather([torch.ones(2)], torch.ones(2))),
         message(lambda: dist.all_reduce(torch.ones(1).expand(4))),

@@ -130,6 +130,26 @@ def send_and_recv(group: Group) -> list[torch.Tensor]:
 
 
 @case
+def from_any_rank(group: Group) -> list[torch.Tensor]:
+    """A blocking receive of each other's message, then one with a tag that is waited for later."""
+    if dist.get_rank() > 0:
+        dist.send(drawn(4), 0, group=group)
+        dist.send(drawn(3, seed=1), 0, group=group, tag=1)
+        return []
+    got, sources = torch.empty(size() - 1, 4), []
+    for _ in range(size() - 1):
+        t = torch.empty(4)
+        sources.append(dist.recv(t, group=group))
+        got[sources[-1] - 1] = t
+    later = [torch.empty(3) for _ in range(size() - 1)]
+    works = [dist.irecv(t, group=group, tag=1) for t in later]
+    for work in works:
+        work.wait()
+    in_order = sorted(range(size() - 1), key=lambda n: works[n].source_rank())
+    return [got, torch.tensor(sorted(sources)), *(later[n] for n in in_order)]
+
+
+@case
 def messages_by_tag(group: Group) -> list[torch.Tensor]:
     after, before = neighbours()
     works = [dist.isend(drawn(3, seed=tag), after, group=group, tag=tag) for tag in (1, 2)]

@@ -1,22 +1,38 @@
-"""unisono as a backend of torch.distributed: importing this registers it under the name "unisono".
+"""unisono as a backend of torch.distributed, under the name "unisono".
 
-    import unisono.interop
     dist.init_process_group("unisono")
 
-From then on an existing program runs as it is: collectives, DDP, FSDP, sub-groups, checkpoints. For a
-program that also uses GPUs say "cpu:unisono,cuda:nccl".
+An existing program then runs as it is: collectives, DDP, FSDP, sub-groups, checkpoints. For a program that also
+uses GPUs say "cpu:unisono,cuda:nccl". Torch loads the backend itself where unisono is installed; where that is
+turned off (TORCH_DEVICE_BACKEND_AUTOLOAD=0), `import unisono.interop` registers it.
 
-What gloo has and this backend has not: a receive from any rank; `dist.monitored_barrier`, which torch allows for
+What gloo has and this backend has not: `dist.monitored_barrier`, which torch allows for
 gloo by its name (call the group's own method `monitored_barrier`); and DDP's communication hooks that are built
 into torch's C++ code (those of `torch.distributed.algorithms.ddp_comm_hooks` work).
 """
 
 from __future__ import annotations
 
-from unisono.interop import comm_hooks
-from unisono.interop.options import GroupOptions
-from unisono.interop.torch_backend import register
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from unisono.interop.torch_backend import autoload, register
+
+if TYPE_CHECKING:
+    from unisono.interop import comm_hooks
+    from unisono.interop.options import GroupOptions
 
 __all__ = ["GroupOptions", "comm_hooks", "register"]
 
-register()
+
+def __getattr__(name: str) -> Any:
+    if name == "comm_hooks":
+        return importlib.import_module("unisono.interop.comm_hooks")
+    if name == "GroupOptions":
+        from unisono.interop.options import GroupOptions
+
+        return GroupOptions
+    raise AttributeError(f"module 'unisono.interop' has no attribute {name!r}")
+
+
+autoload()

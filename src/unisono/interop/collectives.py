@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.communicator import Communicator
 from unisono.interop.line import Line
 from unisono.interop.meeting import Meeting
 from unisono.interop.options import asynchronous, limit_s, only, operation, plain
@@ -22,6 +23,8 @@ __all__ = ["Collectives", "Lists", "Tensors"]
 
 Tensors = list[torch.Tensor]
 Lists = list[list[torch.Tensor]]
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Collectives:
@@ -46,6 +49,8 @@ class Collectives:
         tensor, op, comm = only(given, "all_reduce"), operation(opts), self._meeting.comm
         if tensor.layout != torch.strided:
             return self._do(lambda limit: sum_sparse(comm, tensor, op, limit), opts, given)
+        if op == "avg" and tensor.dtype in _INTEGERS:
+            return self._do(lambda limit: _truncated_mean(comm, tensor, limit), opts, given)
         return self._do(lambda limit: comm.all_reduce(tensor, op, timeout=limit), opts, given)
 
     @by_device
@@ -156,10 +161,10 @@ class Collectives:
     # -- barriers ------------------------------------------------------------------------------
     @by_device
     def barrier(self, opts: Any = None) -> dist.Work:
-        device = getattr(opts, "device", None)
+        device, comm = getattr(opts, "device", None), self._meeting.comm
         if device is not None and device.type != "cpu":
             return self.others.of(device).barrier(opts)
-        return self._do(lambda limit: self._meeting.comm.barrier(timeout=limit), opts, [])
+        return self._do(lambda limit: comm.barrier(timeout=limit), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names every rank that has not come. Blocking; over the control plane.
@@ -179,14 +184,14 @@ class Collectives:
         return self._noted(TorchWork(work, tensors))
 
     @by_device
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> TorchWork:
         work = self._meeting.comm.irecv(only(tensors, "recv"), src, tag)
         self._progress.watch(work)
-        return self._noted(TorchWork(work, tensors, src))
+        return self._noted(TorchWork(work, tensors))
 
     @by_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
-        raise ValueError("backend 'unisono' cannot receive from any rank; say from which: recv(tensor, src=...)")
+        return self.recv(tensors, None, tag)
 
     # Names by which other versions of torch call the same.
     _allgather_base = all_gather_single
@@ -215,6 +220,12 @@ class Collectives:
         if self._batch is not None:
             self._batch.append(work)
         return work
+
+
+def _truncated_mean(comm: Communicator, tensor: torch.Tensor, limit: float) -> None:
+    """The mean of integers as NCCL gives it. Lightning asks every backend but gloo for one."""
+    comm.all_reduce(tensor, "sum", timeout=limit)
+    tensor.div_(comm.size, rounding_mode="trunc")
 
 
 def _list_at_root(lists: Lists) -> Tensors | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.interop.collectives import Collectives
+from unisono.interop.leaving import Leaving
 from unisono.interop.line import Line
 from unisono.interop.meeting import meet
 from unisono.interop.options import GroupOptions
@@ -18,15 +20,14 @@ from unisono.interop.works import Together, TorchWork
 
 __all__ = ["UnisonoGroup"]
 
-_FINISH_WITHIN_S = 30.0
-"""Long enough for a collective that others still need, short enough for one that they will never join."""
-
 
 class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     """A torch process group over a communicator of ours. Torch makes it; see `register`.
 
     It may be called from any thread, as autograd's threads do. Python callers, and torch's C++ code, find
     methods by their names; some of those are asked for by only one of the two.
+
+    What lives longer, such as a work, must not hold it: a group that is dropped leaves the other ranks at once.
 
     Args:
         store: Torch's store, for this group alone.
@@ -58,6 +59,10 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._meeting = meet(store, rank, size, self._timeout_s, wishes)
         label = f"unisono {self._meeting.group.name} rank {rank}"
         self._line, self._progress = Line(label), Progress(f"{label} messages")
+        self._leaving = Leaving(self._line, self._progress, self._meeting.comm)
+        self._dropped = weakref.finalize(self, self._leaving.drop)
+        # The end of the process closes what is open then.
+        self._dropped.atexit = False
 
     # -- who it is -----------------------------------------------------------------------------
     def getBackendName(self) -> str:  # noqa: N802
@@ -131,9 +136,8 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Finish what was started, and leave, as `dist.destroy_process_group` does. Again is harmless."""
-        self._line.finish(min(self._timeout_s, _FINISH_WITHIN_S))
-        self._progress.close()
-        self._meeting.comm.close()
+        self._dropped.detach()
+        self._leaving.leave(self._timeout_s)
         self.others.shutdown()
 
     def abort(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -40,8 +41,16 @@ class Others:
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout: timedelta, options: object) -> None:
-        self._group, self._store, self._timeout, self._options = group, store, timeout, options
+        # The group holds this; in a circle it would outlive its last user.
+        self._group_ref = weakref.ref(group)
+        self._store, self._timeout, self._options = store, timeout, options
         self._made: dict[str, dist.ProcessGroup] = {}
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        assert group is not None
+        return group
 
     @property
     def known(self) -> bool:
@@ -139,8 +148,11 @@ def by_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
         device = _device(args)
         if device is None or device.type == "cpu":
             if torch.autograd._profiler_enabled():
-                with torch.profiler.record_function(event):
+                entered = torch.autograd._record_function_with_args_enter(event, *_given(args))
+                try:
                     return method(self, *args, **kwargs)
+                finally:
+                    torch.autograd._record_function_with_args_exit(entered)
             return method(self, *args, **kwargs)
         other, name = self.others.of(device), method.__name__
         carried: R = getattr(other, name if hasattr(other, name) else _OLDER[name])(*args, **kwargs)
@@ -157,3 +169,15 @@ def _device(arguments: tuple[object, ...]) -> torch.device | None:
         if isinstance(argument, list) and (found := _device(tuple(argument))) is not None:
             return found
     return None
+
+
+def _given(arguments: Sequence[object]) -> list[torch.Tensor]:
+    """What a call reads: its second argument, if that is for tensors, else its first."""
+    return _tensors(next((part for part in reversed(arguments[:2]) if isinstance(part, torch.Tensor | list)), []))
+
+
+def _tensors(argument: object) -> list[torch.Tensor]:
+    """All tensors in an argument."""
+    if isinstance(argument, list):
+        return [tensor for part in argument for tensor in _tensors(part)]
+    return [argument] if isinstance(argument, torch.Tensor) else []

@@ -1,16 +1,19 @@
-"""Tells torch.distributed of a backend called "unisono", and makes its groups."""
+"""Registration of the backend "unisono" with torch.distributed, and the creation of its groups.
+
+Torch loads this module at the end of `import torch`, in every process of the environment. So it imports nothing
+but the standard library until it is called, and the rest of unisono when the first group is made.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    from unisono.interop.group import UnisonoGroup
 
-from unisono.errors import UnavailableError
-from unisono.interop.group import UnisonoGroup
-from unisono.interop.options import GroupOptions
-
-__all__ = ["NAME", "register"]
+__all__ = ["NAME", "autoload", "register"]
 
 NAME = "unisono"
 
@@ -18,7 +21,8 @@ NAME = "unisono"
 def register() -> None:
     """Make `dist.init_process_group("unisono")` and `dist.new_group(backend="unisono")` work.
 
-    Importing `unisono.interop` does it. Again is harmless.
+    Torch does it itself, by `autoload`, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0; importing `unisono.interop` does it
+    then. Again is harmless.
 
     Raises:
         UnavailableError: This build of torch has no torch.distributed.
@@ -28,15 +32,38 @@ def register() -> None:
         >>> torch.distributed.is_backend_available("unisono")
         True
     """
+    import torch.distributed as dist
+
     if not dist.is_available():
+        from unisono.errors import UnavailableError
+
         raise UnavailableError("this build of torch has no torch.distributed; install another one")
     if NAME not in dist.Backend.backend_list:
         # A string of devices would be taken for a list of letters.
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
+def autoload() -> None:
+    """Register the backend while torch is being imported: the entry point of unisono in the group "torch.backends".
+
+    It never raises, since an error here would make `import torch` fail: a failure is a warning, and a torch without
+    torch.distributed is left alone.
+    """
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available():
+            register()
+    except Exception as error:
+        with contextlib.suppress(Warning):
+            warnings.warn(f"torch.distributed has no backend {NAME!r}, since {error!r}", RuntimeWarning, stacklevel=2)
+
+
 def _create(asked: Any, options: object = None) -> UnisonoGroup:
-    """What torch calls on every member of a new group, with its own description of the group."""
+    """Make a group on one of its members, as torch describes it."""
+    from unisono.interop.group import UnisonoGroup
+    from unisono.interop.options import GroupOptions
+
     wishes = options if isinstance(options, GroupOptions) else GroupOptions()
     return UnisonoGroup(
         asked.store,

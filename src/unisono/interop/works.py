@@ -28,12 +28,11 @@ class TorchWork(dist.Work):
     Args:
         work: What is under way, or None if it is done.
         tensors: What the future holds in the end.
-        source: The rank that a message comes from.
     """
 
-    def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor], source: int = -1) -> None:
+    def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._work, self._tensors, self._source = work, list(tensors), source
+        self._work, self._tensors = work, list(tensors)
 
     def __del__(self) -> None:
         if sum(tensor.nbytes for tensor in self._tensors) > _KEPT_BYTES:
@@ -62,7 +61,7 @@ class TorchWork(dist.Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        return self._source
+        return -1 if self._work is None else self._work.source_rank()
 
     _source_rank = source_rank
 

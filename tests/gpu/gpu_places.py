@@ -1,0 +1,42 @@
+"""Where tests of tensors on GPUs run: there for `make gpu`, and once on the CPU in every suite, to be tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from unisono.testing import pool
+
+__all__ = ["ALL", "CPU", "NCCL", "PAIRS", "TIMEOUT_S", "Place", "listed"]
+
+TIMEOUT_S = 30.0
+"""Of one operation: the first one on a GPU makes a context, which takes seconds where ranks share the GPU."""
+
+
+class Place(NamedTuple):
+    """Ranks of a backend, and the kind of device that has their tensors."""
+
+    backend: str
+    size: int
+    device: str
+
+    def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
+        """Each rank's `program(comm, *args)`."""
+        return pool(self.backend, self.size, timeout=TIMEOUT_S, device=self.device).run(program, *args)
+
+
+def listed(*places: Place, on_cpu: Sequence[pytest.MarkDecorator] = ()) -> list[Any]:
+    """For `parametrize`; `on_cpu` are the marks of those on the CPU."""
+    marks = {"cuda": [pytest.mark.gpu], "cpu": on_cpu}
+    return [pytest.param(place, id="-".join(map(str, place)), marks=marks[place.device]) for place in places]
+
+
+CPU = Place("shm", 2, "cpu")
+PAIRS = (Place("shm", 2, "cuda"), Place("gloo", 2, "cuda"))
+"""Two ranks, which share a GPU if there is only one."""
+NCCL = tuple(Place("nccl", size, "cuda") for size in sorted({1, max(1, torch.cuda.device_count())}))
+"""NCCL gives each rank a GPU of its own."""
+ALL = listed(CPU, *PAIRS, Place("thread", 2, "cuda"), *NCCL)

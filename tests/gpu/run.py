@@ -1,0 +1,108 @@
+"""What `make gpu` does: the tests marked `gpu`, with this interpreter and its torch, within 8 minutes.
+
+Packages that are missing go into a folder of their own, if an index can be reached; torch is never installed. Without
+a GPU it says so and exits 0. With one, all that keeps tests from running is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ROOT / ".gpu-packages"
+LIMIT_S = 8 * 60.0
+INSTALL_WITHIN_S = 90.0
+NEEDED = {"cloudpickle": "cloudpickle", "pytest": "pytest", "safetensors": "safetensors"}
+NEEDED |= {"typing_extensions": "typing-extensions", "xxhash": "xxhash"}
+"""Modules, and the packages that have them."""
+# The project's own options need plug-ins that may be missing here; its other tests' conftest needs Hypothesis.
+OPTIONS = ("-c", os.devnull, "--rootdir", str(ROOT), "--confcutdir", str(ROOT / "tests/gpu"), "-p", "no:cacheprovider")
+MARKERS = "markers=gpu: needs a GPU\nsoak: the long form\nranks: runs on several ranks"
+
+
+def main(arguments: list[str]) -> int:
+    """Run them; the exit status."""
+    deadline = time.monotonic() + LIMIT_S
+    sys.path.insert(0, str(PACKAGES))
+    told = what_there_is()
+    if told is None:
+        driver = Path("/dev/nvidiactl").exists()
+        why = f"torch in {sys.executable} cannot use the GPU; name another one: make gpu PYTHON=/path/to/python"
+        print(why if driver else "no GPU here: the tests that need one were not run")
+        return int(driver)
+    print(told)
+    missing = install()
+    if missing:
+        print(f"not run: {', '.join(missing)} missing in {sys.executable}, and could not be installed")
+        return 1
+    compile_extension()
+    return within(deadline - time.monotonic(), [sys.executable, *command(arguments)], environment())
+
+
+def what_there_is() -> str | None:
+    """Torch and its GPUs in a line; None if it sees none."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {count} x {torch.cuda.get_device_name(0)}"
+
+
+def install() -> list[str]:
+    """Install what is missing; the packages that are missing still."""
+    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
+    if missing:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "0"]
+        pip += ["--timeout", "10", "--constraint", "constraints.txt", "--target", str(PACKAGES), *missing]
+        within(INSTALL_WITHIN_S, pip, dict(os.environ))
+        # The folder may be new.
+        importlib.invalidate_caches()
+    return [package for module, package in NEEDED.items() if find_spec(module) is None]
+
+
+def compile_extension() -> None:
+    """Build it in place, if there is a compiler; without it, all is as it is, but slower."""
+    compiler = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    within(INSTALL_WITHIN_S, compiler, dict(os.environ))
+    built = ROOT / "src/unisono" / f"_compiled{sysconfig.get_config_var('EXT_SUFFIX')}"
+    print("with the compiled parts" if built.exists() else "without the compiled parts, which could not be built")
+
+
+def command(arguments: list[str]) -> list[str]:
+    """Of pytest, for the tests in this folder."""
+    shown = ("-v", "-ra", "--durations", "10", "-o", "faulthandler_timeout=100")
+    return ["-m", "pytest", *OPTIONS, "-o", MARKERS, *shown, "-m", "gpu", *arguments, "tests/gpu"]
+
+
+def environment() -> dict[str, str]:
+    """This one, with the sources and the packages; ranks inherit it."""
+    paths = [str(ROOT / "src"), str(PACKAGES), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def within(limit_s: float, words: list[str], environ: dict[str, str]) -> int:
+    """Run a program and all that it starts for so long at most; its exit status, 124 if it took longer."""
+    with subprocess.Popen(words, cwd=ROOT, env=environ, start_new_session=True) as running:
+        try:
+            return running.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            print(f"not done within {limit_s:.0f} s: {' '.join(words)}")
+            return 124
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

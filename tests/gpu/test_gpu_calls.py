@@ -1,0 +1,88 @@
+"""Collectives, messages and objects, with tensors on GPUs: NCCL at world 1 and on all GPUs, others on one GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpu_places import ALL, Place
+
+import unisono as un
+from unisono.testing.cases import CALLS, REDUCING, Case
+from unisono.testing.check import Report, check_case, check_reports
+from unisono.testing.laws.world import numbers, together
+from unisono.testing.reference import DTYPES, ops_for
+
+places = pytest.mark.parametrize("place", ALL)
+
+
+def reports(comm: un.Communicator, cases: list[Case]) -> list[Report]:
+    return [check_case(comm, case) for case in cases]
+
+
+def hold(place: Place, cases: list[Case]) -> None:
+    for case, *found in zip(cases, *place.run(reports, cases), strict=True):
+        check_reports(case, found)
+
+
+@places
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_equals_the_reference(call: str, place: Place) -> None:
+    """Short and long, uneven, strided, later and at once, from and to the last rank."""
+    root = place.size - 1
+    how: list[dict[str, Any]] = [
+        {},
+        {"async_op": True},
+        {"layout": "every second"},
+        {"layout": "transposed", "async_op": True},
+        {"uneven": True, "numbers": "any"},
+        {"dtype": torch.int64},
+        {"dtype": torch.bool},
+    ]
+    cases = [Case(call, place.size, count, root=root, **each) for count in (0, 1, 6, 1001) for each in how]
+    # All but complex numbers on NCCL go by torch's own reductions there.
+    hold(place, [*cases, Case(call, place.size, 1 << 18, torch.bfloat16), Case(call, place.size, 12, torch.complex64)])
+
+
+@places
+@pytest.mark.parametrize("call", ["all_reduce", "reduce_scatter"])
+def test_every_op_and_dtype_equals_the_reference(call: str, place: Place) -> None:
+    assert call in REDUCING
+    hold(
+        place,
+        [
+            Case(call, place.size, count, dtype, op, numbers=kind)
+            for dtype in DTYPES
+            for op in ops_for(dtype)
+            for kind, count in (("any", 7), ("nan", 40))
+        ],
+    )
+
+
+@places
+def test_messages_objects_and_parts_arrive(place: Place) -> None:
+    def program(comm: un.Communicator) -> str:
+        together(comm)
+        part = comm.dup()
+        together(part)
+        part.close()
+        mine = {"rank": comm.rank, "here": numbers(comm, comm.rank)}
+        for rank, found in enumerate(comm.all_gather_object(mine)):
+            assert found["rank"] == found["here"].item() == rank
+        comm.barrier()
+        return comm.device.type
+
+    assert place.run(program) == [place.device] * place.size
+
+
+@pytest.mark.gpu
+def test_a_rank_with_a_gpu_to_itself_takes_nccl() -> None:
+    def program(comm: un.Communicator) -> tuple[str, str, float]:
+        total = numbers(comm, comm.rank + 1)
+        comm.all_reduce(total)
+        return comm.backend, str(comm.device), total.item()
+
+    count = torch.cuda.device_count()
+    total = count * (count + 1) / 2
+    assert un.launch(program, count) == [("nccl", f"cuda:{rank}", total) for rank in range(count)]

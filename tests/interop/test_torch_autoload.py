@@ -1,0 +1,71 @@
+"""Torch finds the backend by its entry point: a program that does not import unisono runs on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from importlib.metadata import entry_points
+
+import pytest
+import torch.distributed as dist
+
+from unisono.interop import torch_backend
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+loaded = [name for name in sys.modules if name.startswith("unisono")]
+dist.init_process_group("unisono", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.full((3,), 2.0)
+dist.all_reduce(tensor)
+print(tensor.sum().item(), *sorted(loaded))
+"""
+STUB = "6.0 unisono unisono.interop unisono.interop.torch_backend"
+
+
+def run(first: str, autoload: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+    command = [sys.executable, "-c", f"{first}\n{PROGRAM}"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("first", ["", "import unisono.interop"])
+def test_a_program_without_an_import_of_ours_has_the_backend(first: str) -> None:
+    ended = run(first, "1")
+    assert ended.stdout.strip() == STUB, ended.stderr
+
+
+def test_an_import_registers_the_backend_where_torch_may_load_none() -> None:
+    ended = run("import unisono.interop", "0")
+    assert ended.stdout.strip() == STUB, ended.stderr
+
+
+def test_any_module_of_ours_may_be_imported_before_torch() -> None:
+    assert run("import unisono.interop.group, unisono.interop.torch_rpc", "1").stdout.startswith("6.0")
+
+
+def test_the_entry_point_is_installed() -> None:
+    (ours,) = entry_points(group="torch.backends", name="unisono")
+    assert ours.load() is torch_backend.autoload
+
+
+def refused(*_: object, **__: object) -> None:
+    raise TypeError("another signature")
+
+
+def test_a_failure_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.Backend, "backend_list", [])
+    monkeypatch.setattr(dist.Backend, "register_backend", refused)
+    with pytest.warns(RuntimeWarning, match="another signature") as caught:
+        torch_backend.autoload()
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_backend.autoload()
+
+
+def test_a_torch_without_distributed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    monkeypatch.setattr(dist.Backend, "register_backend", refused)
+    torch_backend.autoload()

@@ -1,0 +1,68 @@
+"""The programs in docs/examples/frameworks print on unisono what they print on gloo."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch_ranks import reserved_ports
+
+PROGRAMS = sorted((Path(__file__).parents[2] / "docs" / "examples" / "frameworks").glob("*.py"))
+NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def printed(program: Path, ranks: int, backend: str) -> str:
+    with reserved_ports(1) as (port,):
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port))
+        ended = run(*torchrun, str(program), "--backend", backend)
+    assert ended.returncode == 0, ended.stderr
+    assert f"{ranks} ranks on {backend}\n" in ended.stdout
+    return ended.stdout.replace(backend, "the backend")
+
+
+def test_every_framework_has_its_program() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "torch-backend.md"
+    linked = set(re.findall(r"examples/frameworks/(\w+\.py)", page.read_text()))
+    assert linked == {program.name for program in PROGRAMS}
+    assert len(linked) == 9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_prints_what_gloo_prints(program: Path, ranks: int) -> None:
+    gloo, unisono = (printed(program, ranks, backend) for backend in ("gloo", "unisono"))
+    if ranks == 2:
+        # a + b is b + a, to the last bit.
+        assert unisono == gloo
+    else:
+        # Four ranks are added in another order than gloo's. All of it is float64.
+        assert NUMBER.sub("", unisono) == NUMBER.sub("", gloo)
+        found, expected = ([float(number) for number in NUMBER.findall(text)] for text in (unisono, gloo))
+        assert len(found) >= 4
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "from accelerate import *; Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend='unisono')])",
+        "from transformers import *; TrainingArguments(use_cpu=True, ddp_backend='unisono')",
+    ],
+    ids=["accelerate", "trainer"],
+)
+def test_accelerate_refuses_names_that_it_does_not_know(asks: str) -> None:
+    ended = run("-c", f"import os; os.environ.update(LOCAL_RANK='0', RANK='0', WORLD_SIZE='2'); {asks}")
+    assert "ValueError: Your assigned backend unisono is not available, please use gloo" in ended.stderr

@@ -1,0 +1,108 @@
+"""Ranks that are threads of one process, as in torchft's tests: the others notice one that ends, and go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch_ranks import message
+
+from unisono.interop import GroupOptions
+from unisono.interop.group import UnisonoGroup
+
+SIZE = 3
+TIMEOUT_S, SOON_S = 10.0, 1.0
+
+Make = Callable[[str, int, int], UnisonoGroup]
+
+
+def summed(group: UnisonoGroup) -> float:
+    tensor = torch.tensor([10.0 ** group.rank()])
+    group.allreduce([tensor]).wait()
+    return tensor.item()
+
+
+def use(group: UnisonoGroup) -> None:
+    """All kinds of calls, whose works might hold the group."""
+    assert summed(group) == 111.0
+    group.barrier().wait()
+    following, before = (group.rank() + 1) % SIZE, (group.rank() - 1) % SIZE
+    received = torch.empty(1)
+    works = [group.recv([received], before), group.send([torch.ones(1)], following)]
+    assert [work.wait() for work in works] == [True, True]
+
+
+def shut_down(group: UnisonoGroup) -> None:
+    group.shutdown()
+
+
+def abort(group: UnisonoGroup) -> None:
+    group.abort()
+
+
+def drop(group: UnisonoGroup) -> None:
+    pass
+
+
+def drop_with_a_message_under_way(group: UnisonoGroup) -> None:
+    group.recv([torch.empty(1)], (group.rank() + 1) % SIZE, 7)
+
+
+def fail(group: UnisonoGroup) -> None:
+    raise KeyError("no such sample")
+
+
+WAYS = (shut_down, abort, drop, drop_with_a_message_under_way, fail)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("lost", [0, SIZE - 1])
+@pytest.mark.parametrize("end", WAYS)
+def test_the_others_notice_a_thread_that_ends(end: Callable[[UnisonoGroup], None], lost: int, transport: str) -> None:
+    store, used = dist.HashStore(), threading.Barrier(SIZE)
+
+    def make(name: str, rank: int, size: int) -> UnisonoGroup:
+        return UnisonoGroup(
+            dist.PrefixStore(name, store), rank, size, timedelta(seconds=TIMEOUT_S), GroupOptions(transport)
+        )
+
+    def ends(rank: int) -> None:
+        group = make("all", rank, SIZE)
+        use(group)
+        used.wait(TIMEOUT_S)
+        end(group)
+
+    def goes_on(rank: int) -> tuple[str, float, float]:
+        group = make("all", rank, SIZE)
+        use(group)
+        used.wait(TIMEOUT_S)
+        started = time.monotonic()
+        said = message(lambda: summed(group))
+        waited_s = time.monotonic() - started
+        group.abort()
+        smaller = make("survivors", rank - (rank > lost), SIZE - 1)
+        total = summed(smaller)
+        smaller.shutdown()
+        return said, waited_s, total
+
+    def program(rank: int) -> tuple[str, float, float]:
+        if rank != lost:
+            return goes_on(rank)
+        with suppress(KeyError):
+            ends(rank)
+        return f"{'AbortedError' if end is abort else 'PeerLostError'}: ", 0.0, 11.0
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        found = list(threads.map(program, range(SIZE)))
+    kinds, waited_s, totals = zip(*found, strict=True)
+    assert {said.split(":")[0] for said in kinds} == {"AbortedError" if end is abort else "PeerLostError"}
+    assert f"rank {lost} " in kinds[1]
+    assert max(waited_s) < SOON_S
+    assert totals == (11.0,) * SIZE

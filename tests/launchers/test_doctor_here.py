@@ -42,7 +42,7 @@ def test_dev_shm_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 def test_compiled_parts_that_are_not_wanted_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.doctor.checks import extension
 
-    monkeypatch.setattr(extension, "part", {"Page": object}.get)
+    monkeypatch.setattr(extension, "part", {"Storing": object}.get)
     assert [found.state for found in find("extension")] == ["tick"]
     monkeypatch.setattr(extension, "part", {}.get)
     monkeypatch.setenv(NO_EXTENSIONS, "1")

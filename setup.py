@@ -1,20 +1,52 @@
-"""What pyproject.toml cannot say: the part that is compiled, where it can be. See unisono.compiled."""
+"""What pyproject.toml cannot say: the parts that are compiled, where they can be. See unisono.compiled."""
 
+import hashlib
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-HERE = Path("src/compiled")
+PARTS, CORE = Path("src/compiled"), Path("src/native")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers")
+
+
+def core() -> list[Extension]:
+    """The native core: nanobind's own source is compiled with it. None where nanobind is missing."""
+    try:
+        import nanobind
+    except ImportError:
+        return []
+    sources = sorted(CORE.glob("*.[ch]pp"))
+    build = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    binding = Path(nanobind.__file__).parent
+    extension = Extension(
+        "unisono._native",
+        [str(CORE / "bindings.cpp"), str(binding / "src/nb_combined.cpp")],
+        depends=list(map(str, sources)),
+        include_dirs=[str(binding / "include"), str(binding / "ext/robin_map/include")],
+        define_macros=[("UNISONO_BUILD", f'"{build}"'), ("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
+        extra_compile_args=[
+            "-std=c++17",
+            "-O3",
+            "-ffp-contract=off",
+            "-fno-strict-aliasing",
+            "-fvisibility=hidden",
+            "-g0",
+            *WARNINGS[:2],
+        ],
+        optional=True,
+    )
+    return [extension]
+
 
 setup(
     ext_modules=[
+        *core(),
         Extension(
             "unisono._compiled",
-            sorted(map(str, HERE.glob("*.c"))),
-            depends=sorted(map(str, HERE.glob("*.h"))),
+            sorted(map(str, PARTS.glob("*.c"))),
+            depends=sorted(map(str, PARTS.glob("*.h"))),
             extra_compile_args=["-std=c11", *WARNINGS],
             optional=True,
-        )
+        ),
     ]
 )

@@ -1,6 +1,6 @@
 """Ask every question in this folder, and write the answers to docs/benchmarks.md.
 
-    python benchmarks/_report.py [--only shm_traffic ...]
+    python benchmarks/_report.py [--only mpi_against_bare ...]
 
 With `--only`, the other answers stay as they are: each has its own date and machine.
 The machine that it runs on should have nothing else to do.

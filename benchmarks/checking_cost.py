@@ -5,8 +5,8 @@ Answer (2 ranks, float32, one thread a rank): see docs/benchmarks.md; run it to 
     python benchmarks/checking_cost.py [--seconds 2] [--backends shm gloo]
 
 Three communicators of the same ranks take turns in blocks of a few calls: one without checks, one with check="auto",
-one with check="full"; a line is the difference of medians. On shared memory the marks are always on, so there the first
-one's are taken out by hand, up to 1 MiB; longer calls have the same marks, once.
+one with check="full"; a line is the difference of medians. On shared memory all three compare marks, which
+travel with each call.
 """
 
 from __future__ import annotations
@@ -30,21 +30,11 @@ def timed(comm: un.Communicator, tensor: torch.Tensor, calls: int) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def unmarked(comm: un.Communicator, tensor: torch.Tensor) -> None:
-    """Take the marks out of shared memory's short calls: a round then compares nothing."""
-    quick = getattr(comm._engine.transport, "quick", None)
-    comm.all_reduce(tensor, "max")
-    for key, (by, divisor, _, stages) in list(quick._recipes.items() if quick is not None else ()):
-        if stages is not None:
-            quick._recipes[key] = by, divisor, None, stages
-
-
 def compare(comm: un.Communicator, seconds: float) -> list[tuple[str, float, float]]:
     plain, checked, full = comm.dup(check="off"), comm.dup(check="auto"), comm.dup(check="full")
     found = []
     for nbytes in SIZES:
         tensor = torch.ones(nbytes // 4)
-        unmarked(plain, tensor)
         calls = comm.broadcast_object(max(1, int(BLOCK_S / max(timed(checked, tensor, 3), 1e-6))))
         rows: list[tuple[float, float, float]] = []
         until = time.monotonic() + seconds

@@ -1,7 +1,10 @@
 /* A gradient that lies as its place in a bucket does is copied there without torch. */
 #include "filling.h"
-#include "seen.h"
-#include "storing.h"
+#include "views.h"
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 static PyTypeObject *TensorType;
 static PyObject *s_requires_grad, *s_is_neg;
@@ -28,6 +31,28 @@ static int is(PyObject *object, PyObject *wanted)
 {
     Py_XDECREF(object);
     return object == wanted;
+}
+
+static void store_past(char *to, const char *from, int64_t nbytes)
+{
+#ifdef __SSE2__
+    int64_t ahead = -(uintptr_t)to & 15;
+    if (ahead > nbytes)
+        ahead = nbytes;
+    memcpy(to, from, (size_t)ahead);
+    to += ahead, from += ahead, nbytes -= ahead;
+    for (; nbytes >= 64; to += 64, from += 64, nbytes -= 64) {
+        __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)from + 1);
+        __m128i c = _mm_loadu_si128((const __m128i *)from + 2), d = _mm_loadu_si128((const __m128i *)from + 3);
+        _mm_stream_si128((__m128i *)to, a);
+        _mm_stream_si128((__m128i *)to + 1, b);
+        _mm_stream_si128((__m128i *)to + 2, c);
+        _mm_stream_si128((__m128i *)to + 3, d);
+    }
+    /* Before anything that tells others. */
+    _mm_sfence();
+#endif
+    memcpy(to, from, (size_t)nbytes);
 }
 
 /* Whether it was one that can be copied so, and was. One that lies from `low` to `high`, and not in its place, is none. */

@@ -31,16 +31,6 @@ static int take_one(Filling *self, Py_ssize_t slot)
     return done;
 }
 
-/* How much lies ready from the beginning on. */
-static void tell(Filling *self)
-{
-    if (!is_asked(&self->told))
-        return;
-    while (self->ready < self->count && inside(self)[self->ready])
-        self->ready_bytes += self->nbytes[self->ready++];
-    tell_ready(&self->told, self->ready_bytes);
-}
-
 /* Take those that need no torch, and let torch take the rest. */
 static int take_all(Filling *self, PyObject *slots)
 {
@@ -64,8 +54,6 @@ static int take_all(Filling *self, PyObject *slots)
         done = PyList_GET_SIZE(left) ? PyObject_CallMethodOneArg((PyObject *)self, s_take_by_torch, left) : Py_NewRef(Py_None);
     Py_XDECREF(left);
     Py_XDECREF(done);
-    if (done)
-        tell(self);
     return done ? 0 : -1;
 }
 
@@ -151,8 +139,6 @@ static PyObject *forget(Filling *self, PyObject *nothing)
     self->missing = self->count;
     self->waiting = 0;
     self->waiting_bytes = 0;
-    self->ready = 0;
-    self->ready_bytes = 0;
     self->started = self->late = 0;
     Py_RETURN_NONE;
 }
@@ -191,7 +177,6 @@ static void unmake(Filling *self)
     Py_CLEAR(self->places);
     PyBuffer_Release(&self->came);
     PyBuffer_Release(&self->inside);
-    release_told(&self->told);
     PyMem_Free(self->nbytes);
     PyMem_Free(self->slots);
     self->nbytes = NULL;
@@ -201,8 +186,8 @@ static void unmake(Filling *self)
 
 static int init(Filling *self, PyObject *arguments, PyObject *named)
 {
-    static char *names[] = {"parameters", "places", "chunk", "plain", "past", "told", "within", NULL};
-    PyObject *parameters, *places, *told = Py_None;
+    static char *names[] = {"parameters", "places", "chunk", "plain", "past", "within", NULL};
+    PyObject *parameters, *places;
     long long chunk;
     unsigned long long low = 0, high = 0;
     int plain, past;
@@ -210,8 +195,8 @@ static int init(Filling *self, PyObject *arguments, PyObject *named)
         PyErr_SetString(PyExc_RuntimeError, "a Filling is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "O!O!Lpp|O(KK)", names, &PyTuple_Type, &parameters, &PyTuple_Type, &places,
-                                     &chunk, &plain, &past, &told, &low, &high) ||
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "O!O!Lpp|(KK)", names, &PyTuple_Type, &parameters, &PyTuple_Type, &places,
+                                     &chunk, &plain, &past, &low, &high) ||
         prepare_copies() < 0)
         return -1;
     if (PyTuple_GET_SIZE(parameters) != PyTuple_GET_SIZE(places)) {
@@ -226,7 +211,7 @@ static int init(Filling *self, PyObject *arguments, PyObject *named)
     self->low = (uintptr_t)low;
     self->high = (uintptr_t)high;
     PyObject *done = NULL;
-    if (prepare_told(&self->told, told) == 0 && measured(self, PyTuple_GET_SIZE(parameters)) == 0)
+    if (measured(self, PyTuple_GET_SIZE(parameters)) == 0)
         done = forget(self, NULL);
     if (!done)
         unmake(self);

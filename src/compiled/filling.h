@@ -2,7 +2,7 @@
 #ifndef UNISONO_FILLING_H
 #define UNISONO_FILLING_H
 
-#include "told.h"
+#include "compiled.h"
 
 typedef struct {
     PyObject_HEAD
@@ -13,9 +13,6 @@ typedef struct {
     int64_t *nbytes;
     uintptr_t low, high; /* of the memory of all places */
     long long waiting_bytes, chunk;
-    Told told;
-    Py_ssize_t ready;    /* so many of the first lie in their places, */
-    int64_t ready_bytes; /* and take so much */
     char started, late, plain, past;
 } Filling;
 

@@ -11,11 +11,10 @@ from collections import deque
 from types import CodeType
 from typing import Any, Protocol
 
-from unisono.compiled import compiled
 from unisono.group import Group
 from unisono.site import line_of, site_of, users_frame
 
-__all__ = ["Activity", "Awaited", "Desk", "Doing", "Noted", "Recorder", "told"]
+__all__ = ["Activity", "Awaited", "Desk", "Noted", "Recorder", "told"]
 
 _KEPT = 16
 _TOLD = 5
@@ -48,30 +47,36 @@ def told(noted: Noted) -> str:
     return f"{name}{number_told}{f' ({detail})' if detail else ''}{f' at {site}' if site else ''}"
 
 
-@compiled
-class Doing:
-    """The part of an `Activity` that quick calls tell; src/compiled/activity.c does the same.
+class Activity:
+    """What one communicator of this rank has been doing, for whoever asks, from any thread.
+
+    To note a call costs a fraction of a microsecond; all else is put together when somebody asks.
 
     Attributes:
+        owner: The thread that makes the calls.
         calls: How many collectives have been called.
+        messages: How many batches of messages have been called; `calls` counts collectives.
+        posted: How many messages there were of each kind.
         inside: Whether this rank is in a call.
         since: On the monotonic clock: when the last call began, or ended if it is in none.
         now: The call that it is in, if it is in one.
         awaited: The messages that it waits for there.
-        messages: How many batches of messages have been called; `calls` counts collectives.
-        posted: How many messages there were of each kind.
+        gave_up: Whether its last wait was in vain.
+        aside: Whether it is so in a thread of the library, while the owner may do other things.
         record: Where events are kept that are to survive this process, if anywhere.
     """
 
-    since: float
-    record: Recorder | None
-
-    def __init__(self) -> None:
-        self.calls, self.messages, self.inside = 0, 0, False
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.owner = threading.get_ident()
+        self.calls, self.messages, self.inside, self.aside = 0, 0, False, False
         self.awaited: tuple[Awaited, ...] = ()
         self.posted: dict[tuple[str, int, int], int] = {}
         self.now: Noted | None = None
         self._latest: deque[Noted] = deque(maxlen=_KEPT)
+        self.since = time.monotonic()
+        self.broken = self.closed = self.gave_up = False
+        self.record: Recorder | None = None
 
     @property
     def latest(self) -> list[Noted]:
@@ -81,27 +86,6 @@ class Doing:
     def keep(self, noted: Noted) -> None:
         """It is one of the latest."""
         self._latest.append(noted)
-
-
-class Activity(Doing):
-    """What one communicator of this rank has been doing, for whoever asks, from any thread.
-
-    To note a call costs a fraction of a microsecond; all else is put together when somebody asks.
-
-    Attributes:
-        owner: The thread that makes the calls.
-        gave_up: Whether its last wait was in vain.
-        aside: Whether it is so in a thread of the library, while the owner may do other things.
-    """
-
-    def __init__(self, group: Group) -> None:
-        super().__init__()
-        self.group = group
-        self.owner = threading.get_ident()
-        self.aside = False
-        self.since = time.monotonic()
-        self.broken = self.closed = self.gave_up = False
-        self.record = None
 
     # -- what the engine tells -----------------------------------------------------------------
     def note(self, noted: Noted) -> None:

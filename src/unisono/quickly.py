@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import increment_version
 
 from unisono.activity import Activity, Noted
-from unisono.compiled import compiled
 from unisono.standing import ANYONE
 from unisono.transport import Quick, Tensors
 
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Quickly"]
 
 
-@compiled
 class Quickly:
-    """The part of an engine that is in haste; src/compiled/engine.c does the same.
+    """The part of an engine that is in haste.
 
     Attributes:
         quick: The transport's shorter way, if it has one.

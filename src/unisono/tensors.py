@@ -25,7 +25,7 @@ def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
         and tensor.is_contiguous()
         and tensor.is_cpu
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
-        and not is_locked(tensor)
+        and (not tensor.is_inference() or torch.is_inference_mode_enabled())
     )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unisono.control import Control
     from unisono.mailbox import Mailbox
 
-__all__ = ["Declared", "Options", "PointToPoint", "Quick", "Ready", "Tensors", "Transport"]
+__all__ = ["Declared", "Options", "PointToPoint", "Quick", "Tensors", "Transport"]
 
 Tensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor] | None"
 
@@ -99,25 +99,6 @@ class Quick(Protocol):
             root: Likewise.
             deadline: On the monotonic clock.
         """
-        ...
-
-
-class Ready(Protocol):
-    """Tells how much of some memory lies ready for its next all_reduce, with which other ranks may begin already.
-
-    Attributes:
-        told: Two words. While the second one is not 0, their holder writes to the first one, whenever more lies ready,
-            the number of bytes, from the beginning on, plus the second one.
-    """
-
-    told: tuple[memoryview, memoryview]
-
-    def open(self) -> None:
-        """From now on it may be told: for the communicator's next call, which is this memory's all_reduce."""
-        ...
-
-    def withdraw(self) -> bool:
-        """Nothing is ready any more, until `open`; False if others have summed some of it already, on all ranks."""
         ...
 
 
@@ -259,10 +240,6 @@ class Transport(ABC):
 
         None, with nothing done, if the tensor or the operation needs preparation, or there is no such way.
         """
-        return None
-
-    def ready(self, memory: torch.Tensor) -> Ready | None:
-        """By what to tell how much lies ready of a tensor that `empty` gave; None if nobody asks."""
         return None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -75,8 +75,8 @@ def compile_extension() -> None:
     """Build it in place, if there is a compiler; without it, all is as it is, but slower."""
     compiler = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     within(INSTALL_WITHIN_S, compiler, dict(os.environ))
-    built = ROOT / "src/unisono" / f"_compiled{sysconfig.get_config_var('EXT_SUFFIX')}"
-    print("with the compiled parts" if built.exists() else "without the compiled parts, which could not be built")
+    built = ROOT / "src/unisono" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    print("with the native core" if built.exists() else "without the native core, which could not be built")
 
 
 def command(arguments: list[str]) -> list[str]:

@@ -38,20 +38,20 @@ def test_dev_shm_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     assert "is not there" in the_cross("memory").text
 
 
-# -- unisono's compiled parts ----------------------------------------------------------------------
+# -- the native core ------------------------------------------------------------------------------
 def test_compiled_parts_that_are_not_wanted_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.doctor.checks import extension
 
-    monkeypatch.setattr(extension, "part", {"Storing": object}.get)
+    monkeypatch.setattr(extension, "native", object)
     assert [found.state for found in find("extension")] == ["tick"]
-    monkeypatch.setattr(extension, "part", {}.get)
+    monkeypatch.setattr(extension, "native", lambda: None)
     monkeypatch.setenv(NO_EXTENSIONS, "1")
     (found,) = find("extension")
     assert (found.state, found.fix) == ("note", f"unset {NO_EXTENSIONS}")
     monkeypatch.delenv(NO_EXTENSIONS)
     (found,) = find("extension")
     assert found.state == "note"
-    assert "are not there: all works" in found.text
+    assert "is not there: all works" in found.text
 
 
 # -- the host's name -------------------------------------------------------------------------------

@@ -10,12 +10,9 @@ from unisono.compiled import PLAIN, part
 
 __all__ = ["COMPILED", "PLAIN", "both"]
 
-# These make the classes.
-for module in ("gradients.filling", "quickly", "transports._again"):
-    import_module(f"unisono.{module}")
+# It makes the class.
+import_module("unisono.gradients.filling")
 
-_REPLACED = ("Doing", "Filling", "Guarded", "Quickly", "Repeats")
-_ALONE = ("Hook", "Running", "Storing", "stop_sums", "sum_ahead", "sum_rows")
-COMPILED = {name: part(name) for name in (*_REPLACED, *_ALONE)}
+COMPILED = {name: part(name) for name in ("Filling", "Hook", "Running")}
 # Where there could be an extension and is none, test_compiled.py fails.
 both = pytest.mark.skipif(None in COMPILED.values(), reason="no compiler was here when unisono was installed")

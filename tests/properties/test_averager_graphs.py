@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-from ahead_kit import eager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -64,16 +61,14 @@ def program(
     xs: list[torch.Tensor],
     skips: list[bool],
     cap: float,
-    ahead: bool,
 ) -> list[torch.Tensor | None]:
     model = Graph(nodes, torch.float64)
-    with eager(comm) if ahead else nullcontext(comm) as part:
-        averager = un.GradientAverager(model, part, bucket_cap_mb=cap, first_bucket_mb=cap / 2, find_unused=True)
-        for _ in range(2):
-            model.zero_grad()
-            loss(model, xs[comm.rank].requires_grad_(), skips[comm.rank]).backward()
-        found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        averager.remove()
+    averager = un.GradientAverager(model, comm, bucket_cap_mb=cap, first_bucket_mb=cap / 2, find_unused=True)
+    for _ in range(2):
+        model.zero_grad()
+        loss(model, xs[comm.rank].requires_grad_(), skips[comm.rank]).backward()
+    found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    averager.remove()
     return found
 
 
@@ -82,7 +77,7 @@ def program(
     nodes=NODES,
     skips=st.lists(st.booleans(), min_size=3, max_size=3),
     cap=st.sampled_from([0.00003, 0.0001, 0.0002, 1.0]),
-    backend=st.sampled_from(["thread", "shm", "shm, ahead", "gloo"]),
+    backend=st.sampled_from(["thread", "shm", "gloo"]),
 )
 @settings(max_examples=max(5, settings.default.max_examples // 4))
 def test_gradients_of_any_graph_are_means(
@@ -95,8 +90,7 @@ def test_gradients_of_any_graph_are_means(
         (loss(model, x.clone().requires_grad_(), skip) for x, skip in zip(xs, skips, strict=False)), torch.zeros(())
     )
     (total / size).backward()
-    transport, _, ahead = backend.partition(", ")
-    for found in pool(transport, 3).run(program, nodes, xs, skips, cap, bool(ahead), size=size):
+    for found in pool(backend, 3).run(program, nodes, xs, skips, cap, size=size):
         for mean, parameter in zip(found, model.parameters(), strict=True):
             assert (mean is None) == (parameter.grad is None)
             if mean is not None and parameter.grad is not None:

@@ -18,11 +18,9 @@ def noting(kind: Any) -> Any:
     """A class that notes what is left to torch; gradients in it are what is noted, and have no parameters."""
 
     class Noting(kind):
-        def __init__(self, lengths: list[int], chunk: int, tells: bool) -> None:
+        def __init__(self, lengths: list[int], chunk: int) -> None:
             owners = tuple(SimpleNamespace(nbytes=n, grad=None) for n in lengths)
-            self.told, self.tag = (memoryview(bytearray(8)).cast("Q") for _ in range(2))
-            self.tag[0] = 1 << 40
-            super().__init__(owners, owners, chunk, False, False, (self.told, self.tag) if tells else None)
+            super().__init__(owners, owners, chunk, False, False)
             self.log: list[Any] = []
 
         def take_by_torch(self, slots: list[int]) -> None:
@@ -38,8 +36,8 @@ def noting(kind: Any) -> Any:
     return Noting
 
 
-def played(kind: Any, lengths: list[int], chunk: int, steps: list[tuple[str, int]], tells: bool) -> list[Any]:
-    filling = noting(kind)(lengths, chunk, tells)
+def played(kind: Any, lengths: list[int], chunk: int, steps: list[tuple[str, int]]) -> list[Any]:
+    filling = noting(kind)(lengths, chunk)
     log = filling.log
     for name, slot in steps:
         try:
@@ -52,30 +50,26 @@ def played(kind: Any, lengths: list[int], chunk: int, steps: list[tuple[str, int
                     filling.started = True
                 case "forget":
                     filling.forget()
-                case "tag":
-                    filling.tag[0] = slot << 40
         except (IndexError, KeyError) as error:
             log.append(repr(error))
         log.append((filling.missing, filling.started, filling.late, bytes(filling.came), bytes(filling.inside)))
-        log.append(filling.told[0])
     return log
 
 
 @both
 @settings(max_examples=5 * settings.default.max_examples)
-@example(lengths=[10, 20], chunk=1, tells=True, steps=[("arrived", 0), ("arrived", 1), ("forget", 0), ("arrived", 1)])
+@example(lengths=[10, 20], chunk=1, steps=[("arrived", 0), ("arrived", 1), ("forget", 0), ("arrived", 1)])
 @given(
     lengths=st.lists(st.sampled_from([0, 10, 20, 30, 50]), min_size=1, max_size=6),
     chunk=st.sampled_from([0, 1, 40, 90, 10_000]),
-    tells=st.booleans(),
     steps=st.lists(
-        st.tuples(st.sampled_from(["arrived"] * 6 + ["take", "started", "forget", "tag", "tag"]), st.integers(0, 6)),
+        st.tuples(st.sampled_from(["arrived"] * 6 + ["take", "started", "forget"]), st.integers(0, 6)),
         max_size=25,
     ),
 )
-def test_both_note_and_tell_the_same(lengths: list[int], chunk: int, steps: list[tuple[str, int]], tells: bool) -> None:
-    log = played(COMPILED["Filling"], lengths, chunk, steps, tells)
-    assert log == played(PLAIN["Filling"], lengths, chunk, steps, tells)
+def test_both_note_the_same(lengths: list[int], chunk: int, steps: list[tuple[str, int]]) -> None:
+    log = played(COMPILED["Filling"], lengths, chunk, steps)
+    assert log == played(PLAIN["Filling"], lengths, chunk, steps)
 
 
 def leaving(kind: Any, left: list[int]) -> Any:

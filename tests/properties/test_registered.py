@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
-from ahead_kit import eager
+from core_kit import without_core
 from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
 from unisono.testing import pool, reference
-from unisono.transports import _shm_arenas
 
 COUNTS = st.one_of(
     st.integers(0, 300),
@@ -23,21 +21,16 @@ COUNTS = st.one_of(
 
 
 def rounds(
-    comm: un.Communicator,
-    dtype: torch.dtype,
-    counts: list[tuple[int, int]],
-    op: str,
-    ordinary: list[int],
-    plain: list[int],
+    comm: un.Communicator, dtype: torch.dtype, counts: list[tuple[int, int]], op: str, ordinary: list[int], core: bool
 ) -> list[str]:
     """Reduce several stretches of one registered buffer; complaints about each that differs from the reference.
 
     Args:
         ordinary: The ranks whose tensors lie elsewhere.
-        plain: Those that sum without what is compiled.
+        core: Whether the native core reduces.
     """
-    with patch.object(_shm_arenas, "_sum_rows", None if comm.rank in plain else _shm_arenas._sum_rows):
-        return complaints_of(comm, dtype, counts, op, ordinary)
+    with comm.dup() if core else without_core(comm) as part:
+        return complaints_of(part, dtype, counts, op, ordinary)
 
 
 def complaints_of(
@@ -69,12 +62,12 @@ def complaints_of(
     op=st.sampled_from(["sum", "max", "product", "avg"]),
     counts=st.lists(st.tuples(st.integers(0, 90_000), COUNTS), min_size=1, max_size=3),
     ordinary=st.sampled_from([[], [], [0], [1], [0, 1, 2, 3]]),
-    plain=st.sampled_from([[], [], [0, 1, 2, 3], [1]]),
+    core=st.sampled_from([True, True, False]),
 )
 def test_registered_memory_holds_the_same_numbers(
-    size: int, dtype: torch.dtype, op: str, counts: list[tuple[int, int]], ordinary: list[int], plain: list[int]
+    size: int, dtype: torch.dtype, op: str, counts: list[tuple[int, int]], ordinary: list[int], core: bool
 ) -> None:
-    results = pool("shm", 4).run(rounds, dtype, counts, op, ordinary, plain, size=size)
+    results = pool("shm", 4).run(rounds, dtype, counts, op, ordinary, core, size=size)
     assert results == [[]] * size
 
 
@@ -120,7 +113,7 @@ def outlived(comm: un.Communicator) -> list[int]:
 
     kept, found = [], []
     for _ in range(3):
-        with eager(comm) as part:
+        with comm.dup() as part:
             kept.append(part.empty(1 << 19))
             part.all_reduce(kept[-1])
         found.append(mapped())

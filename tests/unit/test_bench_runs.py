@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from unisono.bench import Settings
 from unisono.bench.traffic import Traffic
 from unisono.cli import main
 from unisono.errors import CommError
-from unisono.transports import _shm_arenas
 
 SHORT = ["--seconds", "0.01"]
 
@@ -107,29 +104,3 @@ def test_traffic_of_torch_operations() -> None:
     assert of(lambda: torch.stack([one, two])) == Traffic(800, 800, 800)
     assert of(lambda: torch.empty(100)) == Traffic(0, 0, 400)
     assert of(lambda: one.view(10, 10).split(2)) == Traffic(0, 0, 0)
-
-
-def _traffic(comm: un.Communicator, folder: Path) -> list[Traffic]:
-    found = []
-    # What is compiled cannot be looked at.
-    laying = comm._engine.transport._rounds.laying
-    with (
-        patch.object(_shm_arenas, "_sum_rows", None),
-        patch.object(_shm_arenas, "_AHEAD_BYTES", 1 << 40),
-        patch.object(laying, "storing", None),
-    ):
-        for tensor in (torch.ones(1 << 20), comm.empty(1 << 20)):
-            # What the first call of its kind makes, later ones use again.
-            comm.all_reduce(tensor)
-            # One rank is enough: to look at operations takes a second of imports.
-            with bench.counted() if comm.rank == 0 else nullcontext(Traffic()) as traffic:
-                comm.all_reduce(tensor)
-            found.append(traffic)
-    return found
-
-
-@pytest.mark.parametrize(("ranks", "registered"), [(2, 2.5), (4, 3.75)])
-def test_all_reduce_moves_no_more_than_it_must(ranks: int, registered: float) -> None:
-    for traffic, most in zip(bench.on_ranks(_traffic, ranks, "shm", ()), (7 - 5 / ranks, registered), strict=True):
-        assert 2 <= traffic.moved / (4 << 20) <= most
-        assert traffic.largest_new == 0

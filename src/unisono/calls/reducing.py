@@ -11,7 +11,6 @@ from typing_extensions import Unpack
 from unisono import plan as plans
 from unisono.calls.caller import Async, Blocking, Caller
 from unisono.reduction import check_reducible, parse_op
-from unisono.transport import Ready
 from unisono.types import ReduceOp, Work
 
 __all__ = ["Reducing"]
@@ -69,35 +68,6 @@ class Reducing(Caller):
         self._check_tensor(tensor, "the tensor", written=True)
         plan = plans.all_reduce(self._staging(), tensor, parse_op(op), self.size)
         return self._engine.run(plan, "all_reduce", algorithm, async_op, timeout)
-
-    def ready(self, memory: torch.Tensor) -> Ready | None:
-        """By what to tell how much of `memory`, of `empty`, lies ready for its next all_reduce.
-
-        Ranks that wait for others in that call sum meanwhile what lies ready on all, so that the slowest finds little
-        left to do; see `unisono.transport.Ready` for what may be told, and withdrawn. None where nobody asks: on shared
-        memory it takes all of what one call of `empty` gave, as float32 or float64, of a MiB at least, and a core for
-        each thread of all ranks.
-
-        Example:
-            >>> def program(comm):
-            ...     memory = comm.empty(1 << 18)
-            ...     ready = comm.ready(memory)
-            ...     if ready is not None:
-            ...         ready.open()
-            ...         word, tag = ready.told
-            ...     for part in memory.split(1 << 16):
-            ...         part.fill_(comm.rank)
-            ...         if ready is not None and tag[0]:
-            ...             end = part.data_ptr() + part.nbytes - memory.data_ptr()
-            ...             word[0] = tag[0] + end
-            ...     comm.all_reduce(memory)
-            ...     return memory.unique().tolist()
-            >>> un.launch(program, nprocs=2, backend="thread")
-            [[1.0], [1.0]]
-        """
-        self._enter("ready")
-        self._check_tensor(memory, "the memory")
-        return self._engine.transport.ready(memory)
 
     @overload
     def reduce(self, tensor: torch.Tensor, dst: int, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...

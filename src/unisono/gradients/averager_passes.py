@@ -164,8 +164,7 @@ class AveragerPasses:
             self._place()
             self._reconnected = False
         self._saved.save()
-        # What was set aside is added at the end, so that nothing is ready before.
-        self._schedule.open(early=self._syncing and not self._saved.aside)
+        self._schedule.open()
 
     def _end(self) -> None:
         """All that is left to do for the gradients of a pass, and a look at what came."""

@@ -10,7 +10,6 @@ import torch
 from unisono.gradients.filling import Filling
 from unisono.gradients.naming import About
 from unisono.gradients.plan import dense_strides
-from unisono.transport import Ready
 from unisono.types import Work
 
 __all__ = ["Bucket"]
@@ -31,7 +30,6 @@ class Bucket(Filling):
         parameters: Those, of one dtype and device.
         allocate: Makes one-dimensional memory of so many elements of a dtype.
         scale: What each contribution is multiplied by on its way in.
-        ready: By what is told how much of the memory lies ready.
         name: Of its parameters, for errors.
 
     Attributes:
@@ -48,7 +46,6 @@ class Bucket(Filling):
         parameters: Sequence[torch.Tensor],
         allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
         scale: float = 1.0,
-        ready: Callable[[torch.Tensor], Ready | None] = lambda memory: None,
         name: str = "",
     ) -> None:
         self.name, self.about = name, About(f"averaging the gradients of {name}")
@@ -69,26 +66,11 @@ class Bucket(Filling):
         self._factor = 1.0
         plain, past = scale == 1.0 and like.is_cpu and like.is_floating_point(), self.memory.nbytes >= _PAST_BYTES
         self._within = self.flat.data_ptr(), self.flat.data_ptr() + self.flat.nbytes
-        self._telling = ready(self.memory)
-        told = None if self._telling is None else self._telling.told
-        self._is_open = False
-        super().__init__(tuple(parameters), tuple(self.views), _CHUNK_BYTES, plain, past, told, self._within)
+        super().__init__(tuple(parameters), tuple(self.views), _CHUNK_BYTES, plain, past, self._within)
         self.begin()
-
-    def open(self) -> None:
-        """This pass's gradients count as they are: others may sum what has been taken, while they wait."""
-        if self._telling is not None:
-            self._telling.open()
-            self._is_open = True
-
-    def withdraw(self) -> bool:
-        """What has been taken may change again; False if others have summed some of it."""
-        return self._telling is None or not self._is_open or self._telling.withdraw()
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
-        self.withdraw()
-        self._is_open = False
         self.forget()
         self._graphs: dict[int, torch.Tensor] = {}
         self._backup: torch.Tensor | None = None
@@ -138,9 +120,6 @@ class Bucket(Filling):
         if parameter.grad is None:
             # Another pass, which a hook of the user's ran before this one's, has brought it along.
             return
-        if not self.withdraw():
-            self.late = True
-            return
         self.views[slot].add_(self._plain(slot, parameter.grad), alpha=self.scale)
         parameter.grad = None
 
@@ -187,7 +166,7 @@ class Bucket(Filling):
 
     def can_rewind(self) -> bool:
         """Whether this rank's part of the reduction can be given again."""
-        return self._backup is not None if self.started else self.withdraw()
+        return self._backup is not None or not self.started
 
     def rewind(self) -> None:
         """Undo `fill`, and a reduction that came to nothing."""

@@ -21,7 +21,6 @@ class Filling:
         chunk: When so many bytes have come they are taken.
         plain: Whether gradients may be copied as they are. Then what is compiled copies those that it can, and sooner.
         past: Whether it writes them past the caches.
-        told: As `unisono.transport.Ready.told`, for the memory of which places are the beginning, side by side.
         within: From which address to which these are. Gradients that lie there, but not in their places, are left to
             torch.
 
@@ -39,12 +38,11 @@ class Filling:
         chunk: int,
         plain: bool,
         past: bool,
-        told: tuple[memoryview, memoryview] | None = None,
         within: tuple[int, int] = (0, 0),
     ) -> None:
         if len(parameters) != len(places):
             raise ValueError("each parameter has one place")
-        self._nbytes, self._chunk, self._told = [p.nbytes for p in parameters], chunk, told
+        self._nbytes, self._chunk = [p.nbytes for p in parameters], chunk
         self.came, self.inside = bytearray(len(parameters)), bytearray(len(parameters))
         self.forget()
 
@@ -53,7 +51,7 @@ class Filling:
         count = len(self._nbytes)
         self.came[:], self.inside[:] = bytes(count), bytes(count)
         self._waiting: list[int] = []
-        self._waiting_bytes = self._lying = self._lying_bytes = 0
+        self._waiting_bytes = 0
         self.missing = count
         self.started = self.late = False
 
@@ -79,11 +77,6 @@ class Filling:
         """Take gradients off their parameters, and put them where they belong; nothing waits any more."""
         self._waiting, self._waiting_bytes = [], 0
         self.take_by_torch(slots)
-        if self._told is not None and self._told[1][0]:
-            while self._lying < len(self.inside) and self.inside[self._lying]:
-                self._lying_bytes += self._nbytes[self._lying]
-                self._lying += 1
-            self._told[0][0] = self._told[1][0] + self._lying_bytes
 
     def take_by_torch(self, slots: list[int]) -> None:
         """As `take`, for any gradients; those that are not there are left out. Sets `inside`."""

@@ -12,7 +12,6 @@ from unisono.communicator import Communicator
 from unisono.errors import AbortedError, CommError
 from unisono.gradients.bucket import Bucket
 from unisono.reduction import HALVES
-from unisono.transport import Ready
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
@@ -63,10 +62,6 @@ class Reducer:
             with suppress(AbortedError):
                 return self.comm.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
-
-    def ready(self, memory: torch.Tensor) -> Ready | None:
-        """By what to tell how much of a bucket's memory lies ready, where all of it travels as it is, and at once."""
-        return None if self.background or self._codec is not None else self.comm.ready(memory)
 
     def codec_of(self, bucket: Bucket) -> Codec | None:
         """The bucket's own codec, if it has one."""

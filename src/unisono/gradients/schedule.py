@@ -64,7 +64,7 @@ class BucketSchedule:
             reducer = self.reducer
             first, last = self._names[indices[0]], self._names[indices[-1]]
             name = repr(first) if first == last else f"{first!r} to {last!r}"
-            bucket = Bucket(indices, members, reducer.memory, reducer.scale(members[0].dtype), reducer.ready, name)
+            bucket = Bucket(indices, members, reducer.memory, reducer.scale(members[0].dtype), name)
             self.buckets.append(bucket)
             self.where.update((index, (bucket, slot)) for slot, index in enumerate(indices))
 
@@ -91,12 +91,10 @@ class BucketSchedule:
         self.buckets.clear()
         self.where.clear()
 
-    def open(self, early: bool) -> None:
-        """A pass has begun. If `early`, what fills the first bucket may be summed by ranks that wait already."""
+    def open(self) -> None:
+        """A pass has begun."""
         if self._failed:
             self.begin()
-        if early and self.buckets and self._weights.even and self.reducer.comm.exception() is None:
-            self.buckets[0].open()
 
     def advance(self) -> None:
         """Start the buckets whose turn it is, the full ones but for the last; none where it would hold up the pass."""
@@ -117,8 +115,6 @@ class BucketSchedule:
             raise failure
         if self._factor is None:
             self._factor = self._weights.agree()
-        if self._factor != 1.0:
-            bucket.withdraw()
         bucket.take_rest(self._saved.aside)
         about = (any(b.late for b in self.buckets), asks) if last else ()
         bucket.fill(self._factor, self._weights.here, about, self._repeats)
@@ -209,6 +205,6 @@ class BucketSchedule:
         a copy of what it sends, from which it can send again.
         """
         started = self._next > 0
-        left = (started and not self._complete) or not all(bucket.withdraw() for bucket in self.buckets)
+        left = started and not self._complete
         self._repeats, self._failed = not left and not started, True
         return left

@@ -12,7 +12,7 @@ from unisono.control.failure import LEFT
 from unisono.cores import cores
 from unisono.errors import CommTimeoutError, PeerLostError
 
-__all__ = ["Board"]
+__all__ = ["Board", "late"]
 
 _LINE = 8
 _LINES = 4
@@ -23,8 +23,7 @@ _ASLEEP, _BELL = 3 * _LINE, 3 * _LINE + 1
 
 _SPINS = 200
 _YIELDS = 100
-_NAP_S, _SHORT_NAP_S = 0.002, 0.00025
-"""The shorter one where there may be work to do meanwhile."""
+_NAP_S = 0.002
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
 _ALL = 0x7FFFFFFF
 
@@ -35,7 +34,16 @@ class _Timespec(ctypes.Structure):
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
-_NAP, _SHORT_NAP = _Timespec(0, int(_NAP_S * 1e9)), _Timespec(0, int(_SHORT_NAP_S * 1e9))
+_NAP = _Timespec(0, int(_NAP_S * 1e9))
+
+
+def late(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
+    """The error of a wait for ranks that has lasted too long."""
+    return CommTimeoutError(
+        f"waited {waited_s:.1f} s for rank {', '.join(map(str, ranks))}. Is it alive, or did it skip a call?",
+        peer=ranks[0] if ranks else None,
+        waited_s=waited_s,
+    )
 
 
 class Board:
@@ -68,24 +76,25 @@ class Board:
         self._bases = [base for r, base in enumerate(self._base) if r != rank]
         self._own = self._base[rank]
         self._spins = _SPINS if size <= cores() else 3
-        self.round = 0
-        self._reductions = 0
         self.broken: BaseException | None = None
 
     # -- rounds --------------------------------------------------------------------------------
+    @property
+    def round(self) -> int:
+        """The number of the last round; the native core counts in the same words."""
+        return self._words[self._own]
+
     def arrive(
         self,
         deadline: float,
         mark: tuple[int, int, int, int] | None = None,
-        meanwhile: Callable[[], bool] | None = None,
     ) -> bool:
         """Tell that this rank's part of the next round lies ready, and wait for all the others' parts.
 
-        Returns whether any rank's mark differs from this one's in its first three words. `meanwhile` does a piece of
-        work that has come up, and tells whether there was any.
+        Returns whether any rank's mark differs from this one's in its first three words.
         """
         words, own = self._words, self._own
-        self.round = number = self.round + 1
+        number = self.round + 1
         if mark is None:
             words[own] = number
             self._wait(_ARRIVED, number, deadline)
@@ -94,17 +103,13 @@ class Board:
         place = own + offset
         words[place], words[place + 1], words[place + 2], words[place + 3] = mark
         words[own] = number
-        self._wait(_ARRIVED, number, deadline, meanwhile)
+        self._wait(_ARRIVED, number, deadline)
         first, second, third, _ = mark
         for base in self._bases:
             place = base + offset
             if words[place] != first or words[place + 1] != second or words[place + 2] != third:
                 return True
         return False
-
-    def next_round(self) -> int:
-        """The number of the round that comes next."""
-        return self.round + 1
 
     def extras(self) -> list[int]:
         """The fourth word of each rank's mark of this round."""
@@ -113,11 +118,10 @@ class Board:
 
     def reduced(self, deadline: float) -> None:
         """Tell that this rank's share of the round is reduced, and wait for all the others' shares."""
-        self._reductions = number = self._reductions + 1
-        self._words[self._own + _REDUCED] = number
+        self._words[self._own + _REDUCED] = number = self._words[self._own + _REDUCED] + 1
         self._wait(_REDUCED, number, deadline)
 
-    def _wait(self, counter: int, number: int, deadline: float, meanwhile: Callable[[], bool] | None = None) -> None:
+    def _wait(self, counter: int, number: int, deadline: float) -> None:
         """Wake who sleeps, and wait until everybody's counter has come to a number."""
         words = self._words
         for base in self._bases:
@@ -131,13 +135,11 @@ class Board:
             while words[place] < number and spins:
                 spins -= 1
             if words[place] < number:
-                self._wait_for(base // _STRIDE, place, number, deadline, meanwhile)
+                self._wait_for(base // _STRIDE, place, number, deadline)
 
-    def _wait_for(
-        self, rank: int, place: int, number: int, deadline: float, meanwhile: Callable[[], bool] | None
-    ) -> None:
+    def _wait_for(self, rank: int, place: int, number: int, deadline: float) -> None:
         words = self._words
-        self.wait_until(lambda: words[place] >= number, deadline, lambda: [rank], meanwhile)
+        self.wait_until(lambda: words[place] >= number, deadline, lambda: [rank])
 
     # -- waiting -------------------------------------------------------------------------------
     def wait_until(
@@ -145,14 +147,12 @@ class Board:
         ready: Callable[[], bool],
         deadline: float,
         missing: Callable[[], Sequence[int]],
-        meanwhile: Callable[[], bool] | None = None,
     ) -> None:
-        """Give way until something is so, and there is nothing to do `meanwhile`.
+        """Give way until something is so.
 
         Raises as `check`, or `CommTimeoutError`.
         """
         words, own, started = self._words, self._own, time.monotonic()
-        nap = _NAP if meanwhile is None else _SHORT_NAP
         for _ in range(_YIELDS):
             os.sched_yield()
             if ready():
@@ -160,20 +160,13 @@ class Board:
         while not ready():
             self.check(ready, missing)
             if time.monotonic() > deadline:
-                waited, ranks = time.monotonic() - started, missing()
-                raise CommTimeoutError(
-                    f"waited {waited:.1f} s for rank {', '.join(map(str, ranks))}. Is it alive, or did it skip a call?",
-                    peer=ranks[0] if ranks else None,
-                    waited_s=waited,
-                )
-            if meanwhile is not None and meanwhile():
-                continue
+                raise late(time.monotonic() - started, missing())
             heard = words[own + _BELL]
             words[own + _ASLEEP] = 1
             if not ready():
                 address = ctypes.c_void_p(self._address + (own + _BELL) * 8)
                 _libc.syscall(
-                    _SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(heard & 0xFFFFFFFF), ctypes.byref(nap), None, 0
+                    _SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(heard & 0xFFFFFFFF), ctypes.byref(_NAP), None, 0
                 )
             words[own + _ASLEEP] = 0
 

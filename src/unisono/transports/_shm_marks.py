@@ -10,35 +10,18 @@ import torch
 from unisono.fingerprint import Fingerprint
 from unisono.types import Call, ReduceOp
 
-__all__ = ["Mark", "mark_for", "mark_of", "schedule_mark"]
+__all__ = ["DTYPES", "DTYPE_CODES", "NAME_CODES", "OP_CODES", "Mark", "mark_for", "schedule_mark"]
 
 _NAMES = "all_gather all_reduce all_to_all barrier broadcast gather reduce reduce_scatter scatter"
-_NAME_CODES = {name: code for code, name in enumerate(_NAMES.split(), 1)}
-_OP_CODES = {op: code for code, op in enumerate(ReduceOp, 1)}
-_DTYPE_CODES = {
-    dtype: code
-    for code, dtype in enumerate(
-        sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str),
-        1,
-    )
-}
+NAME_CODES = {name: code for code, name in enumerate(_NAMES.split(), 1)}
+OP_CODES: dict[str, int] = {op.value: code for code, op in enumerate(ReduceOp, 1)}
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
+
+_OFFSET, _PRIME, _WORD = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
+"""Of the FNV-1a hash, by Fowler, Noll and Vo, here over numbers in the place of bytes."""
 
 Mark = tuple[int, int, int, int]
-
-
-def mark_of(
-    name: str, op: ReduceOp | None, dtype: torch.dtype | None, root: int | None, counts: Sequence[int], extra: int = 0
-) -> Mark:
-    """What ranks compare when they arrive: a word of codes, the elements, and a sum over uneven counts."""
-    codes = _NAME_CODES[name]
-    if op is not None:
-        codes |= _OP_CODES[op] << 8
-    if dtype is not None:
-        codes |= _DTYPE_CODES[dtype] << 16
-    if root is not None:
-        codes |= (root + 1) << 32
-    uneven = zlib.crc32(repr(tuple(counts)).encode()) if len(counts) > 1 else 0
-    return codes, sum(counts), uneven, extra
 
 
 def mark_for(call: Call) -> Mark:
@@ -49,7 +32,22 @@ def mark_for(call: Call) -> Mark:
         counts = counts[:1]
     if call.name == "all_to_all":
         counts = []
-    return mark_of(call.name, call.asked, tensors[0].dtype if tensors else None, call.root, counts)
+    codes = NAME_CODES[call.name]
+    if call.asked is not None:
+        codes |= OP_CODES[call.asked] << 8
+    if tensors:
+        codes |= DTYPE_CODES[tensors[0].dtype] << 16
+    if call.root is not None:
+        codes |= (call.root + 1) << 32
+    return codes, sum(counts), _hash_of(counts) if len(counts) > 1 else 0, 0
+
+
+def _hash_of(counts: Sequence[int]) -> int:
+    """Of counts that may be uneven; src/native/bindings.cpp has the same."""
+    found = _OFFSET
+    for count in counts:
+        found = ((found ^ count) * _PRIME) & _WORD
+    return found
 
 
 def schedule_mark(fingerprint: Fingerprint) -> Mark:

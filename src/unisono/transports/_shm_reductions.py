@@ -12,17 +12,16 @@ from itertools import pairwise
 
 import torch
 
-from unisono.reduction import SUMS, combine_all, divide
+from unisono.reduction import combine_all, divide
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
-from unisono.transports._shm_laying import Laying
 from unisono.transports._shm_marks import Mark
 from unisono.types import Call, ReduceOp
 
-__all__ = ["IN_PLACE_BYTES", "Reductions", "root_of"]
+__all__ = ["Reductions", "root_of"]
 
 _MOST_VIEWS = 256
-IN_PLACE_BYTES = 64 << 10
+_IN_PLACE_BYTES = 64 << 10
 """Where any memory was handed out, it costs a round more to reduce other tensors from this length on."""
 _DIVIDES = 1 << 63
 """Told with the place: this rank's call is over when the average is there, and does not divide the sum by itself."""
@@ -47,16 +46,15 @@ class Reductions:
     ) -> None:
         self._board, self.stages, self._arenas, self._differ = board, stages, arenas, differ
         self.rank, self.size = board.rank, board.size
-        self.laying = Laying()
         self.stage_bytes = stages[0][0].numel()
         self.one_shot_bytes = min(self.stage_bytes, (1 << 20) if self.size <= 2 else (128 << 10))
         self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
         self._cut: dict[tuple[int, torch.dtype, int], list[list[torch.Tensor]]] = {}
 
     # -- building blocks -----------------------------------------------------------------------
-    def first(self, mark: Mark, deadline: float, meanwhile: Callable[[], bool] | None = None) -> None:
+    def first(self, mark: Mark, deadline: float) -> None:
         """Arrive in the first round of a call, and compare what everybody is about to do."""
-        if self._board.arrive(deadline, mark, meanwhile):
+        if self._board.arrive(deadline, mark):
             self._differ()
 
     def _next_half(self) -> int:
@@ -96,23 +94,13 @@ class Reductions:
         if not place and not short:
             self._lay(tensor[:tile])
         told = place | _DIVIDES if op is ReduceOp.AVG else place
-        divisor, ahead = self.size if op is ReduceOp.AVG else 1, self._arenas.ahead(place, tensor, op)
-        self.first((*mark[:3], told), deadline, None if ahead is None else ahead.enter(tensor, divisor))
+        self.first((*mark[:3], told), deadline)
         extras = self._board.extras()
         alike = extras.count(told) == self.size
         if place and (alike or all(extra & ~_DIVIDES == place for extra in extras)):
-            divided = 0
-            if ahead is None:
-                self._arenas.reduce(place, tensor, op if alike else ReduceOp.SUM)
-            else:
-                divided = ahead.finish(tensor, divisor, alike)
+            self._arenas.reduce(place, tensor, op if alike else ReduceOp.SUM)
             self._board.reduced(deadline)
-            if divided:
-                # Each rank divides by itself, this too.
-                tensor[:divided].mul_(self.size)
             return alike
-        if ahead is not None:
-            ahead.check()
         if short:
             self._one_shot(tensor, op, None, deadline)
             return False
@@ -126,20 +114,13 @@ class Reductions:
 
     def may_lie_in_place(self, nbytes: int) -> bool:
         """Whether a call of this length asks where ranks' tensors lie: the same answer on all ranks."""
-        return nbytes > self.one_shot_bytes or (nbytes >= IN_PLACE_BYTES and self._arenas.made > 0)
+        return nbytes > self.one_shot_bytes or (nbytes >= _IN_PLACE_BYTES and self._arenas.made > 0)
 
     def _one_shot(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark | None, deadline: float) -> None:
         views = self.heads(self._next_half(), tensor.dtype, tensor.numel())
-        self.laying.lay(views[self.rank], tensor)
+        views[self.rank].copy_(tensor)
         self._arrive(mark, deadline)
-        if self.sums(op, tensor.dtype):
-            self.laying.sum(views, tensor, None)
-        else:
-            combine_all(op, views, tensor)
-
-    def sums(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Whether `laying` adds: always by the same code, so that even NaNs have the same bits on all ranks."""
-        return op in SUMS and self.laying.sums(dtype)
+        combine_all(op, views, tensor)
 
     def _tiles(self, tensor: torch.Tensor, op: ReduceOp, deadline: float, *, everywhere: bool) -> None:
         tile = self.stage_bytes // tensor.element_size()
@@ -167,7 +148,7 @@ class Reductions:
         shares = self._shares(self._next_half(), tile.dtype, tile.numel())
         for r, part in enumerate(tile.split([view.numel() for view in shares[self.rank]])):
             if r != self.rank:
-                self.laying.lay(shares[self.rank][r], part)
+                shares[self.rank][r].copy_(part)
 
     def _share(self, tile: torch.Tensor, op: ReduceOp, deadline: float, *, everywhere: bool) -> None:
         """Reduce the own share of the tile that all have laid ready, and copy the others' shares."""
@@ -175,16 +156,11 @@ class Reductions:
         parts = tile.split([view.numel() for view in shares[self.rank]])
         own, mine = parts[self.rank], shares[self.rank][self.rank]
         given = [own if r == self.rank else shares[r][self.rank] for r in range(self.size)]
-        summed = self.sums(op, tile.dtype)
-        if summed:
-            self.laying.sum(given, own if everywhere else None, mine)
-        else:
-            combine_all(op, given, mine)
+        combine_all(op, given, mine)
         self._board.reduced(deadline)
         if everywhere:
             for r, part in enumerate(parts):
-                if r != self.rank or not summed:
-                    part.copy_(shares[r][r])
+                part.copy_(shares[r][r])
 
     def reduce(self, call: Call, mark: Mark, deadline: float) -> None:
         """The root alone reduces what is short, and what there are two of; else as the long `all_reduce`."""
@@ -206,18 +182,10 @@ class Reductions:
     ) -> None:
         """All lay it ready, and one rank reads it."""
         views = self.heads(self._next_half(), tensor.dtype, tensor.numel())
-        summed = self.sums(op, tensor.dtype)
-        # Only of the first two does a reduction by torch read the place where it writes.
-        in_place = here and (summed or self.rank < 2)
-        if not in_place:
-            self.laying.lay(views[self.rank], tensor)
+        views[self.rank].copy_(tensor)
         self._arrive(mark, deadline)
         if here:
-            given = [tensor if in_place and r == self.rank else view for r, view in enumerate(views)]
-            if summed:
-                self.laying.sum(given, tensor, None)
-            else:
-                combine_all(op, given, tensor)
+            combine_all(op, views, tensor)
 
     def reduce_scatter(self, call: Call, mark: Mark, deadline: float) -> None:
         """Each tile holds an equal piece for every rank; a rank sums what all laid ready for it."""
@@ -228,7 +196,7 @@ class Reductions:
             for r, given in enumerate(inputs):
                 part = given[start : start + piece]
                 if r != self.rank and part.numel():
-                    self.laying.lay(views[self.rank][r * piece : r * piece + part.numel()], part)
+                    views[self.rank][r * piece : r * piece + part.numel()].copy_(part)
             self._arrive(mark if start == 0 else None, deadline)
             total = target[start : start + piece]
             if total.numel():

@@ -26,7 +26,7 @@ class Rounds(Reductions):
             part = target[start : start + self.stage_bytes]
             view = self.heads(self._next_half(), torch.uint8, part.numel())[root]
             if self.rank == root:
-                self.laying.lay(view, part)
+                view.copy_(part)
             self._arrive(mark if start == 0 else None, deadline)
             if self.rank != root:
                 part.copy_(view)
@@ -58,7 +58,7 @@ class Rounds(Reductions):
             half = self._next_half()
             part = given[start : start + self.stage_bytes]
             if read and part.numel():
-                self.laying.lay(self.stages[self.rank][half][: part.numel()], part)
+                self.stages[self.rank][half][: part.numel()].copy_(part)
             self._arrive(mark if start == 0 else None, deadline)
             for r in ranks:
                 into = taken[r][start : start + self.stage_bytes]
@@ -84,7 +84,7 @@ class Rounds(Reductions):
         for r, given in enumerate(sources):
             part = given[start : start + piece]
             if r != self.rank and part.numel():
-                self.laying.lay(stage[r * piece : r * piece + part.numel()], part)
+                stage[r * piece : r * piece + part.numel()].copy_(part)
 
     def all_to_all(self, call: Call, mark: Mark, deadline: float) -> None:
         """Rows may be uneven. Where all of them are as long, on all ranks, their first pieces are there at once."""

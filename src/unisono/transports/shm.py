@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import mmap
+import struct
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unisono.compiled import native
 from unisono.cores import cores
 from unisono.crew import Crew
 from unisono.deferred import Deferred
@@ -19,14 +22,13 @@ from unisono.fingerprint import Fingerprint, explain
 from unisono.group import Group
 from unisono.hosts import shm_obstacle
 from unisono.mailbox import Mailbox
-from unisono.transport import Options, Ready, Transport
-from unisono.transports._shm_ahead import compiled_sums
+from unisono.transport import Options, Transport
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_mailbox import ShmMailbox
 from unisono.transports._shm_marks import mark_for, schedule_mark
 from unisono.transports._shm_memory import PAGE_BYTES, meet, neighbours
-from unisono.transports._shm_quick import QuickRounds
+from unisono.transports._shm_native import NativeCalls
 from unisono.transports._shm_rings import Rings
 from unisono.transports._shm_rounds import Rounds
 from unisono.types import Call, Message, ReduceOp, Work
@@ -41,10 +43,10 @@ _STAGE_BYTES = 1 << 20
 _QUOTE_S = 10.0
 _FOREVER_S = 1e9
 _TRIES = 50
-_SAYS = 64
-_SPARE, _SUMS_AHEAD = 1, 2
-"""What ranks say of themselves, a byte each, in the page that proves to be the right one: whether there is a core to
-spare, and whether the rank can sum what is ready while it waits, without taking a core from those that it waits for."""
+_CARDS = 64
+_CARD = struct.Struct("<?15s")
+"""What ranks say of themselves in the page that proves to be the right one: whether there is a core to spare, and which
+build of the native core they have, if any."""
 
 _crew = Crew("unisono shared memory")
 _NATIVE = frozenset(
@@ -81,33 +83,39 @@ class ShmTransport(Transport):
     def __init__(self, group: Group, control: Control, options: Options, *, spare: bool) -> None:
         self.group, self._control, self._options = group, control, options
         self._fingerprint: Fingerprint | None = None
-        self._quick: QuickRounds | None = None
-        size = group.size
-        board = PAGE_BYTES
+        self._native: NativeCalls | None = None
+        module, size = native(), group.size
+        board = -(-(_CARDS + _CARD.size * size) // PAGE_BYTES) * PAGE_BYTES
         stages = board + -(-Board.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
         rings = stages + size * 2 * _STAGE_BYTES
 
         def mapped(descriptor: int, nbytes: int) -> mmap.mmap:
             memory = mmap.mmap(descriptor, nbytes)
-            idle = compiled_sums() and size * torch.get_num_threads() <= cores()
-            memory[_SAYS + group.rank] = _SPARE * spare | _SUMS_AHEAD * idle
+            build = "" if module is None else module.BUILD
+            _CARD.pack_into(memory, _CARDS + _CARD.size * group.rank, spare, build.encode()[:15])
             return memory
 
         memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s, mapped)
-        said = memory[_SAYS : _SAYS + size]
-        self.background = all(byte & _SPARE for byte in said)
+        said = [_CARD.unpack_from(memory, _CARDS + _CARD.size * rank) for rank in range(size)]
+        self.background = all(spares for spares, _ in said)
         with torch.inference_mode(mode=False):
             words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
         self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
-        together = size > 1 and all(byte & _SUMS_AHEAD for byte in said)
-        self._arenas = Arenas(group, control, options.timeout_s, self._board.next_round if together else None)
-        halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
+        core: Any = None
         # Memory is unmapped when its last user goes, so nothing may refer to this in a circle.
         this = weakref.WeakMethod(self._differ)
+        if module is not None and _all_native([build for _, build in said], group):
+            begin = data.data_ptr()
+            where = begin + board, begin + stages
+            this_native = NativeCalls(module, self._board, *where, _STAGE_BYTES, size > cores(), lambda: _call(this))
+            self.quick = self._native = this_native
+            core = this_native.core
+        self._arenas = Arenas(group, control, options.timeout_s, core)
+        halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
         pairs = [(half[0], half[1]) for half in halves]
         self._rounds = Rounds(self._board, pairs, self._arenas, lambda: _call(this))
-        self.quick = self._quick = QuickRounds(self._board, self._rounds) if size > 1 else None
         self._rings = Rings(self._board, words[rings // 8 :], data[rings:])
+        self._memory = memory
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> ShmTransport:
@@ -124,9 +132,6 @@ class ShmTransport(Transport):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._arenas.empty(shape, dtype)
-
-    def ready(self, memory: torch.Tensor) -> Ready | None:
-        return self._arenas.ready(memory)
 
     def split(self, group: Group) -> ShmTransport:
         # Whether others than the ranks of a part compute too is not known there.
@@ -160,9 +165,11 @@ class ShmTransport(Transport):
         deadline = time.monotonic() + timeout
         if fingerprint.algorithm == "native":
             return
-        mark = schedule_mark(fingerprint)
-        if fingerprint.sends:
-            self._rounds.pairs([*fingerprint.sends, *fingerprint.receives], mark, deadline)
+        mark, pairs = schedule_mark(fingerprint), [*fingerprint.sends, *fingerprint.receives]
+        if self._native is not None:
+            self._native.compare(mark[0], mark[1], pairs, deadline)
+        elif pairs:
+            self._rounds.pairs(pairs, mark, deadline)
         else:
             self._rounds.barrier(mark, deadline)
 
@@ -170,20 +177,19 @@ class ShmTransport(Transport):
         return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
 
     def _run(self, call: Call, deadline: float) -> None:
+        if self._native is not None and self._native.carry(call, deadline):
+            return
         rounds, mark = self._rounds, mark_for(call)
         if call.name == "all_reduce":
             rounds.all_reduce(call.outputs[0], call.op or ReduceOp.SUM, mark, deadline)
         elif call.name == "barrier":
             rounds.barrier(mark, deadline)
-        elif call.name == "all_to_all":
-            assert self._fingerprint is not None
-            rounds.all_to_all(call, schedule_mark(self._fingerprint), deadline)
         else:
             getattr(rounds, call.name)(call, mark, deadline)
 
     def _differ(self) -> None:
         """Ranks' marks differ, which all of them see: quote what each was about to do."""
-        mine = (self._quick.fingerprint() if self._quick else None) or self._fingerprint
+        mine = (self._native.fingerprint() if self._native else None) or self._fingerprint
         assert mine is not None
         topic, patience = f"mismatch in round {self._board.round}", min(self._options.timeout_s, _QUOTE_S)
         # Quick calls are not numbered here; the rounds have shown that all ranks are at the same call.
@@ -203,8 +209,24 @@ class ShmTransport(Transport):
     def abort(self, cause: BaseException) -> None:
         if self._board.broken is None:
             self._board.broken = cause
+            if self._native is not None:
+                self._native.abort()
         for work in self._rings.pending():
             work.complete(cause)
+
+
+def _all_native(builds: Sequence[bytes], group: Group) -> bool:
+    """Whether every rank has the native core; all of them, or none, use it."""
+    found = {build.rstrip(b"\0").decode() for build in builds}
+    if len(found - {""}) > 1:
+        quoted = ", ".join(f"{build.rstrip(bytes(1)).decode() or 'none'} on rank {r}" for r, build in enumerate(builds))
+        raise CommError(f"ranks have different builds of unisono's native core: {quoted}. Install the same one for all")
+    without = [rank for rank, build in enumerate(builds) if not build.strip(b"\0")]
+    having = set(range(group.size)) - set(without)
+    if without and having and group.rank == min(having):
+        text = f"rank {without[0]} has no native core, so all ranks do without it, and short calls take longer"
+        warnings.warn(text, stacklevel=2)
+    return not without
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""Whether unisono's compiled parts are there, which short calls are faster by."""
+"""Whether the native core is there, without which calls on shared memory take longer."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import os
 import sys
 from collections.abc import Iterator
 
-from unisono.compiled import NO_EXTENSIONS, part
+from unisono.compiled import NO_EXTENSIONS, native
 from unisono.doctor.finding import Finding, note, tick
 from unisono.doctor.patient import Patient
 
 __all__ = ["ORDER", "check"]
 
 ORDER = 11
+_COST = "all works, and without it short calls on shared memory take ten times as long"
 
 
 def check(_patient: Patient) -> Iterator[Finding]:
-    """Ask for one of them."""
-    if part("Storing") is not None:
-        yield tick("unisono's compiled parts are there")
+    """Ask for it."""
+    if native() is not None:
+        yield tick("the native core of shared memory is there")
     elif os.environ.get(NO_EXTENSIONS):
         yield note(
-            f"{NO_EXTENSIONS} is set: short calls take longer without unisono's compiled parts",
+            f"{NO_EXTENSIONS} is set: {_COST}",
             f"unset {NO_EXTENSIONS}",
         )
     else:
         yield note(
-            "unisono's compiled parts are not there: all works, and short calls take longer",
+            f"the native core of shared memory is not there: {_COST}",
             f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir --no-binary unisono unisono   "
-            "# where a C compiler and Python's headers are",
+            "# where a C++ compiler and Python's headers are",
         )

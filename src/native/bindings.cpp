@@ -1,0 +1,221 @@
+// The native core as Python sees it: `unisono._native`. Python checks the tensors of a call, and passes their addresses.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "collectives.hpp"
+
+namespace nb = nanobind;
+
+namespace unisono {
+namespace {
+
+// From this length on other threads run during a call from its beginning.
+constexpr int64_t kLongBytes = 64 << 10;
+
+// Lets other threads run during long waits and copies, and ends waits for signals.
+class PythonPatience : public Patience {
+  public:
+    ~PythonPatience() override {
+        if (saved_) PyEval_RestoreThread(saved_);
+    }
+    void settle() override {
+        if (!saved_) saved_ = PyEval_SaveThread();
+    }
+    bool interrupted() override {
+        PyEval_RestoreThread(saved_);
+        const bool raised = PyErr_CheckSignals() != 0;
+        saved_ = PyEval_SaveThread();
+        return raised;
+    }
+
+  private:
+    PyThreadState* saved_ = nullptr;
+};
+
+// As in types.py: the number of an operation is its place there, from 1 on; an average is a sum that is divided.
+constexpr int kAverage = 2;
+constexpr std::optional<Op> kOps[] = {std::nullopt, Op::sum, Op::sum, Op::product, Op::min, Op::max,
+                                      Op::band,     Op::bor, Op::bxor};
+
+// What is known of a dtype, whose number is its place in a list that all ranks have.
+struct DType {
+    int64_t width = 1;
+    std::array<Reduction, std::size(kOps)> reductions{};
+
+    DType() = default;
+    DType(const std::string& name, int64_t width) : width(width) {
+        for (size_t n = 0; n < std::size(kOps); n++)
+            if (kOps[n]) reductions[n] = reduction_of(name, *kOps[n]);
+    }
+};
+
+class Core {
+  public:
+    Core(uintptr_t words, uintptr_t stages, int64_t stage_bytes, int rank, int size, bool crowded,
+         const std::vector<std::pair<std::string, int64_t>>& dtypes)
+        : collectives_(reinterpret_cast<Word*>(words), reinterpret_cast<char*>(stages), static_cast<size_t>(stage_bytes),
+                       rank, size, crowded),
+          rank_(rank),
+          size_(size) {
+        dtypes_.emplace_back();
+        for (const auto& [name, width] : dtypes) dtypes_.emplace_back(name, width);
+    }
+
+    // Tensors that are written and read, of which the longer one holds a part for each rank where the call has such.
+    int call(int name, int op, int dtype, int root, uintptr_t target, int64_t written, uintptr_t source, int64_t read,
+             double deadline) {
+        Call& call = begin(name, op, dtype, root, deadline);
+        switch (Name{name}) {
+            case Name::barrier: break;
+            case Name::all_reduce: call.outputs.push_back({at(target), written}); break;
+            case Name::broadcast: call.outputs.push_back({at(target), written}); break;
+            case Name::reduce:
+                call.inputs.push_back({at(target), written});
+                if (root == rank_) call.outputs.push_back({at(target), written});
+                break;
+            case Name::all_gather:
+                if (written != read * size_) return refused();
+                split(call.outputs, target, read);
+                call.inputs.push_back({at(source), read});
+                break;
+            case Name::reduce_scatter:
+                if (read != written * size_) return refused();
+                call.outputs.push_back({at(target), written});
+                split(call.inputs, source, written);
+                break;
+            case Name::all_to_all:
+                if (written != read || read % size_) return refused();
+                split(call.outputs, target, written / size_);
+                split(call.inputs, source, written / size_);
+                break;
+            default: return refused();
+        }
+        return run(name, op, dtype, true);
+    }
+
+    // Addresses and counts of the tensors that are written, and of those that are read. Averages are divided if so wanted.
+    int call_lists(int name, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
+                   const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
+                   const std::vector<int64_t>& read, bool divides, double deadline) {
+        Call& call = begin(name, op, dtype, root, deadline);
+        for (size_t n = 0; n < targets.size(); n++) call.outputs.push_back({at(targets[n]), written.at(n)});
+        for (size_t n = 0; n < sources.size(); n++) call.inputs.push_back({at(sources[n]), read.at(n)});
+        return run(name, op, dtype, divides);
+    }
+
+    // A round that moves nothing: ranks compare a mark, and, if any counts are given, what they give each other.
+    int compare(uint64_t first, uint64_t second, const std::vector<int64_t>& counts, double deadline) {
+        Call& call = begin(0, 0, 0, -1, deadline);
+        call.mark = {first, second, 0, 0};
+        return within(0, [&] { return counts.empty() ? collectives_.barrier(call) : collectives_.pairs(call, counts); });
+    }
+
+    void abort() { collectives_.board.abort(); }
+    int missing() const { return collectives_.board.missing(); }
+    double waited_s() const { return collectives_.board.waited_s(); }
+
+    void expect_arenas() { collectives_.expect_arenas(); }
+    void add_arena(uint64_t number, uintptr_t rows, int64_t stride) {
+        collectives_.add_arena({number, at(rows), stride});
+    }
+    void drop_arena(uint64_t number) { collectives_.drop_arena(number); }
+
+  private:
+    static char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }
+    static int refused() { return static_cast<int>(Status::refused); }
+
+    Call& begin(int name, int op, int dtype, int root, double deadline) {
+        call_.inputs.clear();
+        call_.outputs.clear();
+        call_.width = dtypes_.at(static_cast<size_t>(dtype)).width;
+        call_.root = root;
+        call_.deadline = deadline;
+        const auto codes = static_cast<uint64_t>(name) | static_cast<uint64_t>(op) << 8 | static_cast<uint64_t>(dtype) << 16;
+        call_.mark.words[0] = codes | static_cast<uint64_t>(root + 1) << 32;
+        return call_;
+    }
+
+    void split(Parts& parts, uintptr_t whole, int64_t count) const {
+        for (int r = 0; r < size_; r++) parts.push_back({at(whole) + r * count * call_.width, count});
+    }
+
+    // Refused if it takes more than is done here, or its tensors do not fit; the general path says what is wrong.
+    int run(int number, int op, int dtype, bool divides) {
+        const Name name{number};
+        Call& call = call_;
+        call.reduction = dtypes_[static_cast<size_t>(dtype)].reductions.at(static_cast<size_t>(op));
+        call.divisor = divides && op == kAverage ? size_ : 1;
+        if (name == Name::all_reduce || name == Name::reduce || name == Name::reduce_scatter) {
+            const Reduction& how = call.reduction;
+            // What is only read must not be divided before.
+            const bool before = how.divide_before && name == Name::all_reduce;
+            if (!how.kernel || (call.divisor > 1 && !how.divide && !before)) return refused();
+        }
+        if (!collectives_.fits(name, call)) return refused();
+        mark_counts(name);
+        int64_t nbytes = 0;
+        for (const Parts* side : {&call.inputs, &call.outputs})
+            for (const Part& part : *side) nbytes += part.count * call.width;
+        return within(nbytes, [&] { return collectives_.run(name, call); });
+    }
+
+    // The sum of the counts, and where there are several, a hash of them, as in transports/_shm_marks.py.
+    void mark_counts(Name name) {
+        uint64_t total = 0, uneven = 0;
+        const bool by_inputs = name == Name::reduce || name == Name::reduce_scatter || name == Name::gather;
+        const Parts& parts = by_inputs ? call_.inputs : call_.outputs;
+        if (name != Name::all_to_all) {
+            if (parts.size() > 1) uneven = 0xCBF29CE484222325;
+            for (const Part& part : parts) {
+                total += static_cast<uint64_t>(part.count);
+                if (parts.size() > 1) uneven = (uneven ^ static_cast<uint64_t>(part.count)) * 0x100000001B3;
+            }
+        }
+        call_.mark.words[1] = total, call_.mark.words[2] = uneven, call_.mark.words[3] = 0;
+    }
+
+    template <class Calling>
+    int within(int64_t nbytes, const Calling& calling) {
+        Status status;
+        {
+            PythonPatience patience;
+            if (nbytes > kLongBytes) patience.settle();
+            call_.patience = &patience;
+            status = calling();
+        }
+        if (status == Status::interrupted) throw nb::python_error();
+        return static_cast<int>(status);
+    }
+
+    Collectives collectives_;
+    std::vector<DType> dtypes_;
+    Call call_;
+    const int rank_, size_;
+};
+
+}  // namespace
+}  // namespace unisono
+
+NB_MODULE(_native, module) {
+    using namespace unisono;
+    module.doc() = "Collectives in shared memory; see src/native.";
+    module.attr("BUILD") = UNISONO_BUILD;
+    nb::class_<Core>(module, "Core")
+        .def(nb::init<uintptr_t, uintptr_t, int64_t, int, int, bool, const std::vector<std::pair<std::string, int64_t>>&>())
+        .def("call", &Core::call)
+        .def("call_lists", &Core::call_lists)
+        .def("compare", &Core::compare)
+        .def("abort", &Core::abort)
+        .def("add_arena", &Core::add_arena)
+        .def("expect_arenas", &Core::expect_arenas)
+        .def("drop_arena", &Core::drop_arena)
+        .def_prop_ro("missing", &Core::missing)
+        .def_prop_ro("waited_s", &Core::waited_s);
+}

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "collectives.hpp"
+#include "rings.hpp"
 
 namespace nb = nanobind;
 
@@ -58,10 +59,11 @@ struct DType {
 
 class Core {
   public:
-    Core(uintptr_t words, uintptr_t stages, int64_t stage_bytes, int rank, int size, bool crowded,
+    Core(uintptr_t words, uintptr_t stages, uintptr_t rings, int64_t stage_bytes, int rank, int size, bool crowded,
          const std::vector<std::pair<std::string, int64_t>>& dtypes)
         : collectives_(reinterpret_cast<Word*>(words), reinterpret_cast<char*>(stages), static_cast<size_t>(stage_bytes),
                        rank, size, crowded),
+          rings_(collectives_.board, reinterpret_cast<char*>(rings)),
           rank_(rank),
           size_(size) {
         dtypes_.emplace_back();
@@ -108,6 +110,18 @@ class Core {
         for (size_t n = 0; n < targets.size(); n++) call.outputs.push_back({at(targets[n]), written.at(n)});
         for (size_t n = 0; n < sources.size(); n++) call.inputs.push_back({at(sources[n]), read.at(n)});
         return run(name, op, dtype, divides);
+    }
+
+    // A message of so many elements, to or from another rank.
+    int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+        const int64_t nbytes = count * dtypes_.at(static_cast<size_t>(dtype)).width;
+        const Header header{tag, count, dtype};
+        return within(nbytes, [&] { return rings_.send(peer, header, at(address), nbytes, deadline, *call_.patience); });
+    }
+    int receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+        const int64_t nbytes = count * dtypes_.at(static_cast<size_t>(dtype)).width;
+        const Header header{tag, count, dtype};
+        return within(nbytes, [&] { return rings_.receive(peer, header, at(address), nbytes, deadline, *call_.patience); });
     }
 
     // A round that moves nothing: ranks compare a mark, and, if any counts are given, what they give each other.
@@ -195,6 +209,7 @@ class Core {
     }
 
     Collectives collectives_;
+    Rings rings_;
     std::vector<DType> dtypes_;
     Call call_;
     const int rank_, size_;
@@ -208,9 +223,11 @@ NB_MODULE(_native, module) {
     module.doc() = "Collectives in shared memory; see src/native.";
     module.attr("BUILD") = UNISONO_BUILD;
     nb::class_<Core>(module, "Core")
-        .def(nb::init<uintptr_t, uintptr_t, int64_t, int, int, bool, const std::vector<std::pair<std::string, int64_t>>&>())
+        .def(nb::init<uintptr_t, uintptr_t, uintptr_t, int64_t, int, int, bool, const std::vector<std::pair<std::string, int64_t>>&>())
         .def("call", &Core::call)
         .def("call_lists", &Core::call_lists)
+        .def("send", &Core::send)
+        .def("receive", &Core::receive)
         .def("compare", &Core::compare)
         .def("abort", &Core::abort)
         .def("add_arena", &Core::add_arena)

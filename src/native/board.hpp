@@ -85,7 +85,6 @@ class Board {
             if (r == rank) continue;
             const Word& word = at(r, counter);
             const auto ready = [&] { return word.load(std::memory_order_acquire) >= number; };
-            if (ready()) continue;
             const Status status = wait_until(ready, r, deadline, patience);
             if (status != Status::ok) return status;
         }
@@ -97,11 +96,14 @@ class Board {
     template <class Ready>
     Status wait_until(const Ready& ready, int on, double deadline, Patience& patience) {
         missing_ = on;
+        if (ready()) return Status::ok;
         if (spin_s_ > 0) {
             const double end = monotonic_s() + spin_s_;
             do {
                 for (int n = 0; n < kSpins; n++, pause_processor())
                     if (ready()) return Status::ok;
+                // The other rank may be waiting for this very processor.
+                sched_yield();
             } while (monotonic_s() < end);
         }
         const double began = monotonic_s();

@@ -54,7 +54,8 @@ class Engine(Standing, Quickly):
 
     def __init__(self, transport: Transport, control: Control, options: Options) -> None:
         super().__init__(transport, control, options)
-        self.quick, self._sink, self._limit_s = transport.quick, SINK, options.timeout_s
+        self.quick, self.quick_messages = transport.quick, transport.quick_messages
+        self._sink, self._limit_s = SINK, options.timeout_s
         self._rank, self._inside = self.group.rank, set()
         self._spare = Spare()
         self._helper = Helper(f"unisono {self.group.name} rank {self.group.rank}")

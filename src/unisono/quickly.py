@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from unisono.activity import Activity, Noted
 from unisono.standing import ANYONE
-from unisono.transport import Quick, Tensors
+from unisono.transport import Quick, QuickMessages, Tensors
 
 if TYPE_CHECKING:
     from unisono.control import Cause
@@ -30,6 +30,7 @@ class Quickly:
     """
 
     quick: Quick | None
+    quick_messages: QuickMessages | None
     activity: Activity
     owner: int | None
     closed: bool
@@ -46,7 +47,7 @@ class Quickly:
     ) -> bool:
         """Make a blocking call by the transport's shorter way, as `Quick.call`; False if it is still to be made."""
         quick, here = self.quick, get_ident()
-        if quick is None or name not in quick.names or (self.owner != here and self.owner != ANYONE):
+        if quick is None or (self.owner != here and self.owner != ANYONE):
             return False
         if self._pending or self._inside or self._broken is not None or self.closed or self._sink.get() is not None:
             return False
@@ -66,7 +67,8 @@ class Quickly:
         try:
             done = quick.call(name, target, source, op, root, now + limit)
             if done:
-                self._mark_dirty(name, target, root)
+                if target is not None and (root is None or self._is_written(name, root)):
+                    increment_version(target)
                 activity.calls = self._calls = self._calls + 1
                 activity.keep(noted)
         except BaseException as error:
@@ -83,15 +85,50 @@ class Quickly:
                 activity.leave()
         return done
 
-    def _mark_dirty(self, name: str, target: Tensors, root: int | None) -> None:
-        """Increment the version of what a call has written to: transports write past torch's functions."""
-        if target is None or (name == "broadcast" and root == self._rank) or (name == "reduce" and root != self._rank):
-            return
-        increment_version(target)
+    def move_quickly(self, name: str, tensor: Any, peer: Any, tag: int, timeout: float | None, /) -> bool:
+        """Send or receive by the transport's shorter way, as `QuickMessages.move`; False if it is still to be done."""
+        quick, here = self.quick_messages, get_ident()
+        if quick is None or self.owner != here or self._inside or self._broken is not None or self.closed:
+            return False
+        if self._sink.get() is not None or not quick.takes(tensor, peer, tag):
+            return False
+        limit = self._limit_s if timeout is None else self._patience(timeout)
+        caller, activity = _getframe(2), self.activity
+        detail = f"{'to' if name == 'send' else 'from'} rank {peer}{f', tag {tag}' if tag else ''}"
+        noted = name, None, f"{detail}, {tensor.nbytes} B", (caller.f_code, caller.f_lasti)
+        awaited = activity.post(name, peer, tag)
+        activity.enter(noted, (awaited,))
+        self._inside.add(here)
+        try:
+            done = quick.move(name, tensor, peer, tag, monotonic() + limit)
+        except BaseException as error:
+            told = self.failed(error, name, activity.messages + 1)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            self._inside.discard(here)
+            activity.leave()
+        if done:
+            activity.messages += 1
+            activity.keep(noted)
+            if name == "recv":
+                increment_version(tensor)
+        else:
+            activity.posted[awaited[:3]] -= 1
+        return done
+
+    def _is_written(self, name: str, root: int) -> bool:
+        """Whether a call with a root writes to the target here: transports write past torch's functions."""
+        return (name != "broadcast" or root != self._rank) and (name != "reduce" or root == self._rank)
 
     # -- what an engine adds: the C class has no such methods, so they cannot be abstract ---------------
     def _patience(self, timeout: float) -> float:
         """How long a call may take that was told a time; or what is wrong with it."""
+        raise NotImplementedError
+
+    def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
+        """As of `Standing`."""
         raise NotImplementedError
 
     def _blamed(self, error: BaseException, noted: Noted) -> BaseException:

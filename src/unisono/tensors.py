@@ -14,19 +14,23 @@ from unisono.wire.arrays import is_hollow
 __all__ = ["Staging", "check_apart", "check_tensor", "injective", "is_locked", "is_plain", "put_back"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ODD = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_ODD |= {getattr(torch, name) for name in ("qint8", "qint32", "quint8", "quint4x2", "quint2x4") if hasattr(torch, name)}
+"""Dtypes of tensors that may be conjugated views, or quantized."""
 
 
 def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
     """Whether it is a tensor that may be read and written as it lies in the CPU's memory, with no check and no copy."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and tensor.is_cpu
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
-        and (not tensor.is_inference() or torch.is_inference_mode_enabled())
-    )
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in _PLAIN:
+        return False
+    try:
+        plain = tensor.is_contiguous() and tensor.is_cpu and not (tensor.requires_grad or tensor.is_neg())
+    except RuntimeError:
+        # A layout that knows no strides.
+        return False
+    if tensor.dtype in _ODD and (tensor.is_conj() or tensor.is_quantized):
+        return False
+    return plain and (not tensor.is_inference() or torch.is_inference_mode_enabled())
 
 
 def is_locked(tensor: torch.Tensor) -> bool:

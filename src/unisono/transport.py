@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unisono.control import Control
     from unisono.mailbox import Mailbox
 
-__all__ = ["Declared", "Options", "PointToPoint", "Quick", "Tensors", "Transport"]
+__all__ = ["Declared", "Options", "PointToPoint", "Quick", "QuickMessages", "Tensors", "Transport"]
 
 Tensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor] | None"
 
@@ -80,25 +80,31 @@ class Quick(Protocol):
 
     It takes the same part in the collective as `Transport.collective` does, so that it does not matter
     which ranks take it, and compares fingerprints itself.
-
-    Attributes:
-        names: The methods of `Communicator` for which there is one.
     """
-
-    @property
-    def names(self) -> frozenset[str]: ...
 
     def call(self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, deadline: float) -> bool:
         """Make the call and return True; or return False, with nothing done, if it needs more than is done here.
 
         Args:
-            name: One of `names`.
+            name: The method of `Communicator`.
             target: What is written, as the caller gave it: a tensor or one a rank; None where nothing is.
             source: What is read, where that is something else.
             op: As the caller gave it, where there is one.
             root: Likewise.
             deadline: On the monotonic clock.
         """
+        ...
+
+
+class QuickMessages(Protocol):
+    """A shorter way for blocking messages that need no preparation, which a transport may offer."""
+
+    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
+        """Whether a message can go that way now. All arguments are as the caller gave them."""
+        ...
+
+    def move(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> bool:
+        """Send or receive ("send", "recv") a tensor; False, with nothing done, if it must go the longer way."""
         ...
 
 
@@ -122,6 +128,7 @@ class Transport(ABC):
         background: Whether a thread that sees a collective through pays: it mostly waits for a network, or each rank
             has a core to spare. The same on every rank.
         quick: A shorter way for the simplest calls, or None.
+        quick_messages: Likewise for blocking messages.
         latency_s, second_per_byte: Rough cost of a message, from which an algorithm is chosen.
     """
 
@@ -137,6 +144,7 @@ class Transport(ABC):
     overlaps: bool = False
     background: bool = False
     quick: Quick | None = None
+    quick_messages: QuickMessages | None = None
     latency_s: float = 50e-6
     second_per_byte: float = 1e-9
 

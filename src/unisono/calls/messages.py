@@ -49,6 +49,8 @@ class Messages(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[7.0, 7.0], [7.0, 7.0]]
         """
+        if self._engine.move_quickly("send", tensor, dst, tag, timeout):
+            return
         patience(timeout, 0.0)
         self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
 
@@ -73,6 +75,8 @@ class Messages(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")[0]
             [(1, 10), (2, 20)]
         """
+        if src is not None and self._engine.move_quickly("recv", tensor, src, tag, timeout):
+            return src
         patience(timeout, 0.0)
         work = self._receive("recv", tensor, src, tag)
         work.wait_or_break(timeout)

@@ -17,28 +17,32 @@ from unisono.transports._shm_board import Board, late
 from unisono.transports._shm_marks import DTYPE_CODES, DTYPES, NAME_CODES, OP_CODES
 from unisono.types import Call, ReduceOp
 
-__all__ = ["NativeCalls"]
+__all__ = ["OK", "REFUSED", "NativeCalls"]
 
-_OK, _DIFFERS, _LATE, _LEFT, _ABORTED, _REFUSED = 0, 1, 2, 3, 4, 6
+OK, _DIFFERS, _LATE, _LEFT, _ABORTED, REFUSED = 0, 1, 2, 3, 4, 6
 """As in src/native/board.hpp."""
 
+_BARRIER, _ALL_TO_ALL = NAME_CODES["barrier"], NAME_CODES["all_to_all"]
+_OF_BARRIER = OP_CODES["bor"]
 _ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
-_REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
-_LISTS = {
-    "all_gather": (True, False),
-    "all_to_all": (True, True),
-    "gather": (True, False),
-    "reduce_scatter": (False, True),
-    "scatter": (False, True),
-}
-"""Whether what is written is a list, and whether what is read is one."""
 _SINGLE = {
-    name: NAME_CODES[name.removesuffix("_single")]
-    for name in ("all_gather_single", "all_to_all_single", "reduce_scatter_single")
+    "all_gather_single": (False, True, False),
+    "all_reduce": (True, False, False),
+    "all_to_all_single": (False, True, False),
+    "broadcast": (False, False, True),
+    "reduce": (True, False, True),
+    "reduce_scatter_single": (True, True, False),
 }
-"""Calls with one tensor to write and one to read."""
-_ALONE = {name: NAME_CODES[name] for name in ("all_reduce", "broadcast", "reduce")}
-"""Calls with one tensor."""
+"""Calls with one tensor to write: whether they reduce, read another one, and have a root."""
+_LISTS = {
+    "all_gather": (False, True, False),
+    "all_to_all": (False, True, True),
+    "gather": (False, True, False),
+    "reduce_scatter": (True, False, True),
+    "scatter": (False, False, True),
+}
+"""Calls with lists: whether they reduce, write a list, and read one."""
+_CODES = {name: NAME_CODES[name.removesuffix("_single")] for name in (*_SINGLE, *_LISTS)}
 
 
 class NativeCalls:
@@ -47,13 +51,11 @@ class NativeCalls:
     Args:
         module: The native core.
         board: The counters that the core shares with Python.
-        words, stages: The addresses of these, and of two stages a rank.
+        words, stages, rings: The addresses of these, of two stages a rank, and of the rings for messages.
         stage_bytes: The length of a stage.
         crowded: Whether there are more ranks than processors: then waiting gives way at once.
         differ: Called when ranks' marks differ; raises.
     """
-
-    names = frozenset({"barrier", *_ALONE, *_SINGLE, *_LISTS})
 
     def __init__(
         self,
@@ -61,54 +63,61 @@ class NativeCalls:
         board: Board,
         words: int,
         stages: int,
+        rings: int,
         stage_bytes: int,
         crowded: bool,
         differ: Callable[[], object],
     ) -> None:
         known = [(str(dtype).removeprefix("torch."), dtype.itemsize) for dtype in DTYPES]
-        self.core = module.Core(words, stages, stage_bytes, board.rank, board.size, crowded, known)
+        self.core = module.Core(words, stages, rings, stage_bytes, board.rank, board.size, crowded, known)
         self._board, self._size, self._differ = board, board.size, differ
-        self._now: tuple[str, Any, Any, str, int | None] | None = None
+        self._now: tuple[Any, ...] = ()
 
     # -- calls as the user made them ----------------------------------------------------------------
     def call(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
         """As `Quick.call`."""
-        if name in _LISTS:
-            return self._call_lists(name, target, source, op, root, deadline)
-        code, dtype, where, written = NAME_CODES["barrier"], 0, 0, 0
-        given: tuple[int, int] | None = (0, 0)
-        operation = OP_CODES[ReduceOp.BOR] if name == "barrier" else _operation(name, op)
-        if name != "barrier":
-            if not is_plain(target):
-                return False
-            dtype, where, written = DTYPE_CODES[target.dtype], target.data_ptr(), target.numel()
-            code = _ALONE.get(name) or _SINGLE[name]
-            if name in _SINGLE:
-                given = self._source(name, target, source)
-        if operation is None or given is None:
+        form = _SINGLE.get(name)
+        if form is None:
+            if name != "barrier":
+                return self._call_lists(name, target, source, op, root, deadline)
+            status = self.core.call(_BARRIER, _OF_BARRIER, 0, -1, 0, 0, 0, 0, deadline)
+            return status == OK or self._ended(status, name)
+        reduces, reads, rooted = form
+        code, operation, where, read = _CODES[name], 0, 0, 0
+        if not is_plain(target):
             return False
-        if root is None:
+        if reads:
+            if not self._fits(name, target, source):
+                return False
+            where, read = source.data_ptr(), source.numel()
+        try:
+            dtype, operation = DTYPE_CODES[target.dtype], OP_CODES[op] if reduces else 0
+        except (KeyError, TypeError):
+            return False
+        if not rooted:
             root = -1
         elif type(root) is not int or not 0 <= root < self._size:
             return False
-        self._now = (name, target, source, op, root)
-        return self._ended(self.core.call(code, operation, dtype, root, where, written, *given, deadline))
+        status = self.core.call(code, operation, dtype, root, target.data_ptr(), target.numel(), where, read, deadline)
+        return status == OK or self._ended(status, name, target, source, op, root)
 
-    def _source(self, name: str, target: torch.Tensor, source: Any) -> tuple[int, int] | None:
-        """The address and the length of what is read; None if the two tensors do not belong together."""
+    def _fits(self, name: str, target: torch.Tensor, source: Any) -> bool:
+        """Whether what is read goes with what is written; the core looks at their lengths."""
         if not is_plain(source) or source.dtype is not target.dtype:
-            return None
-        # Each rank's part of an all_to_all is some of the rows.
-        rows = (source, target) if name == "all_to_all_single" else ()
-        if any(not tensor.dim() or tensor.shape[0] % self._size for tensor in rows):
-            return None
-        return source.data_ptr(), source.numel()
+            return False
+        if name != "all_to_all_single":
+            return True
+        # Each rank's part is some of the rows.
+        rows = source.shape[:1] + target.shape[:1]
+        return len(rows) == 2 and not rows[0] % self._size and not rows[1] % self._size
 
     def _call_lists(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
+        reduces, *listed = _LISTS[name]
+        rooted = name in _ROOTED
         sides: list[Sequence[torch.Tensor]] = []
         dtype: torch.dtype | None = None
-        for given, listed in zip((target, source), _LISTS[name], strict=True):
-            tensors = (given,) if not listed else () if given is None and name in _ROOTED else given
+        for given, is_list in zip((target, source), listed, strict=True):
+            tensors = (given,) if not is_list else () if given is None and rooted else given
             if type(tensors) not in (tuple, list):
                 return False
             for tensor in tensors:
@@ -116,18 +125,21 @@ class NativeCalls:
                     return False
                 dtype = tensor.dtype
             sides.append(tensors)
-        operation = _operation(name, op)
-        if operation is None or dtype is None or not (root is None or (type(root) is int and 0 <= root < self._size)):
+        operation = OP_CODES.get(op) if reduces and type(op) in (str, ReduceOp) else 0
+        if dtype is None or operation is None or (rooted and not (type(root) is int and 0 <= root < self._size)):
             return False
-        self._now = (name, target, source, op, root)
-        return self._ended(self._carried(NAME_CODES[name], operation, dtype, root, sides, True, deadline))
+        status = self._carried(_CODES[name], operation, dtype, root, sides, True, deadline)
+        return status == OK or self._ended(status, name, target, source, op, root)
 
-    def _ended(self, status: int) -> bool:
-        """Whether the call was made."""
-        if status and status != _REFUSED:
-            self._fail(status)
-        self._now = None
-        return not status
+    def _ended(self, status: int, *call: Any) -> bool:
+        """False for a call that was refused; raises what it has failed by."""
+        if status != REFUSED:
+            self._now = call
+            try:
+                self.fail(status)
+            finally:
+                self._now = ()
+        return False
 
     # -- calls of the general path -------------------------------------------------------------------
     def carry(self, call: Call, deadline: float) -> bool:
@@ -136,7 +148,10 @@ class NativeCalls:
         operation = 0 if call.asked is None else OP_CODES[call.asked]
         sides = call.outputs, call.inputs
         dtype = tensors[0].dtype if tensors else None
-        return self._ended(self._carried(NAME_CODES[call.name], operation, dtype, call.root, sides, False, deadline))
+        status = self._carried(NAME_CODES[call.name], operation, dtype, call.root, sides, False, deadline)
+        if status not in (OK, REFUSED):
+            self.fail(status)
+        return status == OK
 
     def _carried(
         self,
@@ -165,14 +180,17 @@ class NativeCalls:
 
     def compare(self, first: int, second: int, counts: Sequence[int], deadline: float) -> None:
         """Compare a mark in a round of its own, and, if there are any, what ranks give each other."""
-        self._ended(self.core.compare(first, second, list(counts), deadline))
+        status = self.core.compare(first, second, list(counts), deadline)
+        if status != OK:
+            self.fail(status)
 
     # -- failures ------------------------------------------------------------------------------------
     def abort(self) -> None:
         """End every wait, from any thread."""
         self.core.abort()
 
-    def _fail(self, status: int) -> NoReturn:
+    def fail(self, status: int) -> NoReturn:
+        """Raise what a call of the core has failed by."""
         missing = self.core.missing
         if status == _DIFFERS:
             self._differ()
@@ -185,14 +203,13 @@ class NativeCalls:
         raise RuntimeError(f"the native core ended a call with status {status}")
 
     def fingerprint(self) -> Fingerprint | None:
-        """Of the call that was refused or failed last as the user made it, if any; the same as of the general path."""
-        if self._now is None:
+        """Of the call that has just failed, if it was made as the user made it: that of the general path."""
+        if not self._now:
             return None
-        name, target, source, op, root = self._now
-        self._now = None
-        root = None if root == -1 else root
-        if name == "barrier":
+        name, *given = self._now
+        if not given:
             return Fingerprint(0, name, ReduceOp.BOR.value, algorithm="native", site=call_site())
+        target, source, op, root = given
         written, read = _listed(target), _listed(source)
         numels = [t.numel() for t in written], [t.numel() for t in read]
         counts, sends, receives = _counts(name, *numels, self._board.size)
@@ -201,7 +218,7 @@ class NativeCalls:
             call=0,
             operation=name,
             op=parse_op(op).value if op else None,
-            root=root,
+            root=None if root == -1 else root,
             dtype=str(example.dtype).removeprefix("torch."),
             counts=counts,
             device="cpu",
@@ -211,13 +228,6 @@ class NativeCalls:
             shape=tuple(example.shape),
             site=call_site(),
         )
-
-
-def _operation(name: str, op: str) -> int | None:
-    """Its number, 0 where there is none to name; None for one that is not known by this very name."""
-    if name not in _REDUCING:
-        return 0
-    return OP_CODES.get(op) if type(op) in (str, ReduceOp) else None
 
 
 def _listed(given: Any) -> Sequence[torch.Tensor]:

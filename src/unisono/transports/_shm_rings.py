@@ -9,7 +9,9 @@ from typing import TypeVar
 
 import torch
 
+from unisono.errors import CommError
 from unisono.transports._shm_board import Board
+from unisono.transports._shm_marks import DTYPE_CODES, DTYPES
 from unisono.types import Message, Recv, Send
 from unisono.work import Countdown, elements, misfit
 
@@ -22,17 +24,19 @@ _LINE_BYTES = 64
 _CONTROL_BYTES = 2 * _LINE_BYTES
 """Of each ring: a line for the writer's count of bytes, and one for the reader's."""
 
-_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-
 
 class _Outgoing:
     """Messages on their way to one peer; only the first is being written."""
 
     def __init__(self, words: memoryview, data: torch.Tensor) -> None:
-        self.words, self.data, self.written = words, data, 0
+        self.words, self.data = words, data
         self.queue: deque[tuple[Send, torch.Tensor, Countdown]] = deque()
         self.sent = -1
+
+    @property
+    def written(self) -> int:
+        """Bytes since the start of time; the native core counts in the same word."""
+        return self.words[0]
 
     def move(self) -> bool:
         """Write as much as there is room for; whether anything was."""
@@ -64,15 +68,14 @@ class _Outgoing:
 
     def _head(self, message: Send) -> None:
         place = self.written % RING_BYTES
-        words = [message.tag, message.tensor.numel(), _CODES[message.tensor.dtype]]
+        words = [message.tag, message.tensor.numel(), DTYPE_CODES[message.tensor.dtype]]
         header = torch.tensor(words, dtype=torch.int64, device="cpu")
         self.data[place : place + 24].copy_(header.view(torch.uint8))
         self.sent = 0
         self._advance(_LINE_BYTES)
 
     def _advance(self, step: int) -> None:
-        self.written += step
-        self.words[0] = self.written
+        self.words[0] += step
 
 
 def _padded(step: int, total: int) -> int:
@@ -84,15 +87,19 @@ class _Incoming:
     """Messages on their way from one peer, and the receives that wait for them, by tag."""
 
     def __init__(self, words: memoryview, data: torch.Tensor, peer: int, rank: int) -> None:
-        self.words, self.data, self.peer, self.rank, self.read = words, data, peer, rank, 0
+        self.words, self.data, self.peer, self.rank = words, data, peer, rank
         self.posted: defaultdict[int, deque[tuple[Recv, Countdown]]] = defaultdict(deque)
         self.early: defaultdict[int, deque[tuple[torch.Tensor, str]]] = defaultdict(deque)
         self._target: torch.Tensor | None = None
         self._taken = 0
         self._end: tuple[Recv, Countdown] | None = None
         self._aside: tuple[int, str] | None = None
-        self._head: tuple[int, int, torch.dtype] | None = None
         self._sought: int | None = None
+
+    @property
+    def read(self) -> int:
+        """As `_Outgoing.written`."""
+        return self.words[8]
 
     def post(self, message: Recv, work: Countdown) -> None:
         early = _next(self.early, message.tag)
@@ -125,11 +132,7 @@ class _Incoming:
 
     def _begin(self) -> bool:
         """Read a header, and choose where the message goes; False if it must wait in the ring."""
-        if self._head is None:
-            place = self.read % RING_BYTES
-            tag, numel, code = self.data[place : place + 24].view(torch.int64).tolist()
-            self._head = (tag, numel, _DTYPES[code])
-        tag, numel, dtype = self._head
+        tag, numel, dtype = self._header()
         waiting = _next(self.posted, tag)
         if waiting is not None:
             message, work = waiting
@@ -143,9 +146,15 @@ class _Incoming:
             self._aside = (tag, elements(numel, str(dtype)))
         else:
             return False
-        self._taken, self._head = 0, None
+        self._taken = 0
         self._advance(_LINE_BYTES)
         return True
+
+    def _header(self) -> tuple[int, int, torch.dtype]:
+        """Of the next message."""
+        place = self.read % RING_BYTES
+        tag, numel, code = self.data[place : place + 24].view(torch.int64).tolist()
+        return tag, numel, DTYPES[code - 1]
 
     def _finish(self) -> None:
         end, aside, content = self._end, self._aside, self._target
@@ -170,7 +179,13 @@ class _Incoming:
         self._sought = tag
         move()
         self._sought = None
-        return tag in self.early or (self._head is not None and self._head[0] == tag)
+        waits = self._target is None and self.words[0] > self.read
+        return tag in self.early or (waits and self._header()[0] == tag)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no receive has been posted, and no message is being read."""
+        return self._target is None and not self.posted
 
     def works(self) -> list[Countdown]:
         """Of the receives that are not done."""
@@ -178,8 +193,7 @@ class _Incoming:
         return waiting + ([self._end[1]] if self._end is not None else [])
 
     def _advance(self, step: int) -> None:
-        self.read += step
-        self.words[8] = self.read
+        self.words[8] += step
 
 
 def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT | None:
@@ -199,6 +213,12 @@ class Rings:
     Args:
         board: For waiting and waking.
         words, data: The part of the shared memory that holds the rings, as 64-bit words and as bytes.
+
+    Attributes:
+        early: For each peer, by tag, the messages that have been taken out of its ring, and wait for a receive.
+        lock: Held while bytes are moved.
+        idle: Whether nothing is under way here, so that the native core may move the next message by itself.
+        held: Whether it is doing so.
     """
 
     @staticmethod
@@ -207,7 +227,7 @@ class Rings:
         return size * size * (_CONTROL_BYTES + RING_BYTES)
 
     def __init__(self, board: Board, words: memoryview, data: torch.Tensor) -> None:
-        self._board, self._lock = board, threading.RLock()
+        self._board, self.lock, self.idle, self.held = board, threading.RLock(), True, False
         size, rank = board.size, board.rank
         controls = size * size * _CONTROL_BYTES
         self._out: dict[int, _Outgoing] = {}
@@ -221,8 +241,13 @@ class Rings:
                 else:
                     self._in[peer] = _Incoming(control, ring, peer, rank)
 
+        self.early = {peer: into.early for peer, into in self._in.items()}
+
     def post(self, batch: Sequence[Message], work: Countdown) -> None:
-        with self._lock:
+        with self.lock:
+            if self.held:
+                raise CommError("a message was begun inside another one, as by a signal handler")
+            self.idle = False
             for message in batch:
                 if isinstance(message, Send):
                     content = message.tensor.view(torch.uint8)
@@ -233,21 +258,25 @@ class Rings:
 
     def pending(self) -> list[Countdown]:
         """The works that are not done."""
-        with self._lock:
+        with self.lock:
             sends = [work for out in self._out.values() for _, _, work in out.queue]
             return sends + [work for into in self._in.values() for work in into.works()]
 
     def holds(self, peer: int, tag: int) -> bool:
         """Move what can be moved; whether a message of a tag from a rank is here that no receive waits for."""
-        with self._lock:
+        with self.lock:
             return self._in[peer].holds(tag, self.move)
 
     def move(self, peers: Sequence[int] | set[int] | None = None) -> bool:
         """Move what can be moved; whether anything was."""
         moved = False
-        with self._lock:
+        with self.lock:
             for peer in self._out if peers is None else peers:
                 if (self._out[peer].queue and self._out[peer].move()) or self._in[peer].move():
                     moved = True
                     self._board.ring(peer)
+            if not self.idle:
+                self.idle = not any(out.queue for out in self._out.values()) and all(
+                    into.idle for into in self._in.values()
+                )
         return moved

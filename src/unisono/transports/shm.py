@@ -28,6 +28,7 @@ from unisono.transports._shm_board import Board
 from unisono.transports._shm_mailbox import ShmMailbox
 from unisono.transports._shm_marks import mark_for, schedule_mark
 from unisono.transports._shm_memory import PAGE_BYTES, meet, neighbours
+from unisono.transports._shm_messages import NativeMessages
 from unisono.transports._shm_native import NativeCalls
 from unisono.transports._shm_rings import Rings
 from unisono.transports._shm_rounds import Rounds
@@ -106,7 +107,7 @@ class ShmTransport(Transport):
         this = weakref.WeakMethod(self._differ)
         if module is not None and _all_native([build for _, build in said], group):
             begin = data.data_ptr()
-            where = begin + board, begin + stages
+            where = begin + board, begin + stages, begin + rings
             this_native = NativeCalls(module, self._board, *where, _STAGE_BYTES, size > cores(), lambda: _call(this))
             self.quick = self._native = this_native
             core = this_native.core
@@ -115,6 +116,8 @@ class ShmTransport(Transport):
         pairs = [(half[0], half[1]) for half in halves]
         self._rounds = Rounds(self._board, pairs, self._arenas, lambda: _call(this))
         self._rings = Rings(self._board, words[rings // 8 :], data[rings:])
+        if self._native is not None:
+            self.quick_messages = NativeMessages(self._native, self._rings, group.rank, size)
         self._memory = memory
 
     @classmethod

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-
-from unisono.errors import CommError, CommTimeoutError
+from unisono.combinators import ChainedWork, WorkGroup
+from unisono.errors import CommError
 from unisono.fingerprint import Fingerprint
 from unisono.transport import Transport
 from unisono.types import Call, Message, Work
@@ -17,7 +14,7 @@ from unisono.wrappers.wrapper import Wrapper
 
 __all__ = ["Renumbered", "Routes"]
 
-_SLICE_S = 0.01
+_POLL_S = 0.01
 _RANKS = re.compile(r"\b(ranks?) (\d+(?:, \d+)*)")
 
 
@@ -44,7 +41,7 @@ class Renumbered(Wrapper):
             raise self.told(error) from error
 
     def post(self, batch: Sequence[Message]) -> Work:
-        return _Told(super().post(batch), self.told)
+        return ChainedWork(super().post(batch), translate=self.told)
 
     def iprobe(self, peer: int, tag: int) -> bool:
         try:
@@ -53,7 +50,7 @@ class Renumbered(Wrapper):
             raise self.told(error) from error
 
     def collective(self, call: Call) -> Work:
-        return _Told(super().collective(call), self.told)
+        return ChainedWork(super().collective(call), translate=self.told)
 
     def abort(self, cause: BaseException) -> None:
         self._cause = self._cause or cause
@@ -73,32 +70,6 @@ class Renumbered(Wrapper):
 
     def _number(self, place: int) -> int:
         return self._ranks[place] if place < len(self._ranks) else place
-
-
-class _Told(Work):
-    """A work whose errors are told in another way."""
-
-    def __init__(self, inner: Work, told: Callable[[BaseException], BaseException]) -> None:
-        self._inner, self._told = inner, told
-
-    def wait(self, timeout: float | None = None) -> None:
-        try:
-            self._inner.wait(timeout)
-        except CommError as error:
-            told = self._told(error)
-            if told is error:
-                raise
-            raise told from error
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
-
-    def exception(self) -> BaseException | None:
-        error = self._inner.exception()
-        return None if error is None else self._told(error)
-
-    def get_future(self) -> torch.futures.Future[None]:
-        return _settled(self._inner.get_future(), self._told)
 
 
 class Routes:
@@ -124,61 +95,10 @@ class Routes:
         if len(near) == len(batch):
             return inside
         far = [m for m in batch if m.peer not in self._place]
-        return _Both(inside, self._outer.post(far), self._timeout_s)
+        return WorkGroup([inside, self._outer.post(far)], self._timeout_s, _POLL_S)
 
     def iprobe(self, peer: int, tag: int) -> bool:
         """As `Transport.iprobe`."""
         if self._inner is None or peer not in self._place:
             return self._outer.iprobe(peer, tag)
         return self._inner.iprobe(self._place[peer], tag)
-
-
-class _Both(Work):
-    """Messages on both ways. The inner ones may need who waits to move them; the outer ones may, too."""
-
-    def __init__(self, inside: Work, outside: Work, timeout_s: float) -> None:
-        self._inside, self._outside, self._timeout_s = inside, outside, timeout_s
-
-    def wait(self, timeout: float | None = None) -> None:
-        deadline = time.monotonic() + (self._timeout_s if timeout is None else timeout)
-        while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            try:
-                self._inside.wait(min(left_s, _SLICE_S))
-                break
-            except CommTimeoutError:
-                if left_s <= _SLICE_S or self._inside.exception() is not None:
-                    raise
-                # Some transports move only while they are looked at.
-                self._outside.is_completed()
-        self._outside.wait(max(0.0, deadline - time.monotonic()))
-
-    def is_completed(self) -> bool:
-        return self._inside.is_completed() and self._outside.is_completed()
-
-    def exception(self) -> BaseException | None:
-        return self._inside.exception() or self._outside.exception()
-
-    def get_future(self) -> torch.futures.Future[None]:
-        both = torch.futures.collect_all([self._inside.get_future(), self._outside.get_future()])
-        return _settled(both, lambda error: error)
-
-
-def _settled(
-    inner: torch.futures.Future[Any], told: Callable[[BaseException], BaseException]
-) -> torch.futures.Future[None]:
-    """A future of nothing but whether it went well."""
-    future: torch.futures.Future[None] = torch.futures.Future()
-
-    def settle(ended: torch.futures.Future[Any]) -> None:
-        try:
-            # Of several futures the value is a list of those, none of which has been asked.
-            for part in ended.value() or ():
-                part.value()
-        except Exception as error:
-            future.set_exception(told(error))  # type: ignore[arg-type]  # torch takes any exception
-        else:
-            future.set_result(None)
-
-    inner.add_done_callback(settle)
-    return future

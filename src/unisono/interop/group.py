@@ -16,7 +16,7 @@ from unisono.interop.meeting import meet
 from unisono.interop.options import GroupOptions
 from unisono.interop.others import Others
 from unisono.interop.progress import Progress
-from unisono.interop.works import Together, TorchWork
+from unisono.interop.works import TorchWork, together
 
 __all__ = ["UnisonoGroup"]
 
@@ -127,7 +127,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         if device.type != "cpu":
             return self.others.of(device)._end_coalescing(device)
         works, self._batch = self._batch or [], None
-        return Together(works)
+        return together(works)
 
     # -- life ----------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:

@@ -9,9 +9,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from unisono.combinators import WorkGroup
 from unisono.types import Work
 
-__all__ = ["Together", "TorchWork"]
+__all__ = ["TorchWork", "together"]
 
 _ALWAYS = timedelta(0)
 _KEPT_BYTES = 4096
@@ -80,21 +81,7 @@ class TorchWork(dist.Work):
         return self._tensors
 
 
-class Together(TorchWork):
-    """Several works as one: done when all are."""
-
-    def __init__(self, works: Sequence[TorchWork]) -> None:
-        super().__init__(None, [tensor for work in works for tensor in work.result()])
-        self._works = works
-
-    def wait(self, timeout: timedelta = _ALWAYS) -> bool:
-        return all(work.wait(timeout) for work in self._works)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(self._outcome)
+def together(works: Sequence[TorchWork]) -> TorchWork:
+    """Several works as one, which holds the tensors of all of them."""
+    group = WorkGroup([work._work for work in works if work._work is not None])
+    return TorchWork(group, [tensor for work in works for tensor in work.result()])

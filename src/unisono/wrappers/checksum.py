@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from unisono.combinators import ChainedWork
 from unisono.errors import CorruptedError
 from unisono.transport import Transport
 from unisono.types import Message, Recv, Send, Work
 from unisono.wrappers.late import Stream
-from unisono.wrappers.then import Then
 from unisono.wrappers.wrapper import Wrapper
 
 __all__ = ["Checksummed"]
@@ -76,7 +76,7 @@ class Checksummed(Wrapper):
             for parcel in expected:
                 parcel.unpack()
 
-        return Then(work, unpack) if expected else work
+        return ChainedWork(work, unpack) if expected else work
 
 
 class _Parcel:

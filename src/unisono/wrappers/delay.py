@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from random import Random
 
+from unisono.combinators import WorkGroup
 from unisono.errors import ClosedError
 from unisono.transport import Transport
 from unisono.types import Message, Send, Work
-from unisono.wrappers.late import Held, Joined, Late
+from unisono.wrappers.late import Held, Late
 from unisono.wrappers.wrapper import Wrapper
 
 __all__ = ["Delayed", "Slowness"]
@@ -86,7 +87,7 @@ class Delayed(Wrapper):
         # Receives first: what is waited for must not stand behind what is late.
         posted = self.inner.post([message for message in batch if not isinstance(message, Send)])
         late = [Held(message, self._due(message)) for message in batch if isinstance(message, Send)]
-        return Joined([posted, self._late.post(late)]) if late else posted
+        return WorkGroup([posted, self._late.post(late)]) if late else posted
 
     def _due(self, send: Send) -> float:
         return self._slowness.due(send, self._latency_s * self._jitter * self._chance.random())

@@ -10,12 +10,13 @@ from random import Random
 
 import torch
 
+from unisono.combinators import WorkGroup
 from unisono.errors import ClosedError
 from unisono.transport import Transport
 from unisono.types import Message, Send, Work
 from unisono.virtual import waiting
 from unisono.wrappers.delay import Slowness
-from unisono.wrappers.late import Held, Joined, Late, Stream
+from unisono.wrappers.late import Held, Late, Stream
 from unisono.wrappers.wrapper import Wrapper
 
 __all__ = ["Faulty", "KilledError"]
@@ -183,7 +184,7 @@ class Faulty(Wrapper):
         if again:
             # Nobody waits for what nobody has sent.
             self.inner.post(again)
-        return Joined([posted, self._late.post(late)]) if late else posted
+        return WorkGroup([posted, self._late.post(late)]) if late else posted
 
     def _is_late(self, send: Send, fate: _Fate, late: Sequence[Held]) -> bool:
         stream = (send.peer, send.tag)

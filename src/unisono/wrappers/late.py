@@ -1,4 +1,4 @@
-"""Sends that are held back until their time, and several works as one."""
+"""Sends that are held back until their time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from unisono.crew import Crew
 from unisono.transport import Transport
 from unisono.types import Send, Work
-from unisono.work import Completion, Countdown
+from unisono.work import Countdown
 
-__all__ = ["Held", "Joined", "Late", "Stream"]
+__all__ = ["Held", "Late", "Stream"]
 
 Stream = tuple[int, int]
 """A rank and a tag: what a backend keeps in order."""
@@ -111,42 +109,3 @@ class Late:
             self._changed.notify_all()
         for work in waiting:
             work.complete(self._cause)
-
-
-class Joined(Work):
-    """Several works as one: done when all are, with the first error."""
-
-    def __init__(self, parts: Sequence[Work]) -> None:
-        self._parts = parts
-
-    def wait(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for part in self._parts:
-            part.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def is_completed(self) -> bool:
-        return self.exception() is not None or all(part.is_completed() for part in self._parts)
-
-    def exception(self) -> BaseException | None:
-        return next((error for part in self._parts if (error := part.exception()) is not None), None)
-
-    def get_future(self) -> torch.futures.Future[None]:
-        done = Completion(threading.TIMEOUT_MAX)
-        left = len(self._parts)
-        lock = threading.Lock()
-
-        def arrived(part: torch.futures.Future[None]) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            try:
-                part.value()
-            except Exception as error:
-                done.complete(error)
-            if last:
-                done.complete()
-
-        for part in self._parts:
-            part.get_future().add_done_callback(arrived)
-        return done.get_future()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from unisono.combinators import ChainedWork
 from unisono.fingerprint import Fingerprint
 from unisono.transport import Transport
 from unisono.types import Call, Message, Send, Work
@@ -76,13 +74,13 @@ class Traced(Wrapper):
 
     def post(self, batch: Sequence[Message]) -> Work:
         start = time.perf_counter()
-        return _TracedWork(self.inner.post(batch), lambda: self._messages(batch, start))
+        return ChainedWork(self.inner.post(batch), lambda: self._messages(batch, start))
 
     def collective(self, call: Call) -> Work:
         start = time.perf_counter()
         nbytes = max(sum(t.nbytes for t in call.inputs), sum(t.nbytes for t in call.outputs))
         detail = {"op": call.op, "root": call.root}
-        return _TracedWork(
+        return ChainedWork(
             self.inner.collective(call),
             lambda: self._tell("collective", call.name, start, time.perf_counter(), nbytes, detail),
         )
@@ -96,44 +94,6 @@ class Traced(Wrapper):
 
     def _tell(self, kind: str, name: str, start: float, end: float, nbytes: int, detail: dict[str, Any]) -> None:
         self._sink(Event(kind, name, self.group.name, self.rank, start, end, nbytes, detail))
-
-
-class _TracedWork(Work):
-    """Tells once, when somebody first learns that the work has ended well."""
-
-    def __init__(self, inner: Work, tell: Callable[[], None]) -> None:
-        self._inner, self._tell, self._told = inner, tell, False
-        self._lock = threading.Lock()
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._inner.wait(timeout)
-        self._once()
-
-    def is_completed(self) -> bool:
-        done = self._inner.is_completed()
-        if done and self._inner.exception() is None:
-            self._once()
-        return done
-
-    def exception(self) -> BaseException | None:
-        return self._inner.exception()
-
-    def get_future(self) -> torch.futures.Future[None]:
-        future = self._inner.get_future()
-        future.add_done_callback(lambda _: self._settle())
-        return future
-
-    def cancel(self) -> bool:
-        return self._inner.cancel()
-
-    def _settle(self) -> None:
-        self.is_completed()
-
-    def _once(self) -> None:
-        with self._lock:
-            first, self._told = not self._told, True
-        if first:
-            self._tell()
 
 
 SINK: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)

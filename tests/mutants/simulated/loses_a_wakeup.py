@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from relayed import Relayed
-
+from unisono.combinators import ChainedWork
 from unisono.errors import CommTimeoutError
 from unisono.transport import Transport
 from unisono.types import Message, Work
@@ -15,7 +14,7 @@ from unisono.wrappers.wrapper import Wrapper
 COMPLAINT = "nobody can move|waited"
 
 
-class Hasty(Relayed):
+class Hasty(ChainedWork):
     def __init__(self, inner: Work) -> None:
         super().__init__(inner)
         self._changed = threading.Condition()

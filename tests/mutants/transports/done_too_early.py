@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relayed import Relayed
-
+from unisono.combinators import ChainedWork
 from unisono.transport import Transport
 from unisono.types import Message, Work
 from unisono.wrappers.wrapper import Wrapper
@@ -14,7 +13,7 @@ LAW = "a_work_knows_whether_it_is_done"
 COMPLAINT = r"done before, done after, error: \(True, "
 
 
-class Early(Relayed):
+class Early(ChainedWork):
     def is_completed(self) -> bool:
         return True
 

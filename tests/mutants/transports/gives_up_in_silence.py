@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from relayed import Relayed
-
+from unisono.combinators import ChainedWork
 from unisono.errors import CommTimeoutError
 from unisono.transport import Transport
 from unisono.types import Message, Work
@@ -16,7 +15,7 @@ LAW = "a_wait_that_timed_out_may_be_repeated"
 COMPLAINT = "^nothing was raised"
 
 
-class Silent(Relayed):
+class Silent(ChainedWork):
     def wait(self, timeout: float | None = None) -> None:
         with suppress(CommTimeoutError):
             super().wait(timeout)

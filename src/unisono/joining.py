@@ -11,7 +11,6 @@ from unisono import wire
 from unisono.bootstrap.running import find_running
 from unisono.communicator import Communicator
 from unisono.compose import transport_named
-from unisono.control import Cause
 from unisono.control.client import SocketControl
 from unisono.errors import AbortedError, CommError, MismatchError
 from unisono.failing import cause_of
@@ -80,7 +79,7 @@ def _taken_in(
         group = Group(rebuilt.name, rank, rebuilt.members)
         options = Options(backend, "cpu" if device is None else str(device), default_s, control.local_host, chunk_bytes)
         _log.info("unisono: rank %d of %d, taken into %s", rank, group.size, group.name)
-        control.join(group, _ignore)
+        control.join(group)
         try:
             transport = transport_named(backend).connect(group, control, options)
             comm = Communicator(wrap(transport) if wrap else transport, control, options, check=check)
@@ -93,7 +92,3 @@ def _taken_in(
                 raise
         else:
             return comm
-
-
-def _ignore(_cause: Cause) -> None:
-    """Whoever waits for a member that is lost gets an error."""

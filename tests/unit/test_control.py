@@ -78,7 +78,7 @@ def test_groups_do_not_mix(make: Make) -> None:
     controls, groups, _ = world(make, 2)
     others = [group.child("part", (1, 0)) for group in groups]
     for control, group in zip(controls, others, strict=True):
-        control.join(group, lambda cause: None)
+        control.join(group)
     names = everywhere(controls * 2, groups + others, lambda c, g: c.exchange(g, "x", g.name, SOON))
     assert names == [["world"] * 2] * 2 + [["world/part"] * 2] * 2
 

@@ -29,7 +29,7 @@ RANK = """
     port, rank, size = map(int, sys.argv[1:])
     control = SocketControl(("127.0.0.1", port), b"of the tests", 10.0)
     group = Group.world(rank, size)
-    control.join(group, lambda cause: None)
+    control.join(group)
 """
 
 
@@ -104,9 +104,9 @@ def test_a_killed_process_is_named_within_a_second(server: Server, client: Socke
         3,
     )
     group = Group.world(0, 3)
-    client.join(group, lambda cause: None)
+    client.join(group)
     third = SocketControl(server.address, SECRET, SOON)
-    third.join(Group.world(2, 3), lambda cause: None)
+    third.join(Group.world(2, 3))
     assert victim.stdout is not None
     assert victim.stdout.readline() == "joined\n"
     killed_at = []
@@ -138,7 +138,7 @@ def test_a_killed_process_is_named_within_a_second(server: Server, client: Socke
     ],
 )
 def test_how_a_process_ends(server: Server, client: SocketControl, start: Start, ending: str, words: str) -> None:
-    client.join(Group.world(0, 2), lambda cause: None)
+    client.join(Group.world(0, 2))
     process = start(f"{RANK}\n    {ending}", server.address[1], 1, 2)
     process.wait(SOON)
     with pytest.raises(PeerLostError, match=words):
@@ -146,7 +146,7 @@ def test_how_a_process_ends(server: Server, client: SocketControl, start: Start,
 
 
 def test_a_fork_refuses_and_holds_nothing_open(server: Server, client: SocketControl, start: Start) -> None:
-    client.join(Group.world(0, 2), lambda cause: None)
+    client.join(Group.world(0, 2))
     process = start(
         RANK
         + """

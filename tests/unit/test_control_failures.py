@@ -62,7 +62,7 @@ def test_the_first_cause_stays(make: Make) -> None:
 
 def test_who_joins_late_is_told(make: Make) -> None:
     early, late, heard = make(), make(), Told()
-    early.join(Group.world(0, 2), lambda cause: None)
+    early.join(Group.world(0, 2))
     cause = early.fail(Group.world(0, 2), Cause("AbortedError", 0, "enough"))
     late.join(Group.world(1, 2), heard)
     assert late.cause(Group.world(1, 2), SOON) == cause
@@ -87,9 +87,9 @@ def test_to_leave_in_peace(make: Make) -> None:
 )
 def test_contradictions_end_a_group_that_is_gathering(make: Make, rank: int, size: int, words: str) -> None:
     first, second = make(), make()
-    first.join(Group.world(0, 2), lambda cause: None)
+    first.join(Group.world(0, 2))
     with pytest.raises(MismatchError, match=words):
-        second.join(Group.world(rank, size), lambda cause: None)
+        second.join(Group.world(rank, size))
     with pytest.raises(MismatchError, match=words):
         first.exchange(Group.world(0, 2), "x", 1, SOON)
 
@@ -97,7 +97,7 @@ def test_contradictions_end_a_group_that_is_gathering(make: Make, rank: int, siz
 def test_contradictions_do_not_harm_a_group_that_is_complete(make: Make) -> None:
     controls, groups, told = world(make, 2)
     with pytest.raises(MismatchError, match="two processes claim to be rank 1"):
-        make().join(Group.world(1, 2), lambda cause: None)
+        make().join(Group.world(1, 2))
     assert everywhere(controls, groups, lambda c, g: c.agree(g, "x", 1, SOON)) == [None, None]
     assert all(heard.nothing() for heard in told)
 

@@ -193,9 +193,9 @@ def test_who_does_not_read_holds_nobody_up(server: Server, client: SocketControl
 def test_what_is_too_big(server: Server, client: SocketControl) -> None:
     with pytest.raises(ValueError, match="more than the 67108864 that one message may have"):
         client.set("huge", bytes(65 << 20))
-    client.join(Group.world(0, 2), lambda cause: None)
+    client.join(Group.world(0, 2))
     other = SocketControl(server.address, SECRET, SOON)
-    other.join(Group.world(1, 2), lambda cause: None)
+    other.join(Group.world(1, 2))
     thread = threading.Thread(target=partial(_refused, other, Group.world(1, 2)))
     thread.start()
     _refused(client, Group.world(0, 2))
@@ -222,7 +222,7 @@ def test_a_stopped_server_does_not_hang_its_clients(start: Start, monkeypatch: p
     )
     assert process.stdout is not None
     control = SocketControl(("127.0.0.1", int(process.stdout.readline())), SECRET, timeout=0.5)
-    control.join(Group.world(0, 1), lambda cause: None)
+    control.join(Group.world(0, 1))
     monkeypatch.setattr("unisono.control.requester._GRACE_S", 0.2)
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)

@@ -22,5 +22,5 @@ def find(_request: Request) -> Place:
     """The place of the only rank. Costs nothing; no socket, no thread."""
     control = LocalHub().control()
     name = f"alone{next(_numbers)}"
-    control.join(Group.world(0, 1, name), lambda cause: None)
+    control.join(Group.world(0, 1, name))
     return Place(0, 1, 0, control, None, "127.0.0.1", name, "no launcher and no init_method: a world of one")

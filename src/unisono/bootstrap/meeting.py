@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from unisono.bootstrap.hosting import Lease
 from unisono.bootstrap.place import Place, nothing
-from unisono.control import Cause, error_of
+from unisono.control import error_of
 from unisono.control.client import SocketControl
 from unisono.errors import ClosedError, CommError, MismatchError
 from unisono.group import Group
@@ -134,7 +134,7 @@ def _gather(seat: Seat, control: SocketControl, moved: Callable[[], bool] | None
             raise MovedError from None
         raise
     group = Group.world(seat.rank, seat.size, name)
-    control.join(group, _ignore)
+    control.join(group)
     if seat.rank == 0:
         control.set(_open(group), b"")
     elif moved is not None:
@@ -162,7 +162,3 @@ def _open(group: Group) -> str:
 def _process(number: int) -> str:
     """A name for this process that no other one has; a fork has another number."""
     return f"{number}-{uuid.uuid4().hex}"
-
-
-def _ignore(_cause: Cause) -> None:
-    """Who waits in `_gather` gets the cause as an error."""

@@ -13,7 +13,7 @@ from unisono.compose.agreement import Agreement
 from unisono.compose.bulk import Bulk
 from unisono.compose.carrying import Carrier
 from unisono.compose.routing import Renumbered, Routes
-from unisono.control import Cause, Control
+from unisono.control import Control
 from unisono.deferred import Deferred
 from unisono.errors import ClosedError, CommTimeoutError, UnavailableError
 from unisono.fingerprint import Fingerprint
@@ -77,7 +77,7 @@ class Hierarchical(Transport):
             if self._lanes is not None:
                 undo.callback(self._lanes.close)
             inside_group = group.child(f"host {here}", self._here)
-            control.join(inside_group, _ignore)
+            control.join(inside_group)
             undo.callback(control.leave, inside_group)
             self.inner = self._numbered(inner(inside_group)) if len(self._here) > 1 else None
             if self.inner is not None:
@@ -245,7 +245,3 @@ def _common(inner: Transport, outer: Transport) -> frozenset[str]:
             f"{', '.join(sorted(outer.devices))}; take two backends for the same devices, such as 'shm+gloo'"
         )
     return frozenset(both)
-
-
-def _ignore(_cause: Cause) -> None:
-    """The failure of a host's ranks is one of the whole group, and told there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from unisono.compose.hierarchical import Hosts, over
-from unisono.control import Cause, Control
+from unisono.control import Control
 from unisono.group import Group
 from unisono.transport import Options, Transport
 from unisono.transports import TRANSPORTS
@@ -83,7 +83,7 @@ def transport_named(name: str) -> Connectable:
 
 def find_hosts(name: str, group: Group, control: Control, timeout: float) -> Hosts:
     """For each host, the ranks that a transport of this name connects there, by proof. Collective."""
-    control.join(group, _ignore)
+    control.join(group)
     return TRANSPORTS[name].neighbours(group, control, timeout)
 
 
@@ -92,7 +92,3 @@ def _within(hosts: Hosts, size: int) -> Hosts:
     if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
         raise ValueError(f"hosts={[list(ranks) for ranks in hosts]} must name each of the ranks 0 to {size - 1} once")
     return tuple(tuple(ranks) for ranks in hosts)
-
-
-def _ignore(_cause: Cause) -> None:
-    """Who waits gets the cause as an error."""

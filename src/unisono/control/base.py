@@ -80,8 +80,8 @@ class Control(ABC):
 
     # -- groups --------------------------------------------------------------------------------
     @abstractmethod
-    def join(self, group: Group, on_failure: Callable[[Cause], None]) -> None:
-        """Be present in a group. `on_failure` is called once, from any thread, at its first failure."""
+    def join(self, group: Group, on_failure: Callable[[Cause], None] | None = None) -> None:
+        """Be present in a group. `on_failure`, if given, is called once, from any thread, at its first failure."""
 
     @abstractmethod
     def leave(self, group: Group, patience: float = 0.0) -> None:

@@ -178,7 +178,7 @@ class Requester(Control, ABC):
         return int(self._ask("num_keys"))
 
     # -- groups ------------------------------------------------------------------------------------
-    def join(self, group: Group, on_failure: Callable[[Cause], None]) -> None:
+    def join(self, group: Group, on_failure: Callable[[Cause], None] | None = None) -> None:
         before = self._members.get(group.name)
         self._members[group.name] = Membership(group, on_failure)
         try:

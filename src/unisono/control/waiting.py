@@ -46,7 +46,7 @@ class Waiter:
 class Membership:
     """This rank's presence in one group."""
 
-    def __init__(self, group: Group, on_failure: Callable[[Cause], None]) -> None:
+    def __init__(self, group: Group, on_failure: Callable[[Cause], None] | None) -> None:
         self.group = group
         self.cause: Cause | None = None
         self.told = threading.Event()
@@ -60,4 +60,5 @@ class Membership:
                 return None
             self.cause = cause
         self.told.set()
-        return lambda: self._on_failure(cause)
+        on_failure = self._on_failure
+        return None if on_failure is None else lambda: on_failure(cause)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from unisono import wire
-from unisono.control import Cause, Control
+from unisono.control import Control
 from unisono.control.sockets import listen, tune
 from unisono.errors import CommError
 from unisono.group import Group
@@ -38,7 +38,7 @@ def meet(group: Group, control: Control, hosts: Sequence[Sequence[int]], address
     Raises:
         CommError: On every rank: who could not reach whom, at which address, and what to set.
     """
-    control.join(group, _ignore)
+    control.join(group)
     firsts = [ranks[0] for ranks in hosts]
     if group.rank not in firsts:
         _conclude(group, control, "", timeout)
@@ -58,10 +58,6 @@ def check_ways(group: Group, control: Control, hosts: Sequence[Sequence[int]], a
     lanes = meet(group, control, hosts, address, timeout)
     if lanes is not None:
         lanes.close()
-
-
-def _ignore(_cause: Cause) -> None:
-    """Who waits gets the cause as an error."""
 
 
 def _conclude(group: Group, control: Control, problem: str, timeout: float) -> None:

@@ -77,7 +77,7 @@ class MpiTransport(Transport):
         if group.size == 1:
             return cls(group, Comms(Base.part(mpi.COMM_SELF, [0], 0), [0], group.name), control, options)
         world = mpi.COMM_WORLD
-        control.join(group, _ignore)
+        control.join(group)
         cards = control.exchange(group, "MPI's world", (world.Get_rank(), world.Get_size()), options.timeout_s)
         ranks, sizes = [rank for rank, _ in cards], {size for _, size in cards}
         if len(set(ranks)) < len(ranks) or len(sizes) > 1:
@@ -101,7 +101,7 @@ class MpiTransport(Transport):
             return {rank for known in self._control.exchange(group, "MPI's dead", mine, timeout) for rank in known}
 
         timeout = self._options.timeout_s
-        self._control.join(group, _ignore)
+        self._control.join(group)
         ranks = [self.group.members.index(member) for member in group.members]
         comms = self._comms.renewed(ranks, group.name, union)
         return MpiTransport(group, comms, self._control, self._options)
@@ -231,10 +231,6 @@ class MpiTransport(Transport):
         if self._comms.deadline is not None:
             # Nothing else ends a collective that has begun.
             self._comms.revoke(cause)
-
-
-def _ignore(_cause: Cause) -> None:
-    """Who waits gets the cause as an error."""
 
 
 TRANSPORT = MpiTransport

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from unisono.data import DataPartitioner, Partition
-from unisono.testing.partitions import check_lossless, check_partitioner, check_random_state, check_seed, check_sizes
+from unisono.testing.partitioners import check_division, check_seed
 
 
 class Mutant(DataPartitioner[int]):
@@ -88,29 +88,29 @@ class DoesNotShuffle(Mutant):
 
 
 def test_the_base_of_all_mutants_is_right() -> None:
-    check_partitioner(Mutant, 100, [1 / 3, 1 / 3, 1 / 3], seed=1)
+    check_division(Mutant, 100, [1 / 3, 1 / 3, 1 / 3], seed=1)
     check_seed(Mutant)
 
 
 @pytest.mark.parametrize("mutant", [LosesTheRemainder, Overlaps, DrawsWithReplacement, ShufflesPerRank])
 def test_lossy_ones_are_killed(mutant: type[Mutant]) -> None:
     with pytest.raises(AssertionError, match=r"in no part|more than one place"):
-        check_lossless(mutant, 100, [1 / 3, 1 / 3, 1 / 3], seed=1)
+        check_division(mutant, 100, [1 / 3, 1 / 3, 1 / 3], seed=1)
 
 
 def test_uneven_ones_are_killed() -> None:
     with pytest.raises(AssertionError, match="part 6 has 5 of 11"):
-        check_sizes(GivesTheRemainderToTheLast, 11, [1 / 7] * 7, seed=1)
+        check_division(GivesTheRemainderToTheLast, 11, [1 / 7] * 7, seed=1)
 
 
 def test_those_that_differ_from_call_to_call_are_killed() -> None:
     with pytest.raises(AssertionError):
-        check_partitioner(ShufflesByChance, 100, [0.5, 0.5], seed=1)
+        check_division(ShufflesByChance, 100, [0.5, 0.5], seed=1)
 
 
 def test_those_that_disturb_others_are_killed() -> None:
     with pytest.raises(AssertionError, match="Python's global random generator was changed"):
-        check_random_state(ShufflesGlobally, 100, [0.5, 0.5], seed=1)
+        check_division(ShufflesGlobally, 100, [0.5, 0.5], seed=1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from unisono.data import DataPartitioner, Partition
-from unisono.testing.partitions import check_partitioner, check_seed
+from unisono.testing.partitioners import check_division, check_seed
 
 THIRDS = [1 / 3, 1 / 3, 1 / 3]
 
@@ -29,7 +29,7 @@ fractions = (
 @example(count=3, sizes=[0.1] * 10, seed=0)
 @example(count=0, sizes=[0.5, 0.5], seed=0)
 def test_nothing_is_lost(count: int, sizes: list[float], seed: int) -> None:
-    check_partitioner(DataPartitioner, count, sizes, seed)
+    check_division(DataPartitioner, count, sizes, seed)
 
 
 def test_seed_shuffles() -> None:
@@ -37,7 +37,7 @@ def test_seed_shuffles() -> None:
 
 
 def test_parts_of_many_ranks() -> None:
-    check_partitioner(DataPartitioner, 1009, [1 / 97] * 97, seed=0)
+    check_division(DataPartitioner, 1009, [1 / 97] * 97, seed=0)
 
 
 def test_order_is_the_same_everywhere() -> None:

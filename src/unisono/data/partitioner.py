@@ -45,7 +45,7 @@ class Partitioner(ABC):
     """Deals the samples of an epoch to parts. It holds no state: the same arguments give the same parts everywhere.
 
     Every sample goes to exactly one part. That, and the bounds that a partitioner states, are checked by
-    `unisono.testing.partitions` for every one that has a name.
+    `unisono.testing.partitioners` for every one that has a name.
 
     Attributes:
         shuffles: Whether an epoch is shuffled if nobody says otherwise.

@@ -1,4 +1,4 @@
-"""What must hold of every partitioner that has a name, and of samplers: plain functions that raise `AssertionError`.
+"""Checks of partitioners, of functions that divide samples, and of samplers; they raise `AssertionError`.
 
     check_partitioner(un.data.PARTITIONERS["strided"].of, Samples(1000), sizes=[0.5, 0.3, 0.2], seed=0)
 
@@ -8,8 +8,9 @@ Every rank makes a partitioner of its own, as in a real job.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -20,10 +21,13 @@ from unisono.data.partitioner import Partitioner
 from unisono.data.shares import equal_shares
 
 __all__ = [
+    "Divide",
     "Make",
     "MakeSampler",
+    "Parts",
     "Samples",
     "check_balance",
+    "check_division",
     "check_epochs",
     "check_global_order",
     "check_lossless",
@@ -31,6 +35,7 @@ __all__ = [
     "check_ranks",
     "check_resume",
     "check_same_everywhere",
+    "check_seed",
     "check_states",
 ]
 
@@ -39,6 +44,18 @@ Make = Callable[[Any], Partitioner]
 
 MakeSampler = Callable[..., PartitionSampler]
 """Called as `PartitionSampler` is, with a dataset, `num_replicas` and `rank`."""
+
+
+class Parts(Protocol):
+    """A division into parts, such as a `DataPartitioner`."""
+
+    def use(self, rank: int) -> Iterable[int]:
+        """The samples of this rank."""
+        ...
+
+
+Divide = Callable[[Sequence[int], Sequence[float], int], Parts]
+"""Divides samples, as `DataPartitioner` does; called with the samples, the fractions and a seed."""
 
 
 class Samples(torch.utils.data.Dataset[int]):
@@ -98,10 +115,8 @@ def check_lossless(make: Make, dataset: Any, sizes: Sequence[float], seed: int) 
 
 def check_same_everywhere(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
     """Two ranks come to the same parts, and the global random generators are left as they were."""
-    before = random.getstate(), torch.get_rng_state()
-    (first, ours), (second, theirs) = (_divided(make, dataset, sizes, seed) for _ in range(2))
-    assert random.getstate() == before[0], "Python's global random generator was changed"
-    assert torch.equal(torch.get_rng_state(), before[1]), "torch's global random generator was changed"
+    with _undisturbed():
+        (first, ours), (second, theirs) = (_divided(make, dataset, sizes, seed) for _ in range(2))
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         same = torch.equal(first.take(mine), second.take(other))
         assert same, f"part {number} is one thing on one rank, and another on the next"
@@ -215,6 +230,44 @@ def check_epochs(make: MakeSampler, dataset: Any) -> None:
     assert orders[0] == orders[2], "epoch 0 has another order when it comes again"
     assert orders[0] != orders[1], "epochs 0 and 1 have the same order"
     assert orders[0] != list(other), "seeds 0 and 1 have the same order"
+
+
+def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> None:
+    """A division of `count` samples is lossless, the same everywhere, and less than one sample away from each fraction.
+
+    Example:
+        >>> from unisono.data import DataPartitioner
+        >>> check_division(DataPartitioner, count=10, sizes=[0.7, 0.2, 0.1], seed=0)
+    """
+    with _undisturbed():
+        held, again = (_held(divide, count, sizes, seed) for _ in range(2))
+    assert held == again, f"two calls alike, with seed {seed}, gave {held} and {again}"
+    _check_cover([torch.tensor(part, dtype=torch.int64) for part in held], count)
+    for rank, (part, size) in enumerate(zip(held, sizes, strict=True)):
+        # Fractions are rounded.
+        assert abs(len(part) - size * count) < 1 + 1e-6, f"part {rank} has {len(part)} of {count}, but size {size}"
+
+
+def check_seed(divide: Divide) -> None:
+    """Samples are shuffled, and another seed shuffles them otherwise."""
+    orders = [_held(divide, 100, [0.5, 0.5], seed)[0] for seed in (1, 2)]
+    for order in orders:
+        assert order != sorted(order), "the samples of a part are in their old order"
+    assert orders[0] != orders[1], "seeds 1 and 2 shuffle alike"
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Check that the global random generators are left as they were."""
+    before = random.getstate(), torch.get_rng_state()
+    yield
+    assert random.getstate() == before[0], "Python's global random generator was changed"
+    assert torch.equal(torch.get_rng_state(), before[1]), "torch's global random generator was changed"
+
+
+def _held(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> list[list[int]]:
+    """The samples of each part; every rank divides by itself, as in a real job."""
+    return [list(divide(range(count), sizes, seed).use(rank)) for rank in range(len(sizes))]
 
 
 def _divided(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> tuple[Indices, list[torch.Tensor]]:

@@ -1,27 +1,61 @@
-"""The page of the docs that says what each backend carries is what the transports declare."""
+"""The tables of docs/backends.md are what the transports declare; run as a program, this file writes them there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from unisono.capabilities import DEVICES, backends, how, tables
 from unisono.schedules import COLLECTIVES
 from unisono.transports import TRANSPORTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
+MARK = "<!-- tables -->\n"
+DEVICES = ("cpu", "cuda")
+# Parts of torch that only special builds of it have.
+RARE = frozenset({"ucc", "xccl"})
+
+
+def backends() -> list[str]:
+    """Backends that have a column: all of the registry but the rare ones."""
+    return [name for name in TRANSPORTS.names() if name not in RARE]
+
+
+def how(backend: str, operation: str, device: str) -> str:
+    """A backend's way of carrying a collective, or "send, recv", on tensors of a device, in the words of the page."""
+    declared = TRANSPORTS[backend].declared(backend)
+    if device not in declared.devices:
+        return "no"
+    way = "native" if operation in declared.native else "messages"
+    return f"{way}, by way of the CPU" if device in declared.staged else way
+
+
+def tables() -> str:
+    """Markdown with a table for each device, a row for each operation, a column for each backend."""
+    operations = ["send, recv", *sorted(COLLECTIVES)]
+    parts = []
+    for device in DEVICES:
+        shown = [name for name in backends() if device in TRANSPORTS[name].declared(name).devices]
+        rows = [[operation, *(how(name, operation, device) for name in shown)] for operation in operations]
+        parts.append("\n".join([f"### Tensors on {device.upper()}", "", *table(["operation", *shown], rows)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def test_the_page_says_what_is_declared() -> None:
-    found = PAGE.read_text().partition("<!-- tables -->\n")[2]
-    assert found == tables(), "put what unisono.capabilities.tables() returns under the mark in docs/backends.md"
+    found = PAGE.read_text().partition(MARK)[2]
+    assert found == tables(), "run python tests/house/test_backends_page.py"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_backend_and_operation_has_its_place(device: str) -> None:
-    table = tables().split("### ")[1 + DEVICES.index(device)]
-    head, _, *rows = [line for line in table.splitlines() if line.startswith("|")]
+    shown_table = tables().split("### ")[1 + DEVICES.index(device)]
+    head, _, *rows = [line for line in shown_table.splitlines() if line.startswith("|")]
     assert [row.split("|")[1].strip() for row in rows] == ["send, recv", *sorted(COLLECTIVES)]
     shown = [cell.strip() for cell in head.split("|")[2:-1]]
     assert {"gloo", "mpi", "shm"} <= set(shown) <= set(backends())
@@ -38,7 +72,17 @@ def test_a_declaration_is_what_a_transport_then_can(name: str) -> None:
     assert (how(name, "all_reduce", "cpu") == "no") == ("cpu" not in declared.devices)
 
 
+def test_each_way_is_known() -> None:
+    assert how("mpi", "all_reduce", "cuda") == "native, by way of the CPU"
+    assert how("thread", "all_reduce", "cpu") == "messages"
+    assert how("nccl", "barrier", "cpu") == "no"
+
+
 def test_a_new_backend_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = tables()
     monkeypatch.setattr(TRANSPORTS["thread"], "native", frozenset({"barrier"}))
     assert tables() != before
+
+
+if __name__ == "__main__":
+    PAGE.write_text("".join([*PAGE.read_text().partition(MARK)[:2], tables()]))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from unisono.cores import cores
 from unisono.errors import CommError
+from unisono.mpilib import find_mpirun
 
-__all__ = ["JOB", "RESULT", "find_mpirun", "run_under_mpi"]
+__all__ = ["JOB", "RESULT", "run_under_mpi"]
 
 JOB, RESULT = "job", "result"
 """Files in the ranks' folder."""
@@ -19,11 +19,6 @@ JOB, RESULT = "job", "result"
 # Not imported here, for the ranks run it as their main module.
 _RANK = "unisono.bench.mpi_rank"
 _END_S = 10.0
-
-
-def find_mpirun() -> str | None:
-    """The mpirun beside this interpreter, where pip puts it, or the one on the path."""
-    return shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 
 
 def run_under_mpi(folder: Path, ranks: int, limit_s: float) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.bench.mpirun import find_mpirun
 from unisono.bench.peer import Peer
 from unisono.bench.problem import REDUCING, Problem, Slot
 from unisono.communicator import Communicator
 from unisono.errors import UnavailableError
+from unisono.mpilib import find_mpirun
 from unisono.types import ReduceOp
 
 if TYPE_CHECKING:

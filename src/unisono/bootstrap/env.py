@@ -6,7 +6,7 @@ import os
 
 from unisono.bootstrap.agent import find_by_agent
 from unisono.bootstrap.meeting import Seat
-from unisono.bootstrap.place import Place, Request, checked
+from unisono.bootstrap.place import Place, Request, checked, env_number
 from unisono.bootstrap.tcp import find_at
 
 __all__ = ["find", "here"]
@@ -23,7 +23,7 @@ def find(request: Request) -> Place:
     """The place that the environment tells; what the caller gave goes before it."""
     rank, size = request.rank, request.size = _both(request)
     host = os.environ.get("MASTER_ADDR")
-    port = _number("MASTER_PORT")
+    port = env_number("MASTER_PORT")
     if not host or port is None:
         missing = "MASTER_PORT" if host else "MASTER_ADDR"
         raise ValueError(
@@ -35,13 +35,13 @@ def find(request: Request) -> Place:
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where = f"torchrun's agent at {host}:{port}" if by_agent else f"MASTER_ADDR {host}:{port}"
     source = f"rank {rank} of {size} by the environment, met at {where}"
-    seat = Seat(rank, size, _number("LOCAL_RANK"), request.deadline, source)
+    seat = Seat(rank, size, env_number("LOCAL_RANK"), request.deadline, source)
     return (find_by_agent if by_agent else find_at)(seat, host, port, request.secret)
 
 
 def _both(request: Request) -> tuple[int, int]:
-    rank = _number("RANK") if request.rank is None else request.rank
-    size = _number("WORLD_SIZE") if request.size is None else request.size
+    rank = env_number("RANK") if request.rank is None else request.rank
+    size = env_number("WORLD_SIZE") if request.size is None else request.size
     if rank is None or size is None:
         if rank is None and size is None:
             raise ValueError("neither RANK nor WORLD_SIZE is set; start with torchrun, or pass rank and world_size")
@@ -50,13 +50,3 @@ def _both(request: Request) -> tuple[int, int]:
             f"{there} is known but {missing} is not; set both on every rank, or neither for a world of one"
         )
     return checked(rank, size)
-
-
-def _number(name: str) -> int | None:
-    text = os.environ.get(name)
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}, which is not a number") from None

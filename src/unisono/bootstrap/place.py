@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from unisono.control import Control
 from unisono.control.server import Server
 
-__all__ = ["Place", "Request", "checked", "nothing"]
+__all__ = ["Place", "Request", "checked", "env_number", "nothing"]
 
 
 @dataclass(slots=True)
@@ -45,6 +46,17 @@ def checked(rank: int, size: int) -> tuple[int, int]:
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not among 0 to {size - 1}, the ranks of a world of {size}")
     return rank, size
+
+
+def env_number(name: str) -> int | None:
+    """The whole number in an environment variable; None if it is not set, or empty."""
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, which is not a number") from None
 
 
 def nothing() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from unisono.bootstrap import alone
 from unisono.bootstrap.hostlist import expand
 from unisono.bootstrap.meeting import Seat
-from unisono.bootstrap.place import Place, Request, checked
+from unisono.bootstrap.place import Place, Request, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.errors import CommTimeoutError
 from unisono.hosts import address_towards
@@ -74,7 +74,7 @@ def find(request: Request) -> Place:
     task = step()
     job = os.environ.get("SLURM_JOB_ID", "?")
     if task is None:
-        asked = _number("SLURM_NTASKS")
+        asked = env_number("SLURM_NTASKS")
         source = f"Slurm job {job} runs no step here: a world of one; start the ranks by srun"
         if asked is not None and asked > 1:
             _log.warning("unisono: %s (the job has %d tasks)", source, asked)
@@ -93,7 +93,7 @@ def step() -> Step | None:
     Raises:
         ValueError: A variable makes no sense.
     """
-    rank = _number("SLURM_PROCID")
+    rank = env_number("SLURM_PROCID")
     number = _first("SLURM_STEP_ID", "SLURM_STEPID")
     size = _first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     if rank is None or size is None:
@@ -105,12 +105,12 @@ def step() -> Step | None:
     rank, size = checked(rank, size)
     names = next(filter(None, map(os.environ.get, _NODE_LISTS)), None)
     nodes = tuple(expand(names)) if names else ()
-    return Step(rank, size, _number("SLURM_LOCALID"), _number("SLURM_JOB_ID") or 0, number or 0, nodes)
+    return Step(rank, size, env_number("SLURM_LOCALID"), env_number("SLURM_JOB_ID") or 0, number or 0, nodes)
 
 
 def _meet(task: Step, request: Request) -> Place:
     request.rank, request.size = task.rank, task.size
-    port = _number("MASTER_PORT")
+    port = env_number("MASTER_PORT")
     if port is None:
         port = port_of(task.job, task.number)
     elif not 0 < port < 65536:
@@ -149,14 +149,4 @@ def _is_loopback(name: str) -> bool:
 
 
 def _first(*names: str) -> int | None:
-    return next((number for number in map(_number, names) if number is not None), None)
-
-
-def _number(name: str) -> int | None:
-    text = os.environ.get(name)
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}, which is not a number") from None
+    return next((number for number in map(env_number, names) if number is not None), None)

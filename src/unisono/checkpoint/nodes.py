@@ -24,7 +24,6 @@ __all__ = [
     "group_sizes",
     "has_objects",
     "has_tensors",
-    "join",
     "leaves",
     "tagged",
     "taken_over",
@@ -93,11 +92,6 @@ def _any(value: Any, holds: Callable[[Any], bool]) -> bool:
     if isinstance(value, (dict, list, tuple)):
         return any(_any(item, holds) for item in (value.values() if isinstance(value, dict) else value))
     return holds(value)
-
-
-def join(path: str, key: object) -> str:
-    """The path of what a container holds under a key."""
-    return f"{path}.{key}" if path else str(key)
 
 
 def entries_of(node: Node) -> dict[Any, Node] | None:

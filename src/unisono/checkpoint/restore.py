@@ -20,13 +20,12 @@ from unisono.checkpoint.nodes import (
     group_sizes,
     has_objects,
     has_tensors,
-    join,
     tagged,
     why_unfillable,
     with_versions,
 )
 from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
-from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
+from unisono.checkpoint.tree import Node, join, names_in, tag_of, unpack
 
 __all__ = ["Restoration"]
 

@@ -17,7 +17,7 @@ import torch
 
 from unisono.checkpoint.dtypes import as_bytes, check_savable, dtype_of, memory_of, name_of
 
-__all__ = ["MAX_DEPTH", "Node", "Packer", "names_in", "tag_of", "unpack"]
+__all__ = ["MAX_DEPTH", "Node", "Packer", "join", "names_in", "tag_of", "unpack"]
 
 Node = Any
 """A value as JSON has it: None, bool, int, float, str, list, dict."""
@@ -95,7 +95,7 @@ class Packer:
             return {"$size": list(value)}
         node = self._numbers(value, path)
         if node is None:
-            node = [self.pack(item, _join(path, i), depth + 1) for i, item in enumerate(value)]
+            node = [self.pack(item, join(path, i), depth + 1) for i, item in enumerate(value)]
         return {"$tuple": node} if isinstance(value, tuple) else node
 
     def _numbers(self, value: Any, path: str) -> Node | None:
@@ -114,9 +114,9 @@ class Packer:
         tag = "$ordered" if isinstance(value, OrderedDict) else "$counter" if isinstance(value, Counter) else None
         plain = all(type(key) is str for key in value) and not any(key.startswith("$") for key in value)
         if plain and tag is None:
-            return {key: self.pack(item, _join(path, key), depth + 1) for key, item in value.items()}
+            return {key: self.pack(item, join(path, key), depth + 1) for key, item in value.items()}
         pairs = [
-            [self.pack(key, f"{path} (a key)", depth + 1), self.pack(item, _join(path, key), depth + 1)]
+            [self.pack(key, f"{path} (a key)", depth + 1), self.pack(item, join(path, key), depth + 1)]
             for key, item in value.items()
         ]
         return {tag or "$dict": pairs}
@@ -157,7 +157,8 @@ class Packer:
         return {tag: [array.dtype.str, list(array.shape), self.keep(flat, path)]}
 
 
-def _join(path: str, key: object) -> str:
+def join(path: str, key: object) -> str:
+    """The path of what a container holds under a key."""
     return f"{path}.{key}" if path else str(key)
 
 

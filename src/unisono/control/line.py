@@ -11,7 +11,7 @@ import time
 from unisono import wire
 from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting, rank_claim
 from unisono.control.door import Door
-from unisono.control.sockets import tune
+from unisono.control.sockets import recv_exactly, tune
 from unisono.errors import CommError, CommTimeoutError
 
 __all__ = ["Line", "connect"]
@@ -144,11 +144,11 @@ def _greet(address: tuple[str, int], secret: bytes, timeout: float, rank: int | 
         tune(peer)
         greeting = Greeting(secret, client=True)
         peer.sendall(greeting.hello)
-        if not greeting.meet(_exactly(peer, HELLO_BYTES)):
+        if not greeting.meet(recv_exactly(peer, HELLO_BYTES)):
             raise CommError(
                 f"what answers at {address[0]}:{address[1]} is no control plane of unisono; choose another port"
             )
-        if not greeting.accepts(_exactly(peer, PROOF_BYTES)):
+        if not greeting.accepts(recv_exactly(peer, PROOF_BYTES)):
             if rank is not None:
                 with contextlib.suppress(OSError):
                     peer.sendall(rank_claim(rank))
@@ -161,13 +161,3 @@ def _greet(address: tuple[str, int], secret: bytes, timeout: float, rank: int | 
     except BaseException:
         peer.close()
         raise
-
-
-def _exactly(peer: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = peer.recv(count - len(data))
-        if not more:
-            raise ConnectionError("the connection was closed at once")
-        data += more
-    return data

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from unisono.errors import CommError
 
-__all__ = ["Holder", "close_after_fork", "listen", "tune"]
+__all__ = ["Holder", "close_after_fork", "listen", "recv_exactly", "tune"]
 
 # A host that vanishes without a word is noticed after about this long.
 _SILENCE_S = 20
@@ -91,3 +91,14 @@ def _reason(error: OSError, host: str, port: int) -> str:
     if error.errno == errno.EACCES:
         return f"port {port} is reserved; choose one from 1024 to 65535"
     return f"{error.strerror or error}"
+
+
+def recv_exactly(peer: socket.socket, count: int) -> bytes:
+    """Receive so many bytes; `ConnectionError` if the connection is closed before."""
+    data = b""
+    while len(data) < count:
+        more = peer.recv(count - len(data))
+        if not more:
+            raise ConnectionError("the connection was closed at once")
+        data += more
+    return data

@@ -13,7 +13,7 @@ import time
 from unisono import wire
 from unisono.control import Control, error_of
 from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting
-from unisono.control.sockets import listen, tune
+from unisono.control.sockets import listen, recv_exactly, tune
 from unisono.crew import Crew
 from unisono.errors import CommError, CommTimeoutError
 from unisono.group import Group
@@ -77,7 +77,7 @@ def _reach(place: tuple[str, int], secret: bytes, rank: int, peer: int, deadline
         tune(line)
         greeting = Greeting(secret, client=True)
         line.sendall(greeting.hello)
-        if not greeting.meet(_exactly(line, HELLO_BYTES)) or not greeting.accepts(_exactly(line, PROOF_BYTES)):
+        if not greeting.meet(recv_exactly(line, HELLO_BYTES)) or not greeting.accepts(recv_exactly(line, PROOF_BYTES)):
             raise CommError(f"something else than rank {peer} answers at {place[0]}:{place[1]}", peer=peer)
         channel = greeting.channel()
         line.sendall(greeting.proof() + channel.seal(_RANK.pack(rank)))
@@ -134,25 +134,15 @@ def _hear(
         line.settimeout(_HELLO_WITHIN_S)
         tune(line)
         greeting = Greeting(secret, client=False)
-        if not greeting.meet(_exactly(line, HELLO_BYTES)):
+        if not greeting.meet(recv_exactly(line, HELLO_BYTES)):
             raise ConnectionError("it speaks of something else")
         line.sendall(greeting.hello + greeting.proof())
-        if not greeting.accepts(_exactly(line, PROOF_BYTES)):
+        if not greeting.accepts(recv_exactly(line, PROOF_BYTES)):
             raise ConnectionError("it does not know the secret")
         channel = greeting.channel()
-        (content,) = channel.open(_exactly(line, len(Channel(secret, secret).seal(_RANK.pack(0)))))
+        (content,) = channel.open(recv_exactly(line, len(Channel(secret, secret).seal(_RANK.pack(0)))))
         known.put((_RANK.unpack(content)[0], (line, channel)))
     except (OSError, ValueError):
         line.close()
     finally:
         strangers.release()
-
-
-def _exactly(line: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = line.recv(count - len(data))
-        if not more:
-            raise ConnectionError("the connection was closed")
-        data += more
-    return data

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from unisono.cores import cores
 from unisono.errors import CommError
+from unisono.launching.mpirun import running
 from unisono.mpilib import find_mpirun
 
 __all__ = ["JOB", "RESULT", "run_under_mpi"]
@@ -18,7 +17,6 @@ JOB, RESULT = "job", "result"
 
 # Not imported here, for the ranks run it as their main module.
 _RANK = "unisono.bench.mpi_rank"
-_END_S = 10.0
 
 
 def run_under_mpi(folder: Path, ranks: int, limit_s: float) -> None:
@@ -29,28 +27,13 @@ def run_under_mpi(folder: Path, ranks: int, limit_s: float) -> None:
     """
     mpirun = find_mpirun()
     assert mpirun is not None
-    # Nobody is bound to a processor: the others' threads could not leave it either.
-    options = ["-n", str(ranks), "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
-    crowded = ranks > cores()
-    environment = os.environ | {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_mpi_yield_when_idle": str(int(crowded)),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [mpirun, *options, sys.executable, "-m", _RANK, str(folder)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
-    try:
-        status = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        raise CommError(f"the ranks under mpirun had not ended after {limit_s:.0f} s, and were ended") from None
-    finally:
-        # Asked politely, mpirun ends its ranks.
-        process.terminate()
+    # A rank that is bound to a processor would bind the threads of all contenders to it.
+    options = ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+    command = [mpirun, "-n", str(ranks), *options, sys.executable, "-m", _RANK, str(folder)]
+    with running(command, ranks, OMP_NUM_THREADS="1") as process:
         try:
-            process.wait(_END_S)
+            status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            raise CommError(f"the ranks under mpirun had not ended after {limit_s:.0f} s, and were ended") from None
     if status:
         raise CommError(f"mpirun ended with status {status}; what the ranks printed says why")

@@ -27,7 +27,7 @@ from unisono.launching.processes import by_value, share_of_cores
 from unisono.launching.rank import Orders
 from unisono.mpilib import find_mpirun, unlaunched
 
-__all__ = ["ORDERS", "RANKS", "run_mpirun"]
+__all__ = ["ORDERS", "RANKS", "run_mpirun", "running"]
 
 ORDERS, RANKS = "orders", "ranks"
 """In the ranks' folder: a file that says what they are to do, and the socket at which they report."""
@@ -62,7 +62,7 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
         (folder / ORDERS).write_bytes(cloudpickle.dumps((orders, key, list(sys.path))))
         command = [mpirun, *_survival(mpirun, on_failure), "-n", str(size), sys.executable, "-m", _RANK, name]
         try:
-            with Listener(str(folder / RANKS), authkey=key) as listener, _running(command, size) as process:
+            with Listener(str(folder / RANKS), authkey=key) as listener, running(command, size) as process:
                 links = _Links(listener, process, size, (str(folder / RANKS), key)).links
                 return _watch(links, size, process, on_failure)
         finally:
@@ -77,9 +77,9 @@ def _survival(mpirun: str, on_failure: str) -> list[str]:
 
 
 @contextmanager
-def _running(command: list[str], size: int) -> Iterator[subprocess.Popen[bytes]]:
-    """mpirun, until its ranks have ended; they print as this process does."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_environment(size))
+def running(command: list[str], size: int, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run mpirun, with more environment variables, and end it with the block; its ranks print as this process does."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_environment(size) | variables)
     try:
         yield process
     finally:

@@ -63,7 +63,7 @@ def assail(place: tuple[str, int], kind: str) -> bytes:
                 heard += line.recv(4096)
                 line.sendall(greeting.proof() + Channel(b"k", b"k").seal(struct.pack("<I", 1)))
             elif kind == "replay":
-                line.sendall(b"unisono1" + bytes(32) + bytes(32) + bytes(24))
+                line.sendall(b"unisono2" + bytes(32) + bytes(32) + bytes(24))
             while more := line.recv(4096):
                 heard += more
         except (ConnectionError, TimeoutError):
@@ -78,6 +78,7 @@ def test_strangers_are_turned_away_while_ranks_meet(kind: str) -> None:
     groups = [Group.world(rank, 2) for rank in range(2)]
 
     def come(rank: int) -> None:
+        controls[rank].join(groups[rank], lambda cause: None)
         found[rank] = meet(groups[rank], controls[rank], "127.0.0.1", LIMIT_S)
 
     first = threading.Thread(target=come, args=(0,))
@@ -104,7 +105,9 @@ def boxes() -> tuple[TcpMailbox, TcpMailbox]:
     hub, made = LocalHub(), dict[int, TcpMailbox]()
 
     def make(rank: int) -> None:
-        made[rank] = TcpMailbox(Group.world(rank, 2), hub.control(), "127.0.0.1", LIMIT_S)
+        group, control = Group.world(rank, 2), hub.control()
+        control.join(group, lambda cause: None)
+        made[rank] = TcpMailbox(group, control, "127.0.0.1", LIMIT_S)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 from unisono import wire
-from unisono.control import server as server_module
+from unisono.control import handshake
 from unisono.control.channel import HELLO_BYTES, Greeting
 from unisono.control.client import SocketControl
 from unisono.control.line import connect
@@ -68,7 +68,7 @@ def test_a_wrong_proof_ends_the_connection(server: Server, client: SocketControl
 def test_who_says_nothing_is_turned_away(
     monkeypatch: pytest.MonkeyPatch, server: Server, client: SocketControl
 ) -> None:
-    monkeypatch.setattr(server_module, "_HELLO_WITHIN_S", 0.1)
+    monkeypatch.setattr(handshake, "_WITHIN_S", 0.1)
     with socket.create_connection(server.address) as stranger:
         assert everything(stranger) == b""
     assert works(client)
@@ -77,7 +77,7 @@ def test_who_says_nothing_is_turned_away(
 def test_too_many_strangers_make_room_for_each_other(
     monkeypatch: pytest.MonkeyPatch, server: Server, client: SocketControl
 ) -> None:
-    monkeypatch.setattr(server_module, "_MAX_STRANGERS", 3)
+    monkeypatch.setattr(handshake, "_MAX_PENDING", 3)
     strangers = [socket.create_connection(server.address) for _ in range(5)]
     assert [everything(stranger) for stranger in strangers[:2]] == [b"", b""]
     assert works(client)

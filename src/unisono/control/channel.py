@@ -1,12 +1,13 @@
 """The form of what travels on a control connection: a mutual proof of the secret, then authenticated frames.
 
-Nothing is encrypted. Who does not know the secret can neither be heard nor pass for a rank, and cannot
+Nothing is encrypted. A process that does not know the secret can neither be heard nor pass for a rank, and cannot
 change, repeat, drop or reorder a frame without ending the connection.
 
 1. The client sends its hello: a fixed word and 32 random bytes, its nonce.
 2. The server sends its hello, and its proof: an HMAC-SHA256 over both nonces with the secret as key.
-3. The client sends its own proof; or, if the server's was wrong, its rank, so that the server can name it. Both
-   derive one key a direction; every later byte is in a frame.
+3. The client sends its own proof, over its rank too, and its rank. If the server's proof was wrong, it sends zeros
+   instead of its proof, so that the server can name the rank. Both derive one key for each direction, and every later
+   byte is in a frame.
 
 A frame is its length (4 bytes), a keyed BLAKE2 hash over its number and its content (16 bytes), and the
 content, which nobody parses before the hash is found right.
@@ -19,26 +20,19 @@ import os
 import struct
 from hashlib import blake2b
 
-__all__ = [
-    "HELLO_BYTES",
-    "MAX_FRAME_BYTES",
-    "PROOF_BYTES",
-    "Channel",
-    "Greeting",
-    "InvalidFrameError",
-    "claimed_rank",
-    "rank_claim",
-]
+__all__ = ["HELLO_BYTES", "MAX_FRAME_BYTES", "PROOF_BYTES", "RANK_BYTES", "Channel", "Greeting", "InvalidFrameError"]
 
 MAX_FRAME_BYTES = 64 << 20
 PROOF_BYTES = 32
 
-_WORD = b"unisono1"
+_WORD = b"unisono2"
 _NONCE_BYTES = 32
 HELLO_BYTES = len(_WORD) + _NONCE_BYTES
 
-_CLAIM = struct.Struct("<24sQ")
-_OTHER_SECRET = b"another secret of rank".ljust(24)
+_RANK = struct.Struct("<q")
+_NO_RANK = -1
+_NO_PROOF = bytes(PROOF_BYTES)
+RANK_BYTES = _RANK.size
 
 _HEAD = struct.Struct("<I16s")
 _NUMBER = struct.Struct("<Q")
@@ -84,17 +78,6 @@ class Channel:
         return contents
 
 
-def rank_claim(rank: int) -> bytes:
-    """Make what a rank with another secret sends instead of its proof. It proves nothing."""
-    return _CLAIM.pack(_OTHER_SECRET, rank)
-
-
-def claimed_rank(proof: bytes) -> int | None:
-    """Return the rank of such a claim; None for a proof."""
-    word, rank = _CLAIM.unpack(proof)
-    return rank if word == _OTHER_SECRET else None
-
-
 def _mac(key: bytes, number: int, content: bytes) -> bytes:
     mac = blake2b(_NUMBER.pack(number), key=key, digest_size=16)
     mac.update(content)
@@ -104,33 +87,55 @@ def _mac(key: bytes, number: int, content: bytes) -> bytes:
 class Greeting:
     """One side's part in the proof that both know the secret.
 
+    Args:
+        secret: What both sides should know.
+        client: Whether this side connects.
+        rank: Of the client, if it has one.
+
     Attributes:
-        hello: What to send first.
+        hello: The bytes to send first.
+        rank: The client's, which it has proved, or only claims; see `accepts`.
     """
 
-    def __init__(self, secret: bytes, *, client: bool) -> None:
-        self._secret, self._client = secret, client
+    def __init__(self, secret: bytes, *, client: bool, rank: int | None = None) -> None:
+        self._secret, self._client, self.rank = secret, client, rank
         self._nonce, self._theirs = os.urandom(_NONCE_BYTES), b""
         self.hello = _WORD + self._nonce
 
     def meet(self, hello: bytes) -> bool:
-        """Take the other side's hello; False if it speaks of something else."""
+        """Take the other side's hello; False if that belongs to another protocol."""
         self._theirs = hello[len(_WORD) :]
         return len(hello) == HELLO_BYTES and hello.startswith(_WORD)
 
     def proof(self) -> bytes:
-        """What shows the other side that this one knows the secret."""
-        return self._derive(b"client" if self._client else b"server")
+        """Return the bytes that show the other side that this one knows the secret."""
+        if not self._client:
+            return self._derive(b"server")
+        return self._derive(b"client", self._rank_bytes()) + self._rank_bytes()
+
+    def claim(self) -> bytes:
+        """Return the bytes that name a client whose server has another secret. They prove nothing."""
+        return _NO_PROOF + self._rank_bytes()
 
     def accepts(self, proof: bytes) -> bool:
-        """Whether the other side knows it."""
-        return hmac.compare_digest(proof, self._derive(b"server" if self._client else b"client"))
+        """Return whether the other side knows the secret."""
+        if self._client:
+            return hmac.compare_digest(proof, self._derive(b"server"))
+        proof, rank = proof[:PROOF_BYTES], proof[PROOF_BYTES:]
+        accepted = hmac.compare_digest(proof, self._derive(b"client", rank))
+        (number,) = _RANK.unpack(rank)
+        if number >= 0 and (accepted or proof == _NO_PROOF):
+            self.rank = number
+        return accepted
 
     def channel(self) -> Channel:
-        """For everything that follows."""
+        """Make the channel for everything that follows."""
         keys = self._derive(b"client's frames"), self._derive(b"server's frames")
         return Channel(*keys) if self._client else Channel(*reversed(keys))
 
-    def _derive(self, purpose: bytes) -> bytes:
+    def _rank_bytes(self) -> bytes:
+        return _RANK.pack(_NO_RANK if self.rank is None else self.rank)
+
+    def _derive(self, purpose: bytes, more: bytes = b"") -> bytes:
         nonces = (self._nonce, self._theirs) if self._client else (self._theirs, self._nonce)
-        return hmac.digest(self._secret, b"unisono " + purpose + b"\0" + b"".join(nonces), "sha256")
+        return hmac.digest(self._secret, b"unisono " + purpose + b"\0" + b"".join(nonces) + more, "sha256")

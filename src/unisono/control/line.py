@@ -1,17 +1,16 @@
-"""The client's side of one connection: reaching the server, the proof of the secret, frames out and in."""
+"""The client's side of one connection: reaching the server, frames out and in."""
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import threading
 import time
 
 from unisono import wire
-from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting, rank_claim
+from unisono.control import handshake
+from unisono.control.channel import Channel
 from unisono.control.door import Door
-from unisono.control.sockets import recv_exactly, tune
 from unisono.errors import CommError, CommTimeoutError
 
 __all__ = ["Line", "connect"]
@@ -115,10 +114,10 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float, rank: int |
 
 
 def _both(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> tuple[Line, Line]:
-    line = _greet(address, secret, timeout, rank)
+    line = _reach(address, secret, timeout, rank)
     news: Line | None = None
     try:
-        news = _greet(address, secret, timeout, rank)
+        news = _reach(address, secret, timeout, rank)
         # The server gives out the client's number, and learns that the second connection is of the same one.
         number = _ask(line, line, ("number",), timeout)
         _ask(news, line, ("news", number), timeout)
@@ -138,26 +137,15 @@ def _ask(out: Line, back: Line, words: tuple[object, ...], timeout: float) -> ob
     return wire.decode(contents[0])[2]
 
 
-def _greet(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> Line:
-    peer = socket.create_connection(address, timeout)
+def _reach(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> Line:
     try:
-        tune(peer)
-        greeting = Greeting(secret, client=True)
-        peer.sendall(greeting.hello)
-        if not greeting.meet(recv_exactly(peer, HELLO_BYTES)):
+        return Line(*handshake.connect(address, secret, timeout, rank))
+    except handshake.AuthenticationError as error:
+        if not error.other_secret:
             raise CommError(
                 f"what answers at {address[0]}:{address[1]} is no control plane of unisono; choose another port"
-            )
-        if not greeting.accepts(recv_exactly(peer, PROOF_BYTES)):
-            if rank is not None:
-                with contextlib.suppress(OSError):
-                    peer.sendall(rank_claim(rank))
-            raise CommError(
-                f"the control plane at {address[0]}:{address[1]} does not know this secret, the secrets differ: "
-                "set UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"
-            )
-        peer.sendall(greeting.proof())
-        return Line(peer, greeting.channel())
-    except BaseException:
-        peer.close()
-        raise
+            ) from error
+        raise CommError(
+            f"the control plane at {address[0]}:{address[1]} does not know this secret, the secrets differ: "
+            "set UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"
+        ) from error

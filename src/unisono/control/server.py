@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import selectors
@@ -17,17 +16,15 @@ from unisono.control.channel import MAX_FRAME_BYTES
 from unisono.control.connection import Connection
 from unisono.control.door import Door
 from unisono.control.groups import Outgoing, Reply, failed
-from unisono.control.sockets import close_after_fork, listen, tune
+from unisono.control.handshake import Acceptor, Handshake
+from unisono.control.sockets import close_after_fork, listen
 from unisono.control.state import ControlState
 
 __all__ = ["Server"]
 
 _log = logging.getLogger(__name__)
 
-_HELLO_WITHIN_S = 5.0
 _FLUSH_WITHIN_S = 1.0
-_MAX_STRANGERS = 512
-_BREATH_S = 0.01
 
 
 class Server:
@@ -53,13 +50,11 @@ class Server:
     """
 
     def __init__(self, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._secret = secret
         self._listener = listen(host, port)
         self._address: tuple[str, int] = self._listener.getsockname()[:2]
         self._state = ControlState()
         self._known: dict[int, Connection] = {}
         self._news: dict[int, Connection] = {}
-        self._strangers: dict[int, Connection] = {}
         self._broken: list[Connection] = []
         self._numbers = itertools.count(1)
         self._end_at: float | None = None
@@ -68,7 +63,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._bell, self._ear = socket.socketpair()
         self._door = Door(self._address, secret)
-        for listening in (self._listener, self._ear, self._door.socket):
+        self._acceptor = Acceptor(self._listener, secret, self._selector, self._state.refused)
+        for listening in (self._ear, self._door.socket):
             if listening is not None:
                 listening.setblocking(False)
                 self._selector.register(listening, selectors.EVENT_READ)
@@ -109,15 +105,16 @@ class Server:
             while not self._over():
                 for key, events in self._selector.select(self._nap_s()):
                     if key.fileobj is self._listener:
-                        self._accept()
+                        self._acceptor.accept()
                     elif key.fileobj is self._ear:
                         self._ear.recv(4096)
                     elif key.fileobj is self._door.socket:
                         self._door.answer()
+                    elif isinstance(key.data, Handshake):
+                        self._admit(key.data)
                     else:
                         self._serve(key.data, events)
-                if self._strangers:
-                    self._turn_away_who_is_late()
+                self._acceptor.tidy()
                 while self._broken:
                     self._drop(self._broken.pop())
             self._say_goodbye()
@@ -132,45 +129,27 @@ class Server:
             return over
 
     def _nap_s(self) -> float | None:
-        times = [stranger.deadline for stranger in self._strangers.values()]
-        if self._end_at is not None:
-            times.append(self._end_at)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        left_s = None if self._end_at is None else max(0.0, self._end_at - time.monotonic())
+        return min((wait for wait in (left_s, self._acceptor.wait_s()) if wait is not None), default=None)
 
-    def _accept(self) -> None:
-        try:
-            peer, _ = self._listener.accept()
-            tune(peer)
-        except OSError as error:
-            # Out of descriptors: make room, rather than be told of the same connection for ever.
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._broken += list(self._strangers.values())
-                time.sleep(_BREATH_S)
-            return
-        number = next(self._numbers)
-        stranger = Connection(number, peer, self._secret, time.monotonic() + _HELLO_WITHIN_S)
-        self._strangers[number] = stranger
-        self._selector.register(peer, selectors.EVENT_READ, stranger)
-        if len(self._strangers) > _MAX_STRANGERS:
-            self._broken.append(next(iter(self._strangers.values())))
+    def _admit(self, handshake: Handshake) -> None:
+        channel = self._acceptor.advance(handshake)
+        if channel is not None:
+            connection = Connection(next(self._numbers), handshake.peer, channel)
+            self._known[connection.number] = connection
+            self._selector.register(connection.peer, connection.watched, connection)
 
     def _serve(self, connection: Connection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 connection.flush()
             contents = connection.read() if events & selectors.EVENT_READ else []
-            if connection.known and connection.number in self._strangers:
-                del self._strangers[connection.number]
-                self._known[connection.number] = connection
             for content in contents:
                 self._handle(connection, content)
             self._watch(connection)
         # Whatever a client sends, or fails to: it ends this connection and no other.
         except Exception as error:
             _log.debug("control connection %d ends: %s", connection.number, error)
-            if connection.claims is not None:
-                with contextlib.suppress(OSError):
-                    self._state.refused(connection.claims, connection.peer.getpeername()[0])
             self._broken.append(connection)
 
     def _handle(self, connection: Connection, content: bytes) -> None:
@@ -206,17 +185,12 @@ class Server:
     def _drop(self, connection: Connection) -> None:
         """End a client, whichever of its connections broke; who has not said bye is lost to its groups."""
         known, news = self._known.pop(connection.serves, None), self._news.pop(connection.serves, None)
-        stranger = self._strangers.pop(connection.number, None)
-        for ending in (known, news, stranger):
+        for ending in (known, news):
             if ending is not None:
                 self._selector.unregister(ending.peer)
                 ending.peer.close()
         if known is not None and not known.in_peace:
             self._tell(self._state.lost(known.number))
-
-    def _turn_away_who_is_late(self) -> None:
-        now = time.monotonic()
-        self._broken += [stranger for stranger in self._strangers.values() if stranger.deadline <= now]
 
     def _say_goodbye(self) -> None:
         deadline = time.monotonic() + _FLUSH_WITHIN_S
@@ -229,9 +203,9 @@ class Server:
 
     def let_go(self) -> None:
         """Close every descriptor."""
-        for connection in (*self._known.values(), *self._news.values(), *self._strangers.values()):
+        for connection in (*self._known.values(), *self._news.values()):
             connection.peer.close()
-        for held in (self._listener, self._bell, self._ear, self._door, self._selector):
+        for held in (self._acceptor, self._listener, self._bell, self._ear, self._door, self._selector):
             held.close()
 
 

@@ -1,0 +1,211 @@
+"""Authenticated TCP connections: both sides prove that they know the secret, within a few seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Callable
+
+from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, Channel, Greeting
+from unisono.control.sockets import tune
+
+__all__ = ["Acceptor", "AuthenticationError", "Handshake", "connect"]
+
+_log = logging.getLogger(__name__)
+
+_WITHIN_S = 5.0
+_LEAST_S = 0.01
+_MAX_PENDING = 512
+_ACCEPT_BACKOFF_S = 0.01
+
+
+class AuthenticationError(Exception):
+    """The other side is no unisono, or has another secret.
+
+    Attributes:
+        other_secret: Whether the secret is what differs.
+    """
+
+    def __init__(self, *, other_secret: bool) -> None:
+        super().__init__("the secrets differ" if other_secret else "something else than unisono")
+        self.other_secret = other_secret
+
+
+class Handshake:
+    """One side's part in the authentication of a connection; see `unisono.control.channel` for the bytes.
+
+    No more is read than belongs to it.
+
+    Args:
+        peer: The connection. `advance` waits for bytes only if the socket blocks.
+        secret: What both sides should know.
+        client: Whether this side has connected.
+        rank: Of the client, for the server to know.
+
+    Attributes:
+        peer: As given.
+        deadline: When an `Acceptor` gives it up, on the monotonic clock.
+    """
+
+    def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:
+        self.peer, self.deadline = peer, time.monotonic() + _WITHIN_S
+        self._greeting, self._client = Greeting(secret, client=client, rank=rank), client
+        self._met, self._arrived = False, b""
+        self._wanted = HELLO_BYTES + PROOF_BYTES if client else HELLO_BYTES
+
+    @property
+    def rank(self) -> int | None:
+        """The client's rank: proved if `advance` has returned a channel, else claimed by one with another secret."""
+        return self._greeting.rank
+
+    def start(self) -> None:
+        """Send the client's hello."""
+        tune(self.peer)
+        self.peer.sendall(self._greeting.hello)
+
+    def advance(self) -> Channel | None:
+        """Read the bytes that have come, and answer. Returns the channel when both sides have proved the secret.
+
+        Raises:
+            OSError: The connection has ended.
+            AuthenticationError: The other side does not belong here.
+        """
+        try:
+            data = self.peer.recv(self._wanted - len(self._arrived))
+        except BlockingIOError:
+            return None
+        if not data:
+            raise ConnectionError("the connection was closed at once")
+        self._arrived += data
+        if len(self._arrived) < self._wanted:
+            return None
+        data, self._arrived = self._arrived, b""
+        if not self._met:
+            self._meet(data[:HELLO_BYTES])
+            if not self._client:
+                return None
+            data = data[HELLO_BYTES:]
+        return self._conclude(data)
+
+    def _meet(self, hello: bytes) -> None:
+        if not self._greeting.meet(hello):
+            raise AuthenticationError(other_secret=False)
+        self._met = True
+        if not self._client:
+            self.peer.sendall(self._greeting.hello + self._greeting.proof())
+            self._wanted = PROOF_BYTES + RANK_BYTES
+
+    def _conclude(self, proof: bytes) -> Channel:
+        if not self._greeting.accepts(proof):
+            if self._client:
+                with contextlib.suppress(OSError):
+                    self.peer.sendall(self._greeting.claim())
+            raise AuthenticationError(other_secret=True)
+        if self._client:
+            self.peer.sendall(self._greeting.proof())
+        return self._greeting.channel()
+
+
+def connect(
+    address: tuple[str, int], secret: bytes, timeout: float, rank: int | None = None
+) -> tuple[socket.socket, Channel]:
+    """Connect, and authenticate both sides, within `timeout` seconds.
+
+    Raises:
+        OSError: The server cannot be reached, or does not answer.
+        AuthenticationError: Something else answers, or the secrets differ.
+    """
+    deadline = time.monotonic() + timeout
+    peer = socket.create_connection(address, timeout)
+    try:
+        handshake = Handshake(peer, secret, client=True, rank=rank)
+        handshake.start()
+        channel = None
+        while channel is None:
+            peer.settimeout(max(_LEAST_S, deadline - time.monotonic()))
+            channel = handshake.advance()
+    except BaseException:
+        peer.close()
+        raise
+    return peer, channel
+
+
+class Acceptor:
+    """Authenticates incoming connections concurrently; a silent client is dropped after 5 s and blocks no other one.
+
+    Args:
+        listener: The listening socket, which stays the caller's.
+        secret: What clients should know.
+        selector: The caller's event loop. Events of the listener are for `accept`; those whose data is a `Handshake`,
+            for `advance`.
+        on_refused: Called with the rank and the host of a client that says it is a rank, and has another secret.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        selector: selectors.BaseSelector,
+        on_refused: Callable[[int, str], None] = lambda rank, host: None,
+    ) -> None:
+        self._listener, self._secret, self._selector, self._on_refused = listener, secret, selector, on_refused
+        self._pending: dict[socket.socket, Handshake] = {}
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
+
+    def wait_s(self) -> float | None:
+        """Seconds until `tidy` has something to do; None without a pending client."""
+        deadlines = [handshake.deadline for handshake in self._pending.values()]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def accept(self) -> None:
+        """Take in a client that has connected."""
+        try:
+            peer, _ = self._listener.accept()
+            tune(peer)
+        except OSError as error:
+            # Out of descriptors: make room, rather than be notified of the same connection for ever.
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                for handshake in self._pending.values():
+                    handshake.deadline = 0.0
+                time.sleep(_ACCEPT_BACKOFF_S)
+            return
+        peer.setblocking(False)
+        self._pending[peer] = Handshake(peer, self._secret)
+        self._selector.register(peer, selectors.EVENT_READ, self._pending[peer])
+
+    def advance(self, handshake: Handshake) -> Channel | None:
+        """Serve a client. With a channel, its connection is the caller's, and no longer in the selector."""
+        try:
+            channel = handshake.advance()
+        except (OSError, AuthenticationError) as error:
+            _log.debug("a client is refused: %s", error)
+            if handshake.rank is not None:
+                with contextlib.suppress(OSError):
+                    self._on_refused(handshake.rank, handshake.peer.getpeername()[0])
+            self._forget(handshake).close()
+            return None
+        if channel is not None:
+            self._forget(handshake)
+        return channel
+
+    def tidy(self) -> None:
+        """Drop clients that took too long and, if there are too many, the first ones. Call it after each `select`."""
+        now, too_many = time.monotonic(), len(self._pending) - _MAX_PENDING
+        for place, handshake in enumerate(list(self._pending.values())):
+            if handshake.deadline <= now or place < too_many:
+                self._forget(handshake).close()
+
+    def close(self) -> None:
+        """Close the connections that are not authenticated. A forked child may, so the selector stays as it is."""
+        for peer in self._pending:
+            peer.close()
+
+    def _forget(self, handshake: Handshake) -> socket.socket:
+        del self._pending[handshake.peer]
+        self._selector.unregister(handshake.peer)
+        return handshake.peer

@@ -1,0 +1,156 @@
+"""Authenticated connections between ranks: each listens until all have come, and the higher rank of two connects."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unisono import wire
+from unisono.control.base import Control
+from unisono.control.channel import Channel
+from unisono.control.handshake import Acceptor, AuthenticationError, connect
+from unisono.control.sockets import listen
+from unisono.errors import CommError, CommTimeoutError
+from unisono.group import Group
+from unisono.hosts import INTERFACE, interface_of, is_loopback
+
+__all__ = ["Link", "Mesh"]
+
+Link = tuple[socket.socket, Channel]
+"""A connection that does not block, and the channel to seal and open frames on it."""
+
+_LOOK_EVERY_S = 0.1
+_LEAST_S = 0.1
+_LAST_PROOF_WITHIN_S = 5.0
+
+
+class Mesh:
+    """One rank's part in connecting ranks of a group. They learn addresses and a secret by the control plane.
+
+    Args:
+        group: Its failure ends the waits for addresses.
+        control: This rank's handle.
+        topic: Begins the keys in the control plane.
+        ranks: The ranks to connect, this one among them; the first one makes the secret.
+        address: Of this host, for the others.
+    """
+
+    def __init__(self, group: Group, control: Control, topic: str, ranks: Sequence[int], address: str) -> None:
+        self._group, self._control, self._topic, self._ranks, self._address = group, control, topic, ranks, address
+        self._links: dict[int, Link] = {}
+
+    def connect(self, timeout: float, within_s: float, conclude: Callable[[list[CommError]], None]) -> dict[int, Link]:
+        """Connect to the lower ranks, and let the higher ones in. Collective.
+
+        Args:
+            timeout: Seconds for the lower ranks to publish their addresses.
+            within_s: Seconds for all of them to answer.
+            conclude: Called with what went wrong with the lower ranks. It learns how the other ranks fared, and raises
+                unless all is well with all.
+
+        Raises:
+            CommError: A rank is missing, or as `conclude` says.
+        """
+        rank = self._group.rank
+        if rank == self._ranks[0]:
+            self._publish("secret", secrets.token_bytes(32))
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close)
+            try:
+                listener = undo.enter_context(listen(self._address, 0))
+            except CommError as error:
+                self._publish(f"at {rank}", ("", 0))
+                conclude([CommError(f"rank {rank} {error.message}", peer=rank)])
+                raise
+            self._publish(f"at {rank}", listener.getsockname()[:2])
+            secret = self._learn("secret", timeout)
+            accepting = _Accepting(listener, secret, {other for other in self._ranks if other > rank}, self._links)
+            undo.callback(accepting.end)
+            places = {other: self._learn(f"at {other}", timeout) for other in self._ranks if other < rank}
+            deadline = time.monotonic() + within_s
+            found = [self._reach(other, place, secret, deadline) for other, place in places.items()]
+            conclude([problem for problem in found if problem is not None])
+            missing = accepting.end(_LAST_PROOF_WITHIN_S)
+            if missing:
+                raise CommTimeoutError(f"rank {min(missing)} has not connected to rank {rank}", peer=min(missing))
+            undo.pop_all()
+            listener.close()
+        for peer, _ in self._links.values():
+            peer.setblocking(False)
+        return self._links
+
+    def _publish(self, what: str, value: Any) -> None:
+        self._control.set(f"{self._topic} {what}", wire.encode(value))
+
+    def _learn(self, what: str, timeout: float) -> Any:
+        return wire.decode(self._control.get(f"{self._topic} {what}", timeout, self._group))
+
+    def _reach(self, rank: int, place: tuple[str, int], secret: bytes, deadline: float) -> CommError | None:
+        """Connect to a rank, or return the reason why not."""
+        host, port = place
+        if not host:
+            # That rank cannot listen, and says so itself.
+            return None
+        try:
+            self._links[rank] = connect(place, secret, max(_LEAST_S, deadline - time.monotonic()), self._group.rank)
+        except AuthenticationError:
+            return CommError(f"something else than rank {rank} answers at {host}:{port}", peer=rank)
+        except OSError as error:
+            return CommTimeoutError(self._unreachable(rank, host, port, error), peer=rank)
+        return None
+
+    def _unreachable(self, rank: int, host: str, port: int, error: OSError) -> str:
+        interface = interface_of(self._address)
+        mine = f"{self._address} on {interface}" if interface else self._address
+        why = error.strerror or str(error) or type(error).__name__
+        text = f"rank {self._group.rank} (at {mine}) cannot reach rank {rank} at {host}:{port} ({why})"
+        if is_loopback(host):
+            text += f". That is the loopback of the host of rank {rank}, which no other host can reach"
+        return (
+            f"{text}. On the host of rank {rank}, set {INTERFACE} to the network interface by which the others reach "
+            "it (or pass interface= to init; `ip -brief address` lists them), and see that no firewall is between"
+        )
+
+    def _close(self) -> None:
+        for peer, _ in self._links.values():
+            peer.close()
+
+
+class _Accepting:
+    """Lets the higher ranks in, on a thread of its own: so none waits for a lower rank that this one cannot reach."""
+
+    def __init__(self, listener: socket.socket, secret: bytes, missing: set[int], links: dict[int, Link]) -> None:
+        self._missing, self._links, self._ended = missing, links, False
+        self._thread = threading.Thread(target=self._run, args=(listener, secret), name="unisono mesh", daemon=True)
+        self._thread.start()
+
+    def _run(self, listener: socket.socket, secret: bytes) -> None:
+        selector = selectors.DefaultSelector()
+        with selector, contextlib.closing(Acceptor(listener, secret, selector)) as acceptor:
+            while self._missing and not self._ended:
+                for key, _ in selector.select(_LOOK_EVERY_S):
+                    if key.fileobj is listener:
+                        acceptor.accept()
+                    elif (channel := acceptor.advance(key.data)) is not None:
+                        self._admit(key.data.rank, key.data.peer, channel)
+                acceptor.tidy()
+
+    def _admit(self, rank: int, peer: socket.socket, channel: Channel) -> None:
+        if rank in self._missing:
+            self._links[rank] = peer, channel
+            self._missing.remove(rank)
+        else:
+            peer.close()
+
+    def end(self, patience_s: float = 0.0) -> set[int]:
+        """Wait for the last ranks, and no longer than `patience_s` seconds. Returns those that are missing."""
+        self._thread.join(patience_s)
+        self._ended = True
+        self._thread.join()
+        return self._missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
@@ -16,6 +17,7 @@ __all__ = [
     "INTERFACE",
     "address_for_others",
     "address_of",
+    "address_outward",
     "address_towards",
     "host_identity",
     "interface_of",
@@ -28,8 +30,8 @@ INTERFACE = "UNISONO_INTERFACE"
 """The variable that names the network interface by which other hosts reach this one."""
 
 _SIOCGIFADDR = 0x8915
-_ELSEWHERE = "192.0.2.1"
-"""An address of documentation, where nobody is: the way to it is the way to everywhere."""
+_ELSEWHERE = "192.0.2.1", "2001:db8::1"
+"""Addresses of documentation, which no host has: the route to them is the route to everywhere."""
 
 
 def shm_obstacle() -> str | None:
@@ -80,10 +82,17 @@ def address_for_others(host: str, port: int = 9) -> str:
     address = address_towards(host, port)
     if not is_loopback(address) or host == "localhost" or _is_literal(host):
         return address
-    try:
-        return address_towards(_ELSEWHERE)
-    except OSError:
-        return address
+    return address_outward() or address
+
+
+def address_outward() -> str | None:
+    """The address of this host on the route to the rest of the world; None if it has only the loopback."""
+    for far in _ELSEWHERE:
+        with contextlib.suppress(OSError):
+            address = address_towards(far)
+            if not is_loopback(address):
+                return address
+    return None
 
 
 def interface_wanted(named: str | None = None, environment: Mapping[str, str] = os.environ) -> tuple[str, str] | None:

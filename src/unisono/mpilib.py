@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,12 @@ __all__ = [
     "Launched",
     "check_world",
     "find_mpirun",
+    "imported",
     "launched",
     "library",
+    "mpirun_environment",
     "name_of",
+    "number",
     "survives",
     "unlaunched",
     "until",
@@ -43,11 +46,14 @@ class Launched:
     Attributes:
         by: The launcher, for messages.
         rank, size: This process's number and how many there are, if it tells.
+        local_rank, local_size: The same on this host, if it tells.
     """
 
     by: str
     rank: int | None
     size: int | None
+    local_rank: int | None = field(default=None, repr=False)
+    local_size: int | None = field(default=None, repr=False)
 
     @property
     def is_open_mpi(self) -> bool | None:
@@ -55,12 +61,14 @@ class Launched:
         return None if "PMIx" in self.by else "Open MPI" in self.by
 
 
-# Rank and size, from the most to the least particular. The last are Slurm's too, if it speaks PMI.
+# Rank and size, of all and on this host, from the most to the least particular. The last are Slurm's too, if it speaks
+# PMI.
+_OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
 _VARIABLES = (
-    ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("mpiexec of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
-    ("a launcher that speaks PMIx", "PMIX_RANK", None),
+    ("Open MPI's mpirun", f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
+    ("MVAPICH's mpirun", f"{_MV2}RANK", f"{_MV2}SIZE", f"{_MV2}LOCAL_RANK", f"{_MV2}LOCAL_SIZE"),
+    ("mpiexec of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("a launcher that speaks PMIx", "PMIX_RANK", ""),
 )
 _OF_HYDRA = ("MPI_LOCALNRANKS", "HYDI_CONTROL_FD", "HYDRA_LAUNCHER")
 
@@ -73,17 +81,18 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
         Launched(by="Open MPI's mpirun", rank=1, size=4)
         >>> launched({"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_PROCID": "0"})
     """
-    for by, rank, size in _VARIABLES:
+    for by, rank, *others in _VARIABLES:
         if rank not in environment:
             continue
         if rank.startswith("PMI") and "SLURM_PROCID" in environment and not any(v in environment for v in _OF_HYDRA):
             return None
-        return Launched(by, _number(environment, rank), _number(environment, size))
+        return Launched(by, *(number(name, environment) for name in (rank, *others)))
     return None
 
 
-def _number(environment: Mapping[str, str], name: str | None) -> int | None:
-    text = environment.get(name, "") if name else ""
+def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return a variable's value if it is a whole number."""
+    text = environment.get(name, "").strip()
     return int(text) if text.isdecimal() else None
 
 
@@ -94,7 +103,7 @@ def library() -> Any:
         UnavailableError: There is no mpi4py, or no MPI library for it, or the library is not the launcher's, or
             MPI has ended already.
     """
-    mpi = _imported()
+    mpi = imported()
     if mpi.Is_finalized():
         raise UnavailableError("MPI has ended in this process, and cannot be started twice; use backend='gloo'")
     if not mpi.Is_initialized():
@@ -106,8 +115,12 @@ def library() -> Any:
     return mpi
 
 
-def _imported() -> Any:
-    """The module, without starting MPI; mpi4py ends it with the process."""
+def imported() -> Any:
+    """The module `mpi4py.MPI`, without starting MPI; mpi4py ends it with the process.
+
+    Raises:
+        UnavailableError: There is no mpi4py, or no MPI library for it.
+    """
     try:
         import mpi4py
 
@@ -202,6 +215,25 @@ def unlaunched(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name.startswith(_USERS) or not name.startswith(_LAUNCHERS_OWN)
     }
+
+
+def mpirun_environment(environment: Mapping[str, str], *, crowded: bool) -> dict[str, str]:
+    """An environment for mpirun that starts as many ranks as wanted, on any core, also for root.
+
+    All of it is Open MPI's; others need nothing.
+
+    Args:
+        environment: The one to begin with; a setting of its own is kept.
+        crowded: Whether ranks share cores, so that they yield while they wait.
+    """
+    given = {
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "OMPI_MCA_mpi_yield_when_idle": str(int(crowded)),
+    }
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        given |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return given | unlaunched(environment)
 
 
 def survives(environment: Mapping[str, str] = os.environ) -> bool:

@@ -9,7 +9,7 @@ from unisono.bootstrap.meeting import Seat
 from unisono.bootstrap.place import Place, Request, checked, env_number
 from unisono.bootstrap.tcp import find_at
 
-__all__ = ["find", "here"]
+__all__ = ["find", "here", "read"]
 
 
 def here(request: Request) -> bool:
@@ -21,7 +21,22 @@ def here(request: Request) -> bool:
 
 def find(request: Request) -> Place:
     """The place that the environment tells; what the caller gave goes before it."""
-    rank, size = request.rank, request.size = _both(request)
+    host, port = read(request)
+    rank, size = request.numbers()
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    where = f"torchrun's agent at {host}:{port}" if by_agent else f"MASTER_ADDR {host}:{port}"
+    source = f"rank {rank} of {size} by the environment, met at {where}"
+    seat = Seat(rank, size, env_number("LOCAL_RANK"), request.deadline, source)
+    return (find_by_agent if by_agent else find_at)(seat, host, port, request.secret)
+
+
+def read(request: Request) -> tuple[str, int]:
+    """Return where the ranks meet, with rank and size set in the request.
+
+    Raises:
+        ValueError: The environment makes no sense; says what to set.
+    """
+    request.rank, request.size = _both(request)
     host = os.environ.get("MASTER_ADDR")
     port = env_number("MASTER_PORT")
     if not host or port is None:
@@ -32,11 +47,7 @@ def find(request: Request) -> Place:
         )
     if not 0 < port < 65536:
         raise ValueError(f"MASTER_PORT is {port}; a port is a number from 1 to 65535")
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    where = f"torchrun's agent at {host}:{port}" if by_agent else f"MASTER_ADDR {host}:{port}"
-    source = f"rank {rank} of {size} by the environment, met at {where}"
-    seat = Seat(rank, size, env_number("LOCAL_RANK"), request.deadline, source)
-    return (find_by_agent if by_agent else find_at)(seat, host, port, request.secret)
+    return host, port
 
 
 def _both(request: Request) -> tuple[int, int]:

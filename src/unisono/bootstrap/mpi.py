@@ -19,7 +19,7 @@ from unisono.bootstrap.meeting import Seat, meet
 from unisono.bootstrap.place import Place, Request
 from unisono.control.secret import secret_bytes
 from unisono.errors import CommTimeoutError
-from unisono.hosts import address_for_others, host_identity
+from unisono.hosts import address_for_others, address_outward, host_identity
 from unisono.mpilib import check_world, launched, library, name_of, until
 
 __all__ = ["find", "find_on", "here"]
@@ -28,9 +28,6 @@ _TAG = 23041
 _CARD_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 _GRACE_S = 2.0
-
-# For documentation only; no host has it. The way to it is the way to everywhere.
-_FAR_AWAY = "192.0.2.1"
 
 
 def here(_request: Request) -> bool:
@@ -99,8 +96,11 @@ def _address(cards: list[tuple[str, str]]) -> str:
     try:
         return address_for_others(strangers[0])
     except OSError:
-        # No name server knows that host: the way to everywhere.
-        return address_for_others(_FAR_AWAY)
+        # No name server knows that host.
+        outward = address_outward()
+        if outward is None:
+            raise
+        return outward
 
 
 class _Cards:

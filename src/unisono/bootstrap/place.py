@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from unisono.control import Control
 from unisono.control.server import Server
 
-__all__ = ["Place", "Request", "checked", "env_number", "nothing"]
+__all__ = ["Place", "Request", "checked", "nothing", "env_number"]
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ def checked(rank: int, size: int) -> tuple[int, int]:
 
 
 def env_number(name: str) -> int | None:
-    """The whole number in an environment variable; None if it is not set, or empty."""
+    """Return the number in a variable of the environment; None if it is not set, or empty."""
     text = os.environ.get(name)
     if not text:
         return None

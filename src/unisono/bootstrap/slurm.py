@@ -50,6 +50,12 @@ class Step:
     number: int
     nodes: tuple[str, ...]
 
+    @property
+    def local_size(self) -> int | None:
+        """How many tasks this node has, if Slurm says."""
+        tasks = os.environ.get("SLURM_GTIDS")
+        return self.size if len(self.nodes) <= 1 else len(tasks.split(",")) if tasks else None
+
 
 def port_of(job: int, number: int) -> int:
     """Where the ranks of a step meet: 15000 + (job + 1009 * step) mod 16384.

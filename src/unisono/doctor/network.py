@@ -6,12 +6,15 @@ import contextlib
 import socket
 from pathlib import Path
 
-from unisono.hosts import address_of, address_towards, is_loopback
+from unisono.control.sockets import listen
+from unisono.errors import CommError
+from unisono.hosts import address_of
 
-__all__ = ["address_outward", "addresses", "free_port", "holder", "is_own", "own_addresses"]
+__all__ = ["ANYWHERE", "addresses", "free_port", "holder", "is_own", "own_addresses"]
 
-# Addresses of documentation, which hardly any host has: the way to them is the way out.
-_FAR = "198.51.100.1", "203.0.113.1", "2001:db8::1"
+ANYWHERE = "0.0.0.0"
+"""Every address of this host, to listen at."""
+
 _LISTENING = "0A"
 
 
@@ -26,23 +29,10 @@ def addresses(name: str) -> list[str]:
 
 
 def is_own(address: str) -> bool:
-    """Whether this host has it: nobody else may listen there."""
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(place)
-            return True
+    """Return whether this host has the address: no other one may listen there."""
+    with contextlib.suppress(CommError), listen(address, 0):
+        return True
     return False
-
-
-def address_outward() -> str | None:
-    """The address by which other hosts reach this one; None if there is no way out."""
-    for far in _FAR:
-        with contextlib.suppress(OSError):
-            address = address_towards(far)
-            if not is_loopback(address):
-                return address
-    return None
 
 
 def own_addresses() -> list[str]:
@@ -54,12 +44,12 @@ def own_addresses() -> list[str]:
     return found
 
 
-def free_port(host: str = "", wanted: int = 0) -> int:
-    """A port that can be had, the wanted one if possible."""
+def free_port(wanted: int) -> int:
+    """Return a port that can be had, the wanted one if possible."""
     for port in (wanted, 0):
-        with contextlib.suppress(OSError), socket.create_server((host, port)) as placeholder:
+        with contextlib.suppress(CommError), listen(ANYWHERE, port) as placeholder:
             return int(placeholder.getsockname()[1])
-    raise OSError(f"no port can be had at {host or 'any address'}")
+    raise OSError("no port can be had")
 
 
 def holder(port: int) -> str:

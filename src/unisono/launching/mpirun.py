@@ -25,7 +25,7 @@ from unisono.errors import PeerLostError, UnavailableError
 from unisono.launching.job import GRACE_S, Job, Outcome, name_of, reported
 from unisono.launching.processes import by_value, share_of_cores
 from unisono.launching.rank import Orders
-from unisono.mpilib import find_mpirun, unlaunched
+from unisono.mpilib import find_mpirun, mpirun_environment
 
 __all__ = ["ORDERS", "RANKS", "run_mpirun", "running"]
 
@@ -79,23 +79,12 @@ def _survival(mpirun: str, on_failure: str) -> list[str]:
 @contextmanager
 def running(command: list[str], size: int, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run mpirun, with more environment variables, and end it with the block; its ranks print as this process does."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_environment(size) | variables)
+    environment = mpirun_environment(os.environ, crowded=size > cores()) | variables
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     try:
         yield process
     finally:
         _end(process)
-
-
-def _environment(size: int) -> dict[str, str]:
-    """As many ranks as wanted, on any core, also for root; all of it is Open MPI's, and none to others."""
-    given = {
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-        "OMPI_MCA_mpi_yield_when_idle": str(int(size > cores())),
-    }
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        given |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return given | unlaunched(os.environ)
 
 
 class _Links:

@@ -11,10 +11,11 @@ from functools import partial
 
 from unisono.doctor.finding import Finding, note
 from unisono.doctor.loading import load_torch
-from unisono.doctor.mpi import find_library, find_starters, mpi_environment
+from unisono.doctor.mpi import find_library, mpi_environment
 from unisono.doctor.patient import Patient
 from unisono.doctor.trying import tried
 from unisono.hosts import shm_obstacle
+from unisono.mpilib import find_mpirun
 
 __all__ = ["ORDER", "check"]
 
@@ -58,8 +59,8 @@ def _mpi(limit_s: float) -> list[Finding]:
     library = find_library(limit_s)
     if isinstance(library, str):
         return [note(f"mpi: not tried, {library}")]
-    starter = next((starter for starter in find_starters() if starter.fits(library) is not False), None)
+    starter = find_mpirun()
     if starter is None:
-        return [note(f"mpi: not tried, for there is no mpiexec of {library}")]
-    fix = f"{starter.path} -n 2 {sys.executable} -m unisono.doctor.trial mpi"
-    return tried({"mpi": fix}, limit_s, before=[str(starter.path), "-n", "2"], environment=mpi_environment())
+        return [note("mpi: not tried, because there is neither mpiexec nor mpirun")]
+    fix = f"{starter} -n 2 {sys.executable} -m unisono.doctor.trial mpi"
+    return tried({"mpi": fix}, limit_s, before=[starter, "-n", "2"], environment=mpi_environment())

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from unisono.cores import cores, visible
 from unisono.doctor.finding import Finding, cross, note, tick
-from unisono.doctor.launched import launched, number
+from unisono.doctor.launched import BY_VARIABLES, launched
 from unisono.doctor.patient import Patient
+from unisono.mpilib import number
 
 __all__ = ["ORDER", "check"]
 
@@ -19,7 +20,7 @@ def check(patient: Patient) -> Iterator[Finding]:
     """Count them: what the process may run on, and what its control group is allowed."""
     launch = launched()
     count, why = _cores()
-    ranks = patient.ranks if patient.ranks is not None else launch.ranks_here
+    ranks = next((count for count in (patient.ranks, launch.local_size, launch.size) if count is not None), None)
     if ranks is None:
         yield tick(f"{count} {why}")
         return
@@ -39,7 +40,7 @@ def check(patient: Patient) -> Iterator[Finding]:
             f"{ranks} ranks with OMP_NUM_THREADS={threads} are more threads than cores ({count})",
             f"export OMP_NUM_THREADS={share}",
         )
-    elif threads is None and ranks > 1 and not launch.binds:
+    elif threads is None and ranks > 1 and launch.by in ("", *BY_VARIABLES):
         yield note("OMP_NUM_THREADS is not set: each rank may take all cores", f"export OMP_NUM_THREADS={share}")
 
 

@@ -6,9 +6,9 @@ import socket
 from collections.abc import Iterator
 
 from unisono.doctor.finding import Finding, cross, tick
-from unisono.doctor.network import address_outward, addresses, is_own, own_addresses
+from unisono.doctor.network import addresses, is_own, own_addresses
 from unisono.doctor.patient import Patient
-from unisono.hosts import is_loopback
+from unisono.hosts import address_outward, is_loopback
 
 __all__ = ["ORDER", "check"]
 

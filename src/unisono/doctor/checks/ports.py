@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections.abc import Iterator
 
+from unisono.bootstrap.slurm import port_of, step
+from unisono.control.sockets import listen
 from unisono.doctor.finding import Finding, cross, note, tick
-from unisono.doctor.launched import launched, number
-from unisono.doctor.network import free_port, holder
+from unisono.doctor.launched import launched
+from unisono.doctor.network import ANYWHERE, free_port, holder
 from unisono.doctor.patient import Patient
+from unisono.errors import CommError
+from unisono.mpilib import number
 
 __all__ = ["ORDER", "check"]
 
@@ -25,7 +28,7 @@ def check(_patient: Patient) -> Iterator[Finding]:
     if not 0 < port < 65536:
         yield cross(f"{why} is no port, which is a number from 1 to 65535", f"export MASTER_PORT={_USUAL}")
         return
-    taken = _obstacle("", port)
+    taken = _obstacle(ANYWHERE, port)
     if taken is None and host:
         taken = _obstacle(host, port)
     if taken is None:
@@ -33,13 +36,13 @@ def check(_patient: Patient) -> Iterator[Finding]:
     elif taken == errno.EADDRNOTAVAIL:
         yield note(f"{why} is for {host} to have, which is another host")
     elif taken == errno.EACCES:
-        yield cross(f"{why} is reserved for root", mend.format(free_port(wanted=_USUAL)))
+        yield cross(f"{why} is reserved for root", mend.format(free_port(_USUAL)))
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield tick(f"{why} is held by {holder(port)}, as it should be under torchrun")
     else:
         yield cross(
             f"{why} is taken by {holder(port)}: rank 0 cannot listen there, and the others would talk to a stranger",
-            mend.format(free_port(wanted=port + 1 if port < 65535 else 0)),
+            mend.format(free_port(port + 1 if port < 65535 else 0)),
         )
 
 
@@ -50,8 +53,6 @@ def _meeting() -> tuple[int, str, str]:
         port = number("MASTER_PORT")
         return (0 if port is None else port), f"MASTER_PORT {os.environ['MASTER_PORT']}", mend
     if launched().by == "Slurm":
-        from unisono.bootstrap.slurm import port_of, step
-
         task = step()
         if task is not None and task.size > 1:
             port = port_of(task.job, task.number)
@@ -60,23 +61,12 @@ def _meeting() -> tuple[int, str, str]:
 
 
 def _obstacle(host: str, port: int) -> int | None:
-    """Why nobody may listen there, as a number of `errno`."""
+    """Return why no rank may listen there, as a number of `errno`; None if one may."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None,
-            port,
-            type=socket.SOCK_STREAM,
-            flags=0 if host else socket.AI_PASSIVE,
-            family=0 if host else socket.AF_INET,
-        )[0]
-    except (OSError, UnicodeError):
+        listen(host, port).close()
+    except UnicodeError:
         return errno.EADDRNOTAVAIL
-    with socket.socket(family, kind, protocol) as probe:
-        # As the control plane does: what a program that has ended left behind is no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            probe.listen(1)
-        except OSError as error:
-            return error.errno
+    except CommError as error:
+        cause = error.__cause__
+        return cause.errno if isinstance(cause, OSError) and cause.errno in errno.errorcode else errno.EADDRNOTAVAIL
     return None

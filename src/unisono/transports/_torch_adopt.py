@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +20,7 @@ from unisono.control.client import SocketControl
 from unisono.control.server import Server
 from unisono.errors import CommError, CommTimeoutError
 from unisono.group import Group
-from unisono.hosts import host_identity
+from unisono.hosts import address_towards, host_identity
 from unisono.transport import Options
 from unisono.transports._torch_errors import translated
 from unisono.transports.torch import TorchTransport
@@ -62,7 +61,9 @@ def adopt(
     card = b""
     with contextlib.ExitStack() as undo:
         if rank == 0:
-            server = Server(secret := secrets.token_bytes(32), "127.0.0.1" if len(set(hosts)) == 1 else _address())
+            # For ranks of several hosts, the address towards the job's master, which the other hosts can reach too.
+            far = None if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR", "192.0.2.1")
+            server = Server(secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_towards(far))
             undo.callback(server.close)
             card = wire.encode((*server.address, secret, f"adopted/{secrets.token_hex(4)}"))
         host, port, secret, name = wire.decode(tell(card)[0])
@@ -113,12 +114,3 @@ def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, 
 
 def _text(card: bytes) -> str:
     return card.decode()
-
-
-def _address() -> str:
-    """This host's address on the way to the job's master, which the other hosts can reach too."""
-    target = os.environ.get("MASTER_ADDR", "192.0.2.1")
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        # Nothing is sent: connecting a datagram socket only asks the routing table.
-        probe.connect((target, 9))
-        return str(probe.getsockname()[0])

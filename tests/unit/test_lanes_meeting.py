@@ -165,3 +165,21 @@ def test_a_wrong_proof_is_hung_up_on_immediately(monkeypatch: pytest.MonkeyPatch
         saying.start()
         assert until(lambda: door.admitted(0.02) == [] and not saying.is_alive())
         assert until(lambda: door.admitted(0.02) == [] and hung_up(line))
+
+
+def test_a_host_that_cannot_listen_is_named_on_every_host() -> None:
+    hub, ends = LocalHub(), dict[int, Any]()
+
+    def be(rank: int, address: str) -> None:
+        try:
+            ends[rank] = meet(Group.world(rank, 3), hub.control(), [[0], [1], [2]], address, SOON_S)
+        except CommError as error:
+            ends[rank] = error
+
+    addresses = ["127.0.0.1", "203.0.113.7", "127.0.0.1"]
+    threads = [threading.Thread(target=be, args=placed) for placed in enumerate(addresses)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SOON_S)
+    assert ["rank 1 cannot listen at 203.0.113.7:0" in str(ends.get(rank)) for rank in range(3)] == [True] * 3

@@ -52,7 +52,7 @@ class Step:
 
     @property
     def local_size(self) -> int | None:
-        """How many tasks this node has, if Slurm says."""
+        """The number of tasks on this node, if Slurm says."""
         tasks = os.environ.get("SLURM_GTIDS")
         return self.size if len(self.nodes) <= 1 else len(tasks.split(",")) if tasks else None
 

@@ -1,4 +1,4 @@
-"""Which launcher has started this process, and what it says of ranks."""
+"""The launcher that has started this process, and its numbers of ranks."""
 
 from __future__ import annotations
 

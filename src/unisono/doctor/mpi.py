@@ -58,7 +58,7 @@ def find_library(limit_s: float) -> Library | str:
 
 
 def mpi_environment() -> dict[str, str]:
-    """For ranks on trial: as many as wanted on few cores, also for Open MPI 4, which has a variable of its own."""
+    """Make the environment of ranks on trial: as many as wanted on few cores, also by Open MPI 4."""
     return mpirun_environment(
         clean_environment(OMP_NUM_THREADS="1", OMPI_MCA_rmaps_base_oversubscribe="1"), crowded=True
     )

@@ -32,7 +32,7 @@ def check(patient: Patient) -> Iterator[Finding]:
 
 
 def _refused() -> Iterator[Finding]:
-    """What `init` would refuse, in its own words."""
+    """Yield the error that `init` would raise, in its own words."""
     request = Request(None, None, None, 0.0, None)
     try:
         if env.here(request):

@@ -80,7 +80,7 @@ def _install(library: Library | str) -> str:
 
 
 def _root(library: Library) -> str:
-    """What Open MPI wants of root, which cannot start ranks without it."""
+    """Return the setting without which Open MPI starts no ranks for root."""
     wanted = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     if not library.is_open_mpi or not is_root or all(name in os.environ for name in wanted):

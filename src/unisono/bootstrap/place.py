@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from unisono.control import Control
 from unisono.control.server import Server
 
-__all__ = ["Place", "Request", "checked", "nothing", "env_number"]
+__all__ = ["Place", "Request", "checked", "env_number", "nothing"]
 
 
 @dataclass(slots=True)

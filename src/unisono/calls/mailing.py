@@ -43,7 +43,7 @@ class Mailing(Caller):
         control, timeout = engine.control, engine.options.timeout_s
         group = engine.group.child(f"mail{self._mailboxes}", range(self.size))
         transport = engine.transport.inner if isinstance(engine.transport, Checked) else engine.transport
-        control.join(group, lambda cause: None)
+        control.join(group)
         pairs: list[Group] = []
         box: Mailbox | None = None
         try:

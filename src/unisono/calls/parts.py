@@ -9,7 +9,7 @@ from typing import Any, Self, overload
 
 from unisono import wire
 from unisono.calls.caller import Caller
-from unisono.control import Cause, Control
+from unisono.control import Control
 from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
 from unisono.failing import cause_of
 from unisono.group import Group
@@ -75,7 +75,7 @@ class Parts(Caller):
         ranks = sorted((r for r, wish in enumerate(wishes) if wish[0] == color), key=lambda r: (wishes[r][1], r))
         child = group.child(f"{self._splits}.{color}", ranks)
         # Who is lost from now on is missed there, even before it has come.
-        self._control.join(child, _ignore)
+        self._control.join(child)
         try:
             part = self._alike(self._plain().split(child), check)
         except BaseException as error:
@@ -207,7 +207,7 @@ class Parts(Caller):
             return None
 
     def _connected(self, new: Group, deadline: float) -> Self:
-        self._control.join(new, _ignore)
+        self._control.join(new)
         transport = self._plain().renew(new)
         try:
             made = self._alike(transport, self._check)
@@ -225,7 +225,3 @@ class Parts(Caller):
 
 def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
-
-
-def _ignore(_cause: Cause) -> None:
-    """Whoever waits for the new group's members gets the cause as an error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.control import Cause, Control
+from unisono.control import Control
 from unisono.control.mesh import Mesh
 from unisono.errors import CommError
 from unisono.group import Group
@@ -31,7 +31,7 @@ def meet(group: Group, control: Control, hosts: Sequence[Sequence[int]], address
     Raises:
         CommError: On every rank: who could not reach whom, at which address, and what to set.
     """
-    control.join(group, _ignore)
+    control.join(group)
     firsts = [ranks[0] for ranks in hosts]
 
     def conclude(problems: list[CommError]) -> None:
@@ -56,7 +56,3 @@ def check_ways(group: Group, control: Control, hosts: Sequence[Sequence[int]], a
     lanes = meet(group, control, hosts, address, timeout)
     if lanes is not None:
         lanes.close()
-
-
-def _ignore(_cause: Cause) -> None:
-    """Who waits gets the cause as an error."""

@@ -126,7 +126,7 @@ class ShmTransport(Transport):
         if obstacle is not None:
             raise UnavailableError(obstacle)
         # The communicator will be told of failures; memory is met for as members only.
-        control.join(group, lambda cause: None)
+        control.join(group)
         return cls(group, control, options, spare=cores() >= group.size * (torch.get_num_threads() + 1))
 
     @classmethod

@@ -1,0 +1,93 @@
+"""How many functions of ours a call runs, and in how many files; the first time as the thousandth."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.compiled import native
+
+pytestmark = pytest.mark.skipif(native() is None, reason="no compiler was here when unisono was installed")
+
+OURS = str(Path(un.__file__).parent)
+MOST, MOST_FILES = 12, 6
+REDUCED = [
+    *((torch.float32, op) for op in ("sum", "avg", "product", "min", "max")),
+    *((dtype, "sum") for dtype in (torch.uint8, torch.int64, torch.float64, torch.complex64, torch.bool)),
+    *((dtype, "avg") for dtype in (torch.float16, torch.bfloat16, torch.float64)),
+    *((torch.int32, op) for op in ("band", "bor", "bxor", "product")),
+]
+
+
+def counted(call: Callable[[], object]) -> tuple[int, int]:
+    """Functions that a call runs, and files that these are in."""
+    seen: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            seen.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(seen), len(set(seen))
+
+
+def of_single_tensors(comm: un.Communicator) -> dict[str, Callable[[], object]]:
+    peer, one = 1 - comm.rank, torch.ones(4)
+    ends = [lambda: comm.send(torch.ones(4), peer), lambda: comm.recv(torch.ones(4), peer)]
+    return {
+        **{f"all_reduce {d} {o}": lambda d=d, o=o: comm.all_reduce(torch.ones(5, dtype=d), o) for d, o in REDUCED},
+        "all_reduce, 4 MiB": lambda: comm.all_reduce(torch.ones(1 << 20)),
+        "broadcast": lambda: comm.broadcast(torch.ones(4), 1),
+        "reduce": lambda: comm.reduce(torch.ones(4), 1),
+        "all_gather_single": lambda: comm.all_gather_single(torch.ones(8), torch.ones(4)),
+        "reduce_scatter_single": lambda: comm.reduce_scatter_single(torch.ones(4), torch.ones(8)),
+        "all_to_all_single": lambda: comm.all_to_all_single(torch.ones(8), torch.ones(8)),
+        "barrier": comm.barrier,
+        "send": ends[comm.rank],
+        "recv": ends[peer],
+        "the very same tensor": lambda: comm.all_reduce(one),
+    }
+
+
+def of_lists(comm: un.Communicator) -> dict[str, tuple[Callable[[], object], int]]:
+    """Each with the number of its listed tensors."""
+    here, size = comm.rank == 0, comm.size
+
+    def tensors() -> list[torch.Tensor]:
+        return [torch.ones(4) for _ in range(size)]
+
+    return {
+        "gather": (lambda: comm.gather(torch.ones(4), tensors() if here else None, 0), 2),
+        "scatter": (lambda: comm.scatter(torch.ones(4), tensors() if here else None, 0), 2),
+        "all_gather": (lambda: comm.all_gather(tensors(), torch.ones(4)), 2),
+        "reduce_scatter": (lambda: comm.reduce_scatter(torch.ones(4), tensors()), 2),
+        "all_to_all": (lambda: comm.all_to_all(tensors(), tensors()), 4),
+    }
+
+
+def too_many(comm: un.Communicator) -> list[str]:
+    """The calls of one rank that run too much, the first time or later."""
+    comm.barrier()
+    found = []
+    calls = {name: (call, 0) for name, call in of_single_tensors(comm).items()} | of_lists(comm)
+    for turn in range(3):
+        for name, (call, listed) in calls.items():
+            functions, files = counted(call)
+            if functions > MOST + listed or files > MOST_FILES:
+                found.append(f"{name}: {functions} functions in {files} files, turn {turn}")
+            comm.barrier()
+    return found
+
+
+def test_a_call_runs_few_functions() -> None:
+    assert un.launch(too_many, 2, "shm", timeout=30) == [[], []]

@@ -136,7 +136,7 @@ def test_the_launcher_is_compared_before_mpi_starts(
         Init_thread=started.append,
         THREAD_MULTIPLE=3,
     )
-    monkeypatch.setattr(mpilib, "_imported", lambda: mpi)
+    monkeypatch.setattr(mpilib, "imported", lambda: mpi)
     monkeypatch.setattr(mpilib, "launched", lambda: mpilib.Launched(by, 0, 2))
     if fits:
         assert mpilib.library() is mpi

@@ -6,7 +6,7 @@ from unisono.transport import Transport
 from unisono.wrappers.wrapper import Wrapper
 
 LAW = "a_probe_takes_nothing"
-COMPLAINT = r"before any was sent|rank 2 has left"
+COMPLAINT = r"before any was sent|rank 2 has left|for 4 B from rank 2"
 
 
 class Mutant(Wrapper):

@@ -22,6 +22,10 @@ inline uint32_t bits_of_float(float value) {
 }
 
 struct BFloat16 {
+#ifdef UNISONO_WIDE
+    UNISONO_WIDE static Lanes load(const uint16_t* from) { return load_bfloat16(from); }
+    UNISONO_WIDE static void store(uint16_t* to, Lanes values) { store_bfloat16(to, values); }
+#endif
     static void widen(const uint16_t* from, float* to, size_t count) {
         for (size_t n = 0; n < count; n++) to[n] = float_of_bits(static_cast<uint32_t>(from[n]) << 16);
     }
@@ -35,12 +39,14 @@ struct BFloat16 {
 };
 
 struct Float16 {
+#ifdef UNISONO_WIDE
+    UNISONO_WIDE static Lanes load(const uint16_t* from) { return load_float16(from); }
+    UNISONO_WIDE static void store(uint16_t* to, Lanes values) { store_float16(to, values); }
+#endif
     static void widen(const uint16_t* from, float* to, size_t count) {
-        if (has_f16c()) return halves_to_floats(from, to, count);
         for (size_t n = 0; n < count; n++) to[n] = wide(from[n]);
     }
     static void narrow(const float* from, uint16_t* to, size_t count) {
-        if (has_f16c()) return floats_to_halves(from, to, count);
         for (size_t n = 0; n < count; n++) to[n] = narrowed(from[n]);
     }
 

@@ -11,8 +11,8 @@
 
 namespace unisono {
 
-// What is summed at once stays in the nearest cache.
-inline constexpr size_t kBlockBytes = 4096;
+// What is summed at once stays in the nearest cache; longer copies take a way of their own, which is slow to begin.
+inline constexpr size_t kBlockBytes = 2048;
 
 enum class Op { sum, product, min, max, band, bor, bxor };
 
@@ -54,8 +54,34 @@ void combine_elements(const char* a, const char* b, char* to, size_t count) {
     for (size_t n = 0; n < count; n++) out[n] = combined<op, T>(low[n], high[n]);
 }
 
+#ifdef UNISONO_WIDE
+// Returns how many elements it has done: all but the last few.
+template <Op op, class Half>
+UNISONO_WIDE size_t combine_lanes(const char* a, const char* b, char* to, size_t count) {
+    const auto* low = reinterpret_cast<const uint16_t*>(a);
+    const auto* high = reinterpret_cast<const uint16_t*>(b);
+    size_t n = 0;
+    for (; n + 8 <= count; n += 8) {
+        const Lanes x = Half::load(low + n), y = Half::load(high + n);
+        Lanes z;
+        if constexpr (op == Op::sum) z = add(x, y);
+        if constexpr (op == Op::product) z = multiply(x, y);
+        if constexpr (op == Op::min) z = minimum(x, y);
+        if constexpr (op == Op::max) z = maximum(x, y);
+        Half::store(reinterpret_cast<uint16_t*>(to) + n, z);
+    }
+    return n;
+}
+#endif
+
 template <Op op, class Half>
 void combine_halves(const char* a, const char* b, char* to, size_t count) {
+#ifdef UNISONO_WIDE
+    if (has_lanes()) {
+        const size_t done = combine_lanes<op, Half>(a, b, to, count);
+        a += 2 * done, b += 2 * done, to += 2 * done, count -= done;
+    }
+#endif
     constexpr size_t step = 256;
     float low[step], high[step];
     for (size_t n = 0; n < count; n += step) {

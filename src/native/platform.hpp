@@ -61,34 +61,45 @@ inline void copy_past_caches(char* to, const char* from, size_t nbytes) {
     std::memcpy(to, from, nbytes);
 }
 
-// Whether the processor converts half floats.
-inline bool has_f16c() {
+// Eight floats at once, where the processor has such lanes: for 16-bit floats, which are slow one by one.
 #if defined(__x86_64__)
-    static const bool found = __builtin_cpu_supports("f16c") && __builtin_cpu_supports("avx");
+#define UNISONO_WIDE __attribute__((target("avx2,f16c")))
+
+inline bool has_lanes() {
+    static const bool found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
     return found;
-#else
-    return false;
-#endif
 }
 
-#if defined(__x86_64__)
-__attribute__((target("f16c,avx"))) inline void halves_to_floats(const uint16_t* from, float* to, size_t count) {
-    size_t n = 0;
-    for (; n + 8 <= count; n += 8)
-        _mm256_storeu_ps(to + n, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + n))));
-    for (; n < count; n++) to[n] = _cvtsh_ss(from[n]);
+using Lanes = __m256;
+
+UNISONO_WIDE inline Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
+UNISONO_WIDE inline Lanes multiply(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
+// Of a NaN and anything else the NaN, which the processor's own would leave out if it came first.
+UNISONO_WIDE inline Lanes minimum(Lanes a, Lanes b) {
+    return _mm256_blendv_ps(_mm256_min_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+}
+UNISONO_WIDE inline Lanes maximum(Lanes a, Lanes b) {
+    return _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
 
-__attribute__((target("f16c,avx"))) inline void floats_to_halves(const float* from, uint16_t* to, size_t count) {
-    size_t n = 0;
-    for (; n + 8 <= count; n += 8)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + n),
-                         _mm256_cvtps_ph(_mm256_loadu_ps(from + n), _MM_FROUND_TO_NEAREST_INT));
-    for (; n < count; n++) to[n] = _cvtss_sh(from[n], _MM_FROUND_TO_NEAREST_INT);
+UNISONO_WIDE inline Lanes load_float16(const uint16_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
-#else
-inline void halves_to_floats(const uint16_t*, float*, size_t) {}
-inline void floats_to_halves(const float*, uint16_t*, size_t) {}
+UNISONO_WIDE inline void store_float16(uint16_t* to, Lanes values) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+}
+UNISONO_WIDE inline Lanes load_bfloat16(const uint16_t* from) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+UNISONO_WIDE inline void store_bfloat16(uint16_t* to, Lanes values) {
+    const __m256i bits = _mm256_castps_si256(values), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    const __m256i chosen = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7FC0), nan);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(chosen, chosen), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+}
 #endif
 
 }  // namespace unisono

@@ -1,6 +1,7 @@
 // Copies to memory that other ranks read, and reductions into it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -38,21 +39,15 @@ class Stores {
                 const std::vector<char*>& targets, char* shown) const {
         alignas(64) char block[kBlockBytes];
         const size_t step = kBlockBytes / how.width;
-        const bool past = past_is_better();
-        if (rows.size() == 2 && divisor == 1 && targets.size() == 1 && !shown) {
-            how.kernel(rows[0], rows[1], targets[0], count);
-            return;
-        }
+        const bool past = past_is_better(), direct = !shown && is_written_safely(rows, targets);
         for (size_t n = 0; n < count; n += step) {
             const size_t length = std::min(step, count - n), at = n * how.width, nbytes = length * how.width;
-            if (rows.size() == 1)
-                std::memcpy(block, rows[0] + at, nbytes);
-            else
-                how.kernel(rows[0] + at, rows[1] + at, block, length);
-            for (size_t r = 2; r < rows.size(); r++) how.kernel(block, rows[r] + at, block, length);
-            if (divisor != 1) how.divide(block, length, divisor);
-            for (char* target : targets) std::memcpy(target + at, block, nbytes);
-            if (shown) past ? copy_past_caches(shown + at, block, nbytes) : copy_plainly(shown + at, block, nbytes);
+            char* sum = direct ? targets[0] + at : block;
+            if (rows.size() == 1) std::memmove(sum, rows[0] + at, nbytes);
+            for (size_t r = 1; r < rows.size(); r++) how.kernel(r == 1 ? rows[0] + at : sum, rows[r] + at, sum, length);
+            if (divisor != 1) how.divide(sum, length, divisor);
+            for (size_t t = direct; t < targets.size(); t++) std::memcpy(targets[t] + at, sum, nbytes);
+            if (shown) past ? copy_past_caches(shown + at, sum, nbytes) : copy_plainly(shown + at, sum, nbytes);
         }
     }
 
@@ -61,6 +56,10 @@ class Stores {
     static constexpr double kSlower = 3;
     static constexpr unsigned kSeldom = 256;
 
+    // Whether the sum may grow in the first target: it is no row that is read after the first two.
+    static bool is_written_safely(const std::vector<const char*>& rows, const std::vector<char*>& targets) {
+        return !targets.empty() && (rows.size() < 3 || std::find(rows.begin() + 2, rows.end(), targets[0]) == rows.end());
+    }
     static void copy_plainly(char* to, const char* from, size_t nbytes) { std::memcpy(to, from, nbytes); }
     bool past_is_better() const { return plain_s_ > kSlower * past_s_; }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,8 +15,10 @@ from hypothesis import strategies as st
 
 import unisono as un
 from unisono.compiled import native
+from unisono.errors import CommError
 from unisono.reduction import check_reducible, parse_op
 from unisono.testing.pools import RankPool
+from unisono.transports import shm
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no compiler was here when unisono was installed")
 
@@ -189,3 +194,34 @@ def apart(comm: un.Communicator) -> list[str]:
 
 def test_wrong_calls_are_refused_alike(ranks: RankPool) -> None:
     assert ranks.run(apart, size=2) == [[""] * 8] * 2
+
+
+def mixed(comm: un.Communicator, build: str | None) -> tuple[bool, list[str], float]:
+    """Another communicator for which rank 1 has no core, or one of another build."""
+    known = native()
+    assert known is not None
+    other = None if build is None else SimpleNamespace(BUILD=build, Core=known.Core)
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        patch.object(shm, "native", lambda: other if comm.rank == 1 else known),
+    ):
+        warnings.simplefilter("always")
+        part = comm.dup()
+    with part:
+        total = torch.ones(3)
+        part.all_reduce(total)
+        return part._engine.quick is None, [str(w.message) for w in warned], total[0].item()
+
+
+def test_a_rank_without_the_core_makes_all_do_without(ranks: RankPool) -> None:
+    first, *others = ranks.run(mixed, None, size=3)
+    assert [found[::2] for found in (first, *others)] == [(True, 3.0)] * 3
+    assert [len(first[1]), *(len(found[1]) for found in others)] == [1, 0, 0]
+    assert first[1][0].startswith("rank 1 has no native core")
+
+
+def test_ranks_with_different_cores_are_told(ranks: RankPool) -> None:
+    with pytest.raises(
+        CommError, match=r"ranks have different builds of unisono's native core: .* on rank 0, older on rank 1"
+    ):
+        ranks.run(mixed, "older", size=2)

@@ -8,9 +8,7 @@ The machine that it runs on should have nothing else to do.
 
 from __future__ import annotations
 
-import argparse
 import ast
-import os
 import platform
 import re
 import subprocess
@@ -18,7 +16,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
+from unisono import bench
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
@@ -43,8 +41,9 @@ def questions(only: list[str]) -> list[Path]:
 def machine() -> str:
     """What the answers were measured on, and when."""
     system = f"{platform.system()} {platform.release().split('-')[0]}"
-    python = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{datetime.now(UTC).date()}, {os.cpu_count()} cores ({_processor()}), {system}, {python}"
+    here = bench.machine()
+    python = f"Python {here['python']}, torch {here['torch']}"
+    return f"{datetime.now(UTC).date()}, {here['processors']} cores ({here['processor']}), {system}, {python}"
 
 
 def known() -> dict[str, str]:
@@ -70,7 +69,7 @@ def section(script: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="scripts, without .py")
     options = parser.parse_args()
     for script in questions(options.only):
@@ -78,14 +77,6 @@ def main() -> None:
         answers = {**known(), script.name: section(script)}
         PAGE.write_text("\n".join([HEAD, *(answers[name] for name in sorted(answers) if (HERE / name).exists())]))
     print(f"written: {PAGE.relative_to(HERE.parent)}")
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Answer (2 and 4 ranks, 2 cores, float32, one thread a rank): see docs/benchmarks.md; run it to see yours:
 
     python benchmarks/averager_against_ddp.py [--ranks 2 4] [--backend shm] [--models mlp deep ...] [--seconds 8]
+    python benchmarks/averager_against_ddp.py --steps 5 --warmup 3
 
 The same model is trained by plain SGD in four ways, in turn in each rank: alone, alone with a barrier after backward,
 in DDP with its best flags, and plain with a GradientAverager. Exposed is what a step takes longer than alone, by what
@@ -12,35 +13,18 @@ seconds are those of the whole process, its threads' too, more than alone. Gradi
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _training import ddp, perceptron, transformer
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import unisono as un
-
-
-def perceptron(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def transformer() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-
+from unisono.bench import interleave, on_ranks, parser, timed
 
 # A model, the shape of its input on each rank, and the most of DDP's exposed time that is wanted for 2 ranks.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
@@ -49,85 +33,58 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "transformer": (transformer, (2, 64, 384), 1 / 4),
     "wide": (lambda: perceptron(2048, 4096, 4096), (8, 2048), 1 / 2.5),
 }
-
-
 LEAST = 48
 """Steps of each way, at least: of a dozen long ones, two medians differ by more than what is asked."""
 
+Figures = dict[str, list[float]]
 
-@dataclass
+
 class Way:
-    """One way to train, and what its steps took."""
+    """One way to train, and the processor seconds of its steps."""
 
-    model: nn.Module
-    after: Callable[[], object] = lambda: None
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, wrap: Callable[[nn.Module], nn.Module], after: Callable[[], object]) -> None:
+        torch.manual_seed(1)
+        self.model, self.after = wrap(MODELS[name][0]()), after
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.cpu: list[float] = []
 
     def step(self, batch: torch.Tensor) -> None:
-        cpu, began = time.process_time(), time.perf_counter()
+        cpu = time.process_time()
         self.optimizer.zero_grad()
         self.model(batch).square().mean().backward()
         self.after()
         self.optimizer.step()
-        self.seconds.append(time.perf_counter() - began)
         self.cpu.append(time.process_time() - cpu)
 
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
 
-def ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """DDP in its best form."""
-    known = inspect.signature(DistributedDataParallel).parameters
-    flags = {"batched_grad_copy": True} if "batched_grad_copy" in known else {}
-    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, **flags)
-
-
-def train(comm: un.Communicator, path: str, name: str, seconds: float) -> dict[str, list[float]]:
+def train(comm: un.Communicator, name: str, seconds: float, steps: int | None, warmup: int, folder: Path) -> Figures:
     """Each way's seconds and processor seconds, step by step."""
-    make, shape, _ = MODELS[name]
-    models = []
-    for _ in range(4):
-        torch.manual_seed(1)
-        models.append(make())
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
-    assert dist.group.WORLD is not None
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size)
     ways = {
-        "local": Way(models[0]),
-        "met": Way(models[1], comm.barrier),
-        "ddp": Way(ddp(models[2], dist.group.WORLD)),
-        "ours": Way(models[3]),
+        "local": Way(name, lambda model: model, lambda: None),
+        "met": Way(name, lambda model: model, comm.barrier),
+        "ddp": Way(name, lambda model: ddp(model, dist.group.WORLD), lambda: None),
+        "ours": Way(name, lambda model: model, lambda: None),
     }
-    un.GradientAverager(models[3], comm)
-    batch = torch.randn(shape, generator=torch.Generator().manual_seed(comm.rank))
-    order = list(ways)
-    rounds = ended = 0
-    started = time.perf_counter()
-    while not ended:
-        for which in order:
-            comm.barrier()
-            ways[which].step(batch)
-        _compare(comm, ways, name)
-        order = order[1:] + order[:1]
-        rounds += 1
-        ended = comm.broadcast_object(int(time.perf_counter() - started > seconds and rounds > LEAST))
+    un.GradientAverager(ways["ours"].model, comm)
+    batch = torch.randn(MODELS[name][1], generator=torch.Generator().manual_seed(comm.rank))
+
+    def compare() -> None:
+        for ours, theirs in zip(ways["ours"].gradients(), ways["ddp"].gradients(), strict=True):
+            same = torch.equal(ours, theirs) if comm.size == 2 else torch.allclose(ours, theirs, 1e-4, 1e-7)
+            if not same:
+                raise SystemExit(f"{name}: other gradients than DDP's, by {(ours - theirs).abs().max():.2e}")
+
+    samples = {which: timed(lambda way=way: way.step(batch), comm) for which, way in ways.items()}
+    timings = interleave(samples, comm, seconds=seconds, rounds=steps, least=LEAST, warmup=warmup, after_round=compare)
     dist.destroy_process_group()
-    found = {f"{name}": way.seconds[6:] for name, way in ways.items()}
-    return found | {f"{name} cpu": way.cpu[6:] for name, way in ways.items()}
+    return timings.figures | {f"{which} cpu": way.cpu[-timings.rounds :] for which, way in ways.items()}
 
 
-def _compare(comm: un.Communicator, ways: dict[str, Way], name: str) -> None:
-    for ours, theirs in zip(ways["ours"].gradients(), ways["ddp"].gradients(), strict=True):
-        same = torch.equal(ours, theirs) if comm.size == 2 else torch.allclose(ours, theirs, 1e-4, 1e-7)
-        if not same:
-            raise SystemExit(f"{name}: other gradients than DDP's, by {(ours - theirs).abs().max():.2e}")
-
-
-def report(name: str, ranks: int, backend: str, results: list[dict[str, list[float]]]) -> str:
+def report(name: str, ranks: int, backend: str, results: list[Figures]) -> str:
     """One line, of the medians of what all ranks took."""
 
     def over_local(way: str, kind: str = "") -> list[float]:
@@ -149,18 +106,17 @@ def report(name: str, ranks: int, backend: str, results: list[dict[str, list[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--backend", default="shm")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--seconds", type=float, default=8.0, help=f"for each model, and at least {LEAST} steps")
-    options = parser.parse_args()
-    for ranks in options.ranks:
-        for name in options.models:
-            with tempfile.TemporaryDirectory() as folder:
-                given = (str(Path(folder) / "store"), name, options.seconds)
-                found = un.launch(train, ranks, options.backend, given, threads=1, timeout=600)
-            print(report(name, ranks, options.backend, found), flush=True)
+    options = parser(__doc__, seconds=8.0)
+    options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    options.add_argument("--backend", default="shm")
+    options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    options.add_argument("--steps", type=int, help=f"counted steps of each way (as --seconds allow, at least {LEAST})")
+    options.add_argument("--warmup", type=int, default=6, help="steps before them (%(default)s)")
+    given = options.parse_args()
+    for ranks in given.ranks:
+        for name in given.models:
+            found = on_ranks(train, ranks, given.backend, (name, given.seconds, given.steps, given.warmup), timeout=600)
+            print(report(name, ranks, given.backend, found), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ headers and scales and the words beside the gradients included, against a ring a
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 
 import unisono as un
 from unisono import compression as codecs
+from unisono.bench import on_ranks, parser
 from unisono.demo.data import load, split
 from unisono.gradients import DiLoCo, LocalSGD
 from unisono.wrappers.trace import Traced
@@ -76,7 +77,7 @@ def network() -> nn.Module:
     )
 
 
-def train(comm: un.Communicator, way: str, seed: int, steps: int) -> float:
+def train(comm: un.Communicator, way: str, seed: int, steps: int, folder: Path) -> float:
     """Accuracy after so many steps."""
     train_on, test_on = split(load(), seed=0)
     torch.manual_seed(seed)
@@ -125,19 +126,16 @@ def sent(way: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    options = parser.parse_args()
+    given = parser(__doc__)
+    given.add_argument("--seeds", type=int, default=5)
+    given.add_argument("--steps", type=int, default=400)
+    given.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    options = given.parse_args()
     numel = sum(p.numel() for p in network().parameters())
     ring = 2 * (RANKS - 1) / RANKS * numel * 4
     plain: float | None = None
     for name in options.ways:
-        found = [
-            un.launch(train, RANKS, "shm", (name, seed, options.steps), threads=1, timeout=120)[0]
-            for seed in range(options.seeds)
-        ]
+        found = [on_ranks(train, RANKS, "shm", (name, seed, options.steps))[0] for seed in range(options.seeds)]
         accuracy = statistics.mean(found) * 100
         plain = accuracy if plain is None else plain
         bytes_sent = sent(name)

@@ -10,11 +10,12 @@ median of the differences of processor time, which other programs disturb less t
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import subprocess
 import sys
+from functools import partial
+
+from unisono.bench import interleave, parser
 
 PROGRAM = "import time, torch; print(time.process_time())"
 
@@ -28,20 +29,15 @@ def seconds(autoload: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20)
-    pairs = parser.parse_args().pairs
-    times: dict[str, list[float]] = {"0": [], "1": []}
-    for pair in range(pairs + 1):
-        for autoload in "01" if pair % 2 else "10":
-            times[autoload].append(seconds(autoload))
-    added = sorted(new - old for old, new in zip(times["0"][1:], times["1"][1:], strict=True))
-    low, _, high = statistics.quantiles(added, n=4)
-    median = statistics.median(added)
-    verdict = "" if median < 0.01 else "   MISSED 10 ms"
+    options = parser(__doc__)
+    options.add_argument("--pairs", type=int, default=20)
+    pairs = options.parse_args().pairs
+    timings = interleave({autoload: partial(seconds, autoload) for autoload in "01"}, rounds=pairs, warmup=1)
+    added = timings.difference("1", "0") * 1e3
+    verdict = "" if added.median < 10 else "   MISSED 10 ms"
     print(
-        f"import torch {statistics.median(times['0']) * 1e3:.0f} ms, entry point {median * 1e3:+.1f} ms "
-        f"({low * 1e3:+.1f} to {high * 1e3:+.1f}, {pairs} pairs){verdict}"
+        f"import torch {timings.of('0').median * 1e3:.0f} ms, entry point {added.median:+.1f} ms "
+        f"({added.low:+.1f} to {added.high:+.1f}, {pairs} pairs){verdict}"
     )
 
 

@@ -13,19 +13,17 @@ is done at a hundredth of the samples.
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import torch
 
 import unisono as un
-from unisono.bench import Finding, Spread
+from unisono.bench import Finding, Spread, interleave, parser, timed
 
 CHUNK = 16_384
 BULK = 1 << 20
@@ -73,15 +71,9 @@ def measure(way: str, samples: int) -> None:
     print(whole, tracemalloc.get_traced_memory()[1])
 
 
-def walk(given: Iterator[int], count: int) -> None:
-    for _ in islice(given, count):
+def walk(given: Iterator[int], most: int) -> None:
+    for _ in islice(given, most):
         pass
-
-
-def seconds(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
 
 
 def bulk(shuffle: un.data.IndexShuffle) -> None:
@@ -106,39 +98,36 @@ def exact(samples: int, ranks: int) -> bool:
 
 
 def times(samples: int, turns: int) -> Iterator[Finding | str]:
-    firsts = [1e3 * seconds(lambda seed=seed: next(iter(rank_of(samples, seed)))) for seed in range(turns)]
-    yield Finding(f"first of {samples} samples, ms", Spread.of(firsts), 1.0, most=True)
-    shuffle = un.data.IndexShuffle(samples)
-    found: dict[str, list[float]] = {"bulk": [], "list": [], "randperm": []}
-    for turn in range(turns):
-        found["bulk"].append(1e9 * seconds(lambda: bulk(shuffle)) / BULK)
-        found["list"].append(1e9 * seconds(lambda turn=turn: walk(iter(rank_of(samples, turn)), BULK)) / BULK)
-        found["randperm"].append(1e9 * seconds(lambda: torch.randperm(10 * BULK)) / (10 * BULK))
-    yield Finding("an index in bulk, as a tensor, ns", Spread.of(found["bulk"]), 40.0, most=True)
-    yield f"        an index from the sampler, as a number, ns: {statistics.median(found['list']):.2f}"
-    yield f"        an index of torch.randperm of 10 million, ns: {statistics.median(found['randperm']):.2f}"
+    shuffle, seeds = un.data.IndexShuffle(samples), count()
+    ways: dict[str, Callable[[], object]] = {
+        "first": lambda: next(iter(rank_of(samples, next(seeds)))),
+        "bulk": lambda: bulk(shuffle),
+        "list": lambda: walk(iter(rank_of(samples, next(seeds))), BULK),
+        "randperm": lambda: torch.randperm(10 * BULK),
+    }
+    timings = interleave({name: timed(way) for name, way in ways.items()}, rounds=turns)
+    yield Finding(f"first of {samples} samples, ms", timings.of("first") * 1e3, 1.0, most=True)
+    yield Finding("an index in bulk, as a tensor, ns", timings.of("bulk") * (1e9 / BULK), 40.0, most=True)
+    yield f"        an index from the sampler, as a number, ns: {timings.of('list').median * 1e9 / BULK:.2f}"
+    yield f"        an index of torch.randperm of 10 million, ns: {timings.of('randperm').median * 1e8 / BULK:.2f}"
 
 
 def memory(samples: int) -> Iterator[Finding]:
     whole, python = in_process("sampler", samples)
-    yield Finding("memory of a rank, KiB", one(whole / KIB), 1024, most=True)
-    yield Finding("memory of its Python objects, KiB", one(python / KIB), 1024, most=True)
+    yield Finding("memory of a rank, KiB", Spread.of([whole / KIB]), 1024, most=True)
+    yield Finding("memory of its Python objects, KiB", Spread.of([python / KIB]), 1024, most=True)
     part = max(1, samples // 100)
     randperm = in_process("randperm", part)[0] * samples / part
-    yield Finding("times as much takes torch.randperm", one(randperm / max(whole, 1)), 1000)
-
-
-def one(figure: float) -> Spread:
-    return Spread(figure, figure, figure)
+    yield Finding("times as much takes torch.randperm", Spread.of([randperm / max(whole, 1)]), 1000)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=10**9)
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--exhaustive", action="store_true")
-    parser.add_argument("--way", choices=["sampler", "randperm"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    given = parser(__doc__)
+    given.add_argument("--samples", type=int, default=10**9)
+    given.add_argument("--turns", type=int, default=15)
+    given.add_argument("--exhaustive", action="store_true")
+    given.add_argument("--way", choices=["sampler", "randperm"], help=argparse.SUPPRESS)
+    options = given.parse_args()
     torch.set_num_threads(1)
     if options.way:
         measure(options.way, options.samples)
@@ -147,7 +136,8 @@ def main() -> None:
         print(finding)
     marked = options.samples if options.exhaustive else max(1, options.samples // 100)
     for ranks in range(1, RANKS + 1):
-        print(Finding(f"{marked} samples are exactly one rank's, of {ranks}", one(float(exact(marked, ranks))), 1.0))
+        whole = Spread.of([float(exact(marked, ranks))])
+        print(Finding(f"{marked} samples are exactly one rank's, of {ranks}", whole, 1.0))
 
 
 if __name__ == "__main__":

@@ -10,45 +10,48 @@ were described to MPI beforehand: no check, no time limit. For 8 B the figure is
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
-from statistics import median
-from typing import Any
+from pathlib import Path
 
 import torch
-from _asking import Findings, between, judged, measured, options
 
 import unisono as un
-from unisono.bench import Finding, Row, each, parse_sizes
-from unisono.bench.row import Spread
+from unisono.bench import (
+    COLLECTIVES,
+    Finding,
+    Spread,
+    Timings,
+    between,
+    interleave,
+    least_ratio,
+    measured,
+    on_ranks,
+    parse_sizes,
+    sweep_parser,
+    timed,
+)
 from unisono.errors import UnavailableError
 
-COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 SHORT, LONG = "8", "1M,16M,100M"
+MOST_US, LEAST_RATIO = 25, 0.90
 
 
-def left(what: str, rows: list[Row], peer: str, most_us: float) -> Finding:
-    """Microseconds that unisono adds to 1.15 times the peer's, at the first of the sizes."""
-    row = rows[0]
-    allowed = 1.15 * row.against[peer].time_us
-    time = row.time
-    found = Spread(time.low - allowed, time.median - allowed, time.high - allowed)
-    return Finding(f"{what}, us beyond 1.15 times {peer}'s {row.against[peer].time_us:.1f}", found, most_us, most=True)
+def beyond(what: str, own: Spread, mpi_us: float) -> Finding:
+    """Microseconds that unisono adds to 1.15 times MPI's."""
+    allowed = 1.15 * mpi_us
+    left = Spread(own.low - allowed, own.median - allowed, own.high - allowed)
+    return Finding(f"{what}, us beyond 1.15 times mpi's {mpi_us:.1f}", left, MOST_US, most=True)
 
 
-def ask(given: argparse.Namespace, caches: str, collective: str) -> Findings:
-    long = LONG if collective == "all_reduce" else LONG.split(",", maxsplit=1)[0]
-    sizes = f"{SHORT},{long}"
-    rows = measured(given, sizes, backend="mpi", against=("mpi",), collective=collective, cold=caches == "cold")
+def ask(given: argparse.Namespace, caches: str, collective: str) -> list[Finding]:
+    sizes = f"{SHORT},{LONG if collective == 'all_reduce' else '1M'}"
+    results = measured(given, sizes, backend="mpi", against=("mpi",), collective=collective, cold=caches == "cold")
     where = f"2 ranks, {caches}, {collective}"
-    return [
-        *judged(left, f"{where}, 8 B", [row for row in rows if row.nbytes < 1 << 20], "mpi", 25),
-        *judged(each, f"{where}, from 1 MiB", between(rows, "1M", "100M"), "mpi", 0.90),
-    ]
+    short = [beyond(f"{where}, 8 B", each.time, each.against["mpi"].time_us) for each in between(results, "8", "8")]
+    return [*short, *least_ratio(f"{where}, from 1 MiB", between(results, "1M", "100M"), "mpi", LEAST_RATIO)]
 
 
-def there_and_back(comm: un.Communicator, nbytes: int, seconds: float) -> list[tuple[float, float]]:
-    """Microseconds of a message by unisono, and by MPI beside it: medians of neighbouring blocks."""
+def there_and_back(comm: un.Communicator, nbytes: int, seconds: float, folder: Path) -> Timings:
+    """A message and its answer by unisono, and by MPI beside it."""
     from mpi4py import MPI
 
     world, other = MPI.COMM_WORLD, 1 - comm.rank
@@ -56,51 +59,39 @@ def there_and_back(comm: un.Communicator, nbytes: int, seconds: float) -> list[t
     memory = [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.FLOAT]
 
     def own() -> None:
-        steps: tuple[Callable[..., Any], ...] = (comm.send, comm.recv)
-        for step in steps if comm.rank == 0 else reversed(steps):
+        for step in (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send):
             step(tensor, other)
 
     def bare() -> None:
-        steps: tuple[Callable[..., Any], ...] = (world.Send, world.Recv)
-        for step in steps if comm.rank == 0 else reversed(steps):
+        for step in (world.Send, world.Recv) if comm.rank == 0 else (world.Recv, world.Send):
             step(memory, other)
 
-    def block(way: Callable[[], None], count: int) -> float:
-        times = []
-        for _ in range(count):
-            began = time.perf_counter()
-            way()
-            times.append((time.perf_counter() - began) / 2)
-        return 1e6 * median(times)
-
-    found, count = [], max(10, min(200, (16 << 20) // nbytes))
-    block(own, 10), block(bare, 10)
-    began = time.perf_counter()
-    while comm.broadcast_object(len(found) < 8 or time.perf_counter() - began < seconds):
-        found.append((block(own, count), block(bare, count)))
-    return found
+    count = max(10, min(200, (16 << 20) // nbytes))
+    samples = {"own": timed(own, comm, count=count), "mpi": timed(bare, comm, count=count)}
+    return interleave(samples, comm, seconds=seconds).slowest(comm)
 
 
-def messages(given: argparse.Namespace) -> Findings:
+def messages(given: argparse.Namespace) -> list[Finding]:
     """The findings about point-to-point messages of each size."""
     found = []
     for nbytes in parse_sizes(f"{SHORT},{LONG}"):
         if nbytes <= parse_sizes(given.most)[0]:
-            pairs, _ = un.launch(there_and_back, 2, "mpi", args=(nbytes, given.seconds))
+            timings = on_ranks(there_and_back, 2, "mpi", (nbytes, given.seconds))[0]
             what = f"2 ranks, send and recv, {nbytes} B"
             if nbytes < 1 << 20:
-                peer = median(bare for _, bare in pairs)
-                spread = Spread.of([own - 1.15 * bare for own, bare in pairs])
-                found.append(Finding(f"{what}, us beyond 1.15 times mpi's {peer:.1f}", spread, 25, most=True))
+                found.append(beyond(what, timings.of("own") * 5e5, timings.of("mpi").median * 5e5))
             else:
-                found.append(Finding(f"{what}, mpi/own", Spread.of([bare / own for own, bare in pairs]), 0.90))
+                found.append(Finding(f"{what}, mpi/own", timings.ratio("mpi", "own"), LEAST_RATIO))
     return found
 
 
 def main() -> None:
-    given = options(__doc__)
+    given = sweep_parser(__doc__).parse_args()
     try:
-        print(*(f for caches in given.caches for name in COLLECTIVES for f in ask(given, caches, name)), sep="\n")
+        for caches in given.caches:
+            for collective in COLLECTIVES:
+                if collective != "barrier":
+                    print(*ask(given, caches, collective), sep="\n", flush=True)
         print(*messages(given), sep="\n")
     except UnavailableError as error:
         # Every other question can be answered without MPI.

@@ -12,26 +12,24 @@ from __future__ import annotations
 
 import argparse
 
-from _asking import Findings, between, judged, measured, options
-
-from unisono.bench import each
+from unisono.bench import Finding, between, least_ratio, measured, sweep_parser
 from unisono.errors import UnavailableError
 
 
-def ask(given: argparse.Namespace, caches: str) -> Findings:
+def ask(given: argparse.Namespace, caches: str) -> list[Finding]:
     how = {"against": ("mpi",), "cold": caches == "cold"}
-    rows = measured(given, "8,4K,64K,256K,1M,16M,100M", **how)
+    results = measured(given, "8,4K,64K,256K,1M,16M,100M", **how)
     registered = measured(given, "1M,16M,100M", registered=True, **how)
     # In pure Python, eight times MPI's time is allowed where there is nearly nothing to move.
     return [
-        *judged(each, f"2 ranks, {caches}, ordinary, 8 B", between(rows, "8", "8"), "mpi", 1 / 8),
-        *judged(each, f"2 ranks, {caches}, ordinary, from 64 KiB", between(rows, "64K", "100M"), "mpi", 1),
-        *judged(each, f"2 ranks, {caches}, registered, from 1 MiB", registered, "mpi", 1.8),
+        *least_ratio(f"2 ranks, {caches}, ordinary, 8 B", between(results, "8", "8"), "mpi", 1 / 8),
+        *least_ratio(f"2 ranks, {caches}, ordinary, from 64 KiB", between(results, "64K", "100M"), "mpi", 1),
+        *least_ratio(f"2 ranks, {caches}, registered, from 1 MiB", registered, "mpi", 1.8),
     ]
 
 
 def main() -> None:
-    given = options(__doc__)
+    given = sweep_parser(__doc__).parse_args()
     try:
         print(*(finding for caches in given.caches for finding in ask(given, caches)), sep="\n")
     except UnavailableError as error:

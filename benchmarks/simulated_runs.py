@@ -3,19 +3,18 @@
 Answer (one core): see docs/benchmarks.md; run it to see yours. The same program on threads, whose waits are real,
 is run in turn with it; every result is compared.
 
-    python benchmarks/simulated_runs.py [--seconds 20]
+    python benchmarks/simulated_runs.py [--seconds 10]
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
 
 import unisono as un
+from unisono.bench import Finding, Spread, interleave, parser, timed
 from unisono.testing import chaos
 
 RANKS, STEPS, MESSAGES = 3, 5, 2000
@@ -44,55 +43,42 @@ def ping(comm: un.Communicator, messages: int) -> None:
         comm.send(t, 1) if comm.rank == 0 else comm.recv(t, 0)
 
 
-def in_turn(seconds: float, *ways: Callable[[int], object]) -> list[list[float]]:
-    """Times of each way in seconds, one after another, until the time is up."""
-    taken: list[list[float]] = [[] for _ in ways]
-    deadline, number = time.monotonic() + seconds, 0
-    while time.monotonic() < deadline:
-        for times, way in zip(taken, ways, strict=True):
-            started = time.perf_counter()
-            way(number)
-            times.append(time.perf_counter() - started)
-        number += 1
-    return taken
-
-
-def told(what: str, times: list[float]) -> str:
-    low, median, high = statistics.quantiles(times, n=4)
-    return f"{what:42} {median * 1e3:7.2f} ms (quartiles {low * 1e3:.2f} to {high * 1e3:.2f}, {len(times)} runs)"
+def line(what: str, times: Spread) -> str:
+    return f"{what:42} {times.median * 1e3:7.2f} ms (quartiles {times.low * 1e3:.2f} to {times.high * 1e3:.2f})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="in all")
-    options = parser.parse_args()
+    given = parser(__doc__, seconds=10.0).parse_args()
     torch.set_num_threads(1)
     expected = un.launch(training, RANKS, "thread")[0]
+    seeds = itertools.count()
 
-    def simulated(seed: int) -> None:
-        assert all(torch.equal(found, expected) for found in un.simulate(training, RANKS, seed=seed).results)
+    def simulated() -> None:
+        found = un.simulate(training, RANKS, seed=next(seeds)).results
+        assert all(torch.equal(each, expected) for each in found)
 
-    def in_chaos(seed: int) -> None:
-        assert chaos.named_or_right(chaos.run(training, RANKS, seed).outcomes, [expected] * RANKS) is None
+    def in_chaos() -> None:
+        outcomes = chaos.run(training, RANKS, next(seeds)).outcomes
+        assert chaos.named_or_right(outcomes, [expected] * RANKS) is None
 
-    def on_threads(_: int) -> None:
+    def on_threads() -> None:
         assert all(torch.equal(found, expected) for found in un.launch(training, RANKS, "thread"))
 
-    for way in (simulated, in_chaos, on_threads):
-        way(0)
-    calm, chaotic, threads = in_turn(0.75 * options.seconds, simulated, in_chaos, on_threads)
-    print(told("a training of 3 ranks, 5 steps, simulated", calm))
-    print(told("the same in chaos", chaotic))
-    print(told("the same on threads", threads))
-    an_hour = 3600 / statistics.mean(chaotic)
-    verdict = "kept" if an_hour >= WANTED_AN_HOUR else "MISSED"
-    print(f"{an_hour:.0f} chaos runs an hour; at least {WANTED_AN_HOUR} wanted: {verdict}")
-    many, none = in_turn(
-        0.25 * options.seconds,
-        lambda seed: un.simulate(ping, 2, (MESSAGES,), seed=seed),
-        lambda seed: un.simulate(ping, 2, (0,), seed=seed),
-    )
-    each = (statistics.median(many) - statistics.median(none)) / MESSAGES
+    ways = {
+        "a training of 3 ranks, 5 steps, simulated": simulated,
+        "the same in chaos": in_chaos,
+        "the same on threads": on_threads,
+    }
+    timings = interleave({what: timed(way) for what, way in ways.items()}, seconds=given.seconds)
+    for what in ways:
+        print(line(what, timings.of(what)))
+    an_hour = 3600 / statistics.mean(timings.figures["the same in chaos"])
+    print(Finding("chaos runs an hour", Spread.of([an_hour]), WANTED_AN_HOUR))
+    pings = {
+        count: timed(lambda count=count: un.simulate(ping, 2, (count,), seed=next(seeds))) for count in (MESSAGES, 0)
+    }
+    timings = interleave({str(count): ping for count, ping in pings.items()}, seconds=given.seconds / 2, least=3)
+    each = timings.difference(str(MESSAGES), "0").median / MESSAGES
     print(f"a message between simulated ranks costs {each * 1e6:.0f} us of real time")
 
 

@@ -12,7 +12,6 @@ with all headers and acknowledgements, beside those of a ring over all ranks, wh
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,12 +21,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _timing import Ratio, side_by_side
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import unisono as un
-from unisono.bench import Finding, Spread
+from unisono.bench import Finding, Spread, Timings, interleave, parser, timed
 from unisono.testing.host_ranks import HostRanks
 from unisono.testing.network import Network, obstacle
 
@@ -37,7 +35,7 @@ TIMES = 3
 # Least ratios of a short and of the long message, and most of a ring's bytes, by ranks on each host.
 BOUNDS = {2: (3.0, 1.35, 0.68), 4: (3.0, 1.35, 0.58)}
 
-Figures = dict[str, Ratio | float]
+Figures = dict[str, Timings | float]
 
 
 def rank(comm: un.Communicator, seconds: float) -> Figures:
@@ -53,13 +51,8 @@ def rank(comm: un.Communicator, seconds: float) -> Figures:
     found: Figures = {}
     for nbytes in (*SHORT, LONG):
         tensor = torch.ones(nbytes // 4)
-        found[f"{nbytes} B"] = side_by_side(
-            comm,
-            partial(dist.all_reduce, tensor),
-            partial(comm.all_reduce, tensor),
-            partial(verified, tensor, comm.size),
-            seconds=seconds,
-        )
+        ways = {"gloo": partial(dist.all_reduce, tensor), "own": partial(comm.all_reduce, tensor)}
+        found[f"{nbytes} B"] = beside(comm, ways, partial(verified, tensor, comm.size), seconds)
     with un.init("gloo", timeout=120) as flat:
         tensor = torch.ones(LONG // 4)
         ring = sent(comm, lambda: flat.all_reduce(tensor, "max", algorithm="ring"))
@@ -68,6 +61,13 @@ def rank(comm: un.Communicator, seconds: float) -> Figures:
     found["step"] = steps(comm, seconds)
     dist.destroy_process_group()
     return found
+
+
+def beside(
+    comm: un.Communicator, ways: dict[str, Callable[[], object]], after: Callable[[], object], seconds: float
+) -> Timings:
+    samples = {name: timed(way, comm, after=after) for name, way in ways.items()}
+    return interleave(samples, comm, seconds=seconds, most=400).slowest(comm)
 
 
 def verified(tensor: torch.Tensor, expected: float) -> None:
@@ -93,7 +93,7 @@ def counted() -> int:
     return int(line.partition(":")[2].split()[8])
 
 
-def steps(comm: un.Communicator, seconds: float) -> Ratio:
+def steps(comm: un.Communicator, seconds: float) -> Timings:
     """A training step with DDP on gloo, by one with a GradientAverager; both ways give the same weights."""
     torch.manual_seed(0)
     widths = (512, 2048, 1024, 10)
@@ -109,12 +109,12 @@ def steps(comm: un.Communicator, seconds: float) -> Ratio:
         for module in (plain, wrapped):
             module.zero_grad(set_to_none=True)
 
-    ratio = side_by_side(comm, partial(step, ddp), partial(step, plain), same, seconds=seconds)
+    timings = beside(comm, {"gloo": partial(step, ddp), "own": partial(step, plain)}, same, seconds)
     step(ddp), step(plain)
     for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
     averager.remove()
-    return ratio
+    return timings
 
 
 def findings(each: int, found: Figures) -> list[Finding]:
@@ -127,18 +127,15 @@ def findings(each: int, found: Figures) -> list[Finding]:
     return listed
 
 
-def spread(figure: Ratio | float) -> Spread:
-    return (
-        Spread(figure, figure, figure) if isinstance(figure, float) else Spread(figure.low, figure.median, figure.high)
-    )
+def spread(figure: Timings | float) -> Spread:
+    return Spread.of([figure]) if isinstance(figure, float) else figure.ratio("gloo", "own")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=BOUNDS, help="on each host")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each size, about (%(default)s)")
-    parser.add_argument("--rate", default="1gbit", help="of the line, as tc writes it (%(default)s)")
-    given = parser.parse_args()
+    options = parser(__doc__, seconds=4.0)
+    options.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=BOUNDS, help="on each host")
+    options.add_argument("--rate", default="1gbit", help="of the line, as tc writes it (%(default)s)")
+    given = options.parse_args()
     reason = obstacle()
     if reason is not None:
         print(f"not measured: {reason}")
@@ -146,16 +143,14 @@ def main() -> None:
     ended = []
     with Network(2, given.rate) as network:
         for each in given.ranks:
-            options = {"timeout": 120.0}
-            # Called within the loop.
-            with HostRanks(network, (each, each), rank, given.seconds, options=lambda _: options) as ranks:  # noqa: B023
+            with HostRanks(network, (each, each), rank, given.seconds, options=lambda _: {"timeout": 120.0}) as ranks:
                 found = ranks.results(600.0)
             for its in found:
                 if isinstance(its, Exception):
                     raise its
             for name, figure in found[0].items():
-                told = f"{figure:.3f}" if isinstance(figure, float) else str(figure)
-                print(f"{each} + {each} ranks, {name:>16}: {told}", flush=True)
+                shown = f"{figure:.3f}" if isinstance(figure, float) else figure.compared("gloo", "own")
+                print(f"{each} + {each} ranks, {name:>16}: {shown}", flush=True)
             ended += findings(each, found[0])
     print(*ended, sep="\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,23 +11,23 @@ import torch
 
 import unisono as un
 from unisono import bench
-from unisono.bench import PEERS, Against, Finding, Problem, Row, Settings, Slot, Spread, memory, mpirun
+from unisono.bench import PEERS, Against, Finding, Result, Settings, Slot, Spread, Workload, memory
 from unisono.bench.memory import Pool, calls_per_sample
 from unisono.bench.pattern import PERIOD, given
 from unisono.bench.peer import Peer
 from unisono.cli import main
-from unisono.errors import CommError, UnavailableError
+from unisono.errors import UnavailableError
 from unisono.types import ReduceOp
 
 SHORT = ["--seconds", "0.01"]
 
 
-def problem(collective: str = "all_reduce", ranks: int = 4, nbytes: int = 4096, **how: object) -> Problem:
+def workload(collective: str = "all_reduce", ranks: int = 4, nbytes: int = 4096, **how: object) -> Workload:
     kind: dict[str, object] = {"dtype": torch.float32, "op": ReduceOp.SUM} | how
-    return Problem.of_bytes(collective, ranks, nbytes, **kind)  # type: ignore[arg-type]
+    return Workload.of_bytes(collective, ranks, nbytes, **kind)  # type: ignore[arg-type]
 
 
-def row(**changed: object) -> Row:
+def result(**changed: object) -> Result:
     plain: dict[str, object] = {
         "collective": "all_reduce",
         "ranks": 4,
@@ -40,7 +41,7 @@ def row(**changed: object) -> Row:
         "samples": 9,
         "against": {"gloo": Against(1500.0, Spread(14.0, 15.0, 16.5), 0)},
     }
-    return Row(**(plain | changed))  # type: ignore[arg-type]
+    return Result(**(plain | changed))  # type: ignore[arg-type]
 
 
 def refused(*arguments: str) -> int:
@@ -64,26 +65,26 @@ def refused(*arguments: str) -> int:
     ],
 )
 def test_counts_are_those_of_nccl_tests(collective: str, factor: float, count: int, nbytes: int) -> None:
-    asked = problem(collective)
+    asked = workload(collective)
     assert (asked.bus_factor, asked.count, asked.nbytes) == (factor, count, nbytes)
 
 
 def test_every_collective_is_counted() -> None:
-    assert {problem(name).collective for name in bench.COLLECTIVES} == set(un.schedules.SCHEDULES)
+    assert {workload(name).collective for name in bench.COLLECTIVES} == set(un.schedules.SCHEDULES)
 
 
 def test_sizes_are_whole_elements_and_never_none() -> None:
-    assert problem("all_gather", 3, 8).nbytes == 12
-    assert problem("all_reduce", 3, 11).nbytes == 8
-    assert problem("all_reduce", 3, 1).count == 1
+    assert workload("all_gather", 3, 8).nbytes == 12
+    assert workload("all_reduce", 3, 11).nbytes == 8
+    assert workload("all_reduce", 3, 1).count == 1
 
 
 def test_bandwidths() -> None:
-    found = row()
+    found = result()
     assert found.time_us == 100.0
     assert found.algbw_gb_s == pytest.approx((1 << 20) / 100e-6 / 1e9)
     assert found.busbw_gb_s == pytest.approx(1.5 * found.algbw_gb_s)
-    assert row(ranks=1).busbw_gb_s == 0
+    assert result(ranks=1).busbw_gb_s == 0
 
 
 def test_spread_is_median_and_quartiles() -> None:
@@ -96,7 +97,7 @@ def test_several_short_calls_make_a_sample() -> None:
 
 
 # -- verification ------------------------------------------------------------------------------------------------------
-def moved(asked: Problem) -> list[Slot]:
+def moved(asked: Workload) -> list[Slot]:
     """Every rank's slot after the collective, done by plain indexing."""
     slots = [asked.slot(torch.empty(asked.slot_numel, dtype=asked.dtype)) for _ in range(asked.ranks)]
     for rank, slot in enumerate(slots):
@@ -123,7 +124,7 @@ def moved(asked: Problem) -> list[Slot]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_wrong_elements_are_counted(collective: str, dtype: torch.dtype) -> None:
     # Longer than the data's period, so that its repetition is in it.
-    asked = problem(collective, 3, 3 * dtype.itemsize * (PERIOD + 100), dtype=dtype)
+    asked = workload(collective, 3, 3 * dtype.itemsize * (PERIOD + 100), dtype=dtype)
     slots = moved(asked)
     assert [asked.wrong(slot, rank) for rank, slot in enumerate(slots)] == [0, 0, 0]
     target = slots[0].target
@@ -157,7 +158,7 @@ def test_cold_memory_has_left_the_caches(monkeypatch: pytest.MonkeyPatch) -> Non
         taken.append(4 * numel)
         return torch.zeros(numel)
 
-    warm, cold = (Pool(problem(nbytes=64 << 10), allocate, cold=cold) for cold in (False, True))
+    warm, cold = (Pool(workload(nbytes=64 << 10), allocate, cold=cold) for cold in (False, True))
     assert warm.slots == calls_per_sample(64 << 10)
     assert taken[1] > 2 << 20
     starts = [slot.target.data_ptr() for _ in range(cold.slots // warm.slots) for slot in cold.next()]
@@ -171,7 +172,7 @@ class _Sloppy(Peer):
     def __init__(self, comm: un.Communicator, folder: Path) -> None:
         self._comm = comm
 
-    def bind(self, problem: Problem, slot: Slot) -> Callable[[], object]:
+    def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
         return lambda: self._comm.all_reduce(slot.target[2:])
 
 
@@ -192,7 +193,7 @@ def test_a_planted_error_is_seen(sloppy: object, capsys: pytest.CaptureFixture[s
 
 
 def test_own_errors_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "run", lambda settings, shown: [row(wrong=3)])
+    monkeypatch.setattr(bench, "run", lambda settings, shown: [result(wrong=3)])
     assert main(["bench"]) == 1
 
 
@@ -210,11 +211,11 @@ def test_own_errors_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--op", "mean"], "unknown reduce operation 'mean'; known: sum"),
         (["--op", "band"], "torch cannot do band on torch.float32"),
         (["--algorithm", "rang"], "unknown all_reduce algorithm 'rang'; known: native,"),
-        (["--against", "glo"], "unknown peer 'glo'; known: gloo, mpi, roofline"),
+        (["--against", "glo"], "unknown peer 'glo'; known: gloo, mpi, native, roofline, unisono"),
         (["--against", "gloo,gloo"], "names a peer twice"),
         (["--against", "gloo", "--dtype", "int16"], "gloo does not reduce torch.int16"),
         (["--collective", "barrier", "--roofline"], "it has no roofline"),
-        (["--json", "nowhere/rows.json"], "there is no directory nowhere"),
+        (["--json", "nowhere/results.json"], "there is no directory nowhere"),
     ],
 )
 def test_bad_input_is_one_sentence(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,33 +236,24 @@ def test_a_missing_mpi_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_mpi_wants_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PEERS["mpi"], "obstacle", lambda problem: None)
+    monkeypatch.setattr(PEERS["mpi"], "obstacle", lambda workload: None)
     with pytest.raises(ValueError, match="those of backend 'thread' threads"):
         Settings(backend="thread", against=("mpi",))
-
-
-def test_ranks_that_never_end_are_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    forever = tmp_path / "mpirun"
-    forever.write_text("#!/bin/sh\nexec sleep 1000\n")
-    forever.chmod(0o700)
-    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(forever))
-    with pytest.raises(CommError, match="had not ended after 0 s, and were ended"):
-        mpirun.run_under_mpi(tmp_path, 2, 0.05)
 
 
 def test_a_missing_matplotlib_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("unisono.bench.drawing.find_spec", lambda name: None)
-    assert refused("--plot", "rows.png") == 2
+    monkeypatch.setattr(sys.modules["unisono.bench.plot"], "find_spec", lambda name: None)
+    assert refused("--plot", "results.png") == 2
     assert capsys.readouterr().err == "unisono bench: a plot needs matplotlib: pip install 'unisono[plot]'\n"
     with pytest.raises(UnavailableError, match="needs matplotlib"):
-        bench.plot([row()], Path("rows.png"))
+        bench.plot([result()], Path("results.png"))
 
 
 def test_plot(tmp_path: Path) -> None:
-    assert refused("--collective", "barrier", "--plot", "rows.svg") == 2
-    bench.plot([row(), row(nbytes=4 << 20)], path := tmp_path / "rows.svg")
+    assert refused("--collective", "barrier", "--plot", "results.svg") == 2
+    bench.plot([result(), result(nbytes=4 << 20)], path := tmp_path / "results.svg")
     drawn = path.read_text()
     assert "gloo / unisono" in drawn
     assert "roofline" not in drawn
@@ -269,10 +261,11 @@ def test_plot(tmp_path: Path) -> None:
 
 # -- targets and traffic -----------------------------------------------------------------------------------------------
 def test_findings() -> None:
-    rows = [row(), row(nbytes=8, against={"gloo": Against(60.0, Spread(55.0, 60.0, 66.0), 0)})]
-    over = bench.overall("all", rows, "gloo", 30)
+    results = [result(), result(nbytes=8, against={"gloo": Against(60.0, Spread(55.0, 60.0, 66.0), 0)})]
+    (over,) = bench.mean_ratio("all", results, "gloo", 30)
     assert over.found.median == pytest.approx(30.0)
-    least = str(bench.each("any", rows, "gloo", 20))
-    assert least == "MISSED  any, gloo/own, least (at 1048576 B): 15.00 (14.00 to 16.50), at least 20 wanted"
+    (least,) = bench.least_ratio("any", results, "gloo", 20)
+    assert str(least) == "MISSED  any, gloo/own, least (at 1048576 B): 15.00 (14.00 to 16.50), at least 20 wanted"
     assert Finding("x", Spread(1.0, 2.0, 3.0), 2.0, most=True).met
     assert not Finding("x", Spread(1.0, 2.1, 3.0), 2.0, most=True).met
+    assert bench.mean_ratio("none", [], "gloo", 30) == bench.least_ratio("none", [], "gloo", 20) == []

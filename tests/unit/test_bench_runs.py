@@ -14,14 +14,13 @@ from unisono import bench
 from unisono.bench import Settings
 from unisono.bench.traffic import Traffic
 from unisono.cli import main
-from unisono.errors import CommError
 
 SHORT = ["--seconds", "0.01"]
 
 
 # -- a real run --------------------------------------------------------------------------------------------------------
 def test_table_json_and_columns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rows.json"
+    path = tmp_path / "results.json"
     options = ["--sizes", "8,64K", "--backend", "shm", "--against", "gloo", "--roofline", "--json", str(path)]
     assert main(["bench", *SHORT, *options]) == 0
     title, names, _, first, second, last = capfd.readouterr().out.splitlines()
@@ -36,8 +35,8 @@ def test_table_json_and_columns(tmp_path: Path, capfd: pytest.CaptureFixture[str
     held = json.loads(path.read_text())
     assert held["machine"]["torch"] == torch.__version__
     assert held["settings"]["backend"] == "shm"
-    assert [found["nbytes"] for found in held["rows"]] == [8, 65536]
-    for found, shown in zip(held["rows"], (first, second), strict=True):
+    assert [found["nbytes"] for found in held["results"]] == [8, 65536]
+    for found, shown in zip(held["results"], (first, second), strict=True):
         assert found["samples"] >= 9
         assert found["wrong"] == found["against"]["gloo"]["wrong"] == 0
         ratio = found["against"]["gloo"]["ratio"]
@@ -78,15 +77,15 @@ def test_mpi_beside_unisono() -> None:
 
 @pytest.mark.soak
 def test_an_error_in_a_rank_under_mpi_ends_all_of_them() -> None:
-    with pytest.raises(CommError, match="mpirun ended with status 1"):
-        bench.on_ranks(_fail_on_rank_1, 2, "shm", (), mpi=True)
+    with pytest.raises(ValueError, match="a mistake"):
+        bench.on_ranks(_fail_on_rank_1, 2, "shm", under_mpirun=True)
 
 
 def _fail_on_rank_1(comm: un.Communicator, folder: Path) -> None:
-    if comm.rank == 1:
-        raise ValueError("a mistake")
     from mpi4py import MPI
 
+    if comm.rank == 1:
+        raise ValueError("a mistake")
     MPI.COMM_WORLD.Barrier()
 
 

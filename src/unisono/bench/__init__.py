@@ -1,48 +1,65 @@
 """Measures collectives as nccl-tests do, against other ways to do them, side by side in one run.
 
-rows = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=True)
+results = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=True)
+
+`interleave` times anything else in the same way: candidates in turn, ratios of neighbouring samples.
 """
 
 from __future__ import annotations
 
-from unisono.bench.drawing import check_plot, plot
+from unisono.bench.checkouts import AllReduce, Checkout
 from unisono.bench.peer import Peer
 from unisono.bench.peers import PEERS
-from unisono.bench.problem import COLLECTIVES, Problem, Slot, bus_factor
+from unisono.bench.plot import check_plot, plot
+from unisono.bench.questions import between, measured, parser, sweep_parser
 from unisono.bench.ranks import on_ranks, run
 from unisono.bench.report import machine, write_json
-from unisono.bench.row import Against, Row, Spread
+from unisono.bench.result import Against, Result
 from unisono.bench.settings import Settings
 from unisono.bench.sizes import parse_sizes, shown_size
-from unisono.bench.table import heading, line, summary
-from unisono.bench.targets import Finding, each, overall
+from unisono.bench.table import heading, line, markdown, summary
+from unisono.bench.targets import Finding, least_ratio, mean_ratio
+from unisono.bench.timings import Sample, Spread, Timings, clock, interleave, timed
 from unisono.bench.traffic import Traffic, counted
+from unisono.bench.workload import COLLECTIVES, Slot, Workload, bus_factor
 
 __all__ = [
     "COLLECTIVES",
     "PEERS",
     "Against",
+    "AllReduce",
+    "Checkout",
     "Finding",
     "Peer",
-    "Problem",
-    "Row",
+    "Result",
+    "Sample",
     "Settings",
     "Slot",
     "Spread",
+    "Timings",
     "Traffic",
+    "Workload",
+    "between",
     "bus_factor",
     "check_plot",
+    "clock",
     "counted",
-    "each",
     "heading",
+    "interleave",
+    "least_ratio",
     "line",
     "machine",
+    "markdown",
+    "mean_ratio",
+    "measured",
     "on_ranks",
-    "overall",
     "parse_sizes",
+    "parser",
     "plot",
     "run",
     "shown_size",
     "summary",
+    "sweep_parser",
+    "timed",
     "write_json",
 ]

@@ -1,4 +1,4 @@
-"""Data that differs by rank and by place, so that a result can be checked element by element."""
+"""Data that differ by rank and by place, so that a result can be checked element by element."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pattern:
             part.copy_(values)
 
     def wrong(self, tensor: torch.Tensor, start: int = 0) -> int:
-        """How many elements of a one-dimensional tensor are not the values from number `start` on."""
+        """Count the elements of a one-dimensional tensor that are not the values from number `start` on."""
         pairs = self._stretches(tensor, start)
         return sum(int((part != values).sum()) for part, values in pairs if not torch.equal(part, values))
 
@@ -46,7 +46,7 @@ class Pattern:
 
 
 def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
-    """What a rank contributes: whole numbers, so small that every dtype holds every result exactly. None is 0."""
+    """Return a rank's input: whole numbers, so small that every dtype holds every result exactly. None is 0."""
     if dtype is torch.bool:
         above, scale = 2, 1
     elif op is ReduceOp.PRODUCT:
@@ -61,7 +61,7 @@ def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
 
 
 def reduced(patterns: list[Pattern], op: ReduceOp) -> Pattern:
-    """The reduction of what all ranks contribute, in the order of ranks."""
+    """Return the reduction of all ranks' inputs, in the order of ranks."""
 
     def both(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         combine(op, low, high, result := torch.empty_like(low))

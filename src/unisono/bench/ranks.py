@@ -1,4 +1,4 @@
-"""Starts ranks, has them measure, and brings back the rows."""
+"""Ranks of this host that measure, one thread each."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 import unisono as un
 from unisono.bench.measure import measure
-from unisono.bench.mpirun import JOB, RESULT, run_under_mpi
-from unisono.bench.row import Row
+from unisono.bench.result import Result
 from unisono.bench.settings import Settings
 from unisono.bench.table import heading, line
 from unisono.communicator import Communicator
+from unisono.compose import transport_named
+from unisono.launching.job import Job, conclude
+from unisono.transport import Options
 
 __all__ = ["on_ranks", "run"]
 
 _TIMEOUT_S = 120.0
-_START_S = 120.0
-_SIZE_S = 300.0
 
 
-def run(settings: Settings, *, shown: bool = False) -> list[Row]:
+def run(settings: Settings, *, shown: bool = False) -> list[Result]:
     """Measure on ranks of this host, one thread each.
 
     Args:
@@ -35,62 +34,62 @@ def run(settings: Settings, *, shown: bool = False) -> list[Row]:
         shown: Whether to print the table, each line as soon as it is known.
 
     Returns:
-        A row for each size.
+        A result for each size.
 
     Example:
-        >>> rows = run(Settings(backend="thread", sizes=(1024,), seconds=0.01))
-        >>> rows[0].count, rows[0].wrong
+        >>> results = run(Settings(backend="thread", sizes=(1024,), seconds=0.01))
+        >>> results[0].count, results[0].wrong
         (256, 0)
     """
     if shown:
         print(heading(settings), flush=True)
-    limit_s = _START_S + len(settings.sizes) * (_SIZE_S + 3 * settings.seconds)
-    rows = on_ranks(
-        _rank, settings.ranks, settings.chosen_backend, (settings, shown), mpi=settings.started_by_mpi, limit_s=limit_s
+    found = on_ranks(
+        _rank, settings.ranks, settings.chosen_backend, (settings, shown), under_mpirun=settings.started_by_mpi
     )
-    assert isinstance(rows, list)
-    return rows
+    results: list[Result] = found[0]
+    return results
 
 
 def on_ranks(
     program: Callable[..., Any],
     ranks: int,
     backend: str,
-    args: tuple[Any, ...],
+    args: tuple[Any, ...] = (),
     *,
-    mpi: bool = False,
-    limit_s: float = _START_S + _SIZE_S,
-) -> Any:
-    """What `program(comm, *args, folder)` returns on rank 0; `folder` is empty, seen by all ranks, and goes afterwards.
+    under_mpirun: bool = False,
+    timeout: float = _TIMEOUT_S,
+) -> list[Any]:
+    """Run `program(comm, *args, folder)` on ranks of one thread each, and return each rank's result.
 
     Args:
         program: As for `unisono.launch`.
         ranks, backend: Likewise.
-        args: Likewise.
-        mpi: Whether mpirun starts the ranks, so that MPI works in them.
-        limit_s: How long they may take under mpirun.
+        args: Likewise. An empty folder that all ranks see follows them; it is removed afterwards.
+        under_mpirun: Whether mpirun starts the ranks, whatever the backend, so that MPI works in them.
+        timeout: Seconds that an operation may take.
     """
     with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, _one_thread():
-        folder = Path(name)
-        if not mpi:
-            return un.launch(program, ranks, backend, (*args, folder), threads=1, timeout=_TIMEOUT_S)[0]
-        job = cloudpickle.dumps((program, backend, (*args, folder)))
-        (folder / JOB).write_bytes(job)
-        run_under_mpi(folder, ranks, limit_s)
-        return cloudpickle.loads((folder / RESULT).read_bytes())
+        given = (*args, Path(name))
+        if not under_mpirun:
+            return un.launch(program, ranks, backend, given, threads=1, timeout=timeout)
+        from unisono.launching.mpirun import run_mpirun
+
+        options = Options(backend, timeout_s=timeout)
+        job = Job(program, given, {}, transport_named(backend), options, "auto", None)
+        return conclude(run_mpirun(job, ranks, "end", 1), ranks, "end")
 
 
-def _rank(comm: Communicator, settings: Settings, shown: bool, folder: Path) -> list[Row]:
-    def tell(row: Row) -> None:
+def _rank(comm: Communicator, settings: Settings, shown: bool, folder: Path) -> list[Result]:
+    def report(result: Result) -> None:
         if shown and comm.rank == 0:
-            print(line(row), flush=True)
+            print(line(result), flush=True)
 
-    return measure(comm, settings, folder, tell)
+    return measure(comm, settings, folder, report)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Also for ranks that are threads of this process. What was printed goes out before ranks print."""
+    """One thread also for ranks that are threads of this process. Flushes the output before ranks print."""
     sys.stdout.flush()
     before = torch.get_num_threads()
     torch.set_num_threads(1)

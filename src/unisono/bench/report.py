@@ -1,4 +1,4 @@
-"""The rows as JSON, with what one has to know to compare them."""
+"""Results as JSON, with the machine that they come from."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 import unisono as un
 from unisono.bench.memory import cache_bytes
-from unisono.bench.row import Row
+from unisono.bench.result import Result
 from unisono.bench.settings import Settings
 
 __all__ = ["machine", "write_json"]
 
 
 def machine() -> dict[str, Any]:
-    """Where it ran, and on what."""
+    """Describe this machine and its versions."""
     return {
         "unisono": un.__version__,
         "torch": torch.__version__,
@@ -40,7 +40,7 @@ def _processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def write_json(path: Path, settings: Settings, rows: list[Row]) -> None:
-    """One object: `machine`, `settings`, and `rows`, as their `plain()` say. Raises `OSError`."""
-    held = {"machine": machine(), "settings": settings.plain(), "rows": [row.plain() for row in rows]}
+def write_json(path: Path, settings: Settings, results: list[Result]) -> None:
+    """Write one object: `machine`, `settings`, and `results`, as their `plain()` return. Raises `OSError`."""
+    held = {"machine": machine(), "settings": settings.plain(), "results": [result.plain() for result in results]}
     path.write_text(json.dumps(held, indent=1) + "\n")

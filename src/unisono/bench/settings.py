@@ -1,4 +1,4 @@
-"""What is to be measured, checked before the first rank starts."""
+"""Settings of a measurement, checked before the first rank starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unisono.bench.peers import PEERS
-from unisono.bench.problem import COLLECTIVES, REDUCING, Problem
+from unisono.bench.workload import COLLECTIVES, REDUCING, Workload
 from unisono.compose import transport_named
 from unisono.hosts import shm_obstacle
 from unisono.reduction import check_reducible, parse_op
@@ -28,21 +28,21 @@ class Settings:
         collective: One of `unisono.bench.COLLECTIVES`.
         backend: Of unisono; "auto" is shared memory, or gloo where there is none.
         ranks: How many, all on this host.
-        sizes: Bytes of each message, as nccl-tests count them (see `Row.nbytes`).
+        sizes: Bytes of each message, as nccl-tests count them (see `Result.nbytes`).
         dtype, op: Names, as in torch and in `ReduceOp`.
         algorithm: As for the collective; None is its own choice.
         registered: Whether unisono's tensors are made by `Communicator.empty`. The peers' never are.
         cold: Whether each call meets memory that has left the caches.
         against: Names of peers to measure in the same run.
-        seconds: About how long for each size, all contenders together.
-        least: Samples of each contender at least.
+        seconds: About how long for each size, all candidates together.
+        least: Samples of each candidate at least.
 
     Raises:
         ValueError: Something that cannot be; the sentence says what can.
         UnavailableError: A peer that is not installed; says how to get it.
 
     Example:
-        >>> Settings(sizes=(8, 1024), ranks=4).problem(1024).count
+        >>> Settings(sizes=(8, 1024), ranks=4).workload(1024).count
         256
     """
 
@@ -77,7 +77,7 @@ class Settings:
         if len(set(self.against)) != len(self.against):
             raise ValueError(f"{', '.join(self.against)} names a peer twice")
         for name in self.against:
-            obstacle = PEERS[name].obstacle(self.problem(self.sizes[0]))
+            obstacle = PEERS[name].obstacle(self.workload(self.sizes[0]))
             if obstacle is not None:
                 raise ValueError(obstacle)
         if self.started_by_mpi and transport_named(self.chosen_backend).in_process:
@@ -105,14 +105,14 @@ class Settings:
         return any(PEERS[name].needs_mpirun for name in self.against)
 
     @property
-    def problems(self) -> list[Problem]:
+    def workloads(self) -> list[Workload]:
         """One for each size; a barrier has none, and is measured once."""
         sizes = self.sizes[:1] if self.collective == "barrier" else self.sizes
-        return [self.problem(nbytes) for nbytes in sizes]
+        return [self.workload(nbytes) for nbytes in sizes]
 
-    def problem(self, nbytes: int) -> Problem:
-        """The problem of one size."""
-        return Problem.of_bytes(self.collective, self.ranks, nbytes, self._dtype, parse_op(self.op))
+    def workload(self, nbytes: int) -> Workload:
+        """The workload of one size."""
+        return Workload.of_bytes(self.collective, self.ranks, nbytes, self._dtype, parse_op(self.op))
 
     @property
     def _dtype(self) -> torch.dtype:

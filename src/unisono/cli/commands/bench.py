@@ -19,7 +19,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured; see `unisono.bench.Settings`."""
+    """Add the options; see `unisono.bench.Settings`."""
     normal = Settings()
     peers = ", ".join(bench.PEERS.names())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--against", default="", metavar="PEERS", help=f"measured in the same run, between commas: {peers}")
     add("--roofline", action="store_true", help="the same as --against roofline: all ranks copy as many bytes")
     add("--seconds", type=float, default=normal.seconds, help="for each size, about (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write settings, machine and rows there")
+    add("--json", type=Path, metavar="FILE", help="write settings, machine and results there")
     add("--plot", type=Path, metavar="FILE", help="draw bandwidths and ratios there (.png, .svg, .pdf)")
 
 
@@ -55,14 +55,14 @@ def run(given: argparse.Namespace) -> int:
             if not path.parent.is_dir():
                 raise ValueError(f"there is no directory {path.parent}; make it first")
         settings = _settings(given)
-    rows = bench.run(settings, shown=True)
-    print(bench.summary(rows))
+    results = bench.run(settings, shown=True)
+    print(bench.summary(results))
     with _refusing():
         if given.json:
-            bench.write_json(given.json, settings, rows)
+            bench.write_json(given.json, settings, results)
         if given.plot:
-            bench.plot(rows, given.plot)
-    return 1 if any(row.wrong for row in rows) else 0
+            bench.plot(results, given.plot)
+    return 1 if any(result.wrong for result in results) else 0
 
 
 def _settings(given: argparse.Namespace) -> Settings:

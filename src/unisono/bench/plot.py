@@ -1,11 +1,11 @@
-"""The rows as a picture: bandwidth by size, and the ratios to the peers with their quartiles."""
+"""Plot of results: bandwidth by size, and the ratios to the peers with their quartiles."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
 
-from unisono.bench.row import Row
+from unisono.bench.result import Result
 from unisono.errors import UnavailableError
 
 __all__ = ["check_plot", "plot"]
@@ -17,7 +17,7 @@ def check_plot() -> None:
         raise UnavailableError("a plot needs matplotlib: pip install 'unisono[plot]'")
 
 
-def plot(rows: list[Row], path: Path) -> None:
+def plot(results: list[Result], path: Path) -> None:
     """Draw to a file, whose ending says the format: .png, .svg, .pdf.
 
     Raises:
@@ -28,16 +28,16 @@ def plot(rows: list[Row], path: Path) -> None:
     check_plot()
     from matplotlib.figure import Figure
 
-    sizes = [row.nbytes for row in rows]
-    peers = list(rows[0].against)
+    sizes = [result.nbytes for result in results]
+    peers = list(results[0].against)
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     bandwidth, ratio = figure.subplots(1, 2)
-    bandwidth.plot(sizes, [row.busbw_gb_s for row in rows], marker="o", label="unisono")
+    bandwidth.plot(sizes, [result.busbw_gb_s for result in results], marker="o", label="unisono")
     for name in peers:
-        # The bus carries as much for everybody: only the time differs.
-        theirs = [row.busbw_gb_s * row.time_us / row.against[name].time_us for row in rows]
+        # The bus carries the same bytes for all candidates: only the time differs.
+        theirs = [result.busbw_gb_s * result.time_us / result.against[name].time_us for result in results]
         bandwidth.plot(sizes, theirs, marker="o", label=name)
-        spreads = [row.against[name].ratio for row in rows]
+        spreads = [result.against[name].ratio for result in results]
         (drawn,) = ratio.plot(sizes, [s.median for s in spreads], marker="o", label=f"{name} / unisono")
         ratio.fill_between(
             sizes, [s.low for s in spreads], [s.high for s in spreads], alpha=0.2, color=drawn.get_color()
@@ -48,6 +48,6 @@ def plot(rows: list[Row], path: Path) -> None:
     for axes in (bandwidth, ratio) if peers else (bandwidth,):
         axes.legend()
         axes.grid(alpha=0.3)
-    first = rows[0]
+    first = results[0]
     figure.suptitle(f"{first.collective} of {first.dtype}, {first.ranks} ranks")
     figure.savefig(path)

@@ -1,41 +1,19 @@
-"""One line of results."""
+"""Results: the figures of one workload, unisono's and its peers'."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unisono.bench.problem import bus_factor
+from unisono.bench.timings import Spread
+from unisono.bench.workload import bus_factor
 
-__all__ = ["Against", "Row", "Spread"]
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The middle of many figures, and the quartiles around it.
-
-    Example:
-        >>> Spread.of([1.0, 2.0, 3.0, 4.0, 5.0])
-        Spread(low=2.0, median=3.0, high=4.0)
-    """
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, figures: Sequence[float]) -> Spread:
-        """Of at least one figure."""
-        if len(figures) == 1:
-            return cls(figures[0], figures[0], figures[0])
-        return cls(*statistics.quantiles(figures, n=4, method="inclusive"))
+__all__ = ["Against", "Result"]
 
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """How a peer did in the same run.
+    """A peer in the same run.
 
     Attributes:
         time_us: The median of its time for a call.
@@ -49,16 +27,16 @@ class Against:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """How unisono did with one size.
+class Result:
+    """One size of a collective.
 
     Attributes:
         nbytes: Bytes of the larger of what a rank gives and what a rank gets, over all parts.
         count: Elements of the whole tensor where the collective is in place, else of one rank's part.
-        algorithm: What was taken: "native", or a schedule's name.
+        algorithm: "native", or a schedule's name.
         time: Microseconds for a call, on the rank that took longest.
         wrong: Elements of the results, over all ranks and calls, that were wrong.
-        samples: How many there are of each contender.
+        samples: How many there are of each candidate.
         against: By peer.
     """
 
@@ -90,6 +68,6 @@ class Row:
         return self.algbw_gb_s * bus_factor(self.collective, self.ranks)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Fields and bandwidths as JSON can hold them."""
         figures = {"time_us": self.time_us, "algbw_gb_s": self.algbw_gb_s, "busbw_gb_s": self.busbw_gb_s}
         return asdict(self) | figures

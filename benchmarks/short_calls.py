@@ -1,0 +1,169 @@
+"""How long does each operation take on shared memory for 8 B, and all_reduce of any size beside another checkout?
+
+Answer (2 ranks, 2 cores, one thread a rank): see docs/benchmarks.md; run it to see yours:
+
+    python benchmarks/short_calls.py [--ranks 2] [--seconds 4] [--operations all_reduce barrier ...]
+    python benchmarks/short_calls.py --against ../old/src [--ranks 2] [--seconds 1] [--sizes 8,4K,64K,1M,16M,100M]
+        [--dtypes float32 bfloat16 float16 int64] [--memory ordinary registered]
+
+A call takes the next of 64 tensors made beforehand; 64 calls follow each other between two barriers, and every result
+is verified. Of send and recv, half a round trip is timed. With `--against`, ranks of both checkouts take turns, and a
+ratio is this checkout's time by the other's, of neighbouring samples, with quartiles. Cells over the bound are measured
+again. The other checkout's native parts must have been built (`make install` there).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+
+import unisono as un
+from unisono.bench import (
+    AllReduce,
+    Checkout,
+    Finding,
+    Sample,
+    Slot,
+    Spread,
+    Timings,
+    Workload,
+    clock,
+    interleave,
+    markdown,
+    on_ranks,
+    parse_sizes,
+    parser,
+    shown_size,
+)
+from unisono.bench.peers.unisono import UnisonoPeer
+from unisono.types import ReduceOp
+
+TENSORS = 64
+# The most microseconds of a call.
+DIRECT, MESSAGE, LISTS = 4, 6, 8
+MOST_US = {
+    **dict.fromkeys(("all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single"), DIRECT),
+    **dict.fromkeys(("all_to_all_single", "barrier"), DIRECT),
+    "send and recv": MESSAGE,
+    **dict.fromkeys(("gather", "scatter", "all_gather", "reduce_scatter", "all_to_all"), LISTS),
+}
+# The most that a ratio to another checkout may be, by ranks.
+MOST_RATIO = {2: 1.10, 4: 1.15}
+
+Bind = Callable[[Workload, Slot], Callable[[], object]]
+
+
+def bindings(comm: un.Communicator, folder: Path) -> dict[str, tuple[str, Bind]]:
+    """By operation: a collective with the same data and results, and how to call the operation."""
+    direct = UnisonoPeer(comm, folder).bind
+
+    def parts(tensor: torch.Tensor, workload: Workload) -> list[torch.Tensor]:
+        return list(tensor.split(workload.count))
+
+    def there_and_back(workload: Workload, slot: Slot) -> Callable[[], object]:
+        # What rank 0 sends comes back to it, as if it had been broadcast.
+        first, second = (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send)
+        other = 1 - comm.rank
+        return (lambda: (first(slot.target, other), second(slot.target, other))) if comm.rank < 2 else lambda: None
+
+    return {
+        **{name: (name, direct) for name in ("all_reduce", "broadcast", "reduce", "barrier", "gather", "scatter")},
+        **{f"{name}_single": (name, direct) for name in ("all_gather", "reduce_scatter", "all_to_all")},
+        "send and recv": ("broadcast", there_and_back),
+        "all_gather": ("all_gather", lambda w, s: partial(comm.all_gather, parts(s.target, w), s.source)),
+        "reduce_scatter": ("reduce_scatter", lambda w, s: partial(comm.reduce_scatter, s.target, parts(s.source, w))),
+        "all_to_all": (
+            "all_to_all",
+            lambda w, s: partial(comm.all_to_all, parts(s.target, w), parts(s.source, w)),
+        ),
+    }
+
+
+def operations(comm: un.Communicator, names: list[str], seconds: float, folder: Path) -> Timings:
+    """Seconds of each operation."""
+    known = bindings(comm, folder)
+
+    def sample(name: str) -> Sample:
+        collective, bind = known[name]
+        workload = Workload.of_bytes(collective, comm.size, 8, torch.float32, ReduceOp.SUM)
+        slots = [workload.slot(torch.empty(workload.slot_numel)) for _ in range(TENSORS)]
+        calls = [bind(workload, slot) for slot in slots]
+        counts = name != "send and recv" or comm.rank < 2
+
+        def take() -> float:
+            for slot in slots:
+                workload.fill(slot, comm.rank)
+            found = clock(calls, comm) / (2 if name == "send and recv" else 1)
+            if counts and any(workload.wrong(slot, comm.rank) for slot in slots):
+                raise SystemExit(f"a result of {name} is wrong")
+            return found
+
+        return take
+
+    return interleave({name: sample(name) for name in names}, comm, seconds=seconds).slowest(comm)
+
+
+def case(nbytes: int, dtype: str, memory: str) -> AllReduce:
+    """Calls of at least a MiB make a sample, or 64; tensors take 128 MiB at most, or are two."""
+    calls = max(1, min(TENSORS, (1 << 20) // nbytes))
+    tensors = max(2, min(TENSORS, (128 << 20) // nbytes))
+    return AllReduce(nbytes, dtype, memory == "registered", tensors, calls)
+
+
+def beside(given: argparse.Namespace) -> Iterable[str]:
+    """A table of ratios, and what its cells come to."""
+    most = MOST_RATIO.get(given.ranks, 1.15)
+    sizes = parse_sizes(given.sizes)
+    found: dict[tuple[str, int, str], Spread] = {}
+    with Checkout(Path(un.__file__).parents[1], given.ranks) as own, Checkout(given.against, given.ranks) as other:
+
+        def ratio(memory: str, nbytes: int, dtype: str) -> tuple[Spread, str]:
+            both = case(nbytes, dtype, memory)
+            timings = interleave({"own": own.sample(both), "other": other.sample(both)}, seconds=given.seconds)
+            spread = timings.ratio("own", "other")
+            return spread, f"{spread:.2f}, {timings.of('own').median * 1e6:.1f} us"
+
+        lines = []
+        for memory, nbytes in product(given.memory, sizes):
+            cells = []
+            for dtype in given.dtypes:
+                found[memory, nbytes, dtype], text = ratio(memory, nbytes, dtype)
+                cells.append(text)
+            lines.append((f"{memory}, {shown_size(nbytes)}", *cells))
+        yield markdown((f"{given.ranks} ranks", *given.dtypes), lines)
+        middle = Spread.of([spread.median for spread in found.values()])
+        yield str(Finding(f"{given.ranks} ranks, own/other, all cells", middle, 1.05, most=True))
+        for (memory, nbytes, dtype), spread in found.items():
+            if spread.median > most:
+                again, _ = ratio(memory, nbytes, dtype)
+                what = f"{memory}, {shown_size(nbytes)}, {dtype}, own/other, {spread.median:.2f} before, again"
+                yield str(Finding(what, again, most, most=True))
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--seconds", type=float, help="in all (4), or for each cell (1)")
+    options.add_argument("--operations", nargs="+", choices=MOST_US, default=list(MOST_US))
+    options.add_argument("--against", type=Path, metavar="SRC", help="the src folder of another checkout")
+    options.add_argument("--sizes", default="8,4K,64K,1M,16M,100M")
+    options.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16", "int64"])
+    options.add_argument("--memory", nargs="+", choices=("ordinary", "registered"), default=["ordinary", "registered"])
+    given = options.parse_args()
+    given.seconds = given.seconds or (1.0 if given.against else 4.0)
+    if given.against:
+        for line in beside(given):
+            print(line, flush=True)
+        return
+    timings = on_ranks(operations, given.ranks, "shm", (given.operations, given.seconds))[0]
+    for name in given.operations:
+        print(Finding(f"{given.ranks} ranks, 8 B, {name}, us", timings.of(name) * 1e6, MOST_US[name], most=True))
+
+
+if __name__ == "__main__":
+    main()

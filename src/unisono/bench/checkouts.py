@@ -1,0 +1,129 @@
+"""Ranks of several checkouts of unisono, which take turns in one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["AllReduce", "Checkout"]
+
+_RANKS = Path(__file__).with_name("checkout_ranks.py")
+_LOOK_EVERY_S = 0.2
+_START_S = 60.0
+_SAMPLE_S = 120.0
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Calls of all_reduce that make one sample.
+
+    Attributes:
+        nbytes, dtype: Of each tensor; the name that torch has for the dtype.
+        registered: Whether tensors are made by `Communicator.empty`.
+        tensors: How many there are, drawn in turn.
+        calls: How many make a sample.
+    """
+
+    nbytes: int
+    dtype: str = "float32"
+    registered: bool = False
+    tensors: int = 64
+    calls: int = 64
+
+
+class Checkout:
+    """Ranks that run the unisono of another folder, and sleep while no sample is taken of them.
+
+    Args:
+        source: The folder to import unisono from, such as `src` of a git worktree; its native parts are built.
+        ranks, backend: As for `unisono.launch`.
+
+    Raises:
+        RuntimeError: The ranks ended, or do not answer; what they printed says why.
+
+    Example:
+        with Checkout(Path("src"), 2) as new, Checkout(Path("../old/src"), 2) as old:
+            interleave({"new": new.sample(case), "old": old.sample(case)}, seconds=1.0)
+    """
+
+    def __init__(self, source: Path, ranks: int, backend: str = "shm") -> None:
+        self._source = source.resolve()
+        if not (self._source / "unisono").is_dir():
+            raise ValueError(f"there is no unisono in {source}; name the src folder of a checkout")
+        self._stack = ExitStack()
+        try:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="unisono-bench-")))
+            self._links = self._start(folder / "ranks", ranks, backend)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _start(self, address: Path, ranks: int, backend: str) -> list[Any]:
+        listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(address))
+        listener.listen(ranks)
+        # Without -P, modules of this folder would hide others of the same name.
+        command = [sys.executable, "-P", str(_RANKS), str(address), str(ranks), backend]
+        process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(self._source)})
+        self._stack.callback(_end, process)
+        accepted = [self._stack.enter_context(self._accept(listener, process)) for _ in range(ranks)]
+        links = [self._stack.enter_context(connection.makefile("rw")) for connection in accepted]
+        imported = {Path(self._answer(link)) for link in links}
+        if imported != {self._source / "unisono" / "__init__.py"}:
+            raise RuntimeError(f"the ranks of {self._source} imported {', '.join(map(str, imported))}")
+        return links
+
+    def _accept(self, listener: socket.socket, process: subprocess.Popen[bytes]) -> socket.socket:
+        listener.settimeout(_LOOK_EVERY_S)
+        deadline = time.monotonic() + _START_S
+        while process.poll() is None and time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                connection = listener.accept()[0]
+                connection.settimeout(_SAMPLE_S)
+                return connection
+        raise RuntimeError(f"the ranks of {self._source} did not start; what they printed says why")
+
+    def sample(self, case: AllReduce) -> Callable[[], float]:
+        """Return a sample for `interleave`: the mean seconds of a call on the rank that took longest."""
+
+        def take() -> float:
+            for link in self._links:
+                link.write(json.dumps(asdict(case)) + "\n")
+                link.flush()
+            return max(float(self._answer(link)) for link in self._links)
+
+        return take
+
+    def _answer(self, link: Any) -> Any:
+        line = link.readline()
+        if not line:
+            raise RuntimeError(f"a rank of {self._source} ended; what it printed says why")
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the launching process, whose ranks end with their connections."""
+    try:
+        process.wait(10.0)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()

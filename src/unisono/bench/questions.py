@@ -1,0 +1,54 @@
+"""Questions: the options and the tables that programs of `benchmarks/` share."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from unisono.bench.ranks import run
+from unisono.bench.result import Result
+from unisono.bench.settings import Settings
+from unisono.bench.sizes import parse_sizes
+from unisono.bench.table import summary
+
+__all__ = ["between", "measured", "parser", "sweep_parser"]
+
+
+def parser(description: str | None, seconds: float | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a program, with its docstring as help, and with `--seconds` where it has a default."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if seconds is not None:
+        made.add_argument("--seconds", type=float, default=seconds, help="for each line, about (%(default)s)")
+    return made
+
+
+def sweep_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a program that measures tables of sizes, with warm and with cold caches."""
+    made = parser(description, seconds=4.0)
+    made.add_argument("--most", default="100M", help="leave out larger messages (%(default)s)")
+    made.add_argument("--caches", nargs="+", choices=("warm", "cold"), default=["warm", "cold"])
+    return made
+
+
+def measured(options: argparse.Namespace, sizes: str, **settings: Any) -> list[Result]:
+    """Measure the sizes that the options of `sweep_parser` do not leave out, and print the table.
+
+    Raises:
+        SystemExit: A result was wrong.
+    """
+    (most,) = parse_sizes(options.most)
+    wanted = tuple(size for size in parse_sizes(sizes) if size <= most)
+    if not wanted:
+        return []
+    results = run(Settings(sizes=wanted, seconds=options.seconds, **settings), shown=True)
+    verdict = summary(results)
+    print(verdict, flush=True)
+    if any(result.wrong for result in results):
+        raise SystemExit(verdict)
+    return results
+
+
+def between(results: list[Result], first: str, last: str) -> list[Result]:
+    """Return the results of sizes from `first` to `last`."""
+    (low,), (high,) = parse_sizes(first), parse_sizes(last)
+    return [result for result in results if low <= result.nbytes <= high]

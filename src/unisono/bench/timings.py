@@ -1,0 +1,213 @@
+"""Interleaved timing: candidates take turns in one run, and ratios are those of neighbouring samples."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from unisono.communicator import Communicator
+
+__all__ = ["Sample", "Spread", "Timings", "clock", "interleave", "timed"]
+
+Sample = Callable[[], float]
+"""Takes one sample of a candidate, and returns its figure: seconds, unless the caller says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and quartiles.
+
+    Example:
+        >>> Spread.of([1.0, 2.0, 3.0, 4.0, 5.0])
+        Spread(low=2.0, median=3.0, high=4.0)
+        >>> f"{Spread.of([1.0, 2.0, 3.0]):.1f}"
+        '2.0 (1.5 to 2.5)'
+    """
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Spread:
+        """Spread of at least one figure."""
+        if len(figures) == 1:
+            return cls(figures[0], figures[0], figures[0])
+        return cls(*statistics.quantiles(figures, n=4, method="inclusive"))
+
+    def __mul__(self, factor: float) -> Spread:
+        return Spread(self.low * factor, self.median * factor, self.high * factor)
+
+    def __format__(self, form: str) -> str:
+        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Figures of each candidate by its name, one a round.
+
+    Example:
+        >>> timings = Timings({"new": [2.0, 3.0, 2.0], "old": [4.0, 6.0, 6.0]})
+        >>> timings.rounds, timings.of("new").median, timings.ratio("old", "new").median
+        (3, 2.0, 2.0)
+    """
+
+    figures: Mapping[str, Sequence[float]]
+
+    @property
+    def rounds(self) -> int:
+        """How many samples each candidate has."""
+        return len(next(iter(self.figures.values())))
+
+    def of(self, name: str) -> Spread:
+        """Figures of one candidate."""
+        return Spread.of(self.figures[name])
+
+    def ratio(self, name: str, to: str) -> Spread:
+        """Ratios of two candidates' neighbouring samples."""
+        return Spread.of([a / b for a, b in self._pairs(name, to)])
+
+    def difference(self, name: str, to: str) -> Spread:
+        """Differences of two candidates' neighbouring samples."""
+        return Spread.of([a - b for a, b in self._pairs(name, to)])
+
+    def compared(self, name: str, to: str) -> str:
+        """Both medians and the ratio, in one line.
+
+        Example:
+            >>> Timings({"new": [0.002, 0.003], "old": [0.004, 0.006]}).compared("new", "old")
+            '    2.500 ms /     5.000 ms =  0.50 (0.50 to 0.50, 2 pairs)'
+        """
+        ratio = self.ratio(name, to)
+        first, second = (f"{self.of(each).median * 1e3:9.3f} ms" for each in (name, to))
+        return f"{first} / {second} = {ratio.median:5.2f} ({ratio.low:.2f} to {ratio.high:.2f}, {self.rounds} pairs)"
+
+    def slowest(self, comm: Communicator) -> Timings:
+        """Each sample's largest figure over all ranks: a call is over when the last rank is through. Collective."""
+        figures = torch.tensor([list(each) for each in self.figures.values()], dtype=torch.float64)
+        comm.all_reduce(figures, "max")
+        return Timings(dict(zip(self.figures, figures.tolist(), strict=True)))
+
+    def _pairs(self, name: str, to: str) -> Iterator[tuple[float, float]]:
+        return zip(self.figures[name], self.figures[to], strict=True)
+
+
+def clock(calls: Iterable[Callable[[], object]], comm: Communicator | None = None) -> float:
+    """Time calls that follow each other, and return the mean seconds of one.
+
+    Args:
+        calls: At least one.
+        comm: Ranks that start together, and of which none goes on while another's clock still runs.
+    """
+    listed = list(calls)
+    if comm is not None:
+        comm.barrier()
+    began = time.perf_counter()
+    for call in listed:
+        call()
+    seconds = (time.perf_counter() - began) / len(listed)
+    if comm is not None:
+        comm.barrier()
+    return seconds
+
+
+def timed(
+    call: Callable[[], object],
+    comm: Communicator | None = None,
+    *,
+    count: int = 1,
+    before: Callable[[], object] | None = None,
+    after: Callable[[], object] | None = None,
+) -> Sample:
+    """Return the sample of a call.
+
+    Args:
+        call: The candidate.
+        comm: As for `clock`.
+        count: How many calls make a sample, where one is too short for a clock.
+        before, after: Called outside the clock: prepare the call, verify its result.
+    """
+
+    def sample() -> float:
+        if before is not None:
+            before()
+        seconds = clock([call] * count, comm)
+        if after is not None:
+            after()
+        return seconds
+
+    return sample
+
+
+def interleave(
+    samples: Mapping[str, Sample],
+    comm: Communicator | None = None,
+    *,
+    seconds: float = 0.0,
+    rounds: int | None = None,
+    least: int = 9,
+    most: int = 2000,
+    warmup: int = 2,
+    after_round: Callable[[], object] | None = None,
+) -> Timings:
+    """Take samples of all candidates in turn, there and back: A B, B A, ... No garbage is collected meanwhile.
+
+    Args:
+        samples: By the candidate's name.
+        comm: Ranks that all take part, and agree on the number of rounds; their timings are each rank's own.
+        seconds: About how long; the last round of the warm-up says how many rounds that makes.
+        rounds: Their number, instead of `seconds`.
+        least, most: Bounds of that number.
+        warmup: Rounds before the first that counts.
+        after_round: Called outside the clock after each round, for what needs the results of all candidates.
+
+    Example:
+        >>> timings = interleave({"sum": timed(lambda: sum(range(9))), "len": timed(lambda: len("nine"))}, rounds=4)
+        >>> timings.rounds
+        4
+    """
+    figures: dict[str, list[float]] = {name: [] for name in samples}
+
+    def take(number: int) -> None:
+        for name in _order(list(samples), number):
+            figures[name].append(samples[name]())
+        if after_round is not None:
+            after_round()
+
+    with _no_collection():
+        taken = 0.0
+        for number in range(warmup):
+            began = time.perf_counter()
+            take(number)
+            taken = time.perf_counter() - began
+        if rounds is None:
+            rounds = min(max(least, int(seconds / taken) if taken else least), max(least, most))
+            rounds = rounds if comm is None else int(comm.broadcast_object(rounds))
+        for number in range(rounds):
+            take(number)
+    return Timings({name: each[warmup:] for name, each in figures.items()})
+
+
+def _order(names: list[str], number: int) -> list[str]:
+    """Order of one round. The order turns, so that each candidate comes first, last and after each other one."""
+    turn = number // 2 % len(names)
+    turned = names[turn:] + names[:turn]
+    return turned[::-1] if number % 2 else turned
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

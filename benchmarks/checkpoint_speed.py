@@ -15,21 +15,22 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import unisono as un
+from unisono.bench import Finding, Sample, Spread, Timings, interleave, on_ranks, parser, timed
 
 State = dict[str, torch.Tensor]
+Bytes = dict[str, list[int]]
 
 
 def make(mib: int, count: int) -> State:
@@ -72,25 +73,6 @@ def from_disk() -> int:
     return int(counts.read_text().split("read_bytes: ")[1].split()[0]) if counts.exists() else 0
 
 
-class Clock:
-    """Times of ways by name, each from all ranks' start to the last one's end; and what all ranks read from disks."""
-
-    def __init__(self, comm: un.Communicator) -> None:
-        self.comm = comm
-        self.seconds: dict[str, list[float]] = {}
-        self.bytes: dict[str, list[int]] = {}
-
-    def time(self, name: str, way: Callable[[], object]) -> None:
-        self.comm.barrier()
-        began, read = time.perf_counter(), from_disk()
-        way()
-        taken, come = torch.tensor([time.perf_counter() - began]), torch.tensor([from_disk() - read])
-        self.comm.all_reduce(taken, "max")
-        self.comm.all_reduce(come)
-        self.seconds.setdefault(name, []).append(taken.item())
-        self.bytes.setdefault(name, []).append(int(come.item()))
-
-
 def clean(comm: un.Communicator, *paths: Path) -> None:
     comm.barrier()
     if comm.rank == 0:
@@ -100,24 +82,32 @@ def clean(comm: un.Communicator, *paths: Path) -> None:
     comm.barrier()
 
 
-def measure(
-    comm: un.Communicator, name: str, given: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+def measure(comm: un.Communicator, folder: Path, given: argparse.Namespace, _: Path) -> tuple[Timings, Bytes]:
     warnings.simplefilter("ignore")
-    folder = Path(name)
     state = make(given.mib, given.tensors)
     target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size)
-    clock = Clock(comm)
-    for number in range(given.rounds):
-        saves(clock, folder, state, turned=number % 2 == 1)
-        loads(clock, folder, state, target)
-        clean(comm, *(folder / path for path in ("raw", "torch", "dcp", "ours")))
-    un.checkpoint.save(folder / "ours", state, comm)
-    for number in range(given.pairs):
-        cold_checks(clock, folder, target, turned=number % 2 == 1)
+    read: Bytes = {}
+    figures: dict[str, Sequence[float]] = {}
+    for samples, rounds in (
+        (saves(comm, folder, state), given.rounds),
+        (in_background(comm, folder, state), given.rounds),
+        (loads(comm, folder, state, target, "cold", read), 2 * given.rounds),
+        (loads(comm, folder, state, target, "warm", read), 2 * given.rounds),
+        (first_tensors(comm, folder), given.rounds),
+        (cold_checks(comm, folder, target), given.pairs),
+    ):
+        figures |= interleave(samples, comm, rounds=rounds, warmup=0).slowest(comm).figures
     dist.destroy_process_group()
-    return clock.seconds, clock.bytes
+    return Timings(figures), summed(comm, read)
+
+
+def summed(comm: un.Communicator, read: Bytes) -> Bytes:
+    """The bytes of all ranks."""
+    counts = {name: torch.tensor(each) for name, each in read.items()}
+    for each in counts.values():
+        comm.all_reduce(each)
+    return {name: each.tolist() for name, each in counts.items()}
 
 
 def alone(comm: un.Communicator, way: Callable[[], object]) -> Callable[[], object]:
@@ -125,57 +115,85 @@ def alone(comm: un.Communicator, way: Callable[[], object]) -> Callable[[], obje
     return lambda: way() if comm.rank == 0 else None
 
 
-def saves(clock: Clock, folder: Path, state: State, *, turned: bool) -> None:
-    comm, running = clock.comm, list[object]()
+def saves(comm: un.Communicator, folder: Path, state: State) -> dict[str, Sample]:
     ways = {
         "raw": alone(comm, lambda: raw(folder / "raw", state)),
         "torch": alone(comm, lambda: torch_save(folder / "torch", state)),
         "dcp": lambda: dcp.save(dict(state), checkpoint_id=folder / "dcp"),
         "ours": lambda: un.checkpoint.save(folder / "ours", state, comm),
     }
-    for name in reversed(ways) if turned else ways:
-        clean(comm, folder / name)
-        clock.time(f"save {name}", ways[name])
-    clock.time("clone", lambda: running.append({key: tensor.clone() for key, tensor in state.items()}))
-    running.clear()
-    clean(comm, folder / "background")
-    clock.time("async dcp", lambda: running.append(dcp.async_save(dict(state), checkpoint_id=folder / "background")))
-    running.pop().result()  # type: ignore[attr-defined]  # not in the annotations of what it is
-    clean(comm, folder / "background")
-    clock.time("async ours", lambda: running.append(un.checkpoint.async_save(folder / "background", state, comm)))
-    running.pop().wait()  # type: ignore[attr-defined]  # not in the annotations of what it is
-    clean(comm, folder / "background")
+    return {f"save {name}": timed(way, comm, before=partial(clean, comm, folder / name)) for name, way in ways.items()}
 
 
-def loads(clock: Clock, folder: Path, state: State, target: State) -> None:
-    comm = clock.comm
-    files = {"torch": folder / "torch", "dcp": folder / "dcp", "ours": folder / "ours", "unchecked": folder / "ours"}
+def in_background(comm: un.Communicator, folder: Path, state: State) -> dict[str, Sample]:
+    """Saves that return when the state may be changed, beside a clone of it."""
+    path, running = folder / "background", list[Any]()
+
+    def end() -> None:
+        """Both have their own names for it; a clone has nothing to wait for."""
+        for way in ("wait", "result"):
+            if hasattr(running[0], way):
+                getattr(running[0], way)()
+                break
+        running.clear()
+        clean(comm, path)
+
+    ways = {
+        "clone": lambda: running.append({key: tensor.clone() for key, tensor in state.items()}),
+        "async dcp": lambda: running.append(dcp.async_save(dict(state), checkpoint_id=path)),
+        "async ours": lambda: running.append(un.checkpoint.async_save(path, state, comm)),
+    }
+    return {name: timed(way, comm, after=end) for name, way in ways.items()}
+
+
+def loads(
+    comm: un.Communicator, folder: Path, state: State, target: State, caches: str, read: Bytes
+) -> dict[str, Sample]:
+    """Loads of the last saves, verified; `read` takes the bytes that each had read from the disk."""
     ways = {
         "torch": alone(comm, lambda: copy(torch.load(folder / "torch"), target)),
         "dcp": lambda: dcp.load(target, checkpoint_id=folder / "dcp"),
         "ours": lambda: un.checkpoint.load(folder / "ours", target, comm),
         "unchecked": lambda: un.checkpoint.load(folder / "ours", target, comm, check=False),
     }
-    for warmth, turned in (("cold", False), ("cold", True), ("warm", False), ("warm", True)):
-        for name, way in reversed(ways.items()) if turned else ways.items():
+
+    def sample(name: str) -> Sample:
+        path = folder / ("ours" if name == "unchecked" else name)
+        label = f"load {name} {caches}"
+
+        def before() -> None:
             for tensor in target.values():
                 tensor.zero_()
-            if warmth == "cold" and comm.rank == 0:
-                drop(files[name])
-            clock.time(f"load {name} {warmth}", way)
+            if caches == "cold" and comm.rank == 0:
+                drop(path)
+            read.setdefault(label, []).append(-from_disk())
+
+        def after() -> None:
+            read[label][-1] += from_disk()
             if comm.rank == 0 or name != "torch":
                 assert all(torch.equal(target[key], tensor) for key, tensor in state.items()), name
-    clock.time("first torch", alone(comm, lambda: torch.load(folder / "torch")["t0"]))
-    clock.time("first ours", alone(comm, lambda: un.checkpoint.open(folder / "ours")["t0"]))
+
+        return timed(ways[name], comm, before=before, after=after)
+
+    return {f"load {name} {caches}": sample(name) for name in ways}
 
 
-def cold_checks(clock: Clock, folder: Path, target: State, *, turned: bool) -> None:
+def first_tensors(comm: un.Communicator, folder: Path) -> dict[str, Sample]:
+    return {
+        "first torch": timed(alone(comm, lambda: torch.load(folder / "torch")["t0"]), comm),
+        "first ours": timed(alone(comm, lambda: un.checkpoint.open(folder / "ours")["t0"]), comm),
+    }
+
+
+def cold_checks(comm: un.Communicator, folder: Path, target: State) -> dict[str, Sample]:
     """Of one load with a cold cache the disk decides how long it takes; of many, whether it is checked."""
-    ways: dict[str, bool] = {"checked": True, "unchecked": False}
-    for name in reversed(ways) if turned else ways:
-        if clock.comm.rank == 0:
-            drop(folder / "ours")
-        clock.time(f"pair {name}", partial(un.checkpoint.load, folder / "ours", target, clock.comm, check=ways[name]))
+    path = folder / "ours"
+    return {
+        f"pair {name}": timed(
+            partial(un.checkpoint.load, path, target, comm, check=check), comm, before=alone(comm, lambda: drop(path))
+        )
+        for name, check in (("checked", True), ("unchecked", False))
+    }
 
 
 def copy(source: State, target: State) -> None:
@@ -183,48 +201,45 @@ def copy(source: State, target: State) -> None:
         target[key].copy_(tensor)
 
 
-def ratio(seconds: dict[str, list[float]], first: str, second: str) -> str:
-    pairs = sorted(a / b for a, b in zip(seconds[first], seconds[second], strict=True))
-    return f"{statistics.median(pairs):6.2f} ({pairs[0]:.2f} to {pairs[-1]:.2f})"
-
-
-def report(seconds: dict[str, list[float]]) -> None:
-    for name, times in seconds.items():
-        print(f"{name:22} {statistics.median(times) * 1e3:10.2f} ms ({min(times) * 1e3:.2f} to {max(times) * 1e3:.2f})")
-    questions = [
-        ("save: torch.save / ours", "save torch", "save ours", "at least 2, or the next at least 0.8"),
-        ("save: raw / ours", "save raw", "save ours", "at least 0.8, or the one before at least 2"),
-        ("save: ours / DCP", "save ours", "save dcp", "at most 1"),
-        ("async_save: ours / a clone", "async ours", "clone", "at most 1.3"),
-        ("async_save: ours / DCP", "async ours", "async dcp", "at most 1"),
-        ("first tensor: torch.load / ours", "first torch", "first ours", "at least 20"),
-        ("load, warm: ours / DCP", "load ours warm", "load dcp warm", "at most 1"),
-        ("load, cold: ours / DCP", "load ours cold", "load dcp cold", "at most 1"),
-        ("load, warm: checked / unchecked", "load ours warm", "load unchecked warm", "at most 1.7"),
-        ("load, cold: checked / unchecked", "pair checked", "pair unchecked", "at most 1.11"),
-    ]
-    for text, first, second, wanted in questions:
-        print(f"{text:34} {ratio(seconds, first, second)}; wanted: {wanted}")
+def report(timings: Timings) -> None:
+    for name in timings.figures:
+        times = timings.of(name) * 1e3
+        print(f"{name:22} {times.median:10.2f} ms ({times.low:.2f} to {times.high:.2f})")
+    # One of the first two is enough.
+    for what, first, second, bound, most in (
+        ("save: torch.save / ours", "save torch", "save ours", 2, False),
+        ("save: raw / ours", "save raw", "save ours", 0.8, False),
+        ("save: ours / DCP", "save ours", "save dcp", 1, True),
+        ("async_save: ours / a clone", "async ours", "clone", 1.3, True),
+        ("async_save: ours / DCP", "async ours", "async dcp", 1, True),
+        ("first tensor: torch.load / ours", "first torch", "first ours", 20, False),
+        ("load, warm: ours / DCP", "load ours warm", "load dcp warm", 1, True),
+        ("load, cold: ours / DCP", "load ours cold", "load dcp cold", 1, True),
+        ("load, warm: checked / unchecked", "load ours warm", "load unchecked warm", 1.7, True),
+        ("load, cold: checked / unchecked", "pair checked", "pair unchecked", 1.11, True),
+    ):
+        print(Finding(what, timings.ratio(first, second), bound, most=most))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=512, help="of the state (%(default)s)")
-    parser.add_argument("--tensors", type=int, default=32, help="that it consists of (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=20, help="of cold loads, checked and not (%(default)s)")
-    parser.add_argument("--backend", default="shm")
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured (%(default)s)")
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--mib", type=int, default=512, help="of the state (%(default)s)")
+    options.add_argument("--tensors", type=int, default=32, help="that it consists of (%(default)s)")
+    options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--rounds", type=int, default=4)
+    options.add_argument("--pairs", type=int, default=20, help="of cold loads, checked and not (%(default)s)")
+    options.add_argument("--backend", default="shm")
+    options.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured (%(default)s)")
+    given = options.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = un.launch(measure, given.ranks, given.backend, (folder, given), threads=1, timeout=900)
+        timings, read = on_ranks(measure, given.ranks, given.backend, (Path(folder), given), timeout=900)[0]
     print(f"{given.mib} MiB in {given.tensors} tensors, {given.ranks} ranks ({given.backend}), {given.rounds} rounds")
-    seconds, come = found[0]
-    report(seconds)
-    for name, wanted in (("ours", "at most 1.01"), ("dcp", "nothing")):
-        share = statistics.median(come[f"load {name} cold"]) / (given.mib << 20)
-        print(f"{f'load, cold: {name}, from the disk':34} {share:6.2f} times the state; wanted: {wanted}")
+    report(timings)
+    ours, theirs = (
+        Spread.of([count / (given.mib << 20) for count in read[f"load {name} cold"]]) for name in ("ours", "dcp")
+    )
+    print(Finding("load, cold: ours, from the disk, times the state", ours, 1.01, most=True))
+    print(f"        load, cold: dcp, from the disk, times the state: {theirs:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""Interleaved timing: order, rounds, paired ratios, and ranks of other checkouts."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import unisono as un
+from unisono.bench import AllReduce, Checkout, Spread, Timings, clock, interleave, markdown, timed
+
+
+def taken(names: str, rounds: int) -> list[str]:
+    """The order in which samples are taken, round by round."""
+    order: list[str] = []
+
+    def sample(name: str) -> float:
+        order.append(name)
+        return 1.0
+
+    samples = {name: lambda name=name: sample(name) for name in names}  # type: ignore[misc]
+    timings = interleave(samples, rounds=rounds, warmup=0)
+    assert timings.rounds == rounds
+    return ["".join(order[at : at + len(names)]) for at in range(0, len(order), len(names))]
+
+
+def test_two_candidates_go_there_and_back() -> None:
+    assert taken("AB", 4) == ["AB", "BA", "BA", "AB"]
+
+
+def test_three_candidates_come_in_every_order_equally_often() -> None:
+    assert Counter(Counter(taken("ABC", 12)).values()) == {2: 6}
+
+
+def test_ratios_are_those_of_one_round() -> None:
+    # Candidate B takes twice as long in each round, however much the machine slows down.
+    figures = {"A": [1.0, 10.0, 3.0], "B": [2.0, 20.0, 6.0]}
+    timings = Timings(figures)
+    assert timings.ratio("B", "A") == Spread(2.0, 2.0, 2.0)
+    assert timings.difference("B", "A").median == 3.0
+
+
+def test_warmup_does_not_count_and_rounds_follow_from_seconds() -> None:
+    numbers = iter(range(1000))
+    after: list[None] = []
+    timings = interleave(
+        {"A": lambda: float(next(numbers))}, seconds=0, least=3, warmup=2, after_round=lambda: after.append(None)
+    )
+    assert timings.figures == {"A": [2.0, 3.0, 4.0]}
+    assert len(after) == 5
+    assert interleave({"A": lambda: 1.0}, seconds=60, most=20).rounds == 20
+
+
+def test_no_garbage_is_collected_while_samples_are_taken() -> None:
+    seen = interleave({"A": lambda: float(gc.isenabled())}, rounds=2)
+    assert seen.figures == {"A": [0.0, 0.0]}
+    assert gc.isenabled()
+
+
+def test_a_sample_is_prepared_and_verified_outside_the_clock() -> None:
+    steps: list[str] = []
+    sample = timed(
+        lambda: steps.append("call"),
+        count=2,
+        before=lambda: steps.append("before"),
+        after=lambda: steps.append("after"),
+    )
+    assert sample() < 1
+    assert steps == ["before", "call", "call", "after"]
+
+
+def test_slowest_is_over_all_ranks() -> None:
+    def program(comm: un.Communicator) -> tuple[int, Spread]:
+        clock([lambda: None], comm)
+        timings = interleave({"A": lambda: float(comm.rank)}, comm, seconds=0, least=3 + comm.rank)
+        return timings.rounds, timings.slowest(comm).of("A")
+
+    assert un.launch(program, 2, "thread") == [(3, Spread(1.0, 1.0, 1.0))] * 2
+
+
+def test_markdown() -> None:
+    assert markdown(("size", "ratio"), [("8 B", "1.02")]) == "| size | ratio |\n|---|---|\n| 8 B | 1.02 |"
+
+
+def test_checkouts_take_turns() -> None:
+    source = Path(un.__file__).parents[1]
+    cases = [AllReduce(8, "int64", tensors=3, calls=2), AllReduce(4096, "bfloat16", registered=True, tensors=2)]
+    with Checkout(source, 2) as one, Checkout(source, 2) as other:
+        for case in cases:
+            timings = interleave({"one": one.sample(case), "other": other.sample(case)}, rounds=3, warmup=1)
+            assert timings.ratio("one", "other").low > 0
+
+
+def test_a_checkout_says_why_it_cannot_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no unisono in"):
+        Checkout(tmp_path, 2)
+    (tmp_path / "unisono").mkdir()
+    (tmp_path / "unisono" / "__init__.py").write_text("raise ImportError('broken')")
+    with pytest.raises(RuntimeError, match="did not start"):
+        Checkout(tmp_path, 2)

@@ -25,12 +25,12 @@ def rank(comm: un.Communicator, address: str) -> None:
         connection.connect(address)
         with connection.makefile("rw") as link:
             _answer(link, un.__file__)
-            current, tensors = "", iter(())
+            current, tensors = "", cycle(list[torch.Tensor]())
             for line in link:
                 case = json.loads(line)
                 if line != current:
                     # The old tensors go first: those of two cases may not fit into memory.
-                    tensors = iter(())
+                    tensors = cycle(())
                     current, tensors = line, cycle(_verified(comm, case))
                 _answer(link, _seconds(comm, list(islice(tensors, case["calls"]))))
 

@@ -40,6 +40,9 @@ class PythonPatience : public Patience {
     PyThreadState* saved_ = nullptr;
 };
 
+// The first word of a mark that is not a native call's.
+constexpr uint64_t kNoCollective = uint64_t{0xFF} << 56;
+
 // As in types.py: the number of an operation is its place there, from 1 on; an average is a sum that is divided.
 constexpr int kAverage = 2;
 constexpr std::optional<Op> kOps[] = {std::nullopt, Op::sum, Op::sum, Op::product, Op::min, Op::max,
@@ -124,10 +127,10 @@ class Core {
         return within(nbytes, [&] { return rings_.receive(peer, header, at(address), nbytes, deadline, *call_.patience); });
     }
 
-    // A round that moves nothing: ranks compare a mark, and, if any counts are given, what they give each other.
-    int compare(uint64_t first, uint64_t second, const std::vector<int64_t>& counts, double deadline) {
+    // A round that moves nothing: ranks compare a hash, and, if any counts are given, what they send each other.
+    int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
         Call& call = begin(0, 0, 0, -1, deadline);
-        call.mark = {first, second, 0, 0};
+        call.mark = {kNoCollective, digest, 0, 0};
         return within(0, [&] { return counts.empty() ? collectives_.barrier(call) : collectives_.pairs(call, counts); });
     }
 
@@ -180,7 +183,7 @@ class Core {
         return within(nbytes, [&] { return collectives_.run(name, call); });
     }
 
-    // The sum of the counts, and where there are several, a hash of them, as in transports/_shm_marks.py.
+    // The sum of the counts, and where there are several, their FNV-1a hash (Fowler, Noll, Vo) with numbers for bytes.
     void mark_counts(Name name) {
         uint64_t total = 0, uneven = 0;
         const bool by_inputs = name == Name::reduce || name == Name::reduce_scatter || name == Name::gather;

@@ -5,7 +5,7 @@
 
 namespace unisono {
 
-// In the order of transports/_shm_marks.py.
+// As numbered in collectives/description.py.
 enum class Name { all_gather = 1, all_reduce, all_to_all, barrier, broadcast, gather, reduce, reduce_scatter, scatter };
 
 class Collectives : public Reductions {

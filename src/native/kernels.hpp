@@ -152,10 +152,34 @@ Reduction halves(Op op) {
     return {};
 }
 
-// Sums of complex numbers are those of their parts; all else of them is left to torch.
+// Complex numbers are sums, and averages, of their parts; `to` may be `a` or `b`.
 template <class Part>
 void sum_complex(const char* a, const char* b, char* to, size_t count) {
     combine_elements<Op::sum, Part>(a, b, to, 2 * count);
+}
+
+template <class Part>
+void multiply_complex(const char* a, const char* b, char* to, size_t count) {
+    const auto* low = reinterpret_cast<const Part*>(a);
+    const auto* high = reinterpret_cast<const Part*>(b);
+    auto* out = reinterpret_cast<Part*>(to);
+    for (size_t n = 0; n < 2 * count; n += 2) {
+        const Part real = low[n] * high[n] - low[n + 1] * high[n + 1];
+        const Part imaginary = low[n] * high[n + 1] + low[n + 1] * high[n];
+        out[n] = real, out[n + 1] = imaginary;
+    }
+}
+
+template <class Part>
+void divide_complex(char* at, size_t count, int64_t divisor) {
+    divide_elements<Part>(at, 2 * count, divisor);
+}
+
+template <class Part>
+Reduction complexes(Op op) {
+    if (op == Op::sum) return {sum_complex<Part>, 2 * sizeof(Part), nullptr, divide_complex<Part>};
+    if (op == Op::product) return {multiply_complex<Part>, 2 * sizeof(Part)};
+    return {};
 }
 
 // By torch's names of dtypes, without "torch."; no kernel where there is none.
@@ -173,8 +197,8 @@ inline Reduction reduction_of(std::string_view dtype, Op op) {
     if (dtype == "uint32") return elements<uint32_t>(op);
     if (dtype == "uint64") return elements<uint64_t>(op);
     if (dtype == "bool") return elements<bool>(op);
-    if (dtype == "complex64" && op == Op::sum) return {sum_complex<float>, 8};
-    if (dtype == "complex128" && op == Op::sum) return {sum_complex<double>, 16};
+    if (dtype == "complex64") return complexes<float>(op);
+    if (dtype == "complex128") return complexes<double>(op);
     return {};
 }
 

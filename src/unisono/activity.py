@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, Protocol
 
@@ -63,6 +64,7 @@ class Activity:
         awaited: The messages that it waits for there.
         gave_up: Whether its last wait was in vain.
         aside: Whether it is so in a thread of the library, while the owner may do other things.
+        keep: Adds a call to the latest ones.
         record: Where events are kept that are to survive this process, if anywhere.
     """
 
@@ -74,6 +76,7 @@ class Activity:
         self.posted: dict[tuple[str, int, int], int] = {}
         self.now: Noted | None = None
         self._latest: deque[Noted] = deque(maxlen=_KEPT)
+        self.keep: Callable[[Noted], None] = self._latest.append
         self.since = time.monotonic()
         self.broken = self.closed = self.gave_up = False
         self.record: Recorder | None = None
@@ -82,10 +85,6 @@ class Activity:
     def latest(self) -> list[Noted]:
         """The last calls, the newest at the end."""
         return list(self._latest)
-
-    def keep(self, noted: Noted) -> None:
-        """It is one of the latest."""
-        self._latest.append(noted)
 
     # -- what the engine tells -----------------------------------------------------------------
     def note(self, noted: Noted) -> None:

@@ -7,22 +7,26 @@ from dataclasses import dataclass
 import torch
 
 from unisono.activity import Noted
+from unisono.collectives.plan import Plan, message_bytes
 from unisono.fingerprint import Fingerprint
-from unisono.plan import Plan
 from unisono.select import choose
 from unisono.site import call_site
 from unisono.transport import Transport
 from unisono.wrappers.trace import traced
 
-__all__ = ["Calling", "called"]
+__all__ = ["CollectiveRequest", "fingerprint_of", "make_request"]
 
 
 @dataclass(frozen=True, slots=True)
-class Calling:
-    """A call, put down when it is made.
+class CollectiveRequest:
+    """A call of a collective, described when it is made.
 
     Attributes:
-        noted: For whoever asks what this rank is doing.
+        plan: Its tensors.
+        transport: What carries it.
+        algorithm: Name of an algorithm, or "native".
+        fingerprint: What ranks compare.
+        noted: What hang reports show of it.
         timeout: Seconds.
         inference: Whether it was made in inference mode.
     """
@@ -36,30 +40,40 @@ class Calling:
     inference: bool
 
 
-def called(plan: Plan, transport: Transport, name: str, number: int, algorithm: str | None, timeout: float) -> Calling:
-    """The call of this number among a group's collectives."""
-    call, example = plan.call, plan.example
-    chosen = choose(transport, call, plan.nbytes, algorithm)
-    fingerprint = Fingerprint(
+def make_request(
+    plan: Plan, transport: Transport, number: int, algorithm: str | None, timeout: float
+) -> CollectiveRequest:
+    """Return the request of this number among a group's collectives."""
+    chosen = choose(transport, plan.call, message_bytes(plan.call, transport.size), algorithm)
+    fingerprint = fingerprint_of(plan, number, chosen)
+    noted = fingerprint.operation, number, _detail(fingerprint), fingerprint.site
+    return CollectiveRequest(
+        plan, traced(transport), chosen, fingerprint, noted, timeout, torch.is_inference_mode_enabled()
+    )
+
+
+def fingerprint_of(plan: Plan, number: int, algorithm: str) -> Fingerprint:
+    """Return what ranks compare of a call."""
+    what, call, like = plan.collective, plan.call, plan.like
+    read, written = (tuple(t.numel() for t in side) for side in (call.inputs, call.outputs))
+    return Fingerprint(
         call=number,
-        operation=name,
+        operation=what.name,
         op=None if call.asked is None else call.asked.value,
         root=call.root,
-        dtype=None if example is None else str(example.dtype).removeprefix("torch."),
-        counts=plan.counts,
-        device=None if example is None else example.device.type,
-        algorithm=chosen,
-        sends=plan.sends,
-        receives=plan.receives,
-        shape=None if example is None else tuple(example.shape),
+        dtype=None if like is None else str(like.dtype).removeprefix("torch."),
+        counts=what.compared_counts(read, written),
+        device=None if like is None else like.device.type,
+        algorithm=algorithm,
+        sends=read if what.pairwise else (),
+        receives=written if what.pairwise else (),
+        shape=None if like is None else tuple(like.shape),
         site=call_site(),
     )
-    noted = name, number, _detail(fingerprint), fingerprint.site
-    return Calling(plan, traced(transport), chosen, fingerprint, noted, timeout, torch.is_inference_mode_enabled())
 
 
 def _detail(fingerprint: Fingerprint) -> str:
-    """What is said of a call beside its name."""
+    """Return what is said of a call beside its name."""
     root = None if fingerprint.root is None else f"root {fingerprint.root}"
     words = fingerprint.op, fingerprint.dtype, fingerprint.shape, root
     return ", ".join(str(word) for word in words if word is not None)

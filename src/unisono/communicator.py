@@ -77,7 +77,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
             raise
         if check == "full" or (check == "auto" and not transport.checks):
             transport = Checked(transport, control, full=check == "full")
-        self._engine = Engine(transport, control, options)
+        self._engine = Engine(transport, control, options, full_check=check == "full")
         control.watch(self._engine.activity)
         news.lead_to(self._engine)
 
@@ -188,12 +188,12 @@ class Communicator(Objects, Parts, Watching, Mailing):
     # -- life ----------------------------------------------------------------------------------
     def hand_over(self) -> None:
         """Give the communicator up: the next thread that uses it owns it."""
-        self._own("hand_over")
+        self._engine.own("hand_over")
         self._engine.owner = None
 
     def share(self) -> None:
         """Let every thread use it from now on. The caller sees to it that no two are in a collective at once."""
-        self._own("share")
+        self._engine.own("share")
         self._engine.owner = ANYONE
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -201,7 +201,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
 
         It stays valid as long as a tensor on it lives, also after `close`.
         """
-        self._enter("empty")
+        self._engine.enter("empty")
         return self._engine.transport.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
 
     def abort(self, reason: str = "the program asked for it") -> None:

@@ -10,35 +10,38 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
-from time import monotonic
 
 import torch
-from torch.autograd.graph import increment_version
 
 from unisono.activity import Noted, told
-from unisono.calling import Calling, called
+from unisono.calling import CollectiveRequest, fingerprint_of, make_request
+from unisono.collectives.algorithm import run_algorithm
+from unisono.collectives.arguments import Splits, check_arguments
+from unisono.collectives.description import Collective
+from unisono.collectives.plan import Plan, make_plan
 from unisono.control import Control
 from unisono.crew import Helper
 from unisono.deferred import Deferred
 from unisono.ending import Ending
 from unisono.errors import ClosedError, CommError
-from unisono.execute import Spare, execute
-from unisono.plan import Plan
-from unisono.quickly import Quickly
-from unisono.reduction import combine
-from unisono.schedules import SCHEDULES, chunks_of
+from unisono.execute import Spare
+from unisono.fingerprint import Fingerprint
+from unisono.guarded import Guarded
+from unisono.quickly import FastCalls, refuses
+from unisono.reduction import parse_op
 from unisono.select import NATIVE
 from unisono.site import call_site
-from unisono.standing import ANYONE, Standing
-from unisono.transport import Options, Transport
-from unisono.types import ReduceOp, Work
+from unisono.standing import Standing
+from unisono.tensors import Staging
+from unisono.transport import Options, Tensors, Transport
+from unisono.types import Work
 from unisono.work import Completion, patience
-from unisono.wrappers.trace import SINK, sink_here
+from unisono.wrappers.trace import SINK
 
 __all__ = ["Engine"]
 
 
-class Engine(Standing, Quickly):
+class Engine(Standing, FastCalls):
     """The moving part of one communicator. Collectives run one at a time, in the order of their calls.
 
     A blocking call drives itself. An asynchronous one is driven by one thread, made when first needed;
@@ -47,14 +50,18 @@ class Engine(Standing, Quickly):
     Whoever makes calls by it, or waits for their works, holds it. If nobody does any more, and it was not
     closed, `ending` sees to it that its threads end.
 
+    Args:
+        transport, control, options: As of `Standing`.
+        full_check: Whether calls find out if a tensor was changed before they ended.
+
     Attributes:
         above: What must not end before this one does: the engine of the communicator that it is a part of.
         vouched: With `check="full"`, how many messages went from one rank to another with a tag.
     """
 
-    def __init__(self, transport: Transport, control: Control, options: Options) -> None:
+    def __init__(self, transport: Transport, control: Control, options: Options, *, full_check: bool = False) -> None:
         super().__init__(transport, control, options)
-        self.quick, self.quick_messages = transport.quick, transport.quick_messages
+        self.fast_path, self._full_check = transport.fast_path, full_check
         self._sink, self._limit_s = SINK, options.timeout_s
         self._rank, self._inside = self.group.rank, set()
         self._spare = Spare()
@@ -74,8 +81,8 @@ class Engine(Standing, Quickly):
         return patience(timeout, 0.0)
 
     def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
-        # What is refused is refused before anything is done. Of all else, also interrupts, others have seen a part.
-        if isinstance(error, TypeError | ValueError) and not isinstance(error, CommError):
+        # Of all else, also interrupts, other ranks have seen a part.
+        if refuses(error):
             return error
         self._calls += 1
         self.activity.note(noted)
@@ -84,33 +91,49 @@ class Engine(Standing, Quickly):
             told.__cause__ = error
         return told
 
-    def start_quickly(self, tensor: torch.Tensor, op: str, timeout: float | None) -> Work | None:
-        """Start an all-reduce by the transport's shorter way; None if it was not taken."""
-        here = get_ident()
-        if self._pending or not self.open or sink_here() is not None or self.owner not in (here, ANYONE):
-            return None
-        if here in self._inside:
-            return None
-        limit = patience(timeout, self.options.timeout_s)
-        noted = ("all_reduce", self._calls + 1, op, call_site())
-        try:
-            work = self.transport.quick_start(tensor, op)
-        except CommError as error:
-            raise self.failed(error, noted[0], noted[1]) from error
-        if work is None:
-            return None
-        self._calls += 1
-        self.activity.note(noted)
-        return Deferred(partial(self._wait_for, work, tensor, noted), limit, self._ready(work))
+    def staging(self) -> Staging:
+        """Return what makes one-dimensional contiguous tensors of those of a call."""
+        away = self.transport.staged
+        return Guarded(away, f"the call at {call_site()}") if self._full_check else Staging(away)
 
-    def _wait_for(self, work: Work, tensor: torch.Tensor, noted: Noted, deadline: float) -> None:
-        with self._told_of(noted):
-            work.wait(max(0.0, deadline - monotonic()))
-            increment_version(tensor)
+    def general_collective(
+        self,
+        what: Collective,
+        output: Tensors,
+        input: Tensors,
+        op: object,
+        root: int | None,
+        algorithm: str | None,
+        async_op: bool,
+        timeout: float | None,
+        splits: Splits = (None, None),
+    ) -> Work | None:
+        self.enter(what.name)
+        return self.run(self._plan(what, output, input, op, root, splits), algorithm, async_op, timeout)
 
-    def run(self, plan: Plan, name: str, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
+    def _plan(
+        self,
+        what: Collective,
+        output: Tensors,
+        input: Tensors,
+        op: object,
+        root: int | None,
+        splits: Splits = (None, None),
+    ) -> Plan:
+        """Return the plan of a call with these arguments; raise for those that this rank alone can find wrong."""
+        group, devices = self.group, self.transport.devices
+        read, written = check_arguments(what, output, input, root, splits, group.rank, group.size, devices)
+        reduces = parse_op(op) if what.reduces and what.moves else None
+        return make_plan(what, read, written, reduces, root, group.size, self.staging())
+
+    def _fingerprint(
+        self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None
+    ) -> Fingerprint:
+        return fingerprint_of(self._plan(what, output, input, op, root), self._calls + 1, NATIVE)
+
+    def run(self, plan: Plan, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
         """Carry out a plan now, or soon; None when it is done, or the work under way."""
-        job = self._prepare(plan, name, algorithm, timeout)
+        job = self._prepare(plan, algorithm, timeout)
         if async_op and job.algorithm == NATIVE and job.transport.overlaps and not self._pending:
             return self._start(job)
         with self._lock:
@@ -128,28 +151,28 @@ class Engine(Standing, Quickly):
         work.wait()
         return None
 
-    def _prepare(self, plan: Plan, name: str, algorithm: str | None, timeout: float | None) -> Calling:
+    def _prepare(self, plan: Plan, algorithm: str | None, timeout: float | None) -> CollectiveRequest:
         limit = patience(timeout, self.options.timeout_s)
         if get_ident() in self._inside:
             outer = told(self.activity.now) if self.activity.now else "another collective"
             raise self.located(
                 CommError(
-                    f"{name} was called inside {outer}, as by a signal handler. Set a flag in the handler, and make "
-                    "the call when the other one has returned"
+                    f"{plan.collective.name} was called inside {outer}, as by a signal handler. Set a flag in the "
+                    "handler, and make the call when the other one has returned"
                 ),
-                name,
+                plan.collective.name,
             )
         # What is refused has no number.
-        job = called(plan, self.transport, name, self._calls + 1, algorithm, limit)
+        job = make_request(plan, self.transport, self._calls + 1, algorithm, limit)
         self._calls += 1
         self.activity.note(job.noted)
         return job
 
-    def _perform(self, job: Calling) -> None:
+    def _perform(self, job: CollectiveRequest) -> None:
         deadline = time.monotonic() + job.timeout
         self._see_through(job, self._begin(job), deadline)
 
-    def _start(self, job: Calling) -> Work:
+    def _start(self, job: CollectiveRequest) -> Work:
         """Let the transport go on by itself; the rest is done by whoever waits."""
         work = self._begin(job)
         assert work is not None
@@ -159,7 +182,7 @@ class Engine(Standing, Quickly):
         """Whether a wait for it would end at once: with the first cause, if the group has failed."""
         return lambda: work.is_completed() or self._broken is not None
 
-    def _begin(self, job: Calling) -> Work | None:
+    def _begin(self, job: CollectiveRequest) -> Work | None:
         """All that comes before the first wait for data; the transport's work if it carries the call."""
         with self._told_of(job.noted), torch.no_grad():
             job.transport.begin(job.fingerprint, job.timeout)
@@ -167,13 +190,20 @@ class Engine(Standing, Quickly):
                 action()
             return job.transport.collective(job.plan.call) if job.algorithm == NATIVE else None
 
-    def _see_through(self, job: Calling, work: Work | None, deadline: float) -> None:
+    def _see_through(self, job: CollectiveRequest, work: Work | None, deadline: float) -> None:
         with self._told_of(job.noted), torch.no_grad():
             left = max(0.0, deadline - time.monotonic())
             if work is not None:
                 work.wait(left)
             else:
-                self._follow(job, left)
+                run_algorithm(
+                    job.transport,
+                    job.plan.call,
+                    job.algorithm,
+                    segment_bytes=self.options.chunk_bytes,
+                    timeout=left,
+                    spare=self._spare,
+                )
             job.transport.end(job.fingerprint, job.plan.call, max(1.0, deadline - time.monotonic()))
             for action in job.plan.staging.after:
                 action()
@@ -195,27 +225,8 @@ class Engine(Standing, Quickly):
             self._inside.discard(here)
             self.activity.leave()
 
-    def _follow(self, job: Calling, timeout: float) -> None:
-        plan, call, size = job.plan, job.plan.call, self.group.size
-        schedule = SCHEDULES[call.name][job.algorithm]
-        root = call.root or 0
-        for action in plan.placing:
-            action()
-        execute(
-            job.transport,
-            schedule.steps((self.group.rank - root) % size, size),
-            plan.layout(chunks_of(schedule, call.name, size)),
-            partial(combine, call.op or ReduceOp.SUM),
-            segment_bytes=self.options.chunk_bytes,
-            timeout=timeout,
-            root=root,
-            spare=self._spare,
-        )
-        for action in plan.collecting:
-            action()
-
     # -- the progress thread -------------------------------------------------------------------
-    def _progress(self, job: Calling, work: Completion) -> None:
+    def _progress(self, job: CollectiveRequest, work: Completion) -> None:
         error: BaseException | None = None
         self.activity.aside = True
         try:

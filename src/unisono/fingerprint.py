@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-__all__ = ["Fingerprint", "explain"]
+import xxhash
+
+__all__ = ["Fingerprint", "explain", "hash_of"]
 
 _COMPARED = ("call", "operation", "op", "root", "dtype", "counts", "device", "algorithm")
 _FREE = ("sends", "receives", "shape", "site")
@@ -49,6 +51,16 @@ class Fingerprint:
         """All values, from which `Fingerprint(*values)` makes an equal one."""
         values: tuple[Any, ...] = _all(self)
         return values
+
+
+def hash_of(values: tuple[Any, ...]) -> int:
+    """Return 64 bits that stand for values which ranks compare.
+
+    Example:
+        >>> hash_of(("barrier", "bor")) == hash_of(("barrier", "bor")), hash_of(("barrier",)) == hash_of(())
+        (True, False)
+    """
+    return xxhash.xxh3_64_intdigest(repr(values).encode())
 
 
 def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:

@@ -46,7 +46,8 @@ class Guarded(Staging):
             self.after.append(lambda: put_back(tensor, shaped))
         return flat
 
-    def watch(self, tensor: torch.Tensor) -> None:
+    def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        super().copy_before(target, tensor)
         before = digest(tensor)
         self.after.append(lambda: self._compare(tensor, before))
 

@@ -1,4 +1,7 @@
-"""What an engine does around a call by its transport's shorter way. There is a microsecond for it."""
+"""Blocking calls that a transport makes on callers' tensors as they are: the bookkeeping around one native call.
+
+Budget: 1 us a call.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,35 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import increment_version
 
 from unisono.activity import Activity, Noted
+from unisono.errors import CommError
 from unisono.standing import ANYONE
-from unisono.transport import Quick, QuickMessages, Tensors
+from unisono.transport import FastPath, Status, Tensors
 
 if TYPE_CHECKING:
+    from unisono.collectives.arguments import Splits
+    from unisono.collectives.description import Collective
     from unisono.control import Cause
+    from unisono.fingerprint import Fingerprint
+    from unisono.types import Work
 
-__all__ = ["Quickly"]
+__all__ = ["FastCalls", "refuses"]
 
 
-class Quickly:
-    """The part of an engine that is in haste.
+def refuses(error: BaseException) -> bool:
+    """Return whether an error refuses a call for its arguments, before anything is done."""
+    return isinstance(error, TypeError | ValueError) and not isinstance(error, CommError)
+
+
+class FastCalls:
+    """The part of an engine that makes calls by its transport's fast path.
 
     Attributes:
-        quick: The transport's shorter way, if it has one.
+        fast_path: The transport's, if it has one.
         activity, owner, closed: As of `Standing`.
         _inside: Threads that are in a collective; a signal handler there may not start another.
     """
 
-    quick: Quick | None
-    quick_messages: QuickMessages | None
+    fast_path: FastPath | None
     activity: Activity
     owner: int | None
     closed: bool
@@ -42,33 +54,44 @@ class Quickly:
     _limit_s: float
     _sink: ContextVar[Any]
 
-    def quickly(
-        self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, timeout: float | None, /
-    ) -> bool:
-        """Make a blocking call by the transport's shorter way, as `Quick.call`; False if it is still to be made."""
-        quick, here = self.quick, get_ident()
-        if quick is None or (self.owner != here and self.owner != ANYONE):
-            return False
-        if self._pending or self._inside or self._broken is not None or self.closed or self._sink.get() is not None:
-            return False
+    def collective(
+        self,
+        what: Collective,
+        output: Tensors,
+        input: Tensors,
+        op: object,
+        root: int | None,
+        algorithm: str | None,
+        async_op: bool,
+        timeout: float | None,
+        /,
+    ) -> Work | None:
+        """Make a call: by the fast path, if it is a blocking one that needs nothing else. Arguments are the caller's.
+
+        Returns:
+            None when it is done, or the work under way.
+        """
+        fast, here = self.fast_path, get_ident()
+        general = fast is None or async_op or algorithm is not None or (self.owner != here and self.owner != ANYONE)
+        busy = self._pending or self._inside or self._broken is not None or self.closed or self._sink.get() is not None
+        if general or busy:
+            return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
+        assert fast is not None
         limit = self._limit_s if timeout is None else self._patience(timeout)
         caller, activity = _getframe(2), self.activity
-        detail = op if root is None else f"root {root}"
+        detail = str(op or "") if root is None else f"root {root}"
         # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
-        noted = activity.now = (name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
-        activity.awaited = ()
-        # As `enter`, `note` and `leave` do, without the calls.
-        activity.since = now = monotonic()
+        noted = (what.name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
+        activity.enter(noted)
         self._inside.add(here)
-        if activity.record is None:
-            activity.inside = True
-        else:
-            activity.enter(noted)
         try:
-            done = quick.call(name, target, source, op, root, now + limit)
-            if done:
-                if target is not None and (root is None or self._is_written(name, root)):
-                    increment_version(target)
+            status = fast.collective(what, output, input, op, root, activity.since + limit)
+            if status is Status.DIFFERS:
+                fast.mismatch(self._fingerprint(what, output, input, op, root))
+            if status is Status.OK:
+                # Transports write past torch's functions.
+                if output is not None and (root is None or what.writes(self._rank, root)):
+                    increment_version(output)
                 activity.calls = self._calls = self._calls + 1
                 activity.keep(noted)
         except BaseException as error:
@@ -79,18 +102,17 @@ class Quickly:
             raise told from error
         finally:
             self._inside.discard(here)
-            if activity.record is None:
-                activity.since, activity.inside = monotonic(), False
-            else:
-                activity.leave()
-        return done
+            activity.leave()
+        if status is Status.OK:
+            return None
+        return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
 
-    def move_quickly(self, name: str, tensor: Any, peer: Any, tag: int, timeout: float | None, /) -> bool:
-        """Send or receive by the transport's shorter way, as `QuickMessages.move`; False if it is still to be done."""
-        quick, here = self.quick_messages, get_ident()
-        if quick is None or self.owner != here or self._inside or self._broken is not None or self.closed:
+    def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: float | None, /) -> bool:
+        """Send or receive ("send", "recv") by the fast path; False, with nothing done, if it needs more."""
+        fast, here = self.fast_path, get_ident()
+        if fast is None or self.owner != here or self._inside or self._broken is not None or self.closed:
             return False
-        if self._sink.get() is not None or not quick.takes(tensor, peer, tag):
+        if self._sink.get() is not None or not fast.takes(tensor, peer, tag):
             return False
         limit = self._limit_s if timeout is None else self._patience(timeout)
         caller, activity = _getframe(2), self.activity
@@ -100,8 +122,11 @@ class Quickly:
         activity.enter(noted, (awaited,))
         self._inside.add(here)
         try:
-            done = quick.move(name, tensor, peer, tag, monotonic() + limit)
+            status = fast.message(name, tensor, peer, tag, monotonic() + limit)
         except BaseException as error:
+            if refuses(error):
+                activity.posted[awaited[:3]] -= 1
+                raise
             told = self.failed(error, name, activity.messages + 1)
             if told is error:
                 raise
@@ -109,22 +134,39 @@ class Quickly:
         finally:
             self._inside.discard(here)
             activity.leave()
-        if done:
+        if status is Status.OK:
             activity.messages += 1
             activity.keep(noted)
             if name == "recv":
                 increment_version(tensor)
         else:
             activity.posted[awaited[:3]] -= 1
-        return done
+        return status is Status.OK
 
-    def _is_written(self, name: str, root: int) -> bool:
-        """Whether a call with a root writes to the target here: transports write past torch's functions."""
-        return (name != "broadcast" or root != self._rank) and (name != "reduce" or root == self._rank)
+    # -- what an engine adds ---------------------------------------------------------------------------
+    def general_collective(
+        self,
+        what: Collective,
+        output: Tensors,
+        input: Tensors,
+        op: object,
+        root: int | None,
+        algorithm: str | None,
+        async_op: bool,
+        timeout: float | None,
+        splits: Splits = (None, None),
+    ) -> Work | None:
+        """Make a call by a plan; as `collective`."""
+        raise NotImplementedError
 
-    # -- what an engine adds: the C class has no such methods, so they cannot be abstract ---------------
     def _patience(self, timeout: float) -> float:
-        """How long a call may take that was told a time; or what is wrong with it."""
+        """Return the seconds that a call with this argument may take; raise if it is none."""
+        raise NotImplementedError
+
+    def _fingerprint(
+        self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None
+    ) -> Fingerprint:
+        """Return what ranks compare of a call."""
         raise NotImplementedError
 
     def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
@@ -132,5 +174,5 @@ class Quickly:
         raise NotImplementedError
 
     def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
-        """The error to raise where a call has ended by one: the same, or another."""
+        """Return the error to raise where a call has ended by one: the same, or another."""
         raise NotImplementedError

@@ -11,7 +11,7 @@ from unisono.types import ReduceOp
 
 __all__ = ["HALVES", "SUMS", "check_reducible", "combine", "combine_all", "divide", "parse_op"]
 
-HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16, torch.complex32)
 """Averages of these divide before they sum, so that the sum does not overflow."""
 
 SUMS = (ReduceOp.SUM, ReduceOp.AVG)
@@ -47,7 +47,8 @@ def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tenso
 
 
 def divide(total: torch.Tensor, size: int) -> None:
-    """Divide in place, by a product where that gives the same bits: it is faster."""
+    """Divide in place, by a product where that gives the same bits: it is faster. Complex numbers by their parts."""
+    total = torch.view_as_real(total) if total.is_complex() else total
     if size.bit_count() == 1 and total.is_floating_point():
         total.mul_(1 / size)
     else:

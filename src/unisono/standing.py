@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from threading import get_ident
 
 from unisono.activity import Activity
 from unisono.control import Cause, Control, error_of
@@ -60,6 +62,23 @@ class Standing:
     def unfinished(self) -> bool:
         """Whether something is under way that was started before the end."""
         return False
+
+    def enter(self, operation: str) -> None:
+        """Raise unless this thread may call, and the communicator still works."""
+        self.own(operation)
+        self.check(operation)
+
+    def own(self, operation: str) -> None:
+        """Raise unless this thread may call; the first one to call becomes the owner."""
+        here = get_ident()
+        if self.owner is None:
+            self.owner = self.activity.owner = here
+        if self.owner not in (here, ANYONE):
+            error = CommError(
+                f"this communicator belongs to another thread than {threading.current_thread().name!r}; "
+                "call hand_over() there first, or use dup() for a second communicator"
+            )
+            raise self.located(error, operation)
 
     def check(self, operation: str) -> None:
         """Raise if nothing can be called any more."""

@@ -4,33 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeGuard
 
 import torch
 from torch.autograd.graph import increment_version
 
 from unisono.wire.arrays import is_hollow
 
-__all__ = ["Staging", "check_apart", "check_tensor", "injective", "is_locked", "is_plain", "put_back"]
+__all__ = ["Staging", "as_flat", "check_apart", "check_tensor", "injective", "is_locked", "put_back"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CPU = frozenset({"cpu"})
 _ODD = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _ODD |= {getattr(torch, name) for name in ("qint8", "qint32", "quint8", "quint4x2", "quint2x4") if hasattr(torch, name)}
 """Dtypes of tensors that may be conjugated views, or quantized."""
 
 
-def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Whether it is a tensor that may be read and written as it lies in the CPU's memory, with no check and no copy."""
+def as_flat(tensor: object, name: str, *, written: bool = False) -> torch.Tensor | None:
+    """Return a tensor whose elements lie in the CPU's memory one after another: the given one, or a contiguous copy.
+
+    None for a tensor that needs the general path, such as one of a GPU or of a class of its own; `put_back` writes a
+    copy to where it is from. Raises as `check_tensor`.
+    """
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in _PLAIN:
-        return False
+        return None
     try:
         plain = tensor.is_contiguous() and tensor.is_cpu and not (tensor.requires_grad or tensor.is_neg())
     except RuntimeError:
         # A layout that knows no strides.
-        return False
+        return None
     if tensor.dtype in _ODD and (tensor.is_conj() or tensor.is_quantized):
-        return False
-    return plain and (not tensor.is_inference() or torch.is_inference_mode_enabled())
+        plain = False
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return None
+    if plain:
+        return tensor
+    if not tensor.is_cpu:
+        return None
+    check_tensor(tensor, "the tensor" if name == "tensor" else name, _CPU, written=written)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def is_locked(tensor: torch.Tensor) -> bool:
@@ -38,11 +49,11 @@ def is_locked(tensor: torch.Tensor) -> bool:
     return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
-def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> None:
-    """`TypeError` or `ValueError` for a tensor that cannot be sent, or received into, without harm."""
+def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> torch.Tensor:
+    """Return the tensor; `TypeError` or `ValueError` if it cannot be sent, or received into, without harm."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
-    if is_hollow(tensor):
+    if (type(tensor) not in _PLAIN or tensor.is_nested) and is_hollow(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, whose elements are not in its own memory; pass the plain tensor "
             "that it holds, such as what to_local() of a DTensor returns"
@@ -55,7 +66,7 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
         raise ValueError(
             f"{name} is on {tensor.device}, which this backend cannot carry; it carries {', '.join(sorted(devices))}"
         )
-    if torch.is_grad_enabled() and _has_history(tensor):
+    if tensor.requires_grad and torch.is_grad_enabled() and _has_history(tensor):
         raise ValueError(
             f"{name} has a gradient history, as a view of a parameter has, which communication would lose in silence; "
             "pass tensor.detach(), or call inside torch.no_grad()"
@@ -65,6 +76,7 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
             f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), "
             "as after expand(); pass tensor.contiguous() or a tensor of its own"
         )
+    return tensor
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
@@ -72,8 +84,6 @@ def _has_history(tensor: torch.Tensor) -> bool:
 
     Torch calls a view that was made without gradients a leaf, until it is written: which is so on some ranks only.
     """
-    if not tensor.requires_grad:
-        return False
     base = tensor._base
     return (base is not None and base.requires_grad) or not tensor.is_leaf
 
@@ -127,8 +137,9 @@ class Staging:
             return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Notice it if the tensor changes before the call is over; whoever wants that makes it so."""
+    def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy a tensor that is only read, before anything moves."""
+        self.before.append(partial(target.copy_, tensor.detach()))
 
     def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
         tensor = tensor.detach()
@@ -153,8 +164,9 @@ class Staging:
 
 def put_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Write a result to the tensor that it is for, whatever mode that was made in."""
-    with torch.inference_mode(tensor.is_inference()):
-        tensor.copy_(result)
+    if tensor.data_ptr() != result.data_ptr():
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(result)
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -166,9 +178,10 @@ def injective(tensor: torch.Tensor) -> bool:
     """Whether no two elements share memory."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return True
-    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     reach = 1
-    for stride, size in dims:
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
         if stride < reach:
             # Strides that interleave may still be injective: only counting tells.
             return stride > 0 and _places(tensor, 0).unique().numel() == tensor.numel()

@@ -7,6 +7,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
 
 from unisono.errors import UnavailableError
@@ -17,10 +18,11 @@ from unisono.types import Call, Message, Work
 if TYPE_CHECKING:
     import torch
 
+    from unisono.collectives.description import Collective
     from unisono.control import Control
     from unisono.mailbox import Mailbox
 
-__all__ = ["Declared", "Options", "PointToPoint", "Quick", "QuickMessages", "Tensors", "Transport"]
+__all__ = ["Declared", "FastPath", "Options", "PointToPoint", "Status", "Tensors", "Transport"]
 
 Tensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor] | None"
 
@@ -75,36 +77,48 @@ class Declared:
     native: frozenset[str]
 
 
-class Quick(Protocol):
-    """A shorter way for blocking calls that need no preparation, which a transport may offer.
+class Status(IntEnum):
+    """The end of a native call, as src/native/board.hpp numbers it."""
 
-    It takes the same part in the collective as `Transport.collective` does, so that it does not matter
-    which ranks take it, and compares fingerprints itself.
+    OK = 0
+    DIFFERS = 1
+    LATE = 2
+    LEFT = 3
+    ABORTED = 4
+    REFUSED = 6
+
+
+class FastPath(Protocol):
+    """Blocking calls on tensors as callers gave them, one native call each.
+
+    They take the same part in a collective as `Transport.collective` does, so that ranks need not agree on the path,
+    and compare fingerprints themselves.
     """
 
-    def call(self, name: str, target: Tensors, source: Tensors, op: str, root: int | None, deadline: float) -> bool:
-        """Make the call and return True; or return False, with nothing done, if it needs more than is done here.
+    def collective(
+        self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None, deadline: float
+    ) -> Status:
+        """Make the call. `REFUSED`, with nothing done, if it needs the general path; `DIFFERS` if ranks' calls differ.
 
         Args:
-            name: The method of `Communicator`.
-            target: What is written, as the caller gave it: a tensor or one a rank; None where nothing is.
-            source: What is read, where that is something else.
-            op: As the caller gave it, where there is one.
-            root: Likewise.
+            what: The collective.
+            output: What is written, as the caller gave it: a tensor or one a rank; None where nothing is.
+            input: What is read, where that is something else.
+            op, root: As the caller gave them, where there are such.
             deadline: On the monotonic clock.
         """
         ...
 
-
-class QuickMessages(Protocol):
-    """A shorter way for blocking messages that need no preparation, which a transport may offer."""
-
-    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Whether a message can go that way now. All arguments are as the caller gave them."""
+    def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
+        """Raise the `MismatchError` that quotes each rank's fingerprint. All ranks call it."""
         ...
 
-    def move(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> bool:
-        """Send or receive ("send", "recv") a tensor; False, with nothing done, if it must go the longer way."""
+    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
+        """Return whether a message can be sent or received now. All arguments are as the caller gave them."""
+        ...
+
+    def message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
+        """Send or receive ("send", "recv") a tensor; `REFUSED`, with nothing done, if it needs the general path."""
         ...
 
 
@@ -127,8 +141,7 @@ class Transport(ABC):
         overlaps: Whether a native collective, once started, goes on while the caller does other things.
         background: Whether a thread that sees a collective through pays: it mostly waits for a network, or each rank
             has a core to spare. The same on every rank.
-        quick: A shorter way for the simplest calls, or None.
-        quick_messages: Likewise for blocking messages.
+        fast_path: Blocking calls on plain tensors in one native call each, or None.
         latency_s, second_per_byte: Rough cost of a message, from which an algorithm is chosen.
     """
 
@@ -143,8 +156,7 @@ class Transport(ABC):
     staged: frozenset[str] = frozenset()
     overlaps: bool = False
     background: bool = False
-    quick: Quick | None = None
-    quick_messages: QuickMessages | None = None
+    fast_path: FastPath | None = None
     latency_s: float = 50e-6
     second_per_byte: float = 1e-9
 
@@ -242,13 +254,6 @@ class Transport(ABC):
     def collective(self, call: Call) -> Work:
         """Start a collective that `carries` is true of."""
         raise NotImplementedError(f"{type(self).__name__} declares no native {call.name}")
-
-    def quick_start(self, tensor: torch.Tensor, op: str) -> Work | None:
-        """Start an all_reduce by a shorter way, which takes the same part in it as `collective` does.
-
-        None, with nothing done, if the tensor or the operation needs preparation, or there is no such way.
-        """
-        return None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory that this transport reduces best. Collective: the same shape and dtype everywhere."""

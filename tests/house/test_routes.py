@@ -22,6 +22,7 @@ REDUCED = [
     *((dtype, "sum") for dtype in (torch.uint8, torch.int64, torch.float64, torch.complex64, torch.bool)),
     *((dtype, "avg") for dtype in (torch.float16, torch.bfloat16, torch.float64)),
     *((torch.int32, op) for op in ("band", "bor", "bxor", "product")),
+    *((dtype, op) for dtype in (torch.complex64, torch.complex128) for op in ("sum", "avg", "product")),
 ]
 
 
@@ -43,6 +44,10 @@ def counted(call: Callable[[], object]) -> tuple[int, int]:
 
 def of_single_tensors(comm: un.Communicator) -> dict[str, Callable[[], object]]:
     peer, one = 1 - comm.rank, torch.ones(4)
+
+    def strided(count: int) -> torch.Tensor:
+        return torch.ones(count, 2)[:, 0]
+
     ends = [lambda: comm.send(torch.ones(4), peer), lambda: comm.recv(torch.ones(4), peer)]
     return {
         **{f"all_reduce {d} {o}": lambda d=d, o=o: comm.all_reduce(torch.ones(5, dtype=d), o) for d, o in REDUCED},
@@ -55,6 +60,13 @@ def of_single_tensors(comm: un.Communicator) -> dict[str, Callable[[], object]]:
         "barrier": comm.barrier,
         "send": ends[comm.rank],
         "recv": ends[peer],
+        "all_reduce, strided": lambda: comm.all_reduce(strided(4)),
+        "broadcast, strided": lambda: comm.broadcast(strided(4), 1),
+        "reduce, strided": lambda: comm.reduce(strided(4), 1),
+        "all_gather_single, strided": lambda: comm.all_gather_single(strided(8), strided(4)),
+        "reduce_scatter_single, strided": lambda: comm.reduce_scatter_single(strided(4), strided(8)),
+        "all_to_all_single, strided": lambda: comm.all_to_all_single(strided(8), strided(8)),
+        "a parameter": lambda: comm.all_reduce(torch.nn.Parameter(torch.ones(4))),
         "the very same tensor": lambda: comm.all_reduce(one),
     }
 
@@ -75,6 +87,17 @@ def of_lists(comm: un.Communicator) -> dict[str, tuple[Callable[[], object], int
     }
 
 
+def all_counts(comm: un.Communicator) -> dict[str, tuple[int, int]]:
+    """The counts of one rank."""
+    comm.barrier()
+    calls = of_single_tensors(comm) | {name: call for name, (call, _) in of_lists(comm).items()}
+    found = {}
+    for name, call in calls.items():
+        found[name] = counted(call)
+        comm.barrier()
+    return found
+
+
 def too_many(comm: un.Communicator) -> list[str]:
     """The calls of one rank that run too much, the first time or later."""
     comm.barrier()
@@ -91,3 +114,8 @@ def too_many(comm: un.Communicator) -> list[str]:
 
 def test_a_call_runs_few_functions() -> None:
     assert un.launch(too_many, 2, "shm", timeout=30) == [[], []]
+
+
+if __name__ == "__main__":
+    for name, (functions, files) in un.launch(all_counts, 2, "shm", timeout=30)[0].items():
+        print(f"{name:40} {functions:4} functions in {files} files")

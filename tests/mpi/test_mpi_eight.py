@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 import unisono as un
-from unisono.testing.cases import CALLS, REDUCING, ROOTED, Case
+from unisono.collectives.description import COLLECTIVES
+from unisono.testing.cases import CALLS, Case
 from unisono.testing.check import check_case, check_reports
 from unisono.testing.placed import LAYOUTS
 from unisono.testing.pools import RankPool
@@ -25,8 +26,8 @@ def sample(call: str) -> list[Case]:
             RANKS,
             chance.choice((0, 1, 7, 8, 9, 1000, 5000)),
             dtype,
-            chance.choice(ops_for(dtype)) if call in REDUCING else ops_for(dtype)[0],
-            chance.randrange(RANKS) if call in ROOTED else 0,
+            chance.choice(ops_for(dtype)) if COLLECTIVES[call].reduces else ops_for(dtype)[0],
+            chance.randrange(RANKS) if COLLECTIVES[call].root else 0,
             chance.choice(LAYOUTS),
             async_op=chance.random() < 0.3,
             uneven=chance.random() < 0.5,

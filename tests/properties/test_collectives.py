@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import unisono as un
+from unisono.collectives.description import COLLECTIVES
 from unisono.schedules import SCHEDULES
 from unisono.testing import pool, run_ranks, strategies
-from unisono.testing.cases import CALLS, REDUCING, ROOTED, SCHEDULED_AS, Case
+from unisono.testing.cases import CALLS, Case
 from unisono.testing.check import Report, check_case, check_reports
 from unisono.testing.placed import LAYOUTS
 from unisono.testing.reference import DTYPES, ops_for
@@ -85,9 +86,11 @@ def check_all(comm: un.Communicator, cases: list[Case]) -> list[Report]:
 def grid(call: str, size: int) -> Iterator[Case]:
     """All algorithms, dtypes, ops, roots and counts, each with some layout, and blocking or not."""
     chance = Random(f"{call} {size}")
-    kinds = [(dtype, op) for dtype in DTYPES for op in (ops_for(dtype) if call in REDUCING else ops_for(dtype)[:1])]
-    algorithms = [None, *SCHEDULES[SCHEDULED_AS[call]].names()]
-    for algorithm, (dtype, op), root in product(algorithms, kinds, range(size if call in ROOTED else 1)):
+    kinds = [
+        (dtype, op) for dtype in DTYPES for op in (ops_for(dtype) if COLLECTIVES[call].reduces else ops_for(dtype)[:1])
+    ]
+    algorithms = [None, *SCHEDULES[COLLECTIVES[call].family].names()]
+    for algorithm, (dtype, op), root in product(algorithms, kinds, range(size if COLLECTIVES[call].root else 1)):
         for count in sorted({0, 1, size - 1, size, size + 1, 1000, CHUNK_BYTES // dtype.itemsize + 1}):
             yield Case(
                 call,

@@ -117,8 +117,8 @@ def moved(comm: un.Communicator, call: str, counts: list[int], given: torch.Tens
 def program(comm: un.Communicator, call: str, op: str, dtype: torch.dtype, counts: list[int], seed: int) -> list[bool]:
     given = random_bits(max(counts) * max(comm.size, 1), dtype, seed + comm.rank)
     with comm.dup() as fast, without_core(comm) as slow:
-        assert fast._engine.quick is not None
-        assert slow._engine.quick is None
+        assert fast._engine.fast_path is not None
+        assert slow._engine.fast_path is None
         one, other = (called(part, call, op, counts, given) for part in (fast, slow))
         if call == "reduce" and comm.rank != counts[0] % comm.size:
             return [torch.equal(one[0].view(torch.uint8), given[: counts[0]].view(torch.uint8))]
@@ -210,7 +210,7 @@ def mixed(comm: un.Communicator, build: str | None) -> tuple[bool, list[str], fl
     with part:
         total = torch.ones(3)
         part.all_reduce(total)
-        return part._engine.quick is None, [str(w.message) for w in warned], total[0].item()
+        return part._engine.fast_path is None, [str(w.message) for w in warned], total[0].item()
 
 
 def test_a_rank_without_the_core_makes_all_do_without(ranks: RankPool) -> None:

@@ -116,9 +116,9 @@ def test_a_wrong_result_is_complained_of() -> None:
 
         rank, size, device = 0, 1, torch.device("cpu")
 
-        def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, **how: object) -> None:
+        def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, **how: object) -> None:
             tensor.zero_()
-            outputs[0].as_strided((8,), (1,)).fill_(3)
+            tensor_list[0].as_strided((8,), (1,)).fill_(3)
 
     report = check_case(Wrong(), Case("all_gather", 1, 4, layout="every second"))  # type: ignore[arg-type]
     said = " ".join(report.complaints)

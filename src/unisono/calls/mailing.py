@@ -37,7 +37,7 @@ class Mailing(Caller):
 
         Cost: a few exchanges over the control plane, and one request for each other rank.
         """
-        self._enter("mailbox")
+        self._engine.enter("mailbox")
         self._mailboxes += 1
         engine = self._engine
         control, timeout = engine.control, engine.options.timeout_s

@@ -49,7 +49,7 @@ class Messages(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[7.0, 7.0], [7.0, 7.0]]
         """
-        if self._engine.move_quickly("send", tensor, dst, tag, timeout):
+        if self._engine.try_message("send", tensor, dst, tag, timeout):
             return
         patience(timeout, 0.0)
         self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
@@ -75,7 +75,7 @@ class Messages(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")[0]
             [(1, 10), (2, 20)]
         """
-        if src is not None and self._engine.move_quickly("recv", tensor, src, tag, timeout):
+        if src is not None and self._engine.try_message("recv", tensor, src, tag, timeout):
             return src
         patience(timeout, 0.0)
         work = self._receive("recv", tensor, src, tag)
@@ -161,8 +161,8 @@ class Messages(Caller):
         return [self._post("batch_isend_irecv", messages)]
 
     def _post(self, operation: str, messages: Sequence[Message]) -> Posted:
-        self._enter(operation)
-        staging, flat = self._staging(), list[Message]()
+        self._engine.enter(operation)
+        staging, flat = self._engine.staging(), list[Message]()
         for message in messages:
             receives = isinstance(message, Recv)
             name = "src" if receives else "dst"
@@ -178,10 +178,10 @@ class Messages(Caller):
     def _receive(self, operation: str, tensor: torch.Tensor, src: int | None, tag: int) -> Posted:
         if src is not None:
             return self._post(operation, [Recv(tensor, src, tag)])
-        self._enter(operation)
+        self._engine.enter(operation)
         self._check_source(None, tag)
         self._check_tensor(tensor, "the tensor", written=True)
-        staging, transport = self._staging(), traced(self._engine.transport)
+        staging, transport = self._engine.staging(), traced(self._engine.transport)
         buffer = staging.target(tensor)
         noted = self._note(operation, [Recv(buffer, -1, tag)])
         work = self._any_source.join(
@@ -190,7 +190,7 @@ class Messages(Caller):
         return Posted(self._engine, noted, (), work, staging.after)
 
     def _probed(self, operation: str, src: int | None, tag: int) -> Posted:
-        self._enter(operation)
+        self._engine.enter(operation)
         self._check_source(src, tag)
         noted = operation, None, f"tag {tag}", call_site()
         return Posted(self._engine, noted, (), self._any_source.join(tag, src, _done), [])

@@ -8,12 +8,13 @@ from typing import overload
 import torch
 from typing_extensions import Unpack
 
-from unisono import plan as plans
-from unisono.calls.caller import Async, Blocking, Caller, others
-from unisono.tensors import check_apart
+from unisono.calls.caller import Async, Blocking, Caller
+from unisono.collectives.description import COLLECTIVES
 from unisono.types import Work
 
 __all__ = ["Moving"]
+
+_BROADCAST, _GATHER, _SCATTER = COLLECTIVES["broadcast"], COLLECTIVES["gather"], COLLECTIVES["scatter"]
 
 
 class Moving(Caller):
@@ -44,13 +45,7 @@ class Moving(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")
             [1, 1, 1]
         """
-        if algorithm is None and not async_op and self._engine.quickly("broadcast", tensor, None, "", src, timeout):
-            return None
-        self._enter("broadcast")
-        self._check_rank(src, "src")
-        self._check_tensor(tensor, "the tensor", written=self.rank != src)
-        plan = plans.broadcast(self._staging(), tensor, src, self.rank)
-        return self._engine.run(plan, "broadcast", algorithm, async_op, timeout)
+        return self._engine.collective(_BROADCAST, tensor, None, None, src, algorithm, async_op, timeout)
 
     @overload
     def scatter(
@@ -82,19 +77,7 @@ class Moving(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")
             [0.0, 1.0, 2.0]
         """
-        if (
-            algorithm is None
-            and not async_op
-            and self._engine.quickly("scatter", tensor, scatter_list, "", src, timeout)
-        ):
-            return None
-        self._enter("scatter")
-        self._check_rank(src, "src")
-        self._check_tensor(tensor, "the tensor", written=True)
-        parts = self._rooted_list(scatter_list, "scatter_list", src, tensor)
-        check_apart([("the tensor", tensor)], others(parts, "scatter_list", self.rank, tensor))
-        plan = plans.scatter(self._staging(), tensor, parts, src, self.rank, self.size)
-        return self._engine.run(plan, "scatter", algorithm, async_op, timeout)
+        return self._engine.collective(_SCATTER, tensor, scatter_list, None, src, algorithm, async_op, timeout)
 
     @overload
     def gather(
@@ -126,37 +109,4 @@ class Moving(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")
             [None, None, [0.0, 1.0, 2.0]]
         """
-        if algorithm is None and not async_op and self._engine.quickly("gather", gather_list, tensor, "", dst, timeout):
-            return None
-        self._enter("gather")
-        self._check_rank(dst, "dst")
-        self._check_tensor(tensor, "the tensor")
-        parts = self._rooted_list(gather_list, "gather_list", dst, tensor, written=True)
-        self._check_targets(parts, "gather_list", tensor)
-        plan = plans.gather(self._staging(), tensor, parts, dst, self.rank, self.size)
-        return self._engine.run(plan, "gather", algorithm, async_op, timeout)
-
-    def _rooted_list(
-        self,
-        tensors: Sequence[torch.Tensor] | None,
-        name: str,
-        root: int,
-        like: torch.Tensor,
-        *,
-        written: bool = False,
-    ) -> Sequence[torch.Tensor]:
-        """The list that only the root gives: one tensor a rank, as long as `like`."""
-        if self.rank != root:
-            if tensors:
-                raise ValueError(f"{name} is for rank {root} alone; pass None on the others")
-            return ()
-        if tensors is None:
-            raise ValueError(f"{name} must be given on rank {root}, one tensor a rank")
-        self._check_list(tensors, name, like, written=written)
-        for index, tensor in enumerate(tensors):
-            if tensor.numel() != like.numel():
-                raise ValueError(
-                    f"{name}[{index}] has {tensor.numel()} elements, but the tensor has {like.numel()}; "
-                    "all must have as many"
-                )
-        return tensors
+        return self._engine.collective(_GATHER, gather_list, tensor, None, dst, algorithm, async_op, timeout)

@@ -44,7 +44,7 @@ class Objects(Messages, Moving, Exchanging, Reducing):
             >>> un.launch(lambda comm: comm.broadcast_object({"lr": 0.1 + comm.rank}), nprocs=2, backend="thread")
             [{'lr': 0.1}, {'lr': 0.1}]
         """
-        self._enter("broadcast_object")
+        self._engine.enter("broadcast_object")
         self._check_rank(src, "src")
         data = self._encode(obj, trusted) if self.rank == src else b""
         length = self._numbers([len(data)])
@@ -61,7 +61,7 @@ class Objects(Messages, Moving, Exchanging, Reducing):
             >>> un.launch(lambda comm: comm.all_gather_object(comm.rank * "x"), nprocs=3, backend="thread")[0]
             ['', 'x', 'xx']
         """
-        self._enter("all_gather_object")
+        self._engine.enter("all_gather_object")
         buffer = self._bytes(self._encode(obj, trusted))
         lengths = self._numbers([0] * self.size)
         self.all_gather_single(lengths, self._numbers([buffer.numel()]))
@@ -71,7 +71,7 @@ class Objects(Messages, Moving, Exchanging, Reducing):
 
     def gather_object(self, obj: Any, dst: int = 0, *, trusted: bool = False) -> list[Any] | None:
         """Every rank's value, in order of rank, on rank `dst`; None on the others."""
-        self._enter("gather_object")
+        self._engine.enter("gather_object")
         self._check_rank(dst, "dst")
         data = self._encode(obj, trusted)
         buffer, here = self._bytes(data), self.rank == dst
@@ -89,7 +89,7 @@ class Objects(Messages, Moving, Exchanging, Reducing):
         Raises:
             ValueError: It has not one value for each rank; on all ranks.
         """
-        self._enter("scatter_object")
+        self._engine.enter("scatter_object")
         self._check_rank(src, "src")
         parts = self._entries(objs, trusted) if self.rank == src else []
         length = self._numbers([0])

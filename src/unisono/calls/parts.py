@@ -55,7 +55,7 @@ class Parts(Caller):
         return self._split(color, key, self._check)
 
     def _split(self, color: int | None, key: int, check: Any) -> Self | None:
-        self._enter("split")
+        self._engine.enter("split")
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and (value is not None or name == "key"):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
@@ -98,7 +98,7 @@ class Parts(Caller):
 
         Collective over this communicator: every rank calls it, with the same list.
         """
-        self._enter("subgroup")
+        self._engine.enter("subgroup")
         ranks = list(ranks)
         for index, rank in enumerate(ranks):
             self._check_rank(rank, f"ranks[{index}]")
@@ -168,7 +168,7 @@ class Parts(Caller):
             >>> ends[0], ends[2]
             ((0, 2, 2.0), (1, 2, 2.0))
         """
-        self._own("rebuild")
+        self._engine.own("rebuild")
         if self._engine.closed:
             raise ClosedError("the communicator is closed", rank=self.rank, size=self.size, operation="rebuild")
         if not isinstance(grow, int) or grow < 0:

@@ -8,12 +8,14 @@ from typing import overload
 import torch
 from typing_extensions import Unpack
 
-from unisono import plan as plans
 from unisono.calls.caller import Async, Blocking, Caller
-from unisono.reduction import check_reducible, parse_op
+from unisono.collectives.description import COLLECTIVES
 from unisono.types import ReduceOp, Work
 
 __all__ = ["Reducing"]
+
+_ALL_REDUCE, _BARRIER, _REDUCE = COLLECTIVES["all_reduce"], COLLECTIVES["barrier"], COLLECTIVES["reduce"]
+_REDUCE_SCATTER, _REDUCE_SCATTER_SINGLE = COLLECTIVES["reduce_scatter"], COLLECTIVES["reduce_scatter_single"]
 
 
 class Reducing(Caller):
@@ -60,14 +62,7 @@ class Reducing(Caller):
             >>> un.launch(program, nprocs=4, backend="thread")[3]
             [10.0, 20.0]
         """
-        if algorithm is None and async_op and (work := self._engine.start_quickly(tensor, op, timeout)) is not None:
-            return work
-        if algorithm is None and not async_op and self._engine.quickly("all_reduce", tensor, None, op, None, timeout):
-            return None
-        self._enter("all_reduce")
-        self._check_tensor(tensor, "the tensor", written=True)
-        plan = plans.all_reduce(self._staging(), tensor, parse_op(op), self.size)
-        return self._engine.run(plan, "all_reduce", algorithm, async_op, timeout)
+        return self._engine.collective(_ALL_REDUCE, tensor, None, op, None, algorithm, async_op, timeout)
 
     @overload
     def reduce(self, tensor: torch.Tensor, dst: int, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
@@ -95,13 +90,7 @@ class Reducing(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")
             [1, 3, 3]
         """
-        if algorithm is None and not async_op and self._engine.quickly("reduce", tensor, None, op, dst, timeout):
-            return None
-        self._enter("reduce")
-        self._check_rank(dst, "dst")
-        self._check_tensor(tensor, "the tensor", written=self.rank == dst)
-        plan = plans.reduce(self._staging(), tensor, parse_op(op), dst, self.rank, self.size)
-        return self._engine.run(plan, "reduce", algorithm, async_op, timeout)
+        return self._engine.collective(_REDUCE, tensor, None, op, dst, algorithm, async_op, timeout)
 
     @overload
     def reduce_scatter(
@@ -138,10 +127,7 @@ class Reducing(Caller):
             >>> un.launch(program, nprocs=2, backend="thread")
             [0.0, 20.0]
         """
-        name = "reduce_scatter"
-        if algorithm is None and not async_op and self._engine.quickly(name, output, input_list, op, None, timeout):
-            return None
-        return self._reduce_scatter(name, output, input_list, op, algorithm, async_op, timeout)
+        return self._engine.collective(_REDUCE_SCATTER, output, input_list, op, None, algorithm, async_op, timeout)
 
     @overload
     def reduce_scatter_single(
@@ -162,41 +148,7 @@ class Reducing(Caller):
         timeout: float | None = None,
     ) -> Work | None:
         """As `reduce_scatter`, of one input: p times as many elements as `output`, the first part for rank 0."""
-        name = "reduce_scatter_single"
-        if algorithm is None and not async_op and self._engine.quickly(name, output, input, op, None, timeout):
-            return None
-        self._enter(name)
-        self._check_tensor(input, "input")
-        self._check_tensor(output, "output", written=True)
-        if input.numel() != output.numel() * self.size:
-            raise ValueError(
-                f"input must have {self.size} times the {output.numel()} elements of output, not {input.numel()}"
-            )
-        parts = input.detach().reshape(-1).split(max(1, output.numel())) if input.numel() else [input] * self.size
-        return self._reduce_scatter(name, output, parts, op, algorithm, async_op, timeout)
-
-    def _reduce_scatter(
-        self,
-        name: str,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: str | ReduceOp,
-        algorithm: str | None,
-        async_op: bool,
-        timeout: float | None,
-    ) -> Work | None:
-        self._enter(name)
-        self._check_tensor(output, "output", written=True)
-        self._check_list(inputs, "input_list", output)
-        if inputs[self.rank].numel() != output.numel():
-            raise ValueError(
-                f"input_list[{self.rank}] is for this rank, whose output has {output.numel()} elements, "
-                f"not {inputs[self.rank].numel()}"
-            )
-        reduce_op = parse_op(op)
-        check_reducible(reduce_op, output.dtype)
-        plan = plans.reduce_scatter(self._staging(), output, inputs, reduce_op, self.rank, self.size)
-        return self._engine.run(plan, name, algorithm, async_op, timeout)
+        return self._engine.collective(_REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, async_op, timeout)
 
     @overload
     def barrier(self, **how: Unpack[Blocking]) -> None: ...
@@ -206,7 +158,4 @@ class Reducing(Caller):
         self, *, algorithm: str | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
         """Return when every rank has come. Collective. Cost: ceil(log2 p) rounds of one byte."""
-        if algorithm is None and not async_op and self._engine.quickly("barrier", None, None, "", None, timeout):
-            return None
-        self._enter("barrier")
-        return self._engine.run(plans.barrier(), "barrier", algorithm, async_op, timeout)
+        return self._engine.collective(_BARRIER, None, None, None, None, algorithm, async_op, timeout)

@@ -34,7 +34,7 @@ class Watching(Caller):
             >>> un.launch(lambda comm: comm.monitored_barrier(timeout=5), nprocs=3, backend="thread")
             [None, None, None]
         """
-        self._enter("monitored_barrier")
+        self._engine.enter("monitored_barrier")
         engine, limit = self._engine, patience(timeout, self._engine.options.timeout_s)
         self._barriers += 1
         noted = "monitored_barrier", None, "", call_site()

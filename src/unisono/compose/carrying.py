@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
-from unisono.execute import Spare, execute
+from unisono.collectives.algorithm import run_algorithm
+from unisono.collectives.plan import message_bytes
+from unisono.execute import Spare
 from unisono.group import Group
-from unisono.layout import Flat, Layout, Pieces
-from unisono.reduction import combine
-from unisono.schedules import SCHEDULES, chunks_of
 from unisono.select import choose
 from unisono.transport import Transport
-from unisono.types import Call, Message, ReduceOp, Work
+from unisono.types import Call, Message, Work
 
 __all__ = ["Carrier", "Some"]
 
@@ -67,33 +65,11 @@ class Carrier:
         if transport.carries(call):
             transport.collective(call).wait(max(0.0, deadline - time.monotonic()))
             return
-        rank, size, root = transport.rank, transport.size, call.root or 0
-        schedule = SCHEDULES[call.name][choose(transport, call, _nbytes(call))]
-        if call.name == "all_gather":
-            call.outputs[rank].copy_(call.inputs[0])
-        execute(
+        run_algorithm(
             transport,
-            schedule.steps((rank - root) % size, size),
-            _layout(call, chunks_of(schedule, call.name, size)),
-            partial(combine, call.op or ReduceOp.SUM),
+            call,
+            choose(transport, call, message_bytes(call, transport.size)),
             segment_bytes=self._chunk_bytes,
             timeout=max(0.0, deadline - time.monotonic()),
-            root=root,
             spare=self._spare,
         )
-        if call.name == "reduce_scatter":
-            call.outputs[0].copy_(call.inputs[rank])
-
-
-def _nbytes(call: Call) -> int:
-    tensors = call.outputs if call.name == "all_gather" else call.inputs or call.outputs
-    return sum(t.nbytes for t in tensors)
-
-
-def _layout(call: Call, chunks: int) -> Layout:
-    if call.name == "all_gather":
-        return Pieces(dict(enumerate(call.outputs)))
-    if call.name == "reduce_scatter":
-        assert call.whole is not None
-        return Flat.sized(call.whole, [t.numel() for t in call.inputs])
-    return Flat.even((call.inputs or call.outputs)[0], chunks)

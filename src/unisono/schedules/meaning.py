@@ -7,21 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from unisono.collectives.description import FAMILIES, family_of
 from unisono.schedules.step import Schedule
 
 __all__ = ["COLLECTIVES", "chunks_of", "default_chunks", "goal", "start"]
 
-COLLECTIVES = (
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-)
+COLLECTIVES = tuple(FAMILIES)
 
 
 def start(collective: str, rank: int, chunk: int, size: int) -> int:
@@ -31,18 +22,12 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
         >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
         [0, 2, 0]
     """
-    mine = 1 << rank
-    match collective:
-        case "all_reduce" | "reduce" | "reduce_scatter" | "barrier":
-            return mine
-        case "broadcast" | "scatter":
-            return mine if rank == 0 else 0
-        case "gather" | "all_gather":
-            return mine if chunk == rank else 0
-        case "all_to_all":
-            return mine if chunk < size or chunk == size + rank else 0
-        case _:
-            raise ValueError(f"unknown collective {collective!r}; known: {', '.join(COLLECTIVES)}")
+    what, mine = family_of(collective), 1 << rank
+    if not what.contributes(rank, root=0):
+        return 0
+    if what.pairwise:
+        return mine if chunk < size or chunk == size + rank else 0
+    return mine if chunk == rank or not what.gathers else 0
 
 
 def goal(collective: str, rank: int, chunk: int, size: int) -> int:
@@ -52,26 +37,14 @@ def goal(collective: str, rank: int, chunk: int, size: int) -> int:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
         [0, 7, 0]
     """
-    root, everyone = 1, (1 << size) - 1
-    match collective:
-        case "all_reduce" | "barrier":
-            return everyone
-        case "reduce":
-            return everyone if rank == 0 else 0
-        case "reduce_scatter":
-            return everyone if chunk == rank else 0
-        case "broadcast":
-            return root
-        case "scatter":
-            return root if chunk == rank else 0
-        case "gather":
-            return 1 << chunk if rank == 0 else 0
-        case "all_gather":
-            return 1 << chunk
-        case "all_to_all":
-            return 1 << (chunk - size) if chunk >= size else 0
-        case _:
-            raise ValueError(f"unknown collective {collective!r}; known: {', '.join(COLLECTIVES)}")
+    what, everyone = family_of(collective), (1 << size) - 1
+    if what.pairwise:
+        return 1 << (chunk - size) if chunk >= size else 0
+    if not what.receives(rank, root=0) or (what.scatters and chunk != rank):
+        return 0
+    if what.gathers:
+        return 1 << chunk
+    return everyone if what.reduces else 1
 
 
 def default_chunks(collective: str, size: int) -> int:
@@ -80,7 +53,8 @@ def default_chunks(collective: str, size: int) -> int:
     Only all_reduce, reduce and broadcast may say otherwise; elsewhere a chunk is what one rank
     gives or gets.
     """
-    return {"all_to_all": 2 * size, "barrier": 1}.get(collective, size)
+    what = family_of(collective)
+    return 2 * size if what.pairwise else size if what.moves else 1
 
 
 def chunks_of(schedule: Schedule, collective: str, size: int) -> int:

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from unisono.collectives.description import COLLECTIVES, Collective
 from unisono.testing.reference import Expected, moved, reduced
 from unisono.types import ReduceOp
 
-__all__ = ["CALLS", "IN_PLACE", "REDUCING", "ROOTED", "SCHEDULED_AS", "Case", "Row", "Tensors"]
+__all__ = ["CALLS", "Case", "Row", "Tensors"]
 
-SCHEDULED_AS = {
-    "all_gather": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_reduce": "all_reduce",
-    "all_to_all": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "gather": "gather",
-    "reduce": "reduce",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "scatter": "scatter",
-}
-"""For each method of a communicator that a case can be about, the collective whose algorithms it takes."""
-
-CALLS = tuple(SCHEDULED_AS)
-IN_PLACE = frozenset({"all_reduce", "reduce", "broadcast"})
-ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
-REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
-_UNEVEN = frozenset({"all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"})
+CALLS = tuple(name for name, what in COLLECTIVES.items() if what.moves)
+"""Methods of a communicator that a case can be about."""
 
 Row = tuple[int, ...]
 Tensors = list[torch.Tensor]
@@ -75,13 +57,18 @@ class Case:
     numbers: str = "whole"
     seed: int = 0
 
+    @property
+    def what(self) -> Collective:
+        """The collective."""
+        return COLLECTIVES[self.call]
+
     def lengths(self) -> list[Row]:
         """Row s, column r: how many elements rank s has for rank r, where each pair has its own tensor."""
-        if not (self.uneven and self.call in _UNEVEN):
+        if not (self.uneven and self.what.uneven):
             return [(self.count,) * self.size] * self.size
         generator = torch.Generator().manual_seed(self.seed)
         shares = [0, self.count // 2, self.count, self.count + 1]
-        if self.call.startswith("all_to_all"):
+        if self.what.pairwise:
             return [self._drawn(shares, generator) for _ in range(self.size)]
         return [self._drawn(shares, generator)] * self.size
 
@@ -94,46 +81,50 @@ class Case:
         return [[_numbers(self, n, generator) for n in self._given_lengths(rank)] for rank in range(self.size)]
 
     def _given_lengths(self, rank: int) -> Row:
-        row = self.lengths()[rank]
-        match self.call:
-            case "scatter":
-                return row if rank == self.root else ()
-            case "all_gather":
-                return (row[rank],)
-            case "reduce_scatter" | "all_to_all":
-                return row
-            case "reduce_scatter_single" | "all_to_all_single":
-                return (sum(row),)
-            case _:
-                return (self.count,)
+        what, row = self.what, self.lengths()[rank]
+        if what.in_place:
+            return (self.count,)
+        if not what.contributes(rank, self.root):
+            return ()
+        return self._laid_out(row) if what.scatters else (row[rank],)
 
     def taken_lengths(self, rank: int) -> Row:
         """The lengths of what a rank gets, where that is not in place."""
-        row, column = self.lengths()[rank], self._column(rank)
-        match self.call:
-            case "gather":
-                return row if rank == self.root else ()
-            case "all_gather":
-                return row
-            case "all_gather_single":
-                return (sum(row),)
-            case "all_to_all":
-                return column
-            case "all_to_all_single":
-                return (sum(column),)
-            case _:
-                return (row[rank],)
+        what, row = self.what, self.lengths()[rank]
+        if not what.receives(rank, self.root):
+            return ()
+        if not what.gathers:
+            return (row[rank],)
+        return self._laid_out(self._column(rank) if what.pairwise else row)
+
+    def _laid_out(self, lengths: Row) -> Row:
+        return (sum(lengths),) if self.what.packed else lengths
 
     def _column(self, rank: int) -> Row:
         return tuple(row[rank] for row in self.lengths())
 
-    def splits(self, rank: int) -> tuple[Row, Row]:
-        """Of `all_to_all_single`: elements from each rank, and for each rank."""
-        return self._column(rank), self.lengths()[rank]
+    def splits(self, rank: int) -> dict[str, Row]:
+        """Arguments for uneven rows of one tensor."""
+        if not (self.what.packed and self.what.uneven):
+            return {}
+        return {"output_split_sizes": self._column(rank), "input_split_sizes": self.lengths()[rank]}
 
     def expected(self, rank: int, given: list[Tensors]) -> list[Expected]:
         """What the tensors that a rank gets must hold, if `given` is what all ranks put in."""
-        return _EXPECTED[self.call](self, rank, given)
+        what = self.what
+        if what.in_place and not what.receives(rank, self.root):
+            return [moved(given[rank][0])]
+        sources = what.sources(rank, self.size, self.root)
+        parts = [self._part(given[source], source, part) for source, part in sources]
+        if what.reduces:
+            return [reduced(parts, self.op)]
+        return [moved(torch.cat(parts))] if what.packed else [moved(part) for part in parts]
+
+    def _part(self, given: Tensors, source: int, part: int) -> torch.Tensor:
+        if not (self.what.packed and self.what.scatters):
+            return given[part]
+        edges = [0, *accumulate(self.lengths()[source])]
+        return given[0][edges[part] : edges[part + 1]]
 
 
 def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -157,47 +148,3 @@ def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor
     if dtype.is_complex:
         return torch.view_as_complex(values.to(torch.float32).view(count, 2)).to(dtype)
     return values.to(dtype)
-
-
-def _reduced(case: Case, rank: int, given: list[Tensors]) -> list[Expected]:
-    return [reduced([tensors[0] for tensors in given], case.op)]
-
-
-def _rooted_reduce(case: Case, rank: int, given: list[Tensors]) -> list[Expected]:
-    return _reduced(case, rank, given) if rank == case.root else [moved(given[rank][0])]
-
-
-def _reduced_part(case: Case, rank: int, given: list[Tensors]) -> list[Expected]:
-    return [reduced([tensors[rank] for tensors in given], case.op)]
-
-
-def _reduced_slice(case: Case, rank: int, given: list[Tensors]) -> list[Expected]:
-    part = slice(rank * case.count, (rank + 1) * case.count)
-    return [reduced([tensors[0][part] for tensors in given], case.op)]
-
-
-def _gathered(case: Case, rank: int, given: list[Tensors]) -> list[Expected]:
-    return [moved(tensors[0]) for tensors in given]
-
-
-def _exchanged_slices(case: Case, rank: int, given: list[Tensors]) -> list[Expected]:
-    parts = []
-    for tensors, row in zip(given, case.lengths(), strict=True):
-        edges = [0, *accumulate(row)]
-        parts.append(tensors[0][edges[rank] : edges[rank + 1]])
-    return [moved(torch.cat(parts))]
-
-
-_EXPECTED: dict[str, Callable[[Case, int, list[Tensors]], list[Expected]]] = {
-    "all_gather": _gathered,
-    "all_gather_single": lambda case, rank, given: [moved(torch.cat([tensors[0] for tensors in given]))],
-    "all_reduce": _reduced,
-    "all_to_all": lambda case, rank, given: [moved(tensors[rank]) for tensors in given],
-    "all_to_all_single": _exchanged_slices,
-    "broadcast": lambda case, rank, given: [moved(given[case.root][0])],
-    "gather": lambda case, rank, given: _gathered(case, rank, given) if rank == case.root else [],
-    "reduce": _rooted_reduce,
-    "reduce_scatter": _reduced_part,
-    "reduce_scatter_single": _reduced_slice,
-    "scatter": lambda case, rank, given: [moved(given[case.root][rank])],
-}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from unisono.collectives.description import COLLECTIVES
 from unisono.errors import UnavailableError
 from unisono.schedules import SCHEDULES
-from unisono.testing.cases import CALLS, REDUCING, ROOTED, SCHEDULED_AS, Case
+from unisono.testing.cases import CALLS, Case
 from unisono.testing.placed import LAYOUTS
 from unisono.testing.reference import DTYPES, ops_for
 from unisono.types import ReduceOp
@@ -134,10 +135,10 @@ def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int 
         size,
         draw(counts(size, dtype, chunk_bytes)),
         dtype,
-        draw(ops(dtype)) if call in REDUCING else ReduceOp.SUM,
-        draw(roots(size)) if call in ROOTED else 0,
+        draw(ops(dtype)) if COLLECTIVES[call].reduces else ReduceOp.SUM,
+        draw(roots(size)) if COLLECTIVES[call].root else 0,
         draw(layouts()),
-        draw(algorithms(SCHEDULED_AS[call])),
+        draw(algorithms(COLLECTIVES[call].family)),
         async_op=draw(st.booleans()),
         uneven=draw(st.booleans()),
         numbers=draw(st.sampled_from(["whole", "any", "nan"])),

@@ -1,4 +1,4 @@
-"""Collectives of shared memory by the native core: one call for each, whatever its tensors."""
+"""Collectives and blocking messages of shared memory by the native core: one call for each, whatever its tensors."""
 
 from __future__ import annotations
 
@@ -7,54 +7,34 @@ from typing import Any, NoReturn
 
 import torch
 
+from unisono.collectives.description import FAMILIES, Collective
 from unisono.control.failure import LEFT
 from unisono.errors import PeerLostError
 from unisono.fingerprint import Fingerprint
-from unisono.reduction import parse_op
-from unisono.site import call_site
-from unisono.tensors import is_plain
+from unisono.tensors import as_flat, put_back
+from unisono.transport import Status
 from unisono.transports._shm_board import Board, late
-from unisono.transports._shm_marks import DTYPE_CODES, DTYPES, NAME_CODES, OP_CODES
-from unisono.types import Call, ReduceOp
+from unisono.transports._shm_marks import DTYPE_CODES, DTYPES, OP_CODES
+from unisono.transports._shm_rings import Rings
+from unisono.types import MAX_TAG, Call, ReduceOp
 
-__all__ = ["OK", "REFUSED", "NativeCalls"]
+__all__ = ["ShmFastPath"]
 
-OK, _DIFFERS, _LATE, _LEFT, _ABORTED, REFUSED = 0, 1, 2, 3, 4, 6
-"""As in src/native/board.hpp."""
-
-_BARRIER, _ALL_TO_ALL = NAME_CODES["barrier"], NAME_CODES["all_to_all"]
 _OF_BARRIER = OP_CODES["bor"]
-_ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
-_SINGLE = {
-    "all_gather_single": (False, True, False),
-    "all_reduce": (True, False, False),
-    "all_to_all_single": (False, True, False),
-    "broadcast": (False, False, True),
-    "reduce": (True, False, True),
-    "reduce_scatter_single": (True, True, False),
-}
-"""Calls with one tensor to write: whether they reduce, read another one, and have a root."""
-_LISTS = {
-    "all_gather": (False, True, False),
-    "all_to_all": (False, True, True),
-    "gather": (False, True, False),
-    "reduce_scatter": (True, False, True),
-    "scatter": (False, False, True),
-}
-"""Calls with lists: whether they reduce, write a list, and read one."""
-_CODES = {name: NAME_CODES[name.removesuffix("_single")] for name in (*_SINGLE, *_LISTS)}
+_OPS = (str, ReduceOp)
 
 
-class NativeCalls:
-    """The calls of one group. Those that need more than the core does are refused, and take the general path.
+class ShmFastPath:
+    """The native calls of one group. Those that need more than the core does are refused, and take the general path.
 
     Args:
         module: The native core.
         board: The counters that the core shares with Python.
         words, stages, rings: The addresses of these, of two stages a rank, and of the rings for messages.
         stage_bytes: The length of a stage.
-        crowded: Whether there are more ranks than processors: then waiting gives way at once.
-        differ: Called when ranks' marks differ; raises.
+        crowded: Whether there are more ranks than processors: then a wait yields immediately.
+        queues: Messages that are not sent and received by one native call.
+        mismatch: Raises the error of ranks whose calls differ.
     """
 
     def __init__(
@@ -66,185 +46,148 @@ class NativeCalls:
         rings: int,
         stage_bytes: int,
         crowded: bool,
-        differ: Callable[[], object],
+        queues: Rings,
+        mismatch: Callable[[Fingerprint], NoReturn],
     ) -> None:
         known = [(str(dtype).removeprefix("torch."), dtype.itemsize) for dtype in DTYPES]
         self.core = module.Core(words, stages, rings, stage_bytes, board.rank, board.size, crowded, known)
-        self._board, self._size, self._differ = board, board.size, differ
-        self._now: tuple[Any, ...] = ()
+        self.mismatch, self.rings = mismatch, queues
+        self._board, self._rank, self._size = board, board.rank, board.size
 
-    # -- calls as the user made them ----------------------------------------------------------------
-    def call(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
-        """As `Quick.call`."""
-        form = _SINGLE.get(name)
-        if form is None:
-            if name != "barrier":
-                return self._call_lists(name, target, source, op, root, deadline)
-            status = self.core.call(_BARRIER, _OF_BARRIER, 0, -1, 0, 0, 0, 0, deadline)
-            return status == OK or self._ended(status, name)
-        reduces, reads, rooted = form
-        code, operation, where, read = _CODES[name], 0, 0, 0
-        if not is_plain(target):
-            return False
-        if reads:
-            if not self._fits(name, target, source):
-                return False
-            where, read = source.data_ptr(), source.numel()
-        try:
-            dtype, operation = DTYPE_CODES[target.dtype], OP_CODES[op] if reduces else 0
-        except (KeyError, TypeError):
-            return False
-        if not rooted:
-            root = -1
-        elif type(root) is not int or not 0 <= root < self._size:
-            return False
-        status = self.core.call(code, operation, dtype, root, target.data_ptr(), target.numel(), where, read, deadline)
-        return status == OK or self._ended(status, name, target, source, op, root)
+    # -- calls as the caller made them ---------------------------------------------------------------
+    def collective(self, what: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float) -> Status:
+        """As of `FastPath`."""
+        if what.root is not None and not (type(root) is int and 0 <= root < self._size):
+            return Status.REFUSED
+        operation, root = 0, -1 if root is None else root
+        if not what.moves:
+            return self._ended(self.core.call(what.number, _OF_BARRIER, 0, root, 0, 0, 0, 0, deadline))
+        if what.reduces:
+            operation = OP_CODES.get(op, 0) if type(op) in _OPS else 0
+            if not operation:
+                return Status.REFUSED
+        sides = self._single if what.packed or what.in_place else self._lists
+        return sides(what, output, input, operation, root, deadline)
 
-    def _fits(self, name: str, target: torch.Tensor, source: Any) -> bool:
-        """Whether what is read goes with what is written; the core looks at their lengths."""
-        if not is_plain(source) or source.dtype is not target.dtype:
-            return False
-        if name != "all_to_all_single":
-            return True
-        # Each rank's part is some of the rows.
-        rows = source.shape[:1] + target.shape[:1]
-        return len(rows) == 2 and not rows[0] % self._size and not rows[1] % self._size
+    def _single(self, what: Collective, output: Any, input: Any, operation: int, root: int, deadline: float) -> Status:
+        # A root whose tensor is broadcast only reads it; a rank that is not the root of a reduce does so, too.
+        written = root < 0 or (self._rank == root) == (what.root == "dst")
+        target, address, count = as_flat(output, what.output, written=written), 0, 0
+        if target is None:
+            return Status.REFUSED
+        if what.packed:
+            source = as_flat(input, what.input)
+            if source is None or source.dtype is not target.dtype:
+                return Status.REFUSED
+            # Each rank's part is some of the rows; the core looks at lengths.
+            rows = input.shape[:1] + output.shape[:1]
+            if what.pairwise and not (len(rows) == 2 and rows[0] % self._size == 0 == rows[1] % self._size):
+                return Status.REFUSED
+            address, count = source.data_ptr(), source.numel()
+        dtype = DTYPE_CODES[target.dtype]
+        status = self.core.call(
+            what.number, operation, dtype, root, target.data_ptr(), target.numel(), address, count, deadline
+        )
+        if target is not output and written and status == Status.OK:
+            put_back(output, target)
+        return Status.OK if status == Status.OK else self._ended(status)
 
-    def _call_lists(self, name: str, target: Any, source: Any, op: str, root: int | None, deadline: float) -> bool:
-        reduces, *listed = _LISTS[name]
-        rooted = name in _ROOTED
-        sides: list[Sequence[torch.Tensor]] = []
-        dtype: torch.dtype | None = None
-        for given, is_list in zip((target, source), listed, strict=True):
-            tensors = (given,) if not is_list else () if given is None and rooted else given
+    def _lists(self, what: Collective, output: Any, input: Any, operation: int, root: int, deadline: float) -> Status:
+        dtype, flats = None, list[tuple[list[torch.Tensor], Sequence[torch.Tensor]]]()
+        for given, many, name, written in (
+            (output, what.gathers, what.output, True),
+            (input, what.scatters, what.input, False),
+        ):
+            tensors = (given,) if not many else () if given is None and what.root is not None else given
             if type(tensors) not in (tuple, list):
-                return False
+                return Status.REFUSED
+            flat: list[torch.Tensor] = []
             for tensor in tensors:
-                if not is_plain(tensor) or tensor.dtype is not (dtype or tensor.dtype):
-                    return False
-                dtype = tensor.dtype
-            sides.append(tensors)
-        operation = OP_CODES.get(op) if reduces and type(op) in (str, ReduceOp) else 0
-        if dtype is None or operation is None or (rooted and not (type(root) is int and 0 <= root < self._size)):
-            return False
-        status = self._carried(_CODES[name], operation, dtype, root, sides, True, deadline)
-        return status == OK or self._ended(status, name, target, source, op, root)
-
-    def _ended(self, status: int, *call: Any) -> bool:
-        """False for a call that was refused; raises what it has failed by."""
-        if status != REFUSED:
-            self._now = call
-            try:
-                self.fail(status)
-            finally:
-                self._now = ()
-        return False
+                found = as_flat(tensor, name, written=written)
+                if found is None or (dtype is not None and found.dtype is not dtype):
+                    return Status.REFUSED
+                dtype = found.dtype
+                flat.append(found)
+            flats.append((flat, tensors))
+        if dtype is None:
+            return Status.REFUSED
+        (targets, outputs), (sources, _) = flats
+        places = *_memory(targets), *_memory(sources)
+        status = self.core.call_lists(what.number, operation, DTYPE_CODES[dtype], root, *places, True, deadline)
+        if status == Status.OK:
+            for tensor, result in zip(outputs, targets, strict=True):
+                if result is not tensor:
+                    put_back(tensor, result)
+        return self._ended(status)
 
     # -- calls of the general path -------------------------------------------------------------------
-    def carry(self, call: Call, deadline: float) -> bool:
-        """Make a call as it passes the door; False, with nothing done, if there is no kernel for it."""
+    def carry(self, call: Call, deadline: float) -> Status:
+        """Make a call as it passes the door; `REFUSED`, with nothing done, if there is no kernel for it."""
         tensors = (*call.inputs, *call.outputs)
-        operation = 0 if call.asked is None else OP_CODES[call.asked]
-        sides = call.outputs, call.inputs
-        dtype = tensors[0].dtype if tensors else None
-        status = self._carried(NAME_CODES[call.name], operation, dtype, call.root, sides, False, deadline)
-        if status not in (OK, REFUSED):
-            self.fail(status)
-        return status == OK
+        number, operation = FAMILIES[call.name].number, 0 if call.asked is None else OP_CODES[call.asked]
+        root, dtype = -1 if call.root is None else call.root, DTYPE_CODES[tensors[0].dtype] if tensors else 0
+        places = *_memory(call.outputs), *_memory(call.inputs)
+        return self._ended(self.core.call_lists(number, operation, dtype, root, *places, False, deadline))
 
-    def _carried(
-        self,
-        name: int,
-        operation: int,
-        dtype: torch.dtype | None,
-        root: int | None,
-        sides: Sequence[Sequence[torch.Tensor]],
-        divides: bool,
-        deadline: float,
-    ) -> int:
-        written, read = sides
-        status: int = self.core.call_lists(
-            name,
-            operation,
-            0 if dtype is None else DTYPE_CODES[dtype],
-            -1 if root is None else root,
-            [tensor.data_ptr() for tensor in written],
-            [tensor.numel() for tensor in written],
-            [tensor.data_ptr() for tensor in read],
-            [tensor.numel() for tensor in read],
-            divides,
-            deadline,
+    def compare(self, digest: int, counts: Sequence[int], deadline: float) -> Status:
+        """Compare a hash in a round of its own, and, if there are any counts, what ranks send each other."""
+        return self._ended(self.core.compare(digest, list(counts), deadline))
+
+    # -- messages ------------------------------------------------------------------------------------
+    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
+        """As of `FastPath`: while no other messages are under way, which the rings advance."""
+        return (
+            self.rings.idle
+            and type(peer) is int
+            and 0 <= peer < self._size
+            and peer != self._rank
+            and type(tag) is int
+            and 0 <= tag <= MAX_TAG
+            and isinstance(tensor, torch.Tensor)
         )
-        return status
 
-    def compare(self, first: int, second: int, counts: Sequence[int], deadline: float) -> None:
-        """Compare a mark in a round of its own, and, if there are any, what ranks give each other."""
-        status = self.core.compare(first, second, list(counts), deadline)
-        if status != OK:
-            self.fail(status)
+    def message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
+        """As of `FastPath`. A receive is refused if another message comes first."""
+        rings, receives = self.rings, name == "recv"
+        flat = as_flat(tensor, "tensor", written=receives)
+        if flat is None or (receives and tag in rings.early[peer]):
+            return Status.REFUSED
+        move = self.core.receive if receives else self.core.send
+        with rings.lock:
+            rings.held = True
+            try:
+                status = move(peer, tag, DTYPE_CODES[flat.dtype], flat.data_ptr(), flat.numel(), deadline)
+            finally:
+                rings.held = False
+        if receives and flat is not tensor and status == Status.OK:
+            put_back(tensor, flat)
+        return self._ended(status)
 
-    # -- failures ------------------------------------------------------------------------------------
+    # -- ends ----------------------------------------------------------------------------------------
     def abort(self) -> None:
         """End every wait, from any thread."""
         self.core.abort()
 
-    def fail(self, status: int) -> NoReturn:
-        """Raise what a call of the core has failed by."""
+    def _ended(self, status: int) -> Status:
+        """Return how a call has ended, or raise its error."""
+        if status == Status.OK:
+            return Status.OK
+        if status in (Status.REFUSED, Status.DIFFERS):
+            return Status(status)
         missing = self.core.missing
-        if status == _DIFFERS:
-            self._differ()
-        elif status == _LATE:
+        if status == Status.LATE:
             raise late(self.core.waited_s, [missing])
-        elif status == _LEFT:
+        if status == Status.LEFT:
             raise PeerLostError(f"rank {missing} {LEFT}", peer=missing)
-        elif status == _ABORTED and self._board.broken is not None:
+        if status == Status.ABORTED and self._board.broken is not None:
             raise self._board.broken
         raise RuntimeError(f"the native core ended a call with status {status}")
 
-    def fingerprint(self) -> Fingerprint | None:
-        """Of the call that has just failed, if it was made as the user made it: that of the general path."""
-        if not self._now:
-            return None
-        name, *given = self._now
-        if not given:
-            return Fingerprint(0, name, ReduceOp.BOR.value, algorithm="native", site=call_site())
-        target, source, op, root = given
-        written, read = _listed(target), _listed(source)
-        numels = [t.numel() for t in written], [t.numel() for t in read]
-        counts, sends, receives = _counts(name, *numels, self._board.size)
-        example = (read if name.startswith(("all_gather", "all_to_all", "gather")) else written)[0]
-        return Fingerprint(
-            call=0,
-            operation=name,
-            op=parse_op(op).value if op else None,
-            root=None if root == -1 else root,
-            dtype=str(example.dtype).removeprefix("torch."),
-            counts=counts,
-            device="cpu",
-            algorithm="native",
-            sends=sends,
-            receives=receives,
-            shape=tuple(example.shape),
-            site=call_site(),
-        )
 
-
-def _listed(given: Any) -> Sequence[torch.Tensor]:
-    return () if given is None else (given,) if isinstance(given, torch.Tensor) else given
-
-
-_Counts = tuple[int, ...]
-
-
-def _counts(name: str, written: list[int], read: list[int], size: int) -> tuple[_Counts, _Counts, _Counts]:
-    """Elements that ranks agree on, and those to and from each rank where they agree by pairs."""
-    if name == "all_to_all_single":
-        return (), (read[0] // size,) * size, (written[0] // size,) * size
-    if name == "all_to_all":
-        return (), tuple(read), tuple(written)
-    if name == "all_gather_single":
-        return (read[0],) * size, (), ()
-    if name == "reduce_scatter_single":
-        return (written[0],) * size, (), ()
-    return tuple(read if name in ("gather", "reduce_scatter") else written), (), ()
+def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Addresses and numbers of elements, by loops: comprehensions are calls of their own in Python 3.11."""
+    addresses, counts = [], []
+    for tensor in tensors:
+        addresses.append(tensor.data_ptr())
+        counts.append(tensor.numel())
+    return addresses, counts

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from unisono.tensors import is_plain
 from unisono.types import Call, ReduceOp
 
-__all__ = ["NATIVE", "carries", "start", "start_sum"]
+__all__ = ["NATIVE", "carries", "start"]
 
 _NUMBERS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _NUMBERS |= {torch.int8, torch.uint8, torch.int32, torch.int64}
@@ -63,21 +61,6 @@ def start(backend: Any, call: Call) -> Any:
     if tensors and not any(t.numel() for t in tensors):
         return None
     return _START[call.name](backend, call)
-
-
-def start_sum(backend: Any, tensor: torch.Tensor) -> Any:
-    """Torch's work of the sum of a tensor on CPUs that needs no preparation; None for any other tensor."""
-    if not is_plain(tensor) or tensor.dtype not in _NUMBERS or not tensor.numel():
-        return None
-    return backend.allreduce([tensor], _summing())
-
-
-@cache
-def _summing() -> Any:
-    """Torch's options of a sum, which take longer to make than all else that is done for one."""
-    options = dist.AllreduceOptions()
-    options.reduceOp = getattr(dist.ReduceOp, ReduceOp.SUM.name)
-    return options
 
 
 def _all_reduce(backend: Any, call: Call) -> Any:

@@ -9,27 +9,27 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from unisono.collectives.description import FAMILIES
 from unisono.compiled import native
 from unisono.cores import cores
 from unisono.crew import Crew
 from unisono.deferred import Deferred
 from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, UnavailableError
-from unisono.fingerprint import Fingerprint, explain
+from unisono.fingerprint import Fingerprint, explain, hash_of
 from unisono.group import Group
 from unisono.hosts import shm_obstacle
 from unisono.mailbox import Mailbox
-from unisono.transport import Options, Transport
+from unisono.transport import Options, Status, Transport
 from unisono.transports._shm_arenas import Arenas
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_mailbox import ShmMailbox
-from unisono.transports._shm_marks import mark_for, schedule_mark
+from unisono.transports._shm_marks import mark_of
 from unisono.transports._shm_memory import PAGE_BYTES, meet, neighbours
-from unisono.transports._shm_messages import NativeMessages
-from unisono.transports._shm_native import NativeCalls
+from unisono.transports._shm_native import ShmFastPath
 from unisono.transports._shm_rings import Rings
 from unisono.transports._shm_rounds import Rounds
 from unisono.types import Call, Message, ReduceOp, Work
@@ -50,19 +50,6 @@ _CARD = struct.Struct("<?15s")
 build of the native core they have, if any."""
 
 _crew = Crew("unisono shared memory")
-_NATIVE = frozenset(
-    {
-        "all_gather",
-        "all_reduce",
-        "all_to_all",
-        "barrier",
-        "broadcast",
-        "gather",
-        "reduce",
-        "reduce_scatter",
-        "scatter",
-    }
-)
 
 
 class ShmTransport(Transport):
@@ -74,7 +61,7 @@ class ShmTransport(Transport):
     a core beside those of torch's threads.
     """
 
-    native = _NATIVE
+    native = frozenset(FAMILIES)
     any_source = checks = True
     devices = frozenset({"cpu", "cuda"})
     staged = frozenset({"cuda"})
@@ -84,7 +71,7 @@ class ShmTransport(Transport):
     def __init__(self, group: Group, control: Control, options: Options, *, spare: bool) -> None:
         self.group, self._control, self._options = group, control, options
         self._fingerprint: Fingerprint | None = None
-        self._native: NativeCalls | None = None
+        self._native: ShmFastPath | None = None
         module, size = native(), group.size
         board = -(-(_CARDS + _CARD.size * size) // PAGE_BYTES) * PAGE_BYTES
         stages = board + -(-Board.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
@@ -102,22 +89,18 @@ class ShmTransport(Transport):
         with torch.inference_mode(mode=False):
             words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
         self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
-        core: Any = None
         # Memory is unmapped when its last user goes, so nothing may refer to this in a circle.
-        this = weakref.WeakMethod(self._differ)
+        differ = _weakly(self._differ)
+        self._rings, core = Rings(self._board, words[rings // 8 :], data[rings:]), None
         if module is not None and _all_native([build for _, build in said], group):
             begin = data.data_ptr()
             where = begin + board, begin + stages, begin + rings
-            this_native = NativeCalls(module, self._board, *where, _STAGE_BYTES, size > cores(), lambda: _call(this))
-            self.quick = self._native = this_native
-            core = this_native.core
+            self._native = ShmFastPath(module, self._board, *where, _STAGE_BYTES, size > cores(), self._rings, differ)
+            self.fast_path, core = self._native, self._native.core
         self._arenas = Arenas(group, control, options.timeout_s, core)
         halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
         pairs = [(half[0], half[1]) for half in halves]
-        self._rounds = Rounds(self._board, pairs, self._arenas, lambda: _call(this))
-        self._rings = Rings(self._board, words[rings // 8 :], data[rings:])
-        if self._native is not None:
-            self.quick_messages = NativeMessages(self._native, self._rings, group.rank, size)
+        self._rounds = Rounds(self._board, pairs, self._arenas, differ)
         self._memory = memory
 
     @classmethod
@@ -168,21 +151,26 @@ class ShmTransport(Transport):
         deadline = time.monotonic() + timeout
         if fingerprint.algorithm == "native":
             return
-        mark, pairs = schedule_mark(fingerprint), [*fingerprint.sends, *fingerprint.receives]
+        digest, pairs = hash_of(fingerprint.compared()[1:]), [*fingerprint.sends, *fingerprint.receives]
         if self._native is not None:
-            self._native.compare(mark[0], mark[1], pairs, deadline)
+            if self._native.compare(digest, pairs, deadline) is Status.DIFFERS:
+                self._differ()
         elif pairs:
-            self._rounds.pairs(pairs, mark, deadline)
+            self._rounds.pairs(pairs, (digest, 0, 0, 0), deadline)
         else:
-            self._rounds.barrier(mark, deadline)
+            self._rounds.barrier((digest, 0, 0, 0), deadline)
 
     def collective(self, call: Call) -> Work:
         return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
 
     def _run(self, call: Call, deadline: float) -> None:
-        if self._native is not None and self._native.carry(call, deadline):
-            return
-        rounds, mark = self._rounds, mark_for(call)
+        if self._native is not None:
+            status = self._native.carry(call, deadline)
+            if status is Status.DIFFERS:
+                self._differ()
+            if status is Status.OK:
+                return
+        rounds, mark = self._rounds, mark_of(call)
         if call.name == "all_reduce":
             rounds.all_reduce(call.outputs[0], call.op or ReduceOp.SUM, mark, deadline)
         elif call.name == "barrier":
@@ -190,12 +178,12 @@ class ShmTransport(Transport):
         else:
             getattr(rounds, call.name)(call, mark, deadline)
 
-    def _differ(self) -> None:
+    def _differ(self, fingerprint: Fingerprint | None = None) -> NoReturn:
         """Ranks' marks differ, which all of them see: quote what each was about to do."""
-        mine = (self._native.fingerprint() if self._native else None) or self._fingerprint
+        mine = fingerprint or self._fingerprint
         assert mine is not None
         topic, patience = f"mismatch in round {self._board.round}", min(self._options.timeout_s, _QUOTE_S)
-        # Quick calls are not numbered here; the rounds have shown that all ranks are at the same call.
+        # Calls of the fast path are not numbered here; the rounds have shown that all ranks are at the same call.
         values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), patience)
         problem = explain([Fingerprint(*value) for value in values])
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
@@ -232,10 +220,17 @@ def _all_native(builds: Sequence[bytes], group: Group) -> bool:
     return not without
 
 
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    found = method()
-    if found is not None:
-        found()
+def _weakly(method: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """Return what calls a method of an object without holding the object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> NoReturn:
+        found = reference()
+        if found is not None:
+            found(*given)
+        raise ClosedError("the communicator is closed")
+
+    return call
 
 
 class _Moved(Countdown):

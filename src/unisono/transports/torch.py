@@ -24,7 +24,7 @@ from unisono.transports._tcp_mailbox import TcpMailbox
 from unisono.transports._torch_backends import backend_of
 from unisono.transports._torch_errors import translated
 from unisono.transports._torch_messages import Envelopes
-from unisono.transports._torch_native import NATIVE, carries, start, start_sum
+from unisono.transports._torch_native import NATIVE, carries, start
 from unisono.transports._torch_sockets import Sockets
 from unisono.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
 from unisono.work import Completion
@@ -157,11 +157,6 @@ class TorchTransport(Transport):
 
     def collective(self, call: Call) -> Work:
         return self._flown(partial(start, self._backend, call)) or _Waits([], self._options.timeout_s)
-
-    def quick_start(self, tensor: torch.Tensor, op: str) -> Work | None:
-        if op != "sum" or self._cuda or "all_reduce" not in self.native:
-            return None
-        return self._flown(partial(start_sum, self._backend, tensor))
 
     def _flown(self, begin: Callable[[], Any]) -> Work | None:
         """What is under way now, if anything is."""

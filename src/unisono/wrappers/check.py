@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from unisono.collectives.description import FAMILIES, Collective
 from unisono.control import Control
 from unisono.errors import CorruptedError, MismatchError
 from unisono.fingerprint import Fingerprint, explain
@@ -53,12 +54,14 @@ class Checked(Wrapper):
 
     def end(self, fingerprint: Fingerprint, call: Call, timeout: float) -> None:
         super().end(fingerprint, call, timeout)
-        if not self.full or call.name not in _COMPARED:
+        what = FAMILIES[call.name]
+        # A sum has no hash that could be known before: it is compared where all ranks hold it.
+        if not self.full or not what.moves or (what.reduces and not what.same_everywhere):
             return
         given = [digest(tensor) for tensor in call.inputs]
         taken = [digest(tensor) for tensor in call.outputs]
         rows = self._control.exchange(self.group, f"{_topic(fingerprint)}, its results", (given, taken), timeout)
-        found = _COMPARED[call.name]([row[0] for row in rows], [row[1] for row in rows], call.root or 0)
+        found = _other_than_most(rows) if what.reduces else _other_than_sent(what, rows, call.root or 0)
         if found is not None:
             source, target = found
             who = f"rank {target} holds another result of {fingerprint.operation} than rank {source}"
@@ -72,42 +75,21 @@ def _topic(fingerprint: Fingerprint) -> str:
     return f"call {fingerprint.call}"
 
 
-_Rows = Sequence[Sequence[int]]
+_Rows = Sequence[tuple[Sequence[int], Sequence[int]]]
 _Found = tuple[int, int] | None
 
 
-def _same(given: _Rows, taken: _Rows, root: int) -> _Found:
-    """All ranks hold the same; who differs from most is named."""
-    results = [row[0] for row in taken]
+def _other_than_most(rows: _Rows) -> _Found:
+    """A rank with the result that most ranks hold, and one that holds another."""
+    results = [taken[0] for _, taken in rows]
     usual = max(results, key=results.count)
     return next(((results.index(usual), rank) for rank, result in enumerate(results) if result != usual), None)
 
 
-def _from_root(given: _Rows, taken: _Rows, root: int) -> _Found:
-    return next(((root, rank) for rank, row in enumerate(taken) if row[0] != given[root][0]), None)
-
-
-def _scattered(given: _Rows, taken: _Rows, root: int) -> _Found:
-    return next(((root, rank) for rank, row in enumerate(taken) if row[0] != given[root][rank]), None)
-
-
-def _gathered(given: _Rows, taken: _Rows, root: int) -> _Found:
-    """Every list that somebody holds is of what the ranks gave."""
-    lists = ((rank, row) for rank, row in enumerate(taken) if row)
-    return next(((r, rank) for rank, row in lists for r, part in enumerate(row) if part != given[r][0]), None)
-
-
-def _exchanged(given: _Rows, taken: _Rows, root: int) -> _Found:
-    return next(
-        ((r, rank) for rank, row in enumerate(taken) for r, part in enumerate(row) if part != given[r][rank]), None
-    )
-
-
-_COMPARED: dict[str, Callable[[_Rows, _Rows, int], _Found]] = {
-    "all_reduce": _same,
-    "broadcast": _from_root,
-    "scatter": _scattered,
-    "gather": _gathered,
-    "all_gather": _gathered,
-    "all_to_all": _exchanged,
-}
+def _other_than_sent(what: Collective, rows: _Rows, root: int) -> _Found:
+    """The sender and the receiver of what has changed on its way."""
+    for rank, (_, taken) in enumerate(rows):
+        for (source, part), received in zip(what.sources(rank, len(rows), root), taken, strict=True):
+            if rows[source][0][part] != received:
+                return source, rank
+    return None

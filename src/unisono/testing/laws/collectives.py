@@ -8,9 +8,10 @@ from random import Random
 
 import torch
 
+from unisono.collectives.description import COLLECTIVES
 from unisono.communicator import Communicator
 from unisono.schedules import SCHEDULES
-from unisono.testing.cases import REDUCING, ROOTED, SCHEDULED_AS, Case
+from unisono.testing.cases import CALLS, Case
 from unisono.testing.check import Report, check_case, check_reports
 from unisono.testing.laws.world import World, numbers
 from unisono.testing.placed import LAYOUTS
@@ -148,11 +149,11 @@ def the_native_collective_has_a_name(world: World) -> None:
         except ValueError as error:
             return str(error)
 
-    for call in SCHEDULED_AS:
+    for call in CALLS:
         case = Case(call, 2, 10, algorithm="native")
         found = world.run(program, case)
         if isinstance(found[0], str):
-            known = SCHEDULES[SCHEDULED_AS[call]].names()
+            known = SCHEDULES[COLLECTIVES[call].family].names()
             assert all("no native" in said and known[0] in said for said in found), found
         else:
             check_reports(case, found)
@@ -224,7 +225,7 @@ def _check_all(comm: Communicator, cases: list[Case]) -> list[Report]:
 def _sample(world: World, call: str, size: int) -> Iterator[Case]:
     """For each algorithm every count that often goes wrong, with everything else by chance, the same every time."""
     chance = Random(f"{call} {size}")
-    for algorithm in [None, *SCHEDULES[SCHEDULED_AS[call]].names()]:
+    for algorithm in [None, *SCHEDULES[COLLECTIVES[call].family].names()]:
         for seed, count in enumerate((0, 1, size - 1, size, size + 1, 12, 97, None)):
             dtype = chance.choice(DTYPES)
             # What enters twice, or not at all, shows in a sum; in a maximum it often does not.
@@ -234,8 +235,8 @@ def _sample(world: World, call: str, size: int) -> Iterator[Case]:
                 size,
                 world.chunk_bytes // dtype.itemsize + 1 if count is None else count,
                 dtype,
-                chance.choice(ops) if call in REDUCING else ops[0],
-                chance.randrange(size) if call in ROOTED else 0,
+                chance.choice(ops) if COLLECTIVES[call].reduces else ops[0],
+                chance.randrange(size) if COLLECTIVES[call].root else 0,
                 chance.choice(LAYOUTS),
                 algorithm,
                 async_op=chance.random() < 0.5,

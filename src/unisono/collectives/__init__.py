@@ -1,0 +1,1 @@
+"""Collectives: the description of each one, and the plan of a call."""

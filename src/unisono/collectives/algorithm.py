@@ -1,0 +1,43 @@
+"""Carries out a call by one of the algorithms of its collective."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from unisono.collectives.plan import layout_of, post_copy, pre_copy
+from unisono.execute import Spare, execute
+from unisono.reduction import combine
+from unisono.schedules import SCHEDULES, chunks_of
+from unisono.transport import Transport
+from unisono.types import Call, ReduceOp
+
+__all__ = ["run_algorithm"]
+
+
+def run_algorithm(
+    transport: Transport, call: Call, algorithm: str, *, segment_bytes: int, timeout: float, spare: Spare
+) -> None:
+    """Return when this rank's part of a call is done.
+
+    Args:
+        transport: Carries the messages.
+        call: Its tensors are one-dimensional and contiguous; what is reduced, is reduced in its inputs.
+        algorithm: Name of an algorithm of this collective.
+        segment_bytes: Largest message.
+        timeout: Seconds for all of it.
+        spare: Memory kept from earlier calls.
+    """
+    rank, size, root = transport.rank, transport.size, call.root or 0
+    schedule = SCHEDULES[call.name][algorithm]
+    pre_copy(call, rank)
+    execute(
+        transport,
+        schedule.steps((rank - root) % size, size),
+        layout_of(call, chunks_of(schedule, call.name, size), rank, size),
+        partial(combine, call.op or ReduceOp.SUM),
+        segment_bytes=segment_bytes,
+        timeout=timeout,
+        root=root,
+        spare=spare,
+    )
+    post_copy(call, rank)

@@ -1,0 +1,215 @@
+"""Checks of a collective's arguments: raise before anything is sent what one rank alone can find wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from unisono.collectives.description import Collective
+from unisono.tensors import check_apart, check_tensor
+
+__all__ = ["NO_TENSORS", "Side", "Splits", "check_arguments", "check_rank"]
+
+
+class Side(NamedTuple):
+    """What one rank reads in a call, or what it writes.
+
+    Attributes:
+        tensors: As the caller gave them: one, or one for each rank.
+        counts: Elements of each part: of each tensor, or of each slice of the one tensor that holds them all.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    counts: tuple[int, ...]
+
+    def parts(self) -> list[torch.Tensor]:
+        """The parts of contiguous memory, or the tensors themselves."""
+        if len(self.tensors) == len(self.counts):
+            return list(self.tensors)
+        return list(self.tensors[0].detach().view(-1).split(self.counts))
+
+
+NO_TENSORS = Side((), ())
+
+Splits = tuple[Sequence[int] | None, Sequence[int] | None]
+
+
+def check_arguments(
+    what: Collective,
+    output: object,
+    input: object,
+    root: object,
+    splits: Splits,
+    rank: int,
+    size: int,
+    devices: frozenset[str],
+) -> tuple[Side, Side]:
+    """Return what this rank reads and what it writes; raise for arguments that do not fit together.
+
+    Args:
+        what: The collective.
+        output, input: As the caller gave them; `input` is ignored where the collective works in place.
+        root: Likewise; None if there is none.
+        splits: Rows of a packed output and input for each rank, or None for equal parts.
+        rank, size: This rank, and how many there are.
+        devices: Types of devices whose tensors the transport carries.
+    """
+    if what.root is not None:
+        check_rank(root, what.root, size)
+    if not what.moves:
+        return NO_TENSORS, NO_TENSORS
+    return _Checks(what, root if isinstance(root, int) else 0, rank, size, devices).sides(output, input, splits)
+
+
+def check_rank(rank: object, name: str, size: int, *, other_than: int | None = None) -> None:
+    """`TypeError` or `ValueError` if an argument is no rank of a communicator of this size, or is a certain one."""
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise TypeError(f"{name} must be an int, not {type(rank).__name__}")
+    if not 0 <= rank < size:
+        raise ValueError(f"{name}={rank} is no rank of this communicator, whose ranks are 0 to {size - 1}")
+    if rank == other_than:
+        raise ValueError(f"{name}={rank} is this rank itself; copy the tensor instead")
+
+
+class _Checks(NamedTuple):
+    """The checks of one call."""
+
+    what: Collective
+    root: int
+    rank: int
+    size: int
+    devices: frozenset[str]
+
+    def sides(self, output: object, input: object, splits: Splits) -> tuple[Side, Side]:
+        what = self.what
+        if what.in_place:
+            contributes, receives = what.contributes(self.rank, self.root), what.receives(self.rank, self.root)
+            side = self._one(output, what.output, written=what.writes(self.rank, self.root))
+            return side if contributes else NO_TENSORS, side if receives else NO_TENSORS
+        if what.packed:
+            read, written = self._packed(output, input, splits)
+        elif what.pairwise:
+            first = input[0] if isinstance(input, Sequence) and input else None
+            if first is None:
+                raise TypeError(f"{what.input} must be a list of {self.size} tensors")
+            read = self._list(input, what.input, first, written=False)
+            written = self._list(output, what.output, first, written=True)
+        elif what.gathers:
+            read = self._one(input, what.input)
+            written = self._list(output, what.output, read.tensors[0], written=True)
+        else:
+            written = self._one(output, what.output, written=True)
+            read = self._list(input, what.input, written.tensors[0], written=False)
+        self._check_own(read, written)
+        self._check_apart(read, written)
+        return read, written
+
+    def _one(self, tensor: object, name: str, *, written: bool = False) -> Side:
+        label = "the tensor" if name == "tensor" else name
+        found = check_tensor(tensor, label, self.devices, written=written)
+        return Side((found,), (found.numel(),))
+
+    def _list(self, tensors: object, name: str, like: torch.Tensor, *, written: bool) -> Side:
+        """One tensor for each rank, all of `like`'s dtype and device; given by the root alone if there is a root."""
+        if self.what.root is not None:
+            if self.rank != self.root:
+                if tensors:
+                    raise ValueError(f"{name} is for rank {self.root} alone; pass None on the others")
+                return NO_TENSORS
+            if tensors is None:
+                raise ValueError(f"{name} must be given on rank {self.root}, one tensor a rank")
+        if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+            raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
+        if len(tensors) != self.size:
+            raise ValueError(f"{name} must have one tensor for each of the {self.size} ranks, not {len(tensors)}")
+        for index, tensor in enumerate(tensors):
+            check_tensor(tensor, f"{name}[{index}]", self.devices, written=written)
+            _check_like(tensor, f"{name}[{index}]", like)
+            if self.what.root is not None and tensor.numel() != like.numel():
+                raise ValueError(
+                    f"{name}[{index}] has {tensor.numel()} elements, but the tensor has {like.numel()}; "
+                    "all must have as many"
+                )
+        return Side(tuple(tensors), tuple(t.numel() for t in tensors))
+
+    def _packed(self, output: object, input: object, splits: Splits) -> tuple[Side, Side]:
+        what = self.what
+        given = check_tensor(input, what.input, self.devices, written=False)
+        taken = check_tensor(output, what.output, self.devices, written=True)
+        _check_like(taken, what.output, given)
+        if what.pairwise:
+            rows = self._split_rows(given, splits[1], what.input), self._split_rows(taken, splits[0], what.output)
+            return Side((given,), rows[0]), Side((taken,), rows[1])
+        (whole, name), (part, other) = (taken, what.output), (given, what.input)
+        if what.scatters:
+            (whole, name), (part, other) = (part, other), (whole, name)
+        if whole.numel() != part.numel() * self.size:
+            raise ValueError(
+                f"{name} must have {self.size} times the {part.numel()} elements of {other}, not {whole.numel()}"
+            )
+        many, one = Side((whole,), (part.numel(),) * self.size), Side((part,), (part.numel(),))
+        return (many, one) if what.scatters else (one, many)
+
+    def _split_rows(self, tensor: torch.Tensor, sizes: Sequence[int] | None, name: str) -> tuple[int, ...]:
+        if tensor.dim() == 0:
+            raise ValueError(f"{name} has no dimension to split; it must have at least one")
+        rows = tensor.shape[0]
+        if sizes is None:
+            if rows % self.size:
+                raise ValueError(f"{name} has {rows} rows, which {self.size} ranks do not divide; pass split sizes")
+            sizes = [rows // self.size] * self.size
+        if len(sizes) != self.size or min(sizes) < 0 or sum(sizes) != rows:
+            raise ValueError(
+                f"the split sizes of {name} must be {self.size} numbers that sum to its {rows} rows, not {list(sizes)}"
+            )
+        row = tensor.shape[1:].numel()
+        return tuple(size * row for size in sizes)
+
+    def _check_own(self, read: Side, written: Side) -> None:
+        """A rank's part for itself is as long as what it expects there."""
+        if not read.counts or not written.counts:
+            return
+        given = read.counts[self.rank if self.what.scatters else 0]
+        taken = written.counts[self.rank if self.what.gathers else 0]
+        if given == taken:
+            return
+        if self.what.pairwise:
+            raise ValueError(f"this rank gives itself {given} elements but expects {taken}")
+        listed, single = (self.what.input, self.what.output) if self.what.scatters else (self.what.output, "tensor")
+        counts = (given, taken) if self.what.scatters else (taken, given)
+        raise ValueError(
+            f"{listed}[{self.rank}] is for this rank, whose {single} has {counts[1]} elements, not {counts[0]}"
+        )
+
+    def _check_apart(self, read: Side, written: Side) -> None:
+        """Results lie apart from each other and from what is read, but for this rank's own part in place."""
+        what = self.what
+        if what.reduces or any(what.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)):
+            # What is copied before it is reduced or sent does no harm.
+            return
+        sources = _labelled(read.parts(), what.input, what.scatters, "the input")
+        targets = _labelled(written.parts(), what.output, what.gathers, "the tensor")
+        check_apart(targets)
+        if not what.pairwise and sources and targets:
+            own_source, own_target = self.rank if what.scatters else 0, self.rank if what.gathers else 0
+            if sources[own_source][1].data_ptr() == targets[own_target][1].data_ptr():
+                if what.gathers:
+                    del targets[own_target]
+                else:
+                    del sources[own_source]
+        check_apart(targets, sources)
+
+
+def _labelled(tensors: Sequence[torch.Tensor], name: str, many: bool, single: str) -> list[tuple[str, torch.Tensor]]:
+    """Each tensor with what messages call it."""
+    return [(f"{name}[{index}]" if many else single, tensor) for index, tensor in enumerate(tensors)]
+
+
+def _check_like(tensor: torch.Tensor, name: str, like: torch.Tensor) -> None:
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(
+            f"{name} is {tensor.dtype} on {tensor.device}, but the other tensor of the call is {like.dtype} "
+            f"on {like.device}; they must be alike"
+        )

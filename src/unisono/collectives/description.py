@@ -1,0 +1,174 @@
+"""The description of every collective: which ranks contribute, which receive, and how contributions are divided.
+
+All that other modules know of a collective follows from its entry in `COLLECTIVES`: the checks of arguments, the plan
+of a call, the values that ranks compare, the calls of the native core, what algorithms start from and end with, what
+the test kit expects, and what benchmarks count. A new collective is an entry here and a method of `Communicator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+__all__ = ["COLLECTIVES", "FAMILIES", "Collective", "family_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective.
+
+    The result of rank r is made of one contribution from each contributing rank: of its whole tensor, or of part r of
+    it if the collective scatters. The contributions are reduced to one tensor, or kept apart, one for each rank, if the
+    collective gathers. One that neither scatters nor gathers works in place.
+
+    Attributes:
+        name: Method of `Communicator`.
+        family: Collective whose algorithms and native implementations it takes: its own name, unless it is a form of
+            another one.
+        number: Of the family, from 1; `enum class Name` of src/native has the same.
+        root: Name of the root's argument: "src" if only that rank contributes, "dst" if only that rank receives.
+        reduces: Whether contributions are reduced to one.
+        scatters: Whether a contribution has one part for each rank.
+        gathers: Whether a result has one part from each rank.
+        packed: Whether the parts are consecutive slices of one tensor; else they are a list of tensors.
+        output: Name of the argument that is written, which also is read where the collective works in place.
+        input: Name of the argument that is read.
+        returns: Whether the method makes the output and returns it, since its lengths are not known before.
+        moves: Whether there are tensors at all: a barrier has none.
+        in_place: Whether one tensor is both contribution and result.
+        pairwise: Whether each pair of ranks has a length of its own.
+        uneven: Whether parts may differ in length.
+        same_everywhere: Whether all ranks end with the same elements.
+    """
+
+    name: str
+    family: str
+    number: int
+    root: Literal["src", "dst"] | None = None
+    reduces: bool = False
+    scatters: bool = False
+    gathers: bool = False
+    packed: bool = False
+    output: str = "tensor"
+    input: str = "tensor"
+    returns: bool = False
+
+    moves: bool = field(init=False)
+    in_place: bool = field(init=False)
+    pairwise: bool = field(init=False)
+    uneven: bool = field(init=False)
+    same_everywhere: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        many = self.scatters or self.gathers
+        pairwise, moves = self.scatters and self.gathers, bool(self.output)
+        derived = {
+            "moves": moves,
+            "in_place": not many,
+            "pairwise": pairwise,
+            "uneven": many and self.root is None and (pairwise or not self.packed),
+            "same_everywhere": moves and self.root != "dst" and not self.scatters,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def contributes(self, rank: int, root: int) -> bool:
+        """Whether a rank's tensors are read."""
+        return self.root != "src" or rank == root
+
+    def receives(self, rank: int, root: int) -> bool:
+        """Whether a rank gets a result."""
+        return self.root != "dst" or rank == root
+
+    def writes(self, rank: int, root: int) -> bool:
+        """Whether a rank's output changes: not that of a root whose tensor is broadcast as it lies."""
+        if self.root is None or (self.root == "src" and not self.in_place):
+            return True
+        return (rank == root) == (self.root == "dst")
+
+    def sources(self, rank: int, size: int, root: int) -> list[tuple[int, int]]:
+        """Contributions that the result of a rank is made of: their ranks, and the number of the part of each.
+
+        Example:
+            >>> COLLECTIVES["scatter"].sources(rank=2, size=3, root=1)
+            [(1, 2)]
+            >>> COLLECTIVES["gather"].sources(rank=0, size=3, root=0)
+            [(0, 0), (1, 0), (2, 0)]
+        """
+        if not self.receives(rank, root):
+            return []
+        part = rank if self.scatters else 0
+        return [(source, part) for source in range(size) if self.contributes(source, root)]
+
+    def compared_counts(self, read: Sequence[int], written: Sequence[int]) -> tuple[int, ...]:
+        """Counts of elements that must be equal on all ranks; none where they are compared by pairs of ranks.
+
+        Args:
+            read, written: Elements of each tensor that is read and written on one rank.
+        """
+        if self.pairwise:
+            return ()
+        if self.root is not None:
+            return tuple((read or written)[:1])
+        return tuple(read if self.scatters else written)
+
+    def arguments(self, output: Any, input: Any, op: object = None, root: int | None = None) -> dict[str, Any]:
+        """Keyword arguments of the method.
+
+        Example:
+            >>> COLLECTIVES["reduce"].arguments("t", None, "sum", 3)
+            {'tensor': 't', 'dst': 3, 'op': 'sum'}
+        """
+        found: dict[str, Any] = {}
+        if self.moves and not self.in_place:
+            found[self.input] = input
+        if self.moves and not self.returns:
+            found[self.output] = output
+        if self.root is not None:
+            found[self.root] = root
+        if self.reduces and self.moves:
+            found["op"] = op
+        return found
+
+
+def _packed(whole: Collective) -> Collective:
+    return replace(whole, name=f"{whole.name}_single", packed=True, output="output", input="input")
+
+
+_ALL_GATHER = Collective("all_gather", "all_gather", 1, gathers=True, output="tensor_list")
+_ALL_TO_ALL = Collective(
+    "all_to_all", "all_to_all", 3, scatters=True, gathers=True, output="output_list", input="input_list"
+)
+_REDUCE_SCATTER = Collective(
+    "reduce_scatter", "reduce_scatter", 8, reduces=True, scatters=True, output="output", input="input_list"
+)
+
+_ALL = (
+    _ALL_GATHER,
+    _packed(_ALL_GATHER),
+    Collective("all_reduce", "all_reduce", 2, reduces=True),
+    _ALL_TO_ALL,
+    _packed(_ALL_TO_ALL),
+    Collective("barrier", "barrier", 4, reduces=True, output="", input=""),
+    Collective("broadcast", "broadcast", 5, root="src"),
+    Collective("gather", "gather", 6, root="dst", gathers=True, output="gather_list"),
+    Collective("reduce", "reduce", 7, root="dst", reduces=True),
+    _REDUCE_SCATTER,
+    _packed(_REDUCE_SCATTER),
+    Collective("scatter", "scatter", 9, root="src", scatters=True, input="scatter_list"),
+)
+
+COLLECTIVES = {collective.name: collective for collective in _ALL}
+"""By name of the method of `Communicator`."""
+
+FAMILIES = {name: collective for name, collective in COLLECTIVES.items() if name == collective.family}
+"""Those that algorithms and native implementations are written for, in order of their numbers."""
+
+
+def family_of(name: str) -> Collective:
+    """The family of this name; `ValueError` lists the known ones."""
+    found = FAMILIES.get(name)
+    if found is None:
+        raise ValueError(f"unknown collective {name!r}; known: {', '.join(FAMILIES)}")
+    return found

@@ -1,0 +1,158 @@
+"""The plan of one call: its tensors as one-dimensional memory, and where an algorithm finds its chunks there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unisono.collectives.arguments import Side
+from unisono.collectives.description import FAMILIES, Collective
+from unisono.layout import Flat, Layout, Pieces
+from unisono.reduction import HALVES, check_reducible, divide
+from unisono.tensors import Staging
+from unisono.types import Call, ReduceOp
+
+__all__ = ["Plan", "layout_of", "make_plan", "message_bytes", "post_copy", "pre_copy"]
+
+
+@dataclass(slots=True)
+class Plan:
+    """A call as it passes the door, and what is copied around it.
+
+    Attributes:
+        collective: Its description.
+        call: What a transport or an algorithm carries out.
+        staging: Copies before and after.
+        like: A tensor of the call's dtype, device and shape; None if there is none.
+    """
+
+    collective: Collective
+    call: Call
+    staging: Staging
+    like: torch.Tensor | None = None
+
+
+def make_plan(
+    what: Collective, read: Side, written: Side, op: ReduceOp | None, root: int | None, size: int, staging: Staging
+) -> Plan:
+    """Return the plan of a call with checked arguments.
+
+    Args:
+        what: The collective.
+        read, written: As of `check_arguments`.
+        op: For collectives that reduce.
+        root: For collectives that have one.
+        size: Number of ranks.
+        staging: Makes one-dimensional contiguous tensors of others.
+    """
+    if not what.moves:
+        return Plan(what, Call(name=what.family, op=ReduceOp.BOR), staging)
+    like = (written if what.scatters and not what.gathers else read if read.tensors else written).tensors[0]
+    reduces = None if op is None else ReduceOp.SUM if op is ReduceOp.AVG else op
+    whole: torch.Tensor | None = None
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    if what.in_place:
+        buffer = _in_place(what, read, written, staging)
+        inputs, outputs = ((buffer,) if side.tensors else () for side in (read, written))
+    elif what.reduces:
+        outputs = (staging.target(written.tensors[0]),)
+        whole = _copied(read, like, staging)
+        inputs = whole.split(read.counts)
+    else:
+        inputs, _ = _flat(read, [staging.source(t) for t in read.tensors])
+        outputs, whole = _flat(written, [staging.target(t) for t in written.tensors])
+    if op is not None:
+        check_reducible(op, like.dtype)
+        if op is ReduceOp.AVG:
+            _average((whole if whole is not None else inputs[0]), outputs, size, staging)
+    call = Call(
+        name=what.family,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        op=reduces,
+        average=op is ReduceOp.AVG,
+        root=root,
+        whole=whole,
+    )
+    return Plan(what, call, staging, like)
+
+
+def _in_place(what: Collective, read: Side, written: Side, staging: Staging) -> torch.Tensor:
+    tensor = (read.tensors or written.tensors)[0]
+    if what.reduces and not written.tensors:
+        # What passes through must not change the tensor of a rank that gets no result.
+        return _copied(read, tensor, staging)
+    if what.reduces or not read.tensors:
+        return staging.target(tensor, read=bool(read.tensors))
+    return staging.source(tensor)
+
+
+def _copied(read: Side, like: torch.Tensor, staging: Staging) -> torch.Tensor:
+    """One copy of all that is read, in which sums may grow: the tensors belong to the caller."""
+    scratch = staging.scratch(sum(read.counts), like)
+    lengths = [t.numel() for t in read.tensors]
+    for part, tensor in zip(scratch.split(lengths), read.tensors, strict=True):
+        staging.copy_before(part.view(tensor.shape), tensor)
+    return scratch
+
+
+def _flat(side: Side, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+    """The parts as one-dimensional tensors, and the tensor that they are consecutive slices of, if there is one."""
+    if len(side.tensors) == len(side.counts):
+        return flat, None
+    return flat[0].split(side.counts), flat[0]
+
+
+def _average(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, staging: Staging) -> None:
+    """Transports see an average as a sum: those of halves divide before it, so that it cannot overflow."""
+    if summed.dtype in HALVES:
+        staging.before.append(lambda: divide(summed, size))
+    elif outputs:
+        staging.after.insert(0, lambda: divide(outputs[0], size))
+
+
+def message_bytes(call: Call, size: int) -> int:
+    """Return the bytes of the whole message: the same on every rank, unless pairs of ranks have their own lengths."""
+    what = FAMILIES[call.name]
+    if what.root is not None and not what.in_place:
+        return size * (call.outputs if what.scatters else call.inputs)[0].nbytes
+    many = call.inputs if what.scatters or not what.gathers else call.outputs
+    return sum(t.nbytes for t in (many or call.outputs))
+
+
+def layout_of(call: Call, chunks: int, rank: int, size: int) -> Layout:
+    """Return where an algorithm's chunks lie in the tensors of a call."""
+    what, root = FAMILIES[call.name], call.root or 0
+    if not what.moves:
+        return Flat.even(torch.ones(1, dtype=torch.uint8, device="cpu"), chunks)
+    if what.in_place:
+        return Flat.even((call.inputs or call.outputs)[0], chunks)
+    if what.reduces:
+        assert call.whole is not None
+        return Flat.sized(call.whole, [t.numel() for t in call.inputs])
+    if what.pairwise:
+        return Pieces(dict(enumerate((*call.inputs, *call.outputs))))
+    many, one = (call.outputs, call.inputs) if what.gathers else (call.inputs, call.outputs)
+    here = {(r - root) % size: tensor for r, tensor in enumerate(many)} or {(rank - root) % size: one[0]}
+    return Pieces(here, one[0])
+
+
+def pre_copy(call: Call, rank: int) -> None:
+    """Copy a rank's part for itself, which algorithms take for done."""
+    what = FAMILIES[call.name]
+    if what.in_place or what.reduces or not (call.inputs and call.outputs):
+        return
+    source = call.inputs[rank if what.scatters else 0]
+    target = call.outputs[rank if what.gathers else 0]
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+def post_copy(call: Call, rank: int) -> None:
+    """Copy a result from where algorithms leave it: in this rank's part of what was reduced."""
+    what = FAMILIES[call.name]
+    if what.reduces and what.scatters:
+        call.outputs[0].copy_(call.inputs[rank])

@@ -147,6 +147,7 @@ _REDUCE_SCATTER = Collective(
 _ALL = (
     _ALL_GATHER,
     _packed(_ALL_GATHER),
+    replace(_ALL_GATHER, name="all_gather_v", returns=True),
     Collective("all_reduce", "all_reduce", 2, reduces=True),
     _ALL_TO_ALL,
     _packed(_ALL_TO_ALL),

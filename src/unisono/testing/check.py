@@ -11,6 +11,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.testing.cases import Case
 from unisono.testing.placed import LINEAR, Placed, place
+from unisono.types import Work
 
 __all__ = ["Report", "check_case", "check_reports"]
 
@@ -37,8 +38,9 @@ def check_case(comm: Communicator, case: Case) -> Report:
         [(), ()]
     """
     given, what = case.given(), case.what
-    # Rows are split along the first dimension; here there is one, and each row is one element.
-    layout = "every second" if case.splits(comm.rank) and case.layout not in LINEAR else case.layout
+    # Where rows of the first dimension count, there is but this one, and each row is one element.
+    by_rows = what.returns or (what.packed and what.pairwise)
+    layout = "every second" if by_rows and case.layout not in LINEAR else case.layout
     inputs = [place(tensor.to(comm.device), layout) for tensor in given[comm.rank]]
     if what.in_place:
         outputs = inputs
@@ -47,10 +49,11 @@ def check_case(comm: Communicator, case: Case) -> Report:
         outputs = [place(blank, layout) for blank in blanks]
     sides = _as_argument(outputs, what.gathers, what.packed), _as_argument(inputs, what.scatters, what.packed)
     arguments = what.arguments(*sides, case.op, case.root) | case.splits(comm.rank)
-    work = getattr(comm, case.call)(**arguments, algorithm=case.algorithm, async_op=case.async_op)
-    if work is not None:
-        work.wait()
-    found = [placed.values() for placed in outputs]
+    how = {"algorithm": case.algorithm} | ({} if what.returns else {"async_op": case.async_op})
+    result = getattr(comm, case.call)(**arguments, **how)
+    if isinstance(result, Work):
+        result.wait()
+    found = [t.reshape(-1).cpu() for t in result] if what.returns else [placed.values() for placed in outputs]
     complaints = []
     for index, (expected, tensor) in enumerate(zip(case.expected(comm.rank, given), found, strict=True)):
         complaints += [f"result {index}: {said}" for said in [expected.complaint(tensor)] if said]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unisono.testing.cases import CALLS
 from unisono.testing.laws import agreement, any_source, bad_input, collectives, failures, groups, messages, works
 from unisono.testing.laws.world import Law, World
 
@@ -9,5 +10,8 @@ __all__ = ["LAWS", "Law", "World"]
 
 _FAMILIES = (messages, any_source, works, groups, collectives, bad_input, agreement, failures)
 
-LAWS: tuple[Law, ...] = tuple(getattr(family, name) for family in _FAMILIES for name in family.__all__)
+LAWS: tuple[Law, ...] = (
+    *(getattr(family, name) for family in _FAMILIES for name in family.__all__ if name != "equals_the_reference"),
+    *(collectives.equals_the_reference(call) for call in CALLS),
+)
 """Every law. Its name is a sentence, and its docstring says the rest."""

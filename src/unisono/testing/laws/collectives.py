@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 import torch
@@ -20,80 +20,27 @@ from unisono.types import ReduceOp
 
 __all__ = [
     "a_barrier_waits_for_everyone",
-    "all_gather_equals_the_reference",
-    "all_gather_single_equals_the_reference",
-    "all_reduce_equals_the_reference",
-    "all_to_all_equals_the_reference",
-    "all_to_all_single_equals_the_reference",
-    "broadcast_equals_the_reference",
+    "equals_the_reference",
     "every_op_and_dtype_equals_the_reference",
-    "gather_equals_the_reference",
     "objects_arrive_everywhere",
     "parts_equal_the_reference_at_the_same_time",
-    "reduce_equals_the_reference",
-    "reduce_scatter_equals_the_reference",
-    "reduce_scatter_single_equals_the_reference",
     "results_are_the_same_bits_everywhere_and_every_time",
-    "scatter_equals_the_reference",
     "the_native_collective_has_a_name",
 ]
 
 _SIZES = (1, 2, 3, 4)
 
 
-def all_reduce_equals_the_reference(world: World) -> None:
-    """Every algorithm, for some of all dtypes, ops, counts and layouts; the same bits on all ranks."""
-    _equals_the_reference(world, "all_reduce")
+def equals_the_reference(call: str) -> Callable[[World], None]:
+    """Return the law of one collective: every algorithm, for some of all dtypes, ops, roots, counts and layouts."""
 
+    def law(world: World) -> None:
+        for size in _SIZES:
+            _hold(world, list(_sample(world, call, size)), size)
 
-def reduce_equals_the_reference(world: World) -> None:
-    """To every root; the other ranks' tensors stay as they are."""
-    _equals_the_reference(world, "reduce")
-
-
-def broadcast_equals_the_reference(world: World) -> None:
-    """From every root."""
-    _equals_the_reference(world, "broadcast")
-
-
-def scatter_equals_the_reference(world: World) -> None:
-    """From every root, whose list stays as it is."""
-    _equals_the_reference(world, "scatter")
-
-
-def gather_equals_the_reference(world: World) -> None:
-    """To every root."""
-    _equals_the_reference(world, "gather")
-
-
-def all_gather_equals_the_reference(world: World) -> None:
-    """Of tensors of equal and of different lengths."""
-    _equals_the_reference(world, "all_gather")
-
-
-def all_gather_single_equals_the_reference(world: World) -> None:
-    """Into one tensor."""
-    _equals_the_reference(world, "all_gather_single")
-
-
-def reduce_scatter_equals_the_reference(world: World) -> None:
-    """Of lists of equal and of different lengths, which stay as they are."""
-    _equals_the_reference(world, "reduce_scatter")
-
-
-def reduce_scatter_single_equals_the_reference(world: World) -> None:
-    """Of one tensor, which stays as it is."""
-    _equals_the_reference(world, "reduce_scatter_single")
-
-
-def all_to_all_equals_the_reference(world: World) -> None:
-    """With a length for each pair of ranks."""
-    _equals_the_reference(world, "all_to_all")
-
-
-def all_to_all_single_equals_the_reference(world: World) -> None:
-    """With even and uneven splits, some of them zero."""
-    _equals_the_reference(world, "all_to_all_single")
+    law.__name__ = f"{call}_equals_the_reference"
+    law.__doc__ = f"{call} by every algorithm, for some of all dtypes, ops, roots, counts and layouts."
+    return law
 
 
 def every_op_and_dtype_equals_the_reference(world: World) -> None:
@@ -203,11 +150,6 @@ def _plain(value: dict[str, object]) -> tuple[object, ...]:
     tensor = value["tensor"]
     assert isinstance(tensor, torch.Tensor)
     return value["rank"], value["text"], tensor.tolist(), value["nothing"]
-
-
-def _equals_the_reference(world: World, call: str) -> None:
-    for size in _SIZES:
-        _hold(world, list(_sample(world, call, size)), size)
 
 
 def _hold(world: World, cases: list[Case], size: int) -> list[str]:

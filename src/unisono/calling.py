@@ -11,6 +11,7 @@ from unisono.collectives.plan import Plan, message_bytes
 from unisono.fingerprint import Fingerprint
 from unisono.select import choose
 from unisono.site import call_site
+from unisono.tensors import numels
 from unisono.transport import Transport
 from unisono.wrappers.trace import traced
 
@@ -55,7 +56,7 @@ def make_request(
 def fingerprint_of(plan: Plan, number: int, algorithm: str) -> Fingerprint:
     """Return what ranks compare of a call."""
     what, call, like = plan.collective, plan.call, plan.like
-    read, written = (tuple(t.numel() for t in side) for side in (call.inputs, call.outputs))
+    read, written = numels(call.inputs), numels(call.outputs)
     return Fingerprint(
         call=number,
         operation=what.name,
@@ -75,5 +76,6 @@ def fingerprint_of(plan: Plan, number: int, algorithm: str) -> Fingerprint:
 def _detail(fingerprint: Fingerprint) -> str:
     """Return what is said of a call beside its name."""
     root = None if fingerprint.root is None else f"root {fingerprint.root}"
-    words = fingerprint.op, fingerprint.dtype, fingerprint.shape, root
-    return ", ".join(str(word) for word in words if word is not None)
+    shape = None if fingerprint.shape is None else str(fingerprint.shape)
+    words = fingerprint.op, fingerprint.dtype, shape, root
+    return ", ".join(filter(None, words))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Group"]
 
@@ -16,6 +16,7 @@ class Group:
         name: Unique among all groups of a job, the same on every member.
         rank: This process's (or thread's) place in it.
         members: For each rank here, its rank in the first group of the job.
+        size: Number of ranks.
 
     Example:
         >>> world = Group("world", rank=2, members=(0, 1, 2, 3))
@@ -26,10 +27,10 @@ class Group:
     name: str
     rank: int
     members: tuple[int, ...]
+    size: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.members)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.members))
 
     @classmethod
     def world(cls, rank: int, size: int, name: str = "world") -> Group:

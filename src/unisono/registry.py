@@ -41,7 +41,7 @@ class Registry(Generic[T]):
 
     def register(self, name: str, entry: T) -> T:
         """Add an entry for this process; a name that is taken is an error."""
-        if name in self.names():
+        if name in self:
             raise ValueError(f"the {self.kind} {name!r} exists already; choose another name")
         self._registered[name] = entry
         return entry
@@ -55,7 +55,7 @@ class Registry(Generic[T]):
         return sorted({*self._modules, *self._aliases, *self._foreign, *self._registered})
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names()
+        return name in self._registered or name in self._aliases or name in self._modules or name in self._foreign
 
     def __getitem__(self, name: str) -> T:
         if name in self._registered:
@@ -70,9 +70,8 @@ class Registry(Generic[T]):
     @property
     def _modules(self) -> tuple[str, ...]:
         """The files, but for those that only aliases lead to."""
-        hidden = self._aliases.values()
-        files = _files(tuple(importlib.import_module(self._package).__path__))
-        return tuple(name for name in files if name not in hidden)
+        files, hidden = _files(tuple(importlib.import_module(self._package).__path__)), self._aliases.values()
+        return tuple(name for name in files if name not in hidden) if hidden else files
 
     @property
     def _foreign(self) -> dict[str, EntryPoint]:

@@ -33,7 +33,7 @@ def choose(transport: Transport, call: Call, nbytes: int, requested: str | None 
     if requested == NATIVE and not transport.carries(call):
         why = "for this operation and dtype" if call.name in transport.native else "at all"
         raise ValueError(f"this backend has no native {call.name} {why}; known: {', '.join(known(call, transport))}")
-    if requested not in known(call, transport):
+    if requested not in (NATIVE, FEWEST_BYTES) and requested not in SCHEDULES[call.name]:
         raise ValueError(f"unknown {call.name} algorithm {requested!r}; known: {', '.join(known(call, transport))}")
     return requested
 

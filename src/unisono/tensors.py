@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from unisono.wire.arrays import is_hollow
 
-__all__ = ["Staging", "as_flat", "check_apart", "check_tensor", "injective", "is_locked", "put_back"]
+__all__ = ["Staging", "as_flat", "check_apart", "check_tensor", "injective", "is_locked", "numels", "put_back"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CPU = frozenset({"cpu"})
@@ -42,6 +42,11 @@ def as_flat(tensor: object, name: str, *, written: bool = False) -> torch.Tensor
         return None
     check_tensor(tensor, "the tensor" if name == "tensor" else name, _CPU, written=written)
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def numels(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the number of elements of each tensor."""
+    return tuple(map(torch.Tensor.numel, tensors))
 
 
 def is_locked(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from unisono.collectives.description import Collective
-from unisono.tensors import check_apart, check_tensor
+from unisono.tensors import check_apart, check_tensor, numels
 
 __all__ = ["NO_TENSORS", "Side", "Splits", "check_arguments", "check_rank"]
 
@@ -132,7 +132,7 @@ class _Checks(NamedTuple):
                     f"{name}[{index}] has {tensor.numel()} elements, but the tensor has {like.numel()}; "
                     "all must have as many"
                 )
-        return Side(tuple(tensors), tuple(t.numel() for t in tensors))
+        return Side(tuple(tensors), numels(tensors))
 
     def _packed(self, output: object, input: object, splits: Splits) -> tuple[Side, Side]:
         what = self.what

@@ -11,7 +11,7 @@ from unisono.collectives.arguments import Side
 from unisono.collectives.description import FAMILIES, Collective
 from unisono.layout import Flat, Layout, Pieces
 from unisono.reduction import HALVES, check_reducible, divide
-from unisono.tensors import Staging
+from unisono.tensors import Staging, numels
 from unisono.types import Call, ReduceOp
 
 __all__ = ["Plan", "layout_of", "make_plan", "message_bytes", "post_copy", "pre_copy"]
@@ -56,7 +56,7 @@ def make_plan(
     outputs: Sequence[torch.Tensor]
     if what.in_place:
         buffer = _in_place(what, read, written, staging)
-        inputs, outputs = ((buffer,) if side.tensors else () for side in (read, written))
+        inputs, outputs = (buffer,) if read.tensors else (), (buffer,) if written.tensors else ()
     elif what.reduces:
         outputs = (staging.target(written.tensors[0]),)
         whole = _copied(read, like, staging)
@@ -93,7 +93,7 @@ def _in_place(what: Collective, read: Side, written: Side, staging: Staging) -> 
 def _copied(read: Side, like: torch.Tensor, staging: Staging) -> torch.Tensor:
     """One copy of all that is read, in which sums may grow: the tensors belong to the caller."""
     scratch = staging.scratch(sum(read.counts), like)
-    lengths = [t.numel() for t in read.tensors]
+    lengths = numels(read.tensors)
     for part, tensor in zip(scratch.split(lengths), read.tensors, strict=True):
         staging.copy_before(part.view(tensor.shape), tensor)
     return scratch
@@ -132,7 +132,7 @@ def layout_of(call: Call, chunks: int, rank: int, size: int) -> Layout:
         return Flat.even((call.inputs or call.outputs)[0], chunks)
     if what.reduces:
         assert call.whole is not None
-        return Flat.sized(call.whole, [t.numel() for t in call.inputs])
+        return Flat.sized(call.whole, numels(call.inputs))
     if what.pairwise:
         return Pieces(dict(enumerate((*call.inputs, *call.outputs))))
     many, one = (call.outputs, call.inputs) if what.gathers else (call.inputs, call.outputs)

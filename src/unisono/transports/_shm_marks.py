@@ -6,6 +6,7 @@ import torch
 
 from unisono.collectives.description import FAMILIES
 from unisono.fingerprint import hash_of
+from unisono.tensors import numels
 from unisono.types import Call, ReduceOp
 
 __all__ = ["DTYPES", "DTYPE_CODES", "OP_CODES", "Mark", "mark_of"]
@@ -19,7 +20,7 @@ Mark = tuple[int, int, int, int]
 
 def mark_of(call: Call) -> Mark:
     """Return the mark of a call without the native core, which makes marks of its own."""
-    read, written = (tuple(t.numel() for t in side) for side in (call.inputs, call.outputs))
+    read, written = numels(call.inputs), numels(call.outputs)
     dtype = next((t.dtype for t in (*call.inputs, *call.outputs)), None)
     counts = FAMILIES[call.name].compared_counts(read, written)
     return hash_of((call.name, call.asked, dtype, call.root, counts)), 0, 0, 0

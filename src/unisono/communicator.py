@@ -18,7 +18,7 @@ from unisono.engine import Engine
 from unisono.errors import MismatchError
 from unisono.group import Group
 from unisono.hosts import host_identity
-from unisono.standing import ANYONE
+from unisono.standing import ANYONE, News
 from unisono.transport import Options, Transport
 from unisono.work import patience
 from unisono.wrappers.check import Checked
@@ -68,7 +68,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
         self._parts: list[weakref.ref[Communicator]] = []
         self._successor: Communicator | None = None
         group = transport.group
-        news = _News()
+        news = News()
         control.join(group, news.tell)
         try:
             self.hosts = self._introduce(transport, group)
@@ -272,29 +272,3 @@ class Communicator(Objects, Parts, Watching, Mailing):
 
     def __reduce__(self) -> Any:
         raise TypeError("a Communicator lives in one process; make one in each rank by init or launch")
-
-
-class _News:
-    """Leads failures from the control plane to the engine, without holding it; keeps those that come before it."""
-
-    def __init__(self) -> None:
-        self._told: list[Cause] = []
-        self._engine: Callable[[], Engine | None] = _nobody
-
-    def tell(self, cause: Cause) -> None:
-        self._told.append(cause)
-        self._pass_on()
-
-    def lead_to(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        engine = self._engine()
-        if engine is not None:
-            for cause in self._told:
-                engine.on_failure(cause)
-
-
-def _nobody() -> None:
-    """There is no engine yet."""

@@ -7,9 +7,8 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from unisono.control import Cause, Control
+from unisono.control import Control, cause_of
 from unisono.control.exits import close_at_exit
-from unisono.control.failure import text_of
 from unisono.crew import Helper, aside
 from unisono.errors import CommError
 from unisono.transport import Transport
@@ -112,10 +111,8 @@ class Ending:
         """Tell the ranks of dropped parts, some of which may wait for this one, why it does not come."""
         for part in self.left():
             if part.dropped:
-                rank = part.group.rank
-                said = f"rank {rank} failed in the program: {type(error).__name__}: {text_of(error)}"
                 with contextlib.suppress(CommError):
-                    self._control.fail(part.group, Cause("PeerLostError", rank, said))
+                    self._control.fail(part.group, cause_of(error, part.group.rank, "the program"))
 
     # -- nobody holds it -----------------------------------------------------------------------
     def drop(self) -> None:

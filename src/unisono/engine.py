@@ -27,7 +27,7 @@ from unisono.errors import ClosedError, CommError
 from unisono.execute import Spare
 from unisono.fingerprint import Fingerprint
 from unisono.guarded import Guarded
-from unisono.quickly import FastCalls, refuses
+from unisono.quickly import FastCalls
 from unisono.reduction import parse_op
 from unisono.select import NATIVE
 from unisono.site import call_site
@@ -79,17 +79,6 @@ class Engine(Standing, FastCalls):
     # -- collectives ---------------------------------------------------------------------------
     def _patience(self, timeout: float) -> float:
         return patience(timeout, 0.0)
-
-    def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
-        # Of all else, also interrupts, other ranks have seen a part.
-        if refuses(error):
-            return error
-        self._calls += 1
-        self.activity.note(noted)
-        told = self.failed(error, noted[0], self._calls)
-        if told is not error:
-            told.__cause__ = error
-        return told
 
     def staging(self) -> Staging:
         """Return what makes one-dimensional contiguous tensors of those of a call."""

@@ -11,9 +11,9 @@ from unisono import wire
 from unisono.bootstrap.running import find_running
 from unisono.communicator import Communicator
 from unisono.compose import transport_named
+from unisono.control import cause_of
 from unisono.control.client import SocketControl
 from unisono.errors import AbortedError, CommError, MismatchError
-from unisono.failing import cause_of
 from unisono.group import Group
 from unisono.startup import TIMEOUT_S, Wrap, check_timeout
 from unisono.transport import Options

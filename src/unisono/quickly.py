@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import increment_version
 
 from unisono.activity import Activity, Noted
-from unisono.errors import CommError
-from unisono.standing import ANYONE
+from unisono.standing import ANYONE, refuses
 from unisono.transport import FastPath, Status, Tensors
 
 if TYPE_CHECKING:
@@ -25,12 +24,7 @@ if TYPE_CHECKING:
     from unisono.fingerprint import Fingerprint
     from unisono.types import Work
 
-__all__ = ["FastCalls", "refuses"]
-
-
-def refuses(error: BaseException) -> bool:
-    """Return whether an error refuses a call for its arguments, before anything is done."""
-    return isinstance(error, TypeError | ValueError) and not isinstance(error, CommError)
+__all__ = ["FastCalls"]
 
 
 class FastCalls:

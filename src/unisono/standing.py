@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
+from collections.abc import Callable
 from threading import get_ident
 
-from unisono.activity import Activity
-from unisono.control import Cause, Control, error_of
+from unisono.activity import Activity, Noted
+from unisono.control import Cause, Control, cause_of, error_of
 from unisono.control.failure import text_of
+from unisono.control.hang import explained
 from unisono.control.sockets import close_after_fork
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
-from unisono.failing import cause_of, explained
+from unisono.group import Group
 from unisono.transport import Options, Transport
 
-__all__ = ["ANYONE", "Standing"]
+__all__ = ["ANYONE", "News", "Standing", "refuses"]
 
 ANYONE = -1
 """In the place of the owning thread's number: whoever calls may."""
@@ -37,7 +40,8 @@ class Standing:
 
     def __init__(self, transport: Transport, control: Control, options: Options) -> None:
         self.transport, self.control, self.options = transport, control, options
-        self.group = transport.group
+        self.group = group = transport.group
+        self._here = {"rank": group.rank, "size": group.size, "group": group.name}
         self.activity = Activity(self.group)
         self.owner: int | None = None
         self.closed = False
@@ -88,11 +92,20 @@ class Standing:
             raise self.located(error_of(self._broken, self.group), operation)
 
     def on_failure(self, cause: Cause) -> None:
-        """What the control plane calls, from its own thread, when the group has failed."""
-        if self._broken is None and (self.unfinished or not self.closed):
+        """Break the group, and end every wait in it; the control plane calls this from a thread of its own."""
+        if self._broken is None and (not self.closed or self.unfinished):
             self._broken = cause
             self.activity.broken = True
             self.transport.abort(error_of(cause, self.group))
+
+    def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
+        """The error to raise for a call of the transport: `failed`, unless the call was refused."""
+        # Of all else, also interrupts, other ranks have seen a part.
+        if refuses(error):
+            return error
+        self._calls += 1
+        self.activity.note(noted)
+        return self.failed(error, noted[0], self._calls)
 
     def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
         """Break the group for this error, and return the error to raise: the group's first cause."""
@@ -101,29 +114,67 @@ class Standing:
         if self._broken is None:
             self.activity.gave_up = isinstance(error, CommTimeoutError)
             error = explained(error, self.control, self.group)
-        cause = cause_of(error, self.group.rank, operation)
-        anonymous = isinstance(error, PeerLostError) and error.peer is None
-        known = self._broken or self.control.cause(self.group, _PATIENCE_S if anonymous else 0.0)
-        first = known or self.control.fail(self.group, cause)
-        self.on_failure(first)
+        own = cause_of(error, self.group.rank, operation)
+        first = self._broken or self._report(own, error)
         if not isinstance(error, CommError):
             return error
-        # Of a lost rank, whoever was first told more: what it failed by, where others see only that it has left.
-        same = type(error).__name__ == first.kind and not isinstance(error, PeerLostError)
-        as_good = isinstance(error, AbortedError) or same
-        if first != cause and not as_good:
-            told = error_of(first, self.group)
-            told.__cause__ = error
-            error = told
-        elif first != cause and isinstance(error, CommTimeoutError) and "\n" in first.message:
-            # By the time of a later report, whoever is to blame may have been told already, and be elsewhere.
-            error.message = error.message.partition("\n")[0] + "\n" + first.message.partition("\n")[2]
-        return self.located(error, operation, call)
+        return self.located(error if first == own else _first_of(error, first, self.group), operation, call)
+
+    def _report(self, own: Cause, error: BaseException) -> Cause:
+        """Report a cause of this rank's, and return the group's first one."""
+        anonymous = isinstance(error, PeerLostError) and error.peer is None
+        known = self.control.cause(self.group, _PATIENCE_S if anonymous else 0.0)
+        first = known or self.control.fail(self.group, own)
+        self.on_failure(first)
+        return first
 
     def located(self, error: CommError, operation: str, call: int | None = None) -> CommError:
         """The error, with what is known here: who, where, and the number that the call has, or would have got."""
         if call is None:
             # Messages are counted by themselves.
             call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
-        group = self.group
-        return error.locate(rank=group.rank, size=group.size, group=group.name, operation=operation, call=call)
+        return error.locate(**self._here, operation=operation, call=call)
+
+
+class News:
+    """Failures on their way from the control plane to a communicator, which this does not keep alive.
+
+    A failure that comes before the communicator is made waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._causes: list[Cause] = []
+        self._standing: Callable[[], Standing | None] = lambda: None
+
+    def tell(self, cause: Cause) -> None:
+        """Pass a cause on, from any thread."""
+        self._causes.append(cause)
+        standing = self._standing()
+        if standing is not None:
+            standing.on_failure(cause)
+
+    def lead_to(self, standing: Standing) -> None:
+        """Pass on all causes, those of the past too."""
+        self._standing = weakref.ref(standing)
+        for cause in self._causes:
+            standing.on_failure(cause)
+
+
+def refuses(error: BaseException) -> bool:
+    """Return whether an error refuses a call for its arguments, before anything is done."""
+    return isinstance(error, TypeError | ValueError) and not isinstance(error, CommError)
+
+
+def _first_of(error: CommError, first: Cause, group: Group) -> CommError:
+    """The error of the group's first cause, where a rank has met an error of its own because of it."""
+    if isinstance(error, CommTimeoutError) and type(error).__name__ == first.kind:
+        # The first report is the right one: by the time of a later one, ranks may have gone on.
+        if "\n" in first.message:
+            error.message = error.message.partition("\n")[0] + "\n" + first.message.partition("\n")[2]
+        return error
+    # Of a lost rank, the first report tells more: what it failed by, where others see only that it has left.
+    if isinstance(error, AbortedError) or (type(error).__name__ == first.kind and not isinstance(error, PeerLostError)):
+        return error
+    told = error_of(first, group)
+    told.__cause__ = error
+    return told

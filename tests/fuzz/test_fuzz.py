@@ -20,7 +20,17 @@ each = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name
 
 def test_every_kind_of_reader_is_here() -> None:
     names = {target.name for target in TARGETS}
-    assert names >= {"wire", "frames", "greeting", "requests", "replies", "bootstrap_file", "hostlist", "events"}
+    assert names >= {
+        "wire",
+        "frames",
+        "greeting",
+        "requests",
+        "replies",
+        "news",
+        "bootstrap_file",
+        "hostlist",
+        "events",
+    }
 
 
 @each

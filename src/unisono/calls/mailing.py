@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 from unisono.calls.caller import Caller
-from unisono.control import Cause, error_of
+from unisono.control import Cause, cause_of, error_of
 from unisono.engine import Engine
-from unisono.failing import cause_of
 from unisono.group import Group
 from unisono.mailbox import Mailbox
 from unisono.wrappers.check import Checked

@@ -9,9 +9,8 @@ from typing import Any, Self, overload
 
 from unisono import wire
 from unisono.calls.caller import Caller
-from unisono.control import Control
+from unisono.control import Control, cause_of
 from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
-from unisono.failing import cause_of
 from unisono.group import Group
 from unisono.transport import Options, Transport
 from unisono.work import patience

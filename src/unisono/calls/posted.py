@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 import torch
 
 from unisono.activity import Awaited, Noted
+from unisono.control.hang import explained
 from unisono.engine import Engine
 from unisono.errors import CommError, CommTimeoutError
-from unisono.failing import explained
 from unisono.types import Work
 from unisono.work import patience
 

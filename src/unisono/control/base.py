@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from unisono.activity import Activity
+from unisono.control.failure import Cause
 from unisono.group import Group
 
-__all__ = ["Cause", "Control", "Rebuilt"]
+__all__ = ["Control", "Rebuilt"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """The first thing that went wrong in a group.
-
-    Attributes:
-        kind: Name of the error class in `unisono.errors` that the other ranks raise.
-        rank: The rank (of that group) that it is about.
-        message: A sentence, without the reader's own rank in it.
-    """
-
-    kind: str
-    rank: int | None
-    message: str
 
 
 class Rebuilt(NamedTuple):

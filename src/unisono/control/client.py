@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from unisono import wire
-from unisono.control.base import Cause
 from unisono.control.door import Door
 from unisono.control.exits import close_at_exit
+from unisono.control.failure import Cause
 from unisono.control.line import connect
-from unisono.control.replies import reply_of
+from unisono.control.replies import Waiter, news_of, reply_of
 from unisono.control.requester import Requester
 from unisono.control.sockets import close_after_fork
-from unisono.control.waiting import Waiter
 from unisono.errors import CommError
 from unisono.group import Group
 
@@ -74,6 +73,7 @@ class SocketControl(Requester):
         self._objects: dict[str, Any] = {}
         self._line, self._news = connect(address, secret, timeout if reach_within_s is None else reach_within_s, rank)
         self._door = Door(address, secret)
+        self._news.serve(self._door)
         close_after_fork(self)
         close_at_exit(self)
         self._reader = threading.Thread(target=self._read_news, name="unisono control client", daemon=True)
@@ -200,10 +200,10 @@ class SocketControl(Requester):
         goodbye = False
         try:
             while not goodbye:
-                for content in self._news.receive(None, self._door):
-                    reply = reply_of(content)
-                    goodbye = goodbye or reply[1] == "goodbye"
-                    self._call(None if goodbye else self._receive(reply))
+                for content in self._news.receive(None):
+                    news = news_of(content)
+                    goodbye = goodbye or news[1] == "goodbye"
+                    self._call(None if goodbye else self._receive(news))
         except (OSError, ValueError) as error:
             _log.debug("%s: %s", self._where, error)
         if goodbye:

@@ -1,18 +1,44 @@
-"""From the first cause of a failure to the error that a rank raises."""
+"""Failures of groups: an error becomes the first cause, which every rank raises with its own context."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from unisono import errors
-from unisono.control.base import Cause
-from unisono.errors import CommError
+from unisono.errors import CommError, MismatchError
 from unisono.group import Group
 
-__all__ = ["LEFT", "error_of", "text_of"]
+__all__ = ["LEFT", "Cause", "cause_of", "error_of", "text_of"]
 
 LEFT = "has left (it closed the communicator, or its program has ended)"
-"""What becomes of a rank that others wait for in vain, though nothing went wrong there."""
+"""Message about a rank that ended without a failure while others still wait for it."""
 
 _MOST_SAID = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The first thing that went wrong in a group.
+
+    Attributes:
+        kind: Name of the error class in `unisono.errors` that the other ranks raise.
+        rank: The rank (of that group) that it is about.
+        message: A sentence, without the reader's own rank in it.
+    """
+
+    kind: str
+    rank: int | None
+    message: str
+
+
+def cause_of(error: BaseException, rank: int, operation: str) -> Cause:
+    """The cause that a rank reports to the others for an error of its own."""
+    if isinstance(error, MismatchError):
+        return Cause("MismatchError", error.peer, error.message)
+    if isinstance(error, CommError):
+        about = error.peer if error.peer is not None else rank
+        return Cause(type(error).__name__, about, f"rank {rank} gave up in {operation}: {error.message}")
+    return Cause("PeerLostError", rank, f"rank {rank} failed in {operation}: {type(error).__name__}: {text_of(error)}")
 
 
 def error_of(cause: Cause, group: Group | None = None) -> CommError:
@@ -25,12 +51,12 @@ def error_of(cause: Cause, group: Group | None = None) -> CommError:
     kind = getattr(errors, cause.kind, CommError)
     if not (isinstance(kind, type) and issubclass(kind, CommError)):
         kind = CommError
-    error = kind(cause.message, peer=cause.rank)
-    return error if group is None else error.locate(rank=group.rank, size=group.size)
+    rank, size = (None, None) if group is None else (group.rank, len(group.members))
+    return kind(cause.message, peer=cause.rank, rank=rank, size=size)
 
 
 def text_of(error: BaseException) -> str:
-    """An error's text, as it is passed on to others: in bounds, whatever a user's error says of itself.
+    """An error's text as other ranks get it: bounded, even if its `__str__` fails.
 
     Example:
         >>> text_of(KeyError("x"))

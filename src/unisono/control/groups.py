@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unisono.control.base import Cause
-from unisono.control.failure import LEFT
+from unisono.control.failure import LEFT, Cause
 
 __all__ = ["Contribution", "Groups", "Outgoing", "Reply", "failed", "pushed"]
 

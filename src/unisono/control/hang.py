@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from unisono.control.base import Control
-from unisono.errors import CommError
+from unisono.errors import CommError, CommTimeoutError, DeadlockError, MismatchError
 from unisono.group import Group
 
-__all__ = ["Hang", "hang_report", "last_calls", "lines_of"]
+__all__ = ["Hang", "explained", "hang_report", "last_calls", "lines_of"]
 
 _Report = dict[str, Any]
 
@@ -19,6 +19,7 @@ _MOST_RANKS = 16
 _NAMED = 8
 _NOTHING: _Report = {"calls": -1, "inside": False}
 _STACK_LINES = 4
+_FIELDS = ("operation", "call", "peer", "nbytes", "waited_s")
 _SILENT = "does not answer: its process is stopped, or busy in code that lets no other thread of it run"
 
 
@@ -73,6 +74,26 @@ def last_calls(control: Control, group: Group) -> str:
         for entry in (told or {}).get("groups", ())
         if entry["group"] == group.name and entry["last"]
     )
+
+
+def explained(error: BaseException, control: Control, group: Group) -> BaseException:
+    """A wait in vain with what every rank is doing (a deadlock is called so), a mismatch with the last calls of each.
+
+    Cost: one question to all ranks, which those that are stopped hold up by 0.15 s.
+    """
+    if not isinstance(error, CommError) or "\n" in str(error) or group.size == 1:
+        return error
+    if isinstance(error, MismatchError):
+        error.message += last_calls(control, group)
+    elif isinstance(error, CommTimeoutError):
+        hang = hang_report(control, group)
+        if error.peer is None and hang.missing:
+            error.peer = hang.missing[0]
+            error.message += f": {hang.verdict}"
+        error.message += hang.report
+        if hang.deadlock:
+            return DeadlockError(error.message, **{name: getattr(error, name) for name in _FIELDS})
+    return error
 
 
 def lines_of(name: str, told: _Report | None) -> list[str]:

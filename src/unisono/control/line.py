@@ -31,6 +31,8 @@ class Line:
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(peer, select.POLLIN)
         self._writable.register(peer, select.POLLOUT)
+        self._door: Door | None = None
+        self._door_number = -1
 
     @property
     def local_host(self) -> str:
@@ -49,17 +51,17 @@ class Line:
                     if not self._writable.poll(_milliseconds(deadline - time.monotonic())):
                         raise TimeoutError("the server reads nothing") from None
 
-    def receive(self, timeout: float | None, door: Door | None = None) -> list[bytes]:
-        """The contents of the frames that have come, none if the time is up. Raises OSError at the end.
-
-        Whoever knocks at the door meanwhile is answered.
-        """
-        if door is not None and door.socket is not None:
+    def serve(self, door: Door) -> None:
+        """Also answer at a door while this connection is waited for."""
+        if door.socket is not None:
+            self._door, self._door_number = door, door.socket.fileno()
             self._readable.register(door.socket, select.POLLIN)
-        found = self._readable.poll(None if timeout is None else _milliseconds(timeout))
-        if door is not None and door.socket is not None and any(number == door.socket.fileno() for number, _ in found):
-            door.answer()
-            return []
+
+    def receive(self, timeout: float | None) -> list[bytes]:
+        """The contents of the frames that have arrived, none if the time is up. Raises OSError at the end."""
+        found = dict(self._readable.poll(None if timeout is None else _milliseconds(timeout)))
+        if self._door is not None and self._door_number in found:
+            self._door.answer()
         if not found:
             return []
         try:

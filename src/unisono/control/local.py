@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from unisono.control.base import Cause
+from unisono.control.failure import Cause
 from unisono.control.groups import Outgoing
 from unisono.control.requester import Requester
 from unisono.control.state import ControlState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from unisono.control.base import Cause
+from unisono.control.failure import Cause
 from unisono.control.groups import Groups, Outgoing, failed
 
 __all__ = ["Rebuilds"]

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 from unisono import wire
 from unisono.activity import Activity, Desk
-from unisono.control.base import Cause, Control, Rebuilt
-from unisono.control.failure import error_of, text_of
+from unisono.control.base import Control, Rebuilt
+from unisono.control.failure import Cause, error_of, text_of
 from unisono.control.groups import Reply
 from unisono.control.hang import hang_report
-from unisono.control.waiting import Callback, Membership, Waiter
+from unisono.control.replies import Callback, Membership, Waiter
 from unisono.errors import ClosedError, CommTimeoutError, PeerLostError
 from unisono.events import Record, record_of
 from unisono.group import Group

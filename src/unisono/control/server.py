@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import selectors
 import socket
@@ -11,10 +12,10 @@ import threading
 import time
 
 from unisono import wire
-from unisono.control.base import Cause
 from unisono.control.channel import MAX_FRAME_BYTES
 from unisono.control.connection import Connection
 from unisono.control.door import Door
+from unisono.control.failure import Cause
 from unisono.control.groups import Outgoing, Reply, failed
 from unisono.control.handshake import Acceptor, Handshake
 from unisono.control.sockets import close_after_fork, listen
@@ -210,6 +211,8 @@ class Server:
 
 
 def _encoded(reply: Reply) -> bytes:
+    if not reply[0]:
+        return json.dumps(reply[1:]).encode()
     content = wire.encode(reply)
     if len(content) <= MAX_FRAME_BYTES:
         return content

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.control.base import Cause
+from unisono.control.failure import Cause
 from unisono.control.local import LocalControl, LocalHub
-from unisono.control.waiting import Waiter
+from unisono.control.replies import Waiter
 from unisono.virtual import here, waiting
 
 __all__ = ["SimulatedControl", "SimulatedHub"]

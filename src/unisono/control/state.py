@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.control.base import Cause
+from unisono.control.failure import Cause
 from unisono.control.forms import check_form
 from unisono.control.groups import Groups, Outgoing, failed
 from unisono.control.keys import Keys

@@ -202,7 +202,7 @@ class ShmTransport(Transport):
             self._board.broken = cause
             if self._native is not None:
                 self._native.abort()
-        for work in self._rings.pending():
+        for work in () if self._rings.idle else self._rings.pending():
             work.complete(cause)
 
 

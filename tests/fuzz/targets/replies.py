@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from unisono import wire
-from unisono.control.replies import reply_of
+from unisono.control.replies import Waiter, reply_of
 from unisono.control.requester import Requester
-from unisono.control.waiting import Waiter
 from unisono.group import Group
 
 REFUSALS = (ValueError,)
@@ -43,7 +42,6 @@ class Deaf(Requester):
 
 def seeds() -> list[bytes]:
     replies: list[Any] = [(1, "ok", None), (5, "ok", [b"a", b"b"]), (2, "failed", ("CommError", None, "because"))]
-    replies += [(0, "failed", ("world", "PeerLostError", 1, "rank 1 was lost")), (0, "asked", 3)]
     return [wire.encode(reply) for reply in replies]
 
 

@@ -15,10 +15,11 @@ import torch
 
 from unisono import mpilib
 from unisono.errors import PeerLostError, UnavailableError
+from unisono.fingerprint import hash_of
 from unisono.mpilib import check_world, launched, name_of, unlaunched, until
 from unisono.testing.reference import reduced
 from unisono.transports import _mpi_messages
-from unisono.transports._mpi_agreement import Agreement, word_of
+from unisono.transports._mpi_agreement import Agreement
 from unisono.transports._mpi_reductions import Reductions, reducible
 from unisono.types import ReduceOp
 
@@ -190,8 +191,8 @@ def test_rows_that_fit_sum_to_nothing_and_others_do_not() -> None:
 
 def test_words_differ_where_calls_differ() -> None:
     calls = [("all_reduce", "sum", None, "float32", (4,)), ("all_reduce", "max", None, "float32", (4,)), ("barrier",)]
-    assert len({word_of(call) for call in calls}) == 3
-    assert word_of(calls[0]) == word_of(tuple(calls[0]))
+    assert len({hash_of(call) for call in calls}) == 3
+    assert hash_of(calls[0]) == hash_of(tuple(calls[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -204,14 +205,13 @@ def test_the_order_of_floats_is_kept_by_integers(dtype: torch.dtype, op: ReduceO
     found = []
     for first, second in ((left.clone(), right.clone()), (right.clone(), left.clone())):
         reductions = Reductions(FAKE)
-        with (
-            reductions.of(second, op, result=None),
-            reductions.of(first, op, result=first) as (tensor, kind, by),
-        ):
-            whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-            assert (kind, by) == (f"INT{8 * dtype.itemsize}_T", op.name)
-            pick = torch.minimum if op is ReduceOp.MIN else torch.maximum
-            tensor.view(whole).copy_(pick(tensor.view(whole), second.view(whole)))
+        reductions.prepare(second, op)
+        tensor, kind, by = reductions.prepare(first, op)
+        whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        assert (kind, by) == (f"INT{8 * dtype.itemsize}_T", op.name)
+        pick = torch.minimum if op is ReduceOp.MIN else torch.maximum
+        tensor.view(whole).copy_(pick(tensor.view(whole), second.view(whole)))
+        reductions.finish(first, op)
         assert not wanted.complaint(first)
         found.append(first.view(torch.uint8))
     assert torch.equal(*found), "the bits depend on the order of ranks"

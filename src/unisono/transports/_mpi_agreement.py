@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import xxhash
 
@@ -13,29 +12,12 @@ from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.mpilib import until
 from unisono.transports._mpi_comms import Comms
 
-__all__ = ["Agreement", "word_of"]
+__all__ = ["Agreement"]
 
 _WORD = 2**64
-_MOST = 4096
 _LAST_WORD_S = 0.02
 _LOOKS = 100
 _WORDS = struct.Struct("=3Q")
-_words: dict[tuple[Any, ...], int] = {}
-
-
-def word_of(compared: tuple[Any, ...]) -> int:
-    """64 bits that stand for what ranks compare of a call: `Fingerprint.compared()` without the call's number.
-
-    Example:
-        >>> word_of(("barrier", "bor")) == word_of(("barrier", "bor")), word_of(("barrier",)) == word_of(())
-        (True, False)
-    """
-    word = _words.get(compared)
-    if word is None:
-        if len(_words) >= _MOST:
-            _words.clear()
-        word = _words[compared] = xxhash.xxh3_64_intdigest(repr(compared).encode())
-    return word
 
 
 class Agreement:
@@ -65,7 +47,6 @@ class Agreement:
         self._rank, self._size = comms.own.Get_rank(), comms.own.Get_size()
         self._words = bytearray(_WORDS.size)
         self._arguments = (mpi.IN_PLACE, [self._words, 3, mpi.UINT64_T], mpi.SUM)
-        self._start: Callable[[], object] = self._first
         self._test: Callable[[], bool] = _yes
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._given: list[int] = []
@@ -76,7 +57,7 @@ class Agreement:
         """Whether all ranks are at this call, and their rows fit.
 
         Args:
-            word: As of `word_of`.
+            word: 64 bits that stand for this rank's call.
             deadline: On the monotonic clock.
             rows: As of `rows_of`.
             count: 1 if this rank counts, for `counted`.
@@ -91,7 +72,7 @@ class Agreement:
         _WORDS.pack_into(self._words, 0, word, rows, count)
         try:
             with comms.turn:
-                self._start()
+                self._test = comms.own.Iallreduce(*self._arguments).Test if self._size > 1 else _yes
                 # Most often the others come at about the same time.
                 over = any(self._test() for _ in range(_LOOKS))
             if not over:
@@ -102,21 +83,6 @@ class Agreement:
             raise comms.broken
         sum_of_words, sum_of_rows, self.counted = _WORDS.unpack(self._words)
         return sum_of_words == word * self._size % _WORD and not sum_of_rows
-
-    def _first(self) -> None:
-        """Start the sum. MPI prepares it once, if it knows how to: that halves the time."""
-        own = self._comms.own
-        if self._size == 1:
-            self._start = _yes
-            return
-        try:
-            request = own.Allreduce_init(*self._arguments)
-        except (AttributeError, NotImplementedError, self._comms.mpi.Exception):
-            # Older than MPI 4.
-            self._test = own.Iallreduce(*self._arguments).Test
-            return
-        self._start, self._test = request.Start, request.Test
-        request.Start()
 
     def _wait(self, deadline: float) -> None:
         turn, began = self._comms.turn, time.monotonic()

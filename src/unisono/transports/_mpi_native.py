@@ -7,8 +7,7 @@ that all ranks make the same call of MPI.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +19,7 @@ from unisono.transports._mpi_reductions import Reductions, reducible
 from unisono.transports._mpi_watch import Watch
 from unisono.types import Call
 
-__all__ = ["NATIVE", "Native", "carries", "too_long"]
+__all__ = ["NATIVE", "Native", "carries", "in_one_call", "too_long"]
 
 _MOST_BYTES = 2**31 - 1
 _REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
@@ -39,6 +38,11 @@ def carries(call: Call, size: int) -> bool:
         tensor = (call.inputs if call.name == "gather" else call.outputs)[0]
         return tensor.nbytes * size <= _MOST_BYTES
     return sum(t.nbytes for t in (call.outputs if call.name == "all_gather" else call.inputs)) <= _MOST_BYTES
+
+
+def in_one_call(nbytes: int) -> bool:
+    """Whether MPI can count so many bytes."""
+    return nbytes <= _MOST_BYTES
 
 
 def too_long(sends: Sequence[int], receives: Sequence[int], dtype: str | None) -> bool:
@@ -60,20 +64,15 @@ class Native:
         self._rank = self._comm.Get_rank()
 
     def run(self, call: Call, deadline: float) -> None:
-        """Every rank has come to this call."""
-        tensors = (*call.inputs, *call.outputs)
+        """Every rank has reached this call."""
         # In an all_to_all, one rank may have nothing where others have.
-        if call.name == "all_to_all" or any(t.numel() for t in tensors):
-            with self._watched(deadline):
-                _RUN[call.name](self, call)
-
-    @contextmanager
-    def _watched(self, deadline: float) -> Iterator[None]:
+        if call.name != "all_to_all" and not any(t.numel() for t in (*call.inputs, *call.outputs)):
+            return
         self._comms.deadline = deadline
         self.watch.enrol()
         try:
             with self._comms.turn:
-                yield
+                _RUN[call.name](self, call)
         except self._mpi.Exception as error:
             raise self._comms.error_of(error) from error
         finally:
@@ -89,38 +88,40 @@ class Native:
     # -- reductions ----------------------------------------------------------------------------
     def _reduce_all(self, call: Call) -> None:
         assert call.op is not None
-        with self.reductions.of(call.outputs[0], call.op, result=call.outputs[0]) as (tensor, kind, op):
-            for start, stop in _cuts(tensor.numel()):
-                self._comm.Allreduce(self._mpi.IN_PLACE, self._described(tensor, kind, start, stop), op)
+        tensor, kind, op = self.reductions.prepare(call.outputs[0], call.op)
+        for start, stop in _cuts(tensor.numel()):
+            self._comm.Allreduce(self._mpi.IN_PLACE, self._described(tensor, kind, start, stop), op)
+        self.reductions.finish(call.outputs[0], call.op)
 
     def _reduce(self, call: Call) -> None:
         assert call.op is not None
         root, here = call.root, call.root == self._rank
-        result = call.outputs[0] if here else None
-        with self.reductions.of(call.inputs[0], call.op, result=result) as (tensor, kind, op):
-            for start, stop in _cuts(tensor.numel()):
-                given = self._described(tensor, kind, start, stop)
-                self._comm.Reduce(self._mpi.IN_PLACE if here else given, given if here else None, op, root)
+        tensor, kind, op = self.reductions.prepare(call.inputs[0], call.op)
+        for start, stop in _cuts(tensor.numel()):
+            given = self._described(tensor, kind, start, stop)
+            self._comm.Reduce(self._mpi.IN_PLACE if here else given, given if here else None, op, root)
+        if here:
+            self.reductions.finish(call.outputs[0], call.op)
 
     def _reduce_scatter(self, call: Call) -> None:
         assert call.op is not None
         assert call.whole is not None
-        counts = [t.numel() for t in call.inputs]
         target = call.outputs[0]
-        with self.reductions.of(call.whole, call.op, result=target) as (whole, kind, op):
-            factor = whole.numel() // max(1, call.whole.numel())
-            scaled = [count * factor for count in counts]
-            into = [memory(self._comms, target), target.numel() * factor, kind]
-            if len(set(counts)) == 1:
-                self._comm.Reduce_scatter_block([memory(self._comms, whole), kind], into, op)
-            else:
-                self._comm.Reduce_scatter(self._described(whole, kind), into, scaled, op)
+        whole, kind, op = self.reductions.prepare(call.whole, call.op)
+        factor = whole.numel() // max(1, call.whole.numel())
+        counts = [t.numel() * factor for t in call.inputs]
+        given, into = memory(self._comms, whole), [memory(self._comms, target), target.numel() * factor, kind]
+        if len(set(counts)) > 1:
+            self._comm.Reduce_scatter([given, whole.numel(), kind], into, counts, op)
+        else:
+            self._comm.Reduce_scatter_block([given, kind], into, op)
+        self.reductions.finish(target, call.op)
 
     # -- what only moves -----------------------------------------------------------------------
     def _broadcast(self, call: Call) -> None:
-        tensor = call.outputs[0].view(torch.uint8)
-        for start, stop in _cuts(tensor.numel()):
-            self._comm.Bcast(self._described(tensor, self._mpi.BYTE, start, stop), call.root)
+        tensor = call.outputs[0]
+        for start, stop in _cuts(tensor.nbytes):
+            self._comm.Bcast([memory(self._comms, tensor, start, stop - start), self._mpi.BYTE], call.root)
 
     def _gather(self, call: Call) -> None:
         if call.root != self._rank:
@@ -143,8 +144,9 @@ class Native:
 
     def _all_gather(self, call: Call) -> None:
         # MPI wants all ranks to say that theirs lies in place, or none.
-        source, here = call.inputs[0], call.outputs[self._rank].data_ptr() == call.inputs[0].data_ptr()
-        given = source.clone() if here else source
+        given = call.inputs[0]
+        if call.outputs and call.outputs[self._rank].data_ptr() == given.data_ptr():
+            given = given.clone()
         if call.whole is not None:
             self._comm.Allgather(self._described(given), self._described(call.whole))
             return

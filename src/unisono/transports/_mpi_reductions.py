@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from unisono.reduction import combine
 from unisono.types import ReduceOp
 
-__all__ = ["Reductions", "reducible"]
+__all__ = ["Reductions", "prepares", "reducible"]
 
 _TYPES = {
     torch.uint8: "UINT8_T",
@@ -74,6 +73,11 @@ def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
     return op in _OPS
 
 
+def prepares(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Whether elements are overwritten before MPI reduces them."""
+    return dtype.is_floating_point and op in _EXTREMES
+
+
 class Reductions:
     """Prepares tensors for a reduction by MPI.
 
@@ -86,29 +90,26 @@ class Reductions:
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
 
-    @contextmanager
-    def of(
-        self, tensor: torch.Tensor, op: ReduceOp, result: torch.Tensor | None
-    ) -> Iterator[tuple[torch.Tensor, Any, Any]]:
-        """The elements to be reduced, their type for MPI, and MPI's operation.
+    def prepare(self, tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, Any, Any]:
+        """The elements to be reduced, which may be overwritten, their type for MPI, and MPI's operation.
 
         Args:
-            tensor: May be overwritten.
+            tensor: Its memory is that of the elements.
             op: What `reducible` allows.
-            result: Where this rank's result will be, if it gets one; it is right when the `with` has ended.
         """
         dtype = tensor.dtype
         kind = getattr(self._mpi, _TYPES[dtype])
         if dtype.is_complex:
-            yield torch.view_as_real(tensor).view(-1), kind, self._mpi.SUM
-        elif dtype.is_floating_point and op in _EXTREMES:
+            return torch.view_as_real(tensor).view(-1), kind, self._mpi.SUM
+        if prepares(dtype, op):
             _to_keys(tensor, op)
-            whole = _WHOLE[dtype.itemsize]
-            yield tensor, getattr(self._mpi, _TYPES[whole]), getattr(self._mpi, _OPS[op])
-            if result is not None:
-                _swap(result.view(whole))
-        else:
-            yield tensor, kind, self._op(dtype, op)
+            return tensor, getattr(self._mpi, _TYPES[_WHOLE[dtype.itemsize]]), getattr(self._mpi, _OPS[op])
+        return tensor, kind, self._op(dtype, op)
+
+    def finish(self, result: torch.Tensor, op: ReduceOp) -> None:
+        """Turn what MPI has reduced into the result, where `prepare` has changed the elements."""
+        if prepares(result.dtype, op):
+            _swap(result.view(_WHOLE[result.itemsize]))
 
     def _op(self, dtype: torch.dtype, op: ReduceOp) -> Any:
         if dtype in _CALLED_BACK and op in (ReduceOp.SUM, ReduceOp.PRODUCT):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from unisono.control import Cause, error_of
 from unisono.control.failure import LEFT
@@ -14,12 +14,13 @@ from unisono.control.hang import hang_report
 from unisono.cores import cores
 from unisono.deferred import Deferred
 from unisono.errors import ClosedError, CommError, MismatchError, PeerLostError, UnavailableError
-from unisono.fingerprint import Fingerprint, explain
+from unisono.fingerprint import Fingerprint, explain, hash_of
 from unisono.group import Group
 from unisono.mpilib import check_world, library
 from unisono.transport import Options, Transport
-from unisono.transports._mpi_agreement import Agreement, word_of
+from unisono.transports._mpi_agreement import Agreement
 from unisono.transports._mpi_comms import Base, Comms
+from unisono.transports._mpi_fast_path import MpiFastPath
 from unisono.transports._mpi_messages import LAST_LOOKS, Messages
 from unisono.transports._mpi_native import NATIVE, Native, carries, too_long
 from unisono.transports._mpi_watch import Watch
@@ -69,6 +70,7 @@ class MpiTransport(Transport):
         self._agreement = Agreement(comms, self._look, spins)
         self._watch = Watch(comms.mpi, comms, self._give_up)
         self._native = Native(comms, self._watch)
+        self.fast_path = MpiFastPath(self._agreement, self._run, group.rank, group.size, self._differ)
 
     @classmethod
     def connect(cls, group: Group, control: Control, options: Options) -> MpiTransport:
@@ -132,7 +134,7 @@ class MpiTransport(Transport):
     # -- collectives ---------------------------------------------------------------------------
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
         self._fingerprint, deadline = fingerprint, time.monotonic() + timeout
-        word, sends, receives = word_of(fingerprint.compared()[1:]), fingerprint.sends, fingerprint.receives
+        word, sends, receives = hash_of(fingerprint.compared()[1:]), fingerprint.sends, fingerprint.receives
         if sends or receives:
             rows = self._agreement.rows_of(sends, receives)
             self._agree(word, deadline, rows, too_long(sends, receives, fingerprint.dtype))
@@ -162,7 +164,7 @@ class MpiTransport(Transport):
         batch += [Send(call.inputs[rank], rank, COLLECTIVE_TAG) for rank in others]
         self.post(batch).wait(max(0.0, deadline - time.monotonic()))
 
-    def _differ(self, mine: Fingerprint) -> None:
+    def _differ(self, mine: Fingerprint) -> NoReturn:
         """Words differ, which all ranks see: quote what each was about to do."""
         topic, patience = f"mismatch in call {self._agreement.number}", min(self._options.timeout_s, _QUOTE_S)
         # That all ranks are at the same call is known.

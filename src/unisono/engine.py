@@ -112,7 +112,7 @@ class Engine(Standing, FastCalls):
         """Return the plan of a call with these arguments; raise for those that this rank alone can find wrong."""
         group, devices = self.group, self.transport.devices
         read, written = check_arguments(what, output, input, root, splits, group.rank, group.size, devices)
-        reduces = parse_op(op) if what.reduces and what.moves else None
+        reduces = parse_op(op) if what.reduces else None
         return make_plan(what, read, written, reduces, root, group.size, self.staging())
 
     def _fingerprint(

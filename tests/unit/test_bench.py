@@ -201,7 +201,7 @@ def test_own_errors_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--collective", "all_reduc"], "unknown collective 'all_reduc'; known: all_reduce, broadcast"),
+        (["--collective", "all_reduc"], "unknown collective 'all_reduc'; known: all_gather, all_reduce"),
         (["--backend", "smh"], "unknown transport 'smh'; known:"),
         (["--backend", "nccl"], "this host's memory"),
         (["--ranks", "0"], "ranks must be at least 1, not 0"),

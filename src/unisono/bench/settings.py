@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from unisono.bench.peers import PEERS
-from unisono.bench.workload import COLLECTIVES, REDUCING, Workload
+from unisono.bench.workload import COLLECTIVES, Workload
+from unisono.collectives.description import FAMILIES
 from unisono.compose import transport_named
 from unisono.hosts import shm_obstacle
 from unisono.reduction import check_reducible, parse_op
@@ -66,7 +67,7 @@ class Settings:
         if self.dtype not in _DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known: {', '.join(_DTYPES)}")
         op = parse_op(self.op)
-        if self.collective in REDUCING:
+        if FAMILIES[self.collective].reduces:
             check_reducible(op, self._dtype)
         known = ["native", *SCHEDULES[self.collective].names()]
         if self.algorithm is not None and self.algorithm not in known:

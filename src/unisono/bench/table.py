@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from unisono.bench.result import Against, Result
 from unisono.bench.settings import Settings
-from unisono.bench.workload import REDUCING
+from unisono.collectives.description import FAMILIES
 
 __all__ = ["heading", "line", "markdown", "summary"]
 
@@ -49,7 +49,7 @@ def line(result: Result) -> str:
         str(result.nbytes),
         str(result.count),
         result.dtype if result.count else "-",
-        result.op if result.collective in REDUCING else "-",
+        result.op if FAMILIES[result.collective].reduces else "-",
         result.algorithm,
         _figure(result.time_us),
         f"{result.algbw_gb_s:.2f}",

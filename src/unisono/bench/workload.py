@@ -9,22 +9,12 @@ import torch
 
 from unisono.bench import pattern
 from unisono.bench.pattern import Pattern
+from unisono.collectives.description import FAMILIES, Collective
 from unisono.types import ReduceOp
 
-__all__ = ["COLLECTIVES", "REDUCING", "Slot", "Workload", "bus_factor"]
+__all__ = ["COLLECTIVES", "Slot", "Workload", "bus_factor"]
 
-# -- the collectives -----------------------------------------------------------------------------------
-COLLECTIVES = (
-    *("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
-    "barrier",
-)
-REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-_IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce"})
-_FROM_ROOT = frozenset({"broadcast", "scatter"})
-_TO_ROOT = frozenset({"reduce", "gather"})
-# A rank gives, or gets, a part for each rank, and not only one.
-_GIVES_PARTS = frozenset({"reduce_scatter", "scatter", "all_to_all"})
-_GETS_PARTS = frozenset({"all_gather", "gather", "all_to_all"})
+COLLECTIVES = tuple(FAMILIES)
 
 
 def bus_factor(collective: str, ranks: int) -> float:
@@ -36,14 +26,14 @@ def bus_factor(collective: str, ranks: int) -> float:
         >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("broadcast", 4)
         (1.5, 0.75, 1.0)
     """
-    if collective == "barrier":
+    what = FAMILIES[collective]
+    if not what.moves:
         return 0.0
-    if collective in ("broadcast", "reduce"):
+    if what.in_place and what.root is not None:
         return 1.0
-    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+    return (2 if what.in_place else 1) * (ranks - 1) / ranks
 
 
-# -- one of them ---------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
     """Memory for one call: a rank's input, and the place of its result; the same tensor where that is in place."""
@@ -72,9 +62,10 @@ class Workload:
     @classmethod
     def of_bytes(cls, collective: str, ranks: int, nbytes: int, dtype: torch.dtype, op: ReduceOp) -> Workload:
         """Return the workload of about so many bytes: rounded down to whole elements for every rank, at least one."""
-        if collective == "barrier":
+        what = FAMILIES[collective]
+        if not what.moves:
             return cls(collective, ranks, 0, dtype, op)
-        parts = 1 if collective in _IN_PLACE else ranks
+        parts = 1 if what.in_place else ranks
         return cls(collective, ranks, max(1, nbytes // dtype.itemsize // parts), dtype, op)
 
     @property
@@ -93,9 +84,14 @@ class Workload:
         return bus_factor(self.collective, self.ranks)
 
     @property
+    def what(self) -> Collective:
+        """The description of the collective."""
+        return FAMILIES[self.collective]
+
+    @property
     def in_place(self) -> bool:
         """Whether the result replaces the input."""
-        return self.collective in _IN_PLACE
+        return self.what.in_place
 
     # -- memory --------------------------------------------------------------------------------
     @property
@@ -105,11 +101,11 @@ class Workload:
 
     @property
     def _source_numel(self) -> int:
-        return self.count * (self.ranks if self.collective in _GIVES_PARTS else 1)
+        return self.count * (self.ranks if self.what.scatters else 1)
 
     @property
     def _target_numel(self) -> int:
-        return self.count * (self.ranks if self.collective in _GETS_PARTS else 1)
+        return self.count * (self.ranks if self.what.gathers else 1)
 
     def slot(self, memory: torch.Tensor) -> Slot:
         """Return a slot in `slot_numel` elements of memory."""
@@ -126,15 +122,16 @@ class Workload:
 
     def wrong(self, slot: Slot, rank: int) -> int:
         """Count the elements of this rank's result that are not the expected ones."""
-        if not self.count or (self.collective in _TO_ROOT and rank != 0):
+        sources = self.what.sources(rank, self.ranks, root=0)
+        if not self.count or not sources:
             return 0
-        start = rank * self.count if self.collective in _GIVES_PARTS else 0
-        if self.collective in REDUCING:
-            return self._reduced.wrong(slot.target, start)
-        if self.collective in _FROM_ROOT:
-            return self._given[0].wrong(slot.target, start)
+        if self.what.reduces:
+            return self._reduced.wrong(slot.target, sources[0][1] * self.count)
         parts = slot.target.split(self.count)
-        return sum(given.wrong(part, start) for given, part in zip(self._given, parts, strict=True))
+        return sum(
+            self._given[source].wrong(target, part * self.count)
+            for (source, part), target in zip(sources, parts, strict=True)
+        )
 
     @cached_property
     def _given(self) -> list[Pattern]:

@@ -127,7 +127,7 @@ class Collective:
             found[self.output] = output
         if self.root is not None:
             found[self.root] = root
-        if self.reduces and self.moves:
+        if self.reduces:
             found["op"] = op
         return found
 
@@ -151,7 +151,7 @@ _ALL = (
     Collective("all_reduce", "all_reduce", 2, reduces=True),
     _ALL_TO_ALL,
     _packed(_ALL_TO_ALL),
-    Collective("barrier", "barrier", 4, reduces=True, output="", input=""),
+    Collective("barrier", "barrier", 4, output="", input=""),
     Collective("broadcast", "broadcast", 5, root="src"),
     Collective("gather", "gather", 6, root="dst", gathers=True, output="gather_list"),
     Collective("reduce", "reduce", 7, root="dst", reduces=True),

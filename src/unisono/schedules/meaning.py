@@ -44,7 +44,7 @@ def goal(collective: str, rank: int, chunk: int, size: int) -> int:
         return 0
     if what.gathers:
         return 1 << chunk
-    return everyone if what.reduces else 1
+    return everyone if what.reduces or not what.moves else 1
 
 
 def default_chunks(collective: str, size: int) -> int:

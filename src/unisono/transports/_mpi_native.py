@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from unisono.collectives.description import FAMILIES
 from unisono.transports._mpi_comms import Comms
 from unisono.transports._mpi_parts import LONGEST, memory
 from unisono.transports._mpi_reductions import Reductions, reducible
@@ -22,13 +23,12 @@ from unisono.types import Call
 __all__ = ["NATIVE", "Native", "carries", "in_one_call", "too_long"]
 
 _MOST_BYTES = 2**31 - 1
-_REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
 def carries(call: Call, size: int) -> bool:
     """Whether MPI gives the right result; the same answer on every rank."""
-    if call.name in _REDUCING:
+    if FAMILIES[call.name].reduces:
         assert call.op is not None
         if not reducible(call.inputs[0].dtype, call.op):
             return False

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.collectives.description import FAMILIES
 from unisono.types import Call, ReduceOp
 
 __all__ = ["NATIVE", "carries", "start"]
@@ -16,7 +17,6 @@ _NUMBERS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _NUMBERS |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 _ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-_REDUCING = {"all_reduce", "reduce", "reduce_scatter"}
 # On 0 and 1, the only values of a bool, these are what torch's bool arithmetic gives.
 _BOOLEAN = {
     ReduceOp.SUM: ReduceOp.MAX,
@@ -34,7 +34,7 @@ def carries(call: Call, cuda: bool) -> bool:
         return len({t.numel() for t in call.outputs}) == 1
     if call.name == "reduce_scatter" and len({t.numel() for t in call.inputs}) != 1:
         return False
-    return call.name not in _REDUCING or _reduces(call, cuda)
+    return not FAMILIES[call.name].reduces or _reduces(call, cuda)
 
 
 def _reduces(call: Call, cuda: bool) -> bool:

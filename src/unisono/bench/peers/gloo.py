@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.bench.peer import Peer
-from unisono.bench.workload import REDUCING, Slot, Workload
+from unisono.bench.workload import Slot, Workload
 from unisono.communicator import Communicator
 from unisono.errors import UnavailableError
 from unisono.types import ReduceOp
@@ -30,7 +30,7 @@ class Gloo(Peer):
     def obstacle(cls, workload: Workload) -> str | None:
         if not dist.is_gloo_available():
             raise UnavailableError("this build of torch has no gloo; measure without it, or use another build of torch")
-        if workload.collective in REDUCING and (workload.dtype in _REFUSED or workload.dtype.is_complex):
+        if workload.what.reduces and (workload.dtype in _REFUSED or workload.dtype.is_complex):
             return f"gloo does not reduce {workload.dtype}; measure another dtype, or without gloo"
         return None
 

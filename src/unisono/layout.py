@@ -20,9 +20,6 @@ class Region(NamedTuple):
     stop: int
     tensor: torch.Tensor
 
-    def overlaps(self, other: Region) -> bool:
-        return self.key == other.key and self.start < other.stop and other.start < self.stop
-
 
 def even_edges(numel: int, parts: int) -> list[int]:
     """Where each of `parts` almost equal chunks begins, and the end; the first ones are the longer ones.
@@ -49,10 +46,11 @@ class Flat(Layout):
     Args:
         tensor: One-dimensional and contiguous.
         edges: Where each chunk begins, and the end.
+        key: Of the regions: the number of the tensor, where there are several.
     """
 
-    def __init__(self, tensor: torch.Tensor, edges: Sequence[int]) -> None:
-        self._tensor, self._edges = tensor, edges
+    def __init__(self, tensor: torch.Tensor, edges: Sequence[int], key: int = 0) -> None:
+        self._tensor, self._edges, self._key = tensor, edges, key
 
     @classmethod
     def even(cls, tensor: torch.Tensor, chunks: int) -> Flat:
@@ -63,7 +61,13 @@ class Flat(Layout):
         return cls(tensor, [0, *accumulate(sizes)])
 
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        return _cut(0, self._tensor, self._edges[start], self._edges[stop], segment_bytes)
+        tensor, low, end, found = self._tensor, self._edges[start], self._edges[stop], []
+        step = max(1, segment_bytes // tensor.element_size())
+        while low < end:
+            high = min(low + step, end)
+            found.append(Region(self._key, low, high, tensor[low:high]))
+            low = high
+        return found
 
 
 class Pieces(Layout):
@@ -84,14 +88,5 @@ class Pieces(Layout):
                 assert self._like is not None
                 self._tensors[chunk] = torch.empty_like(self._like)
             tensor = self._tensors[chunk]
-            found += _cut(chunk, tensor, 0, tensor.numel(), segment_bytes)
+            found += Flat(tensor, (0, tensor.numel()), chunk).regions(0, 1, segment_bytes)
         return found
-
-
-def _cut(key: int, tensor: torch.Tensor, start: int, stop: int, segment_bytes: int) -> list[Region]:
-    step = max(1, segment_bytes // tensor.element_size())
-    if start < stop <= start + step:
-        return [Region(key, start, stop, tensor[start:stop])]
-    return [
-        Region(key, low, min(low + step, stop), tensor[low : min(low + step, stop)]) for low in range(start, stop, step)
-    ]

@@ -33,7 +33,7 @@ class Completion(Work):
 
     def __init__(self, timeout_s: float, messages: Sequence[Message] = ()) -> None:
         self.timeout_s = timeout_s
-        self._messages = tuple(messages)
+        self._messages = list(messages)
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -94,17 +94,15 @@ class Countdown(Completion):
 
     def __init__(self, timeout_s: float, messages: Sequence[Message]) -> None:
         super().__init__(timeout_s, messages)
-        self._left = len(messages)
         if not messages:
             self.complete()
 
     def arrived(self, message: Message) -> None:
-        """One of the messages is done; call once for each."""
+        """Note that one of the messages is done; call once for each."""
         with self._lock:
-            self._left -= 1
-            self._messages = tuple(m for m in self._messages if m is not message)
-            last = self._left == 0
-        if last:
+            if not self._done.is_set():
+                self._messages.remove(message)
+        if not self._messages:
             self.complete()
 
 

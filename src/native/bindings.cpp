@@ -119,19 +119,33 @@ class Core {
     int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
         const int64_t nbytes = count * dtypes_.at(static_cast<size_t>(dtype)).width;
         const Header header{tag, count, dtype};
-        return within(nbytes, [&] { return rings_.send(peer, header, at(address), nbytes, deadline, *call_.patience); });
+        return within(nbytes, [&](Patience& patience) {
+            return rings_.send(peer, header, at(address), nbytes, deadline, patience);
+        });
     }
     int receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
         const int64_t nbytes = count * dtypes_.at(static_cast<size_t>(dtype)).width;
         const Header header{tag, count, dtype};
-        return within(nbytes, [&] { return rings_.receive(peer, header, at(address), nbytes, deadline, *call_.patience); });
+        return within(nbytes, [&](Patience& patience) {
+            return rings_.receive(peer, header, at(address), nbytes, deadline, patience);
+        });
+    }
+
+    // Messages that Python moves.
+    uint64_t moves() const { return rings_.moves(); }
+    void wake(int peer) { rings_.wake(peer); }
+    int wait_rings(const std::vector<int>& to, const std::vector<int>& from, uint64_t moves, double deadline) {
+        return within(0, [&](Patience& patience) { return rings_.wait(to, from, moves, deadline, patience); });
     }
 
     // A round that moves nothing: ranks compare a hash, and, if any counts are given, what they send each other.
     int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
         Call& call = begin(0, 0, 0, -1, deadline);
         call.mark = {kNoCollective, digest, 0, 0};
-        return within(0, [&] { return counts.empty() ? collectives_.barrier(call) : collectives_.pairs(call, counts); });
+        return within(0, [&](Patience& patience) {
+            call.patience = &patience;
+            return counts.empty() ? collectives_.barrier(call) : collectives_.pairs(call, counts);
+        });
     }
 
     void abort() { collectives_.board.abort(); }
@@ -180,7 +194,10 @@ class Core {
         int64_t nbytes = 0;
         for (const Parts* side : {&call.inputs, &call.outputs})
             for (const Part& part : *side) nbytes += part.count * call.width;
-        return within(nbytes, [&] { return collectives_.run(name, call); });
+        return within(nbytes, [&](Patience& patience) {
+            call.patience = &patience;
+            return collectives_.run(name, call);
+        });
     }
 
     // The sum of the counts, and where there are several, their FNV-1a hash (Fowler, Noll, Vo) with numbers for bytes.
@@ -204,8 +221,7 @@ class Core {
         {
             PythonPatience patience;
             if (nbytes > kLongBytes) patience.settle();
-            call_.patience = &patience;
-            status = calling();
+            status = calling(patience);
         }
         if (status == Status::interrupted) throw nb::python_error();
         return static_cast<int>(status);
@@ -231,11 +247,14 @@ NB_MODULE(_native, module) {
         .def("call_lists", &Core::call_lists)
         .def("send", &Core::send)
         .def("receive", &Core::receive)
+        .def("wait_rings", &Core::wait_rings)
+        .def("wake", &Core::wake)
         .def("compare", &Core::compare)
         .def("abort", &Core::abort)
         .def("add_arena", &Core::add_arena)
         .def("expect_arenas", &Core::expect_arenas)
         .def("drop_arena", &Core::drop_arena)
+        .def_prop_ro("moves", &Core::moves)
         .def_prop_ro("missing", &Core::missing)
         .def_prop_ro("waited_s", &Core::waited_s);
 }

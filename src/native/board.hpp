@@ -41,7 +41,7 @@ class Board {
     // The number of the last round in which this rank arrived. Only this rank's thread writes it.
     uint64_t round() const { return own(kArrived).load(std::memory_order_relaxed); }
 
-    // For which rank this one waited last, and for how long, where that was long.
+    // For which rank, and for how long, the last wait that failed has waited.
     int missing() const { return missing_; }
     double waited_s() const { return waited_s_; }
 
@@ -95,7 +95,6 @@ class Board {
     // times, and then sleeps until the bell rings, 2 ms at most, so that nothing depends on the bell.
     template <class Ready>
     Status wait_until(const Ready& ready, int on, double deadline, Patience& patience) {
-        missing_ = on;
         if (ready()) return Status::ok;
         if (spin_s_ > 0) {
             const double end = monotonic_s() + spin_s_;
@@ -115,10 +114,8 @@ class Board {
         while (!ready()) {
             if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
             // It may have come before it left.
-            if (at(on, kLeft).load(std::memory_order_acquire) && !ready()) return Status::left;
-            const double now = monotonic_s();
-            waited_s_ = now - began;
-            if (now > deadline) return Status::late;
+            if (at(on, kLeft).load(std::memory_order_acquire) && !ready()) return failed(Status::left, on, began);
+            if (monotonic_s() > deadline) return failed(Status::late, on, began);
             if (patience.interrupted()) return Status::interrupted;
             sleep(ready);
         }
@@ -148,6 +145,12 @@ class Board {
         std::atomic_thread_fence(std::memory_order_seq_cst);
         for (int r = 0; r < size; r++)
             if (r != rank) ring(r);
+    }
+
+    Status failed(Status status, int on, double began) {
+        missing_ = on;
+        waited_s_ = monotonic_s() - began;
+        return status;
     }
 
     template <class Ready>

@@ -1,10 +1,12 @@
-// Messages between two ranks: a ring of bytes for each direction of each pair, as transports/_shm_rings.py lays it out. A
-// message is a header, in a line of its own, and its bytes, which end with what fills their last line.
+// Messages between two ranks: a ring of bytes for each direction of each pair, as transports/_shm_ring.py lays it out. A
+// message is two parts: its header, as in transports/_shm_rings.py, and its bytes.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "board.hpp"
 
@@ -24,10 +26,7 @@ class Rings {
     Status send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline, Patience& patience) {
         const Ring ring = ring_of(board_.rank, peer);
         uint64_t written = ring.written().load(std::memory_order_relaxed);
-        // Less than nothing where the last line of the message before is not wholly read: that was counted in advance.
-        const auto room = [&] {
-            return static_cast<int64_t>(kRingBytes - (written - ring.read().load(std::memory_order_acquire)));
-        };
+        const auto room = [&] { return ring.room(written); };
         Status status = board_.wait_until([&] { return room() >= static_cast<int64_t>(kLine); }, peer, deadline, patience);
         if (status != Status::ok) return status;
         std::memcpy(ring.at(written), &header, sizeof header);
@@ -69,9 +68,43 @@ class Rings {
         return Status::ok;
     }
 
+    // How often threads of this rank have moved bytes without the core; each move ends with `wake`.
+    uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
+
+    // Wakes a peer whose bytes were moved, and other threads of this rank, whose messages may be done by that.
+    void wake(int peer) {
+        moves_.fetch_add(1, std::memory_order_release);
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        board_.ring(peer);
+        board_.ring(board_.rank);
+    }
+
+    // Waits until there is room to some ranks, or there are bytes from others, or another thread of this rank has moved
+    // bytes since `moves`, or the time is up.
+    Status wait(const std::vector<int>& to, const std::vector<int>& from, uint64_t moves, double deadline, Patience& patience) {
+        const auto ready = [&] {
+            for (int peer : to) {
+                const Ring ring = ring_of(board_.rank, peer);
+                if (ring.room(ring.written().load(std::memory_order_relaxed)) > 0) return true;
+            }
+            for (int peer : from) {
+                const Ring ring = ring_of(peer, board_.rank);
+                const uint64_t read = ring.read().load(std::memory_order_relaxed);
+                if (ring.written().load(std::memory_order_acquire) != read) return true;
+            }
+            return moves_.load(std::memory_order_acquire) != moves || monotonic_s() > deadline;
+        };
+        patience.settle();
+        for (const double end = monotonic_s() + kYieldS; monotonic_s() < end; sched_yield())
+            if (ready()) return Status::ok;
+        return board_.wait_until(ready, board_.rank, deadline, patience);
+    }
+
   private:
     static constexpr uint64_t kRingBytes = 128 << 10, kLine = 64;
     static constexpr int kControlBytes = 128;
+    // A peer that moves messages in Python takes longer for its part than a call of the core does.
+    static constexpr double kYieldS = 200e-6;
 
     // One end of a ring. Both count bytes from the start of time; each count has one writer.
     struct Ring {
@@ -80,6 +113,9 @@ class Rings {
         Word& written() const { return *reinterpret_cast<Word*>(control); }
         Word& read() const { return *reinterpret_cast<Word*>(control + kLine); }
         char* at(uint64_t count) const { return data + count % kRingBytes; }
+        int64_t room(uint64_t count) const {
+            return static_cast<int64_t>(kRingBytes - (count - read().load(std::memory_order_acquire)));
+        }
         // Up to the end of the memory.
         uint64_t step(uint64_t count, uint64_t most) const { return std::min(most, kRingBytes - count % kRingBytes); }
     };
@@ -98,6 +134,7 @@ class Rings {
         board_.ring(peer);
     }
 
+    std::atomic<uint64_t> moves_{0};
     Board& board_;
     char *const controls_, *const data_;
 };

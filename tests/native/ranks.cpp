@@ -155,6 +155,36 @@ void messages(int rank, int size, Rings& rings, int64_t count) {
     }
 }
 
+// Waits for messages that are moved elsewhere: ended by bytes, by room, by another thread's move, and by the deadline.
+void waits(int rank, Rings& rings, int64_t count) {
+    Patience patience;
+    std::vector<char> sent(128 << 10, 1), got(128 << 10);
+    const int64_t nbytes = static_cast<int64_t>(sent.size()) - 64;
+    const Header header{9, nbytes, 1};
+    const auto ended = [&](const std::vector<int>& to, const std::vector<int>& from, uint64_t moves, double seconds) {
+        return rings.wait(to, from, moves, monotonic_s() + seconds, patience) == Status::ok;
+    };
+    if (rank == 0) {
+        const auto send = [&] { return rings.send(1, header, sent.data(), nbytes, monotonic_s() + kSoonS, patience); };
+        expect(send() == Status::ok && ended({1}, {}, rings.moves(), kSoonS) && send() == Status::ok, "a wait for room", count);
+    }
+    if (rank == 1) {
+        bool right = true;
+        for (int turn = 0; turn < 2; turn++) {
+            right = right && ended({}, {0}, rings.moves(), kSoonS);
+            right = right && rings.receive(0, header, got.data(), nbytes, monotonic_s() + kSoonS, patience) == Status::ok;
+        }
+        expect(right && got[0] == 1, "a wait for bytes", count);
+        const uint64_t moves = rings.moves();
+        std::thread other([&] { rings.wake(0); });
+        right = ended({}, {0}, moves, kSoonS) && rings.moves() == moves + 1;
+        other.join();
+        expect(right, "a wait for another thread", count);
+        const double began = monotonic_s();
+        expect(ended({}, {0}, rings.moves(), 0.01) && monotonic_s() - began < kSoonS / 2, "a wait in vain", count);
+    }
+}
+
 void failures() {
     World world(3);
     std::vector<Collectives*> owns(3);
@@ -192,6 +222,7 @@ int main() {
                 reductions(rank, size, own, count);
                 movements(rank, size, own, count);
                 if (count) messages(rank, size, rings, count);
+                if (count == 1000) waits(rank, rings, count);
             }
         });
     }

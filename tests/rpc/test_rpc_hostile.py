@@ -155,7 +155,7 @@ def test_nonsense_in_shared_memory_loses_who_wrote_it() -> None:
         found = ""
         if comm.rank == 0:
             out = box._out[1]  # type: ignore[attr-defined]  # not in the annotations of what it is
-            out.put(struct.pack("<II", 8, 2**31) + bytes(8))
+            out.write(struct.pack("<II", 8, 2**31) + bytes(8))
             box.nudge()
         comm.barrier()
         if comm.rank == 1:

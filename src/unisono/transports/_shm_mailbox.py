@@ -1,4 +1,4 @@
-"""A mailbox in shared memory: a ring of bytes for each ordered pair of ranks, and a bell for each rank."""
+"""Mailbox in shared memory: a ring of bytes for each ordered pair of ranks, and a bell for each rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,12 +17,17 @@ from unisono.control import Control
 from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.group import Group
 from unisono.mailbox import Mail, Mailbox
+from unisono.tensors import view_of
 from unisono.transports._shm_memory import PAGE_BYTES, meet
-from unisono.transports._shm_streams import PAIR_WORDS, RING_BYTES, Incoming, Outgoing, framed
-from unisono.transports._views import view_of
+from unisono.transports._shm_ring import Ring, nbytes_of, rings_of
 
 __all__ = ["ShmMailbox"]
 
+_RING_BYTES = 512 << 10
+_FIXED = struct.Struct("<II")
+"""Bytes of the head, and number of bodies. With the lengths of these, and the head, they are the first part of a
+message; each body is another part."""
+_MOST_BODIES = 1 << 16
 _LINE = 8
 _ASLEEP, _BELL = 0, 1
 _YIELDS = 200
@@ -34,6 +40,48 @@ _libc.syscall.restype = ctypes.c_long
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Incoming(NamedTuple):
+    """The ring from a peer, and the messages in it: None where the next one is not whole."""
+
+    peer: int
+    ring: Ring
+    mails: Iterator[Mail | None]
+
+
+def _mails(peer: int, ring: Ring) -> Iterator[Mail | None]:
+    """Messages of a peer one after another. A long one is read as it arrives, into memory of its own."""
+    while True:
+        while not ring.available:
+            yield None
+        there = ring.peek()
+        length, count = _FIXED.unpack_from(there)
+        if count > _MOST_BODIES:
+            raise ValueError(f"rank {peer} sent a message with {count} bodies")
+        begin = _FIXED.size + 8 * count
+        if not count and begin + length <= len(there):
+            # The usual message: short, whole, and in one piece.
+            head = bytes(there[begin : begin + length])
+            ring.skip(begin + length)
+            yield Mail(peer, head, ())
+            continue
+        frame = memoryview(bytearray(begin + length))
+        if (done := ring.read(frame)) < len(frame):
+            yield from _rest(frame[done:], ring)
+        sizes = struct.unpack_from(f"<{count}Q", frame, _FIXED.size) if count else ()
+        bodies = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        for body in bodies:
+            yield from _rest(view_of(body), ring)
+        yield Mail(peer, bytes(frame[begin:]), bodies)
+
+
+def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
+    """Read what is left of a part of a message; yield while there is nothing more of it."""
+    while (step := ring.read(part)) < len(part):
+        part = part[step:]
+        if not step:
+            yield None
 
 
 class ShmMailbox(Mailbox):
@@ -52,65 +100,48 @@ class ShmMailbox(Mailbox):
         super().__init__(group)
         size, rank = group.size, group.rank
         bells, rings = PAGE_BYTES, -(-size * _LINE * 8 // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
-        data_at = rings + -(-size * size * PAIR_WORDS * 8 // PAGE_BYTES) * PAGE_BYTES
-        memory = meet(group, control, "mailbox", data_at + size * size * RING_BYTES, timeout_s, mmap.mmap)
+        memory = meet(group, control, "mailbox", rings + nbytes_of(size, _RING_BYTES), timeout_s, mmap.mmap)
         content = memoryview(memory)
         with torch.inference_mode(mode=False):
             data = torch.frombuffer(memory, dtype=torch.uint8)
         self._words = content.cast("Q")[bells // 8 : rings // 8]
         self._address = data.data_ptr() + bells
         self._own = rank * _LINE
-        controls = content.cast("Q")[rings // 8 : data_at // 8]
-
-        def end(pair: int) -> tuple[memoryview, memoryview]:
-            start = data_at + pair * RING_BYTES
-            return controls[pair * PAIR_WORDS : (pair + 1) * PAIR_WORDS], content[start : start + RING_BYTES]
-
-        peers = [peer for peer in range(size) if peer != rank]
-        self._out = {peer: Outgoing(*end(rank * size + peer)) for peer in peers}
-        self._in = [Incoming(*end(peer * size + rank), peer) for peer in peers]
+        self._out, incoming = rings_of(rank, size, content[rings:], _RING_BYTES)
+        self._in = [_Incoming(peer, ring, _mails(peer, ring)) for peer, ring in enumerate(incoming) if peer != rank]
+        self._locks = [threading.Lock() for _ in range(size)]
         self._fence = threading.Lock()
         self._hushed = self._dozing = self._nudged = False
 
     # -- sending -------------------------------------------------------------------------------
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        out = self._out[peer]
-        content = framed(head, [body.numel() for body in bodies])
-        with out.lock:
+        ring, deadline = self._out[peer], time.monotonic() + timeout
+        sizes = struct.pack(f"<{len(bodies)}Q", *[body.numel() for body in bodies]) if bodies else b""
+        frame = _FIXED.pack(len(head), len(bodies)) + sizes + head
+        with self._locks[peer]:
             self.check(peer)
-            done = out.put(content)
-            if done < len(content) or bodies:
+            done = ring.write(frame)
+            if done < len(frame) or bodies:
                 try:
-                    self._send_long(out, peer, content, done, bodies, timeout)
+                    for part in (memoryview(frame)[done:], *map(view_of, bodies)):
+                        self._put(ring, peer, part, deadline)
                 except BaseException as error:
                     self.lose_half_way(peer, error)
                     raise
-        # Leaving the lock is a fence: what was written is seen by who sets this word later.
+        # Leaving the lock is a fence: what was written is seen by a rank that sets this word later.
         if self._words[peer * _LINE + _ASLEEP]:
             self._ring(peer)
 
-    def _send_long(
-        self, out: Outgoing, peer: int, content: bytes, done: int, bodies: Sequence[torch.Tensor], timeout: float
-    ) -> None:
-        deadline = time.monotonic() + timeout
-        while done < len(content):
-            step = out.put(memoryview(content)[done:])
-            done += step
+    def _put(self, ring: Ring, peer: int, part: memoryview, deadline: float) -> None:
+        """Write a part of a message. The receiver can begin to read a long one while the rest is written."""
+        while (step := ring.write(part)) < len(part):
+            part = part[step:]
             if not step:
-                self._make_room(out, peer, deadline)
-        asleep = peer * _LINE + _ASLEEP
-        for body in bodies:
-            rest, padding = view_of(body), -body.numel() % 8
-            while rest:
-                step = out.put_body(rest, padding)
-                rest = rest[step:]
-                if not step:
-                    self._make_room(out, peer, deadline)
-                elif self._words[asleep]:
-                    # It can begin to read while the rest is written.
-                    self._ring(peer)
+                self._make_room(ring, peer, deadline)
+            elif self._words[peer * _LINE + _ASLEEP]:
+                self._ring(peer)
 
-    def _make_room(self, out: Outgoing, peer: int, deadline: float) -> None:
+    def _make_room(self, out: Ring, peer: int, deadline: float) -> None:
         """Wait until the reader has read something."""
         # What counts is that there is room, not that something is read from now on: all may have been read already.
         self._ring(peer)
@@ -129,14 +160,16 @@ class ShmMailbox(Mailbox):
     def poll(self) -> list[Mail]:
         mails: list[Mail] = []
         for incoming in self._in:
-            if incoming.words[0] != incoming.base:
-                try:
-                    incoming.take(mails)
-                except (ValueError, RuntimeError, MemoryError, struct.error) as error:
-                    self._lose_for_nonsense(incoming, error)
+            try:
+                while incoming.ring.available:
+                    mail = next(incoming.mails)
+                    if mail is not None:
+                        mails.append(mail)
+            except (ValueError, RuntimeError, MemoryError, struct.error) as error:
+                self._lose_for_nonsense(incoming, error)
         return mails
 
-    def _lose_for_nonsense(self, incoming: Incoming, error: Exception) -> None:
+    def _lose_for_nonsense(self, incoming: _Incoming, error: Exception) -> None:
         """What lies in the ring is no message: nothing more is read there."""
         self._in = [other for other in self._in if other is not incoming]
         self.lose(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote what is no message: {error}"))
@@ -164,7 +197,7 @@ class ShmMailbox(Mailbox):
         words[own + _ASLEEP] = 0
 
     def _waiting(self) -> bool:
-        return any(incoming.words[0] != incoming.base for incoming in self._in)
+        return any(incoming.ring.available for incoming in self._in)
 
     def hush(self) -> None:
         self._hushed = True

@@ -33,7 +33,7 @@ class ShmFastPath:
         words, stages, rings: The addresses of these, of two stages a rank, and of the rings for messages.
         stage_bytes: The length of a stage.
         crowded: Whether there are more ranks than processors: then a wait yields immediately.
-        queues: Messages that are not sent and received by one native call.
+        queues: The memory of the rings.
         mismatch: Raises the error of ranks whose calls differ.
     """
 
@@ -46,12 +46,12 @@ class ShmFastPath:
         rings: int,
         stage_bytes: int,
         crowded: bool,
-        queues: Rings,
+        queues: memoryview,
         mismatch: Callable[[Fingerprint], NoReturn],
     ) -> None:
         known = [(str(dtype).removeprefix("torch."), dtype.itemsize) for dtype in DTYPES]
         self.core = module.Core(words, stages, rings, stage_bytes, board.rank, board.size, crowded, known)
-        self.mismatch, self.rings = mismatch, queues
+        self.mismatch, self.rings = mismatch, Rings(board, queues, self.core)
         self._board, self._rank, self._size = board, board.rank, board.size
 
     # -- calls as the caller made them ---------------------------------------------------------------

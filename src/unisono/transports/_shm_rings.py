@@ -1,206 +1,240 @@
-"""Messages between two ranks in shared memory: a ring of bytes for each direction of each pair."""
+"""Tagged messages between two ranks in shared memory: a ring of bytes for each direction of each pair."""
 
 from __future__ import annotations
 
+import struct
 import threading
-from collections import defaultdict, deque
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 
-from unisono.errors import CommError
+from unisono.crew import Crew
+from unisono.errors import CommError, CommTimeoutError
+from unisono.tensors import view_of
 from unisono.transports._shm_board import Board
+from unisono.transports._shm_board import late as late_by
 from unisono.transports._shm_marks import DTYPE_CODES, DTYPES
+from unisono.transports._shm_ring import Ring, nbytes_of, rings_of
 from unisono.types import Message, Recv, Send
-from unisono.work import Countdown, elements, misfit
+from unisono.work import Countdown, elements, late, misfit, patience
 
-__all__ = ["RING_BYTES", "Rings"]
+__all__ = ["Rings"]
 
 ItemT = TypeVar("ItemT")
 
-RING_BYTES = 128 << 10
-_LINE_BYTES = 64
-_CONTROL_BYTES = 2 * _LINE_BYTES
-"""Of each ring: a line for the writer's count of bytes, and one for the reader's."""
+_RING_BYTES = 128 << 10
+_HEADER = struct.Struct("<qqq")
+"""Tag, number of elements, and code of the dtype: the first part of each message. Its content is the second."""
+_SLICE_S = 0.02
+"""The longest wait of the native core; after it failures and the deadline are checked."""
+_FOREVER_S = 1e9
+
+_crew = Crew("unisono shared memory")
+
+
+class _Moved(Countdown):
+    """A batch of messages in rings, which are moved by the thread that waits for them, or asks."""
+
+    def __init__(self, timeout_s: float, messages: Sequence[Message], rings: Rings) -> None:
+        self._rings, self._seen_through = rings, False
+        super().__init__(timeout_s, messages)
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._done.is_set():
+            started, limit = time.monotonic(), patience(timeout, self.timeout_s)
+            try:
+                while not self._done.is_set():
+                    self._rings.wait(started + limit, self._done.is_set, self._awaited)
+            except CommTimeoutError:
+                raise late(self._messages, time.monotonic() - started) from None
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        if not self._done.is_set():
+            try:
+                self._rings.check(self._done.is_set, self._awaited)
+            except CommError as error:
+                self.complete(error)
+        return self._done.is_set()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        with self._lock:
+            first, self._seen_through = not self._seen_through, True
+        if first and not self._done.is_set():
+            _crew.run(self._see_through)
+        return super().get_future()
+
+    def _see_through(self) -> None:
+        try:
+            self.wait(_FOREVER_S)
+        except CommError as error:
+            # There is no caller to raise it to; the future reports it.
+            self.complete(error)
+
+    def _awaited(self) -> list[int]:
+        return [message.peer for message in self._messages]
 
 
 class _Outgoing:
-    """Messages on their way to one peer; only the first is being written."""
+    """Sends to one peer, in their order; the first one is being written.
 
-    def __init__(self, words: memoryview, data: torch.Tensor) -> None:
-        self.words, self.data = words, data
-        self.queue: deque[tuple[Send, torch.Tensor, Countdown]] = deque()
-        self.sent = -1
+    Attributes:
+        pending: How many are not done.
+    """
 
-    @property
-    def written(self) -> int:
-        """Bytes since the start of time; the native core counts in the same word."""
-        return self.words[0]
+    def __init__(self, ring: Ring) -> None:
+        self._ring, self.pending = ring, 0
+        self._queue: deque[tuple[Send, Countdown]] = deque()
+        self._rest: memoryview | None = None
+
+    def works(self) -> list[Countdown]:
+        """Works of the sends that are not done."""
+        return [work for _, work in self._queue]
+
+    def post(self, message: Send, work: Countdown) -> None:
+        """Send after those that were posted before."""
+        self._queue.append((message, work))
+        self.pending += 1
 
     def move(self) -> bool:
-        """Write as much as there is room for; whether anything was."""
+        """Write as much as there is room for; return whether anything was."""
         moved = False
-        while self.queue:
-            message, content, work = self.queue[0]
-            room = RING_BYTES - (self.written - self.words[8])
-            if self.sent < 0:
-                if room < _LINE_BYTES:
-                    return moved
-                self._head(message)
-                moved = True
-                continue
-            left = content.numel() - self.sent
-            place = self.written % RING_BYTES
-            step = min(left, room, RING_BYTES - place)
-            if left and not step:
-                return moved
-            if left:
-                self.data[place : place + step].copy_(content[self.sent : self.sent + step])
-                self.sent += step
-                self._advance(step if self.sent < content.numel() else _padded(step, self.sent))
-                moved = True
-            if self.sent == content.numel():
-                self.queue.popleft()
-                self.sent = -1
+        while self._queue:
+            message, work = self._queue[0]
+            if self._rest is None:
+                tensor = message.tensor
+                header = _HEADER.pack(message.tag, tensor.numel(), DTYPE_CODES[tensor.dtype])
+                if not self._ring.write(header, more=True):
+                    break
+                self._rest, moved = view_of(tensor), True
+            step = self._ring.write(self._rest)
+            if step < len(self._rest):
+                self._rest = self._rest[step:]
+                if not step:
+                    break
+            else:
+                self._rest = None
+                self._queue.popleft()
+                self.pending -= 1
                 work.arrived(message)
+            moved = True
         return moved
-
-    def _head(self, message: Send) -> None:
-        place = self.written % RING_BYTES
-        words = [message.tag, message.tensor.numel(), DTYPE_CODES[message.tensor.dtype]]
-        header = torch.tensor(words, dtype=torch.int64, device="cpu")
-        self.data[place : place + 24].copy_(header.view(torch.uint8))
-        self.sent = 0
-        self._advance(_LINE_BYTES)
-
-    def _advance(self, step: int) -> None:
-        self.words[0] += step
-
-
-def _padded(step: int, total: int) -> int:
-    """The last step of a message, with what fills its last line."""
-    return step + -total % _LINE_BYTES
 
 
 class _Incoming:
-    """Messages on their way from one peer, and the receives that wait for them, by tag."""
+    """Messages from one peer, and the receives that wait for them, by tag.
 
-    def __init__(self, words: memoryview, data: torch.Tensor, peer: int, rank: int) -> None:
-        self.words, self.data, self.peer, self.rank = words, data, peer, rank
-        self.posted: defaultdict[int, deque[tuple[Recv, Countdown]]] = defaultdict(deque)
-        self.early: defaultdict[int, deque[tuple[torch.Tensor, str]]] = defaultdict(deque)
+    Attributes:
+        pending: How many receives are not done, and one more while a message is put aside.
+        early: Messages that were put aside, by tag.
+        sought: The tag that is looked for, if any is.
+    """
+
+    def __init__(self, ring: Ring, peer: int, rank: int) -> None:
+        self._ring, self._peer, self._rank, self.pending = ring, peer, rank, 0
+        self._posted: dict[int, deque[tuple[Recv, Countdown]]] = {}
+        self.early: dict[int, deque[torch.Tensor]] = {}
+        self.sought: int | None = None
+        self._tag = 0
         self._target: torch.Tensor | None = None
-        self._taken = 0
+        self._rest = memoryview(b"")
         self._end: tuple[Recv, Countdown] | None = None
-        self._aside: tuple[int, str] | None = None
-        self._sought: int | None = None
 
-    @property
-    def read(self) -> int:
-        """As `_Outgoing.written`."""
-        return self.words[8]
+    def works(self) -> list[Countdown]:
+        """Works of the receives that are not done."""
+        waiting = [work for queue in self._posted.values() for _, work in queue]
+        return waiting + ([self._end[1]] if self._end is not None else [])
 
     def post(self, message: Recv, work: Countdown) -> None:
+        """Receive a message that was put aside, or the next one of its tag."""
+        if message.tag not in self.early:
+            self._posted.setdefault(message.tag, deque()).append((message, work))
+            self.pending += 1
+            return
         early = _next(self.early, message.tag)
-        if early is not None:
-            content, sent = early
-            if self._fits(message, work, sent):
-                message.tensor.view(torch.uint8).copy_(content)
-                work.arrived(message)
+        if early.dtype is not message.tensor.dtype or early.numel() != message.tensor.numel():
+            self._refuse(message, work, early.numel(), early.dtype)
         else:
-            self.posted[message.tag].append((message, work))
+            view_of(message.tensor)[:] = view_of(early)
+            increment_version(message.tensor)
+            work.arrived(message)
 
     def move(self) -> bool:
-        """Take what has come, as far as somebody waits for it; whether anything was."""
+        """Read as much as there are receives for; return whether anything was."""
         moved = False
-        while self.words[0] > self.read:
+        while (self.pending or self.sought is not None) and self._ring.available:
             if self._target is None and not self._begin():
-                return moved
+                break
             moved = True
-            assert self._target is not None
-            left = self._target.numel() - self._taken
-            place = self.read % RING_BYTES
-            step = min(left, self.words[0] - self.read, RING_BYTES - place)
-            if step:
-                self._target[self._taken : self._taken + step].copy_(self.data[place : place + step])
-                self._taken += step
-                self._advance(step if step < left else _padded(step, self._taken))
-            if self._taken == self._target.numel():
+            step = self._ring.read(self._rest)
+            if step < len(self._rest):
+                self._rest = self._rest[step:]
+            else:
                 self._finish()
         return moved
 
     def _begin(self) -> bool:
-        """Read a header, and choose where the message goes; False if it must wait in the ring."""
-        tag, numel, dtype = self._header()
-        waiting = _next(self.posted, tag)
-        if waiting is not None:
-            message, work = waiting
-            if self._fits(message, work, elements(numel, str(dtype))):
-                self._target, self._end = message.tensor.view(torch.uint8), (message, work)
-            else:
-                self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
-        elif self.posted or self._sought not in (None, tag):
-            # A later message of another tag is waited for, or looked for: this one has to step aside.
-            self._target = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
-            self._aside = (tag, elements(numel, str(dtype)))
-        else:
+        """Read a header, and choose where the message goes; False if it is the one sought, which stays in the ring."""
+        if not self._posted and self._next_tag() == self.sought:
             return False
-        self._taken = 0
-        self._advance(_LINE_BYTES)
+        tag, numel, code = _HEADER.unpack_from(self._ring.peek())
+        self._ring.skip(_HEADER.size)
+        dtype = DTYPES[code - 1]
+        if tag in self._posted:
+            self._end = _next(self._posted, tag)
+        else:
+            # A later message, of another tag, is waited for or sought: this one has to step aside.
+            self._end, self.pending = None, self.pending + 1
+        target = None if self._end is None else self._end[0].tensor
+        if target is None or target.dtype is not dtype or target.numel() != numel:
+            target = torch.empty(numel, dtype=dtype, device="cpu")
+            if self._end is not None:
+                self._refuse(*self._end, numel, dtype)
+        self._tag, self._target, self._rest = tag, target, view_of(target)
         return True
 
-    def _header(self) -> tuple[int, int, torch.dtype]:
-        """Of the next message."""
-        place = self.read % RING_BYTES
-        tag, numel, code = self.data[place : place + 24].view(torch.int64).tolist()
-        return tag, numel, DTYPES[code - 1]
+    def _next_tag(self) -> int:
+        """Return the tag of the message that comes next in the ring."""
+        tag: int = _HEADER.unpack_from(self._ring.peek())[0]
+        return tag
 
     def _finish(self) -> None:
-        end, aside, content = self._end, self._aside, self._target
-        self._target = self._end = self._aside = None
+        end, content = self._end, self._target
+        assert content is not None
+        self._target = self._end = None
+        self.pending -= 1
+        increment_version(content)
         if end is not None:
             end[1].arrived(end[0])
-        if aside is not None:
-            assert content is not None
-            self.early[aside[0]].append((content, aside[1]))
-            waiting = _next(self.posted, aside[0])
-            if waiting is not None:
-                self.post(*waiting)
+            return
+        self.early.setdefault(self._tag, deque()).append(content)
+        if self._tag in self._posted:
+            # This receive was posted meanwhile.
+            self.pending -= 1
+            self.post(*_next(self._posted, self._tag))
 
-    def _fits(self, message: Recv, work: Countdown, sent: str) -> bool:
+    def _refuse(self, message: Recv, work: Countdown, numel: int, dtype: torch.dtype) -> None:
+        """Fail a receive, because another number of elements or another dtype was sent."""
+        sent = elements(numel, str(dtype))
         expected = elements(message.tensor.numel(), str(message.tensor.dtype))
-        if sent != expected:
-            work.complete(misfit(self.peer, sent, self.rank, expected, message.tag, self.peer))
-        return sent == expected
+        work.complete(misfit(self._peer, sent, self._rank, expected, message.tag, self._peer))
 
-    def holds(self, tag: int, move: Callable[[], object]) -> bool:
-        """Whether, once all has moved, a message of a tag is here that no receive waits for."""
-        self._sought = tag
-        move()
-        self._sought = None
-        waits = self._target is None and self.words[0] > self.read
-        return tag in self.early or (waits and self._header()[0] == tag)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no receive has been posted, and no message is being read."""
-        return self._target is None and not self.posted
-
-    def works(self) -> list[Countdown]:
-        """Of the receives that are not done."""
-        waiting = [work for queue in self.posted.values() for _, work in queue]
-        return waiting + ([self._end[1]] if self._end is not None else [])
-
-    def _advance(self, step: int) -> None:
-        self.words[8] += step
+    def holds(self, tag: int) -> bool:
+        """Whether a message of a tag is here that no receive waits for."""
+        return tag in self.early or (self._target is None and self._ring.available > 0 and self._next_tag() == tag)
 
 
-def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT | None:
+_End = _Outgoing | _Incoming
+
+
+def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
     """Take out the first of a tag. An empty queue goes: a program may use each tag once."""
-    queue = queues.get(tag)
-    if queue is None:
-        return None
+    queue = queues[tag]
     first = queue.popleft()
     if not queue:
         del queues[tag]
@@ -208,11 +242,12 @@ def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT | None:
 
 
 class Rings:
-    """All messages of one rank. Whoever waits moves everybody's bytes along; nobody else does.
+    """All messages of one rank. A thread that waits moves those of all peers; there is no thread beside.
 
     Args:
-        board: For waiting and waking.
-        words, data: The part of the shared memory that holds the rings, as 64-bit words and as bytes.
+        board: For waiting and waking where there is no core, and for failures.
+        memory: The part of the shared memory that holds the rings.
+        core: The native core, or None.
 
     Attributes:
         early: For each peer, by tag, the messages that have been taken out of its ring, and wait for a receive.
@@ -224,59 +259,88 @@ class Rings:
     @staticmethod
     def nbytes(size: int) -> int:
         """Memory that the rings of `size` ranks take."""
-        return size * size * (_CONTROL_BYTES + RING_BYTES)
+        return nbytes_of(size, _RING_BYTES)
 
-    def __init__(self, board: Board, words: memoryview, data: torch.Tensor) -> None:
-        self._board, self.lock, self.idle, self.held = board, threading.RLock(), True, False
-        size, rank = board.size, board.rank
-        controls = size * size * _CONTROL_BYTES
-        self._out: dict[int, _Outgoing] = {}
-        self._in: dict[int, _Incoming] = {}
-        for peer in range(size):
-            for table, pair in ((self._out, rank * size + peer), (self._in, peer * size + rank)):
-                control = words[pair * _CONTROL_BYTES // 8 : (pair + 1) * _CONTROL_BYTES // 8]
-                ring = data[controls + pair * RING_BYTES : controls + (pair + 1) * RING_BYTES]
-                if table is self._out:
-                    self._out[peer] = _Outgoing(control, ring)
-                else:
-                    self._in[peer] = _Incoming(control, ring, peer, rank)
+    def __init__(self, board: Board, memory: memoryview, core: Any) -> None:
+        self._board, self._core = board, core
+        self._wake: Callable[[int], object] = board.ring if core is None else core.wake
+        self.lock, self.idle, self.held = threading.RLock(), True, False
+        outgoing, incoming = rings_of(board.rank, board.size, memory, _RING_BYTES)
+        self._out = [_Outgoing(ring) for ring in outgoing]
+        self._in = [_Incoming(ring, peer, board.rank) for peer, ring in enumerate(incoming)]
+        self._sending: dict[int, _End] = {}
+        self._receiving: dict[int, _End] = {}
+        self.early = [end.early for end in self._in]
 
-        self.early = {peer: into.early for peer, into in self._in.items()}
-
-    def post(self, batch: Sequence[Message], work: Countdown) -> None:
+    def post(self, batch: Sequence[Message], timeout_s: float) -> Countdown:
+        """Start messages; they are moved as far as possible, and further by whoever waits for the work."""
+        work = _Moved(timeout_s, batch, self)
+        if self._board.broken is not None:
+            work.complete(self._board.broken)
+            return work
         with self.lock:
             if self.held:
                 raise CommError("a message was begun inside another one, as by a signal handler")
-            self.idle = False
             for message in batch:
+                peer = message.peer
                 if isinstance(message, Send):
-                    content = message.tensor.view(torch.uint8)
-                    self._out[message.peer].queue.append((message, content, work))
+                    self._sending[peer] = self._out[peer]
+                    self._out[peer].post(message, work)
                 else:
-                    self._in[message.peer].post(message, work)
-            self.move({m.peer for m in batch})
+                    self._receiving[peer] = self._in[peer]
+                    self._in[peer].post(message, work)
+            self.move()
+        return work
 
     def pending(self) -> list[Countdown]:
         """The works that are not done."""
         with self.lock:
-            sends = [work for out in self._out.values() for _, _, work in out.queue]
-            return sends + [work for into in self._in.values() for work in into.works()]
+            ends: list[_End] = [*self._out, *self._in]
+            return [work for end in ends for work in end.works()]
 
     def holds(self, peer: int, tag: int) -> bool:
         """Move what can be moved; whether a message of a tag from a rank is here that no receive waits for."""
         with self.lock:
-            return self._in[peer].holds(tag, self.move)
+            self._receiving[peer] = end = self._in[peer]
+            end.sought = tag
+            self.move()
+            end.sought = None
+            return end.holds(tag)
 
-    def move(self, peers: Sequence[int] | set[int] | None = None) -> bool:
-        """Move what can be moved; whether anything was."""
+    def move(self) -> bool:
+        """Move what can be moved; return whether anything was."""
         moved = False
         with self.lock:
-            for peer in self._out if peers is None else peers:
-                if (self._out[peer].queue and self._out[peer].move()) or self._in[peer].move():
-                    moved = True
-                    self._board.ring(peer)
-            if not self.idle:
-                self.idle = not any(out.queue for out in self._out.values()) and all(
-                    into.idle for into in self._in.values()
-                )
+            for ends in (self._sending, self._receiving):
+                for peer, end in list(ends.items()):
+                    if end.move():
+                        moved = True
+                        self._wake(peer)
+                    if not end.pending:
+                        ends.pop(peer, None)
+            self.idle = not self._sending and not self._receiving
         return moved
+
+    def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Wait until messages have moved, or `done` is true.
+
+        Raises as `Board.wait_until`.
+        """
+        if self._core is None:
+            self._board.wait_until(lambda: self.move() or done(), deadline, missing)
+            return
+        # Another thread may move the very messages that this one waits for: its moves are counted.
+        moves, started = self._core.moves, time.monotonic()
+        if done():
+            return
+        limit = min(deadline, started + _SLICE_S)
+        self._core.wait_rings(list(self._sending), list(self._receiving), moves, limit)
+        if not self.move() and not done():
+            self._board.check(lambda: self.move() or done(), missing)
+            if time.monotonic() > deadline:
+                raise late_by(time.monotonic() - started, missing())
+
+    def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Move what can be moved; raise as `Board.check` if the rest never can be."""
+        if not self.move() and not done():
+            self._board.check(lambda: self.move() or done(), missing)

@@ -18,8 +18,8 @@ from unisono.control.sockets import close_after_fork
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.group import Group
 from unisono.mailbox import Mail, Mailbox
+from unisono.tensors import view_of
 from unisono.transports._tcp_meeting import meet
-from unisono.transports._views import view_of
 
 __all__ = ["TcpMailbox"]
 

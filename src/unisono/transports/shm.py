@@ -16,9 +16,8 @@ import torch
 from unisono.collectives.description import FAMILIES
 from unisono.compiled import native
 from unisono.cores import cores
-from unisono.crew import Crew
 from unisono.deferred import Deferred
-from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, UnavailableError
+from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
 from unisono.fingerprint import Fingerprint, explain, hash_of
 from unisono.group import Group
 from unisono.hosts import shm_obstacle
@@ -33,7 +32,6 @@ from unisono.transports._shm_native import ShmFastPath
 from unisono.transports._shm_rings import Rings
 from unisono.transports._shm_rounds import Rounds
 from unisono.types import Call, Message, ReduceOp, Work
-from unisono.work import Countdown, late
 
 if TYPE_CHECKING:
     from unisono.control import Control
@@ -42,14 +40,10 @@ __all__ = ["TRANSPORT", "ShmTransport"]
 
 _STAGE_BYTES = 1 << 20
 _QUOTE_S = 10.0
-_FOREVER_S = 1e9
-_TRIES = 50
 _CARDS = 64
 _CARD = struct.Struct("<?15s")
 """What ranks say of themselves in the page that proves to be the right one: whether there is a core to spare, and which
 build of the native core they have, if any."""
-
-_crew = Crew("unisono shared memory")
 
 
 class ShmTransport(Transport):
@@ -91,12 +85,13 @@ class ShmTransport(Transport):
         self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
         # Memory is unmapped when its last user goes, so nothing may refer to this in a circle.
         differ = _weakly(self._differ)
-        self._rings, core = Rings(self._board, words[rings // 8 :], data[rings:]), None
+        queues, core = memoryview(memory)[rings:], None
         if module is not None and _all_native([build for _, build in said], group):
             begin = data.data_ptr()
             where = begin + board, begin + stages, begin + rings
-            self._native = ShmFastPath(module, self._board, *where, _STAGE_BYTES, size > cores(), self._rings, differ)
+            self._native = ShmFastPath(module, self._board, *where, _STAGE_BYTES, size > cores(), queues, differ)
             self.fast_path, core = self._native, self._native.core
+        self._rings = Rings(self._board, queues, None) if self._native is None else self._native.rings
         self._arenas = Arenas(group, control, options.timeout_s, core)
         halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
         pairs = [(half[0], half[1]) for half in halves]
@@ -128,12 +123,7 @@ class ShmTransport(Transport):
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
-        work = _Moved(self._options.timeout_s, batch, self._board, self._rings)
-        if self._board.broken is not None:
-            work.complete(self._board.broken)
-        else:
-            self._rings.post(batch, work)
-        return work
+        return self._rings.post(batch, self._options.timeout_s)
 
     def iprobe(self, peer: int, tag: int) -> bool:
         def here() -> bool:
@@ -231,62 +221,6 @@ def _weakly(method: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         raise ClosedError("the communicator is closed")
 
     return call
-
-
-class _Moved(Countdown):
-    """Messages in rings: who waits for them, or asks, moves them along."""
-
-    def __init__(self, timeout_s: float, messages: Sequence[Message], board: Board, rings: Rings) -> None:
-        self._board, self._rings = board, rings
-        self._seen_through = False
-        super().__init__(timeout_s, messages)
-
-    def wait(self, timeout: float | None = None) -> None:
-        if not self._done.is_set():
-            self._drive(self.timeout_s if timeout is None else timeout)
-        super().wait(0.0)
-
-    def _drive(self, limit: float) -> None:
-        started = time.monotonic()
-        for _ in range(_TRIES):
-            self._rings.move()
-            if self._done.is_set():
-                return
-        while not self._done.is_set():
-            try:
-                self._board.wait_until(self._moved, started + limit, self._awaited)
-            except CommTimeoutError:
-                raise late(self._messages, time.monotonic() - started) from None
-
-    def _moved(self) -> bool:
-        return self._rings.move() or self._done.is_set()
-
-    def _awaited(self) -> list[int]:
-        return [message.peer for message in self._messages]
-
-    def is_completed(self) -> bool:
-        if not self._done.is_set():
-            self._rings.move()
-        if not self._done.is_set():
-            try:
-                self._board.check(self._moved, self._awaited)
-            except CommError as error:
-                self.complete(error)
-        return self._done.is_set()
-
-    def get_future(self) -> torch.futures.Future[None]:
-        with self._lock:
-            first, self._seen_through = not self._seen_through, True
-        if first and not self._done.is_set():
-            _crew.run(self._see_through)
-        return super().get_future()
-
-    def _see_through(self) -> None:
-        try:
-            self.wait(_FOREVER_S)
-        except CommError as error:
-            # Nobody is there to raise it to; the future tells it.
-            self.complete(error)
 
 
 TRANSPORT = ShmTransport

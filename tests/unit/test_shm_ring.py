@@ -1,0 +1,76 @@
+"""Ring of bytes in shared memory: what is written in parts is read in parts, whatever the ends do in between."""
+
+from __future__ import annotations
+
+from itertools import chain, cycle
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.transports._shm_ring import Ring, nbytes_of, rings_of
+
+RING_BYTES = 1024
+LINE_BYTES = 64
+
+
+def ends() -> tuple[Ring, Ring]:
+    """Both ends of the ring from rank 0 to rank 1."""
+    memory = memoryview(bytearray(nbytes_of(2, RING_BYTES)))
+    (_, to), _ = rings_of(0, 2, memory, RING_BYTES)
+    _, (came, _) = rings_of(1, 2, memory, RING_BYTES)
+    return to, came
+
+
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 8, 63, 64, 65, 255, 256, 257, 1000, 1024, 3000]), max_size=12),
+    turns=st.lists(st.booleans(), max_size=30),
+)
+def test_parts_arrive_whole_and_in_order(lengths: list[int], turns: list[bool]) -> None:
+    to, came = ends()
+    parts = [bytes((number * 7 + place) % 251 for place in range(length)) for number, length in enumerate(lengths)]
+    found = [bytearray(length) for length in lengths]
+    unsent, unread = [memoryview(part) for part in parts], [memoryview(part) for part in found]
+    for writes in chain(turns, cycle([True, False])):
+        queue, move = (unsent, to.write) if writes else (unread, came.read)
+        if queue:
+            queue[0] = queue[0][move(queue[0]) :]
+            if not queue[0]:
+                queue.pop(0)
+        elif not unread:
+            break
+    assert found == parts
+    assert (to.room, came.available, unsent) == (RING_BYTES, 0, [])
+
+
+def test_each_part_begins_at_a_line() -> None:
+    to, came = ends()
+    assert to.write(b"abc") == 3
+    assert came.available == LINE_BYTES
+    into = memoryview(bytearray(3))
+    assert (came.read(into), bytes(into), came.available) == (3, b"abc", 0)
+
+
+def test_a_part_can_wait_for_the_next_one() -> None:
+    to, came = ends()
+    assert to.write(b"head", more=True) == 4
+    assert (came.available, to.room) == (0, RING_BYTES - LINE_BYTES)
+    assert to.write(b"") == 0
+    assert came.available == LINE_BYTES
+
+
+def test_a_look_takes_nothing() -> None:
+    to, came = ends()
+    to.write(b"abcd")
+    for _ in range(2):
+        assert (bytes(came.peek()[:4]), came.available) == (b"abcd", LINE_BYTES)
+    came.skip(4)
+    assert came.available == 0
+
+
+def test_a_full_ring_takes_no_more() -> None:
+    to, came = ends()
+    rest = memoryview(bytes(2 * RING_BYTES))
+    while step := to.write(rest):
+        rest = rest[step:]
+    assert (len(rest), to.room) == (RING_BYTES, 0)
+    assert came.read(memoryview(bytearray(2 * RING_BYTES))) == to.write(rest) == RING_BYTES // 4

@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from _questions import parser
 
 import unisono as un
-from unisono.bench import Timings, clock, interleave, on_ranks, parser, timed
+from unisono.bench import Timings, clock, interleave, on_ranks, timed
 
 SIZES = (8, 4096, 65536, 1 << 20, 16 << 20)
 BLOCK_S = 0.02

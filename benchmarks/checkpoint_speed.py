@@ -25,9 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _questions import parser
 
 import unisono as un
-from unisono.bench import Finding, Sample, Spread, Timings, interleave, on_ranks, parser, timed
+from unisono.bench import Finding, Sample, Spread, Timings, interleave, on_ranks, timed
 
 State = dict[str, torch.Tensor]
 Bytes = dict[str, list[int]]

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _questions import parser
 from torch import nn
 
 import unisono as un
 from unisono import compression as codecs
-from unisono.bench import on_ranks, parser
+from unisono.bench import on_ranks
 from unisono.demo.data import load, split
 from unisono.gradients import DiLoCo, LocalSGD
 from unisono.wrappers.trace import Traced

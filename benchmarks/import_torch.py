@@ -15,7 +15,9 @@ import subprocess
 import sys
 from functools import partial
 
-from unisono.bench import interleave, parser
+from _questions import parser
+
+from unisono.bench import interleave
 
 PROGRAM = "import time, torch; print(time.process_time())"
 

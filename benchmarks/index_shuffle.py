@@ -21,9 +21,10 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
+from _questions import parser
 
 import unisono as un
-from unisono.bench import Finding, Spread, interleave, parser, timed
+from unisono.bench import Finding, Spread, interleave, timed
 
 CHUNK = 16_384
 BULK = 1 << 20

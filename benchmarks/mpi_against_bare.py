@@ -13,22 +13,10 @@ import argparse
 from pathlib import Path
 
 import torch
+from _questions import between, measured, sweep_parser
 
 import unisono as un
-from unisono.bench import (
-    COLLECTIVES,
-    Finding,
-    Spread,
-    Timings,
-    between,
-    interleave,
-    least_ratio,
-    measured,
-    on_ranks,
-    parse_sizes,
-    sweep_parser,
-    timed,
-)
+from unisono.bench import COLLECTIVES, Finding, Spread, Timings, interleave, least_ratio, on_ranks, parse_sizes, timed
 from unisono.errors import UnavailableError
 
 SHORT, LONG = "8", "1M,16M,100M"

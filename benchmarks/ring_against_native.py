@@ -7,7 +7,9 @@ Answer (2 ranks, 2 cores, float32, one thread a rank): see docs/benchmarks.md; r
 
 from __future__ import annotations
 
-from unisono.bench import between, least_ratio, measured, sweep_parser
+from _questions import between, measured, sweep_parser
+
+from unisono.bench import least_ratio
 
 # Times that the schedule may take as long as the native call.
 BOUNDS = {"1M": 1.1, "16M": 1.1, "100M": 1.3}

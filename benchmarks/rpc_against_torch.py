@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed.rpc as torch_rpc
+from _questions import parser
 
 import unisono as un
-from unisono.bench import Finding, Timings, interleave, on_ranks, parser, timed
+from unisono.bench import Finding, Timings, interleave, on_ranks, timed
 
 BLOCK = 100
 IN_FLIGHT = 10_000

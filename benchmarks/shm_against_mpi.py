@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 
-from unisono.bench import Finding, between, least_ratio, measured, sweep_parser
+from _questions import between, measured, sweep_parser
+
+from unisono.bench import Finding, least_ratio
 from unisono.errors import UnavailableError
 
 

@@ -21,11 +21,11 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from _checkouts import AllReduce, Checkout
+from _questions import parser
 
 import unisono as un
 from unisono.bench import (
-    AllReduce,
-    Checkout,
     Finding,
     Sample,
     Slot,
@@ -37,7 +37,6 @@ from unisono.bench import (
     markdown,
     on_ranks,
     parse_sizes,
-    parser,
     shown_size,
 )
 from unisono.bench.peers.unisono import UnisonoPeer

@@ -12,9 +12,10 @@ import itertools
 import statistics
 
 import torch
+from _questions import parser
 
 import unisono as un
-from unisono.bench import Finding, Spread, interleave, parser, timed
+from unisono.bench import Finding, Spread, interleave, timed
 from unisono.testing import chaos
 
 RANKS, STEPS, MESSAGES = 3, 5, 2000

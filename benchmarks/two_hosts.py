@@ -21,11 +21,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _questions import parser
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import unisono as un
-from unisono.bench import Finding, Spread, Timings, interleave, parser, timed
+from unisono.bench import Finding, Spread, Timings, interleave, timed
 from unisono.testing.host_ranks import HostRanks
 from unisono.testing.network import Network, obstacle
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import unisono as un
-from unisono.bench import AllReduce, Checkout, Spread, Timings, clock, interleave, markdown, timed
+from unisono.bench import Spread, Timings, clock, interleave, markdown, timed
 
 
 def taken(names: str, rounds: int) -> list[str]:
@@ -84,19 +86,29 @@ def test_markdown() -> None:
     assert markdown(("size", "ratio"), [("8 B", "1.02")]) == "| size | ratio |\n|---|---|\n| 8 B | 1.02 |"
 
 
-def test_checkouts_take_turns() -> None:
+@pytest.fixture
+def checkouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of `benchmarks/` that runs other checkouts."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return import_module("_checkouts")
+
+
+def test_checkouts_take_turns(checkouts: ModuleType) -> None:
     source = Path(un.__file__).parents[1]
-    cases = [AllReduce(8, "int64", tensors=3, calls=2), AllReduce(4096, "bfloat16", registered=True, tensors=2)]
-    with Checkout(source, 2) as one, Checkout(source, 2) as other:
+    cases = [
+        checkouts.AllReduce(8, "int64", tensors=3, calls=2),
+        checkouts.AllReduce(4096, "bfloat16", registered=True, tensors=2),
+    ]
+    with checkouts.Checkout(source, 2) as one, checkouts.Checkout(source, 2) as other:
         for case in cases:
             timings = interleave({"one": one.sample(case), "other": other.sample(case)}, rounds=3, warmup=1)
             assert timings.ratio("one", "other").low > 0
 
 
-def test_a_checkout_says_why_it_cannot_run(tmp_path: Path) -> None:
+def test_a_checkout_says_why_it_cannot_run(tmp_path: Path, checkouts: ModuleType) -> None:
     with pytest.raises(ValueError, match="there is no unisono in"):
-        Checkout(tmp_path, 2)
+        checkouts.Checkout(tmp_path, 2)
     (tmp_path / "unisono").mkdir()
     (tmp_path / "unisono" / "__init__.py").write_text("raise ImportError('broken')")
     with pytest.raises(RuntimeError, match="did not start"):
-        Checkout(tmp_path, 2)
+        checkouts.Checkout(tmp_path, 2)

@@ -7,11 +7,9 @@ results = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=
 
 from __future__ import annotations
 
-from unisono.bench.checkouts import AllReduce, Checkout
 from unisono.bench.peer import Peer
 from unisono.bench.peers import PEERS
 from unisono.bench.plot import check_plot, plot
-from unisono.bench.questions import between, measured, parser, sweep_parser
 from unisono.bench.ranks import on_ranks, run
 from unisono.bench.report import machine, write_json
 from unisono.bench.result import Against, Result
@@ -27,8 +25,6 @@ __all__ = [
     "COLLECTIVES",
     "PEERS",
     "Against",
-    "AllReduce",
-    "Checkout",
     "Finding",
     "Peer",
     "Result",
@@ -39,7 +35,6 @@ __all__ = [
     "Timings",
     "Traffic",
     "Workload",
-    "between",
     "bus_factor",
     "check_plot",
     "clock",
@@ -51,15 +46,12 @@ __all__ = [
     "machine",
     "markdown",
     "mean_ratio",
-    "measured",
     "on_ranks",
     "parse_sizes",
-    "parser",
     "plot",
     "run",
     "shown_size",
     "summary",
-    "sweep_parser",
     "timed",
     "write_json",
 ]

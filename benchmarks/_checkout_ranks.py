@@ -1,6 +1,6 @@
 """Ranks of a `Checkout`, run by path: they use public functions alone, so that any version of unisono serves.
 
-python -P checkout_ranks.py ADDRESS RANKS BACKEND
+python -P _checkout_ranks.py ADDRESS RANKS BACKEND
 """
 
 from __future__ import annotations

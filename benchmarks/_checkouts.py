@@ -18,7 +18,7 @@ from typing import Any, Self
 
 __all__ = ["AllReduce", "Checkout"]
 
-_RANKS = Path(__file__).with_name("checkout_ranks.py")
+_RANKS = Path(__file__).with_name("_checkout_ranks.py")
 _LOOK_EVERY_S = 0.2
 _START_S = 60.0
 _SAMPLE_S = 120.0

@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
-from unisono.crew import Crew
-from unisono.errors import CommError, CommTimeoutError
+from unisono.errors import CommError
 from unisono.tensors import view_of
 from unisono.transports._shm_board import Board
 from unisono.transports._shm_board import late as late_by
 from unisono.transports._shm_marks import DTYPE_CODES, DTYPES
 from unisono.transports._shm_ring import Ring, nbytes_of, rings_of
+from unisono.transports._shm_work import RingWork
 from unisono.types import Message, Recv, Send
-from unisono.work import Countdown, elements, late, misfit, patience
+from unisono.work import Countdown, elements, misfit
 
 __all__ = ["Rings"]
 
@@ -31,53 +31,6 @@ _HEADER = struct.Struct("<qqq")
 """Tag, number of elements, and code of the dtype: the first part of each message. Its content is the second."""
 _SLICE_S = 0.02
 """The longest wait of the native core; after it failures and the deadline are checked."""
-_FOREVER_S = 1e9
-
-_crew = Crew("unisono shared memory")
-
-
-class _Moved(Countdown):
-    """A batch of messages in rings, which are moved by the thread that waits for them, or asks."""
-
-    def __init__(self, timeout_s: float, messages: Sequence[Message], rings: Rings) -> None:
-        self._rings, self._seen_through = rings, False
-        super().__init__(timeout_s, messages)
-
-    def wait(self, timeout: float | None = None) -> None:
-        if not self._done.is_set():
-            started, limit = time.monotonic(), patience(timeout, self.timeout_s)
-            try:
-                while not self._done.is_set():
-                    self._rings.wait(started + limit, self._done.is_set, self._awaited)
-            except CommTimeoutError:
-                raise late(self._messages, time.monotonic() - started) from None
-        if self._error is not None:
-            raise self._error
-
-    def is_completed(self) -> bool:
-        if not self._done.is_set():
-            try:
-                self._rings.check(self._done.is_set, self._awaited)
-            except CommError as error:
-                self.complete(error)
-        return self._done.is_set()
-
-    def get_future(self) -> torch.futures.Future[None]:
-        with self._lock:
-            first, self._seen_through = not self._seen_through, True
-        if first and not self._done.is_set():
-            _crew.run(self._see_through)
-        return super().get_future()
-
-    def _see_through(self) -> None:
-        try:
-            self.wait(_FOREVER_S)
-        except CommError as error:
-            # There is no caller to raise it to; the future reports it.
-            self.complete(error)
-
-    def _awaited(self) -> list[int]:
-        return [message.peer for message in self._messages]
 
 
 class _Outgoing:
@@ -274,7 +227,7 @@ class Rings:
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> Countdown:
         """Start messages; they are moved as far as possible, and further by whoever waits for the work."""
-        work = _Moved(timeout_s, batch, self)
+        work = RingWork(timeout_s, batch, self)
         if self._board.broken is not None:
             work.complete(self._board.broken)
             return work

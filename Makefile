@@ -55,7 +55,7 @@ clean: ## remove all that was made here
 	rm -rf $(VENV) .gpu-packages build dist src/unisono/*.so src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/compiled/* src/native/* src/native/*/*)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/native/* src/native/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "unisono needs Python 3.11 or later. Name one: make install PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -e $(STAMP) || $(PYTHON) -m venv --clear $(VENV) || { \

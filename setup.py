@@ -1,12 +1,11 @@
-"""What pyproject.toml cannot say: the parts that are compiled, where they can be. See unisono.compiled."""
+"""What pyproject.toml cannot say: the native core, compiled where it can be. See unisono.compiled."""
 
 import hashlib
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-PARTS, CORE = Path("src/compiled"), Path("src/native")
-WARNINGS = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers")
+CORE = Path("src/native")
 
 
 def core() -> list[Extension]:
@@ -31,22 +30,12 @@ def core() -> list[Extension]:
             "-fno-strict-aliasing",
             "-fvisibility=hidden",
             "-g0",
-            *WARNINGS[:2],
+            "-Wall",
+            "-Wextra",
         ],
         optional=True,
     )
     return [extension]
 
 
-setup(
-    ext_modules=[
-        *core(),
-        Extension(
-            "unisono._compiled",
-            sorted(map(str, PARTS.glob("*.c"))),
-            depends=sorted(map(str, PARTS.glob("*.h"))),
-            extra_compile_args=["-std=c11", *WARNINGS],
-            optional=True,
-        ),
-    ]
-)
+setup(ext_modules=core())

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "collectives.hpp"
+#include "gradients.hpp"
 #include "rings.hpp"
 
 namespace nb = nanobind;
@@ -42,6 +43,8 @@ class PythonPatience : public Patience {
 
 // The first word of a mark that is not a native call's.
 constexpr uint64_t kNoCollective = uint64_t{0xFF} << 56;
+
+char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }
 
 // As in types.py: the number of an operation is its place there, from 1 on; an average is a sum that is divided.
 constexpr int kAverage = 2;
@@ -159,7 +162,6 @@ class Core {
     void drop_arena(uint64_t number) { collectives_.drop_arena(number); }
 
   private:
-    static char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }
     static int refused() { return static_cast<int>(Status::refused); }
 
     Call& begin(int name, int op, int dtype, int root, double deadline) {
@@ -234,6 +236,16 @@ class Core {
     const int rank_, size_;
 };
 
+// Addresses and lengths of memory that is written, and addresses of what is copied there.
+void copy(const std::vector<uintptr_t>& places, const std::vector<uintptr_t>& sources, const std::vector<int64_t>& lengths) {
+    int64_t total = 0;
+    for (const int64_t length : lengths) total += length;
+    PythonPatience patience;
+    if (total > kLongBytes) patience.settle();
+    for (size_t n = 0; n < lengths.size(); n++)
+        copy_gradient(at(places.at(n)), at(sources.at(n)), static_cast<size_t>(lengths[n]), total >= kPastBytes);
+}
+
 }  // namespace
 }  // namespace unisono
 
@@ -241,6 +253,7 @@ NB_MODULE(_native, module) {
     using namespace unisono;
     module.doc() = "Collectives in shared memory; see src/native.";
     module.attr("BUILD") = UNISONO_BUILD;
+    module.def("copy", &copy);
     nb::class_<Core>(module, "Core")
         .def(nb::init<uintptr_t, uintptr_t, uintptr_t, int64_t, int, int, bool, const std::vector<std::pair<std::string, int64_t>>&>())
         .def("call", &Core::call)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import unisono as un
 from unisono.gradients.averager import GradientAverager
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.schedule import BucketSchedule
+from unisono.gradients.reducer import Reducer
 from unisono.gradients.weights import Weights
 from unisono.testing import run_ranks
 
@@ -71,22 +71,24 @@ def check(comm: un.Communicator) -> None:
 
 def forgets_what_is_owed(self: GradientAverager) -> None:
     self._owed.clear()
-    original_finish(self)
+    original_end(self)
 
 
 def keeps_the_hooks(self: GradientAverager) -> None:
     """Says that it lets go."""
 
 
-def hands_out_copies_before_the_mean(self: Bucket, earlier: dict[int, torch.Tensor]) -> None:
+def hands_out_copies_before_the_mean(self: Bucket, *given: Any) -> None:
     kept = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-    original_rest(self, earlier)
+    original_fill(self, *given)
     self.views = [view if grad is None else grad for view, grad in zip(self.views, kept, strict=True)]
 
 
-def forgets_the_last_bucket(self: BucketSchedule, first: int = 0, *, asks: bool = False) -> Any:
+def forgets_the_last_buckets(self: Reducer, came: set[int], first: int = 0, *, asks: bool = False) -> Any:
+    for bucket in self.buckets:
+        bucket.found = bucket.complete
     self._next = len(self.buckets)
-    return original_last(self, first, asks=asks)
+    return original_last(self, came, first, asks=asks)
 
 
 def weighs_all_alike(self: Weights, n_samples: float) -> None:
@@ -102,15 +104,15 @@ def takes_all_for_present(self: Bucket) -> list[tuple[bool, bool]]:
     return [(True, False)] * len(self.parameters)
 
 
-original_finish = GradientAverager._finish_step
-original_rest, original_last, original_agree = Bucket.take_rest, BucketSchedule.finish, Weights.agree
+original_end = GradientAverager._end
+original_fill, original_last, original_agree = Bucket.fill, Reducer.finish, Weights.agree
 
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
-    (GradientAverager, "_finish_step", forgets_what_is_owed),
+    (GradientAverager, "_end", forgets_what_is_owed),
     (GradientAverager, "remove", keeps_the_hooks),
-    (Bucket, "take_rest", hands_out_copies_before_the_mean),
+    (Bucket, "fill", hands_out_copies_before_the_mean),
     (Bucket, "present", takes_all_for_present),
-    (BucketSchedule, "finish", forgets_the_last_bucket),
+    (Reducer, "finish", forgets_the_last_buckets),
     (Weights, "say", weighs_all_alike),
     (Weights, "agree", counts_who_is_through),
 ]

@@ -16,11 +16,10 @@ import unisono as un
 from unisono.gradients import backward_pass, parameter_registry
 from unisono.gradients.averager_comms import AveragerComms
 from unisono.gradients.averager_passes import AveragerPasses
-from unisono.gradients.backward_pass import BackwardPass
+from unisono.gradients.backward_pass import BackwardPass, SavedGradients
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.parameter_registry import ParameterRegistry
-from unisono.gradients.saved_gradients import SavedGradients
-from unisono.gradients.schedule import BucketSchedule
+from unisono.gradients.reducer import Reducer
 from unisono.gradients.weights import Weights
 from unisono.testing import run_ranks
 from unisono.transports.thread import ThreadTransport
@@ -205,13 +204,13 @@ def uses_the_weight_up(self: Weights) -> float:
     return factor
 
 
-def consumes_on_failure(self: BucketSchedule) -> bool:
+def consumes_on_failure(self: Reducer) -> bool:
     self._weights.forget()
     return original_fail(self)
 
 
 original_dropped, original_save = BackwardPass._dropped, SavedGradients.save
-original_agree, original_fail = Weights.agree, BucketSchedule.fail
+original_agree, original_fail = Weights.agree, Reducer.fail
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -226,11 +225,11 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (passes, SavedGradients, "merge", loses_what_was_aside),
     (passes, SavedGradients, "save", leaves_p_grad),
     (passes, AveragerPasses, "_lies_in_buckets", lambda self, index, grad: False),
-    (passes, BucketSchedule, "fail", consumes_on_failure),
+    (passes, Reducer, "fail", consumes_on_failure),
     (left, Bucket, "can_rewind", lambda self: False),
     (left, Bucket, "rewind", lambda self: setattr(self, "started", False)),
     (alone, Weights, "agree", uses_the_weight_up),
-    (alone, BucketSchedule, "fail", lambda self: bool(original_fail(self) and False)),
+    (alone, Reducer, "fail", lambda self: bool(original_fail(self) and False)),
     (alone, AveragerComms, "abort_pass", nothing),
     (parameters, ParameterRegistry, "check", nothing),
     (parameters, parameter_registry, "_implementation", lambda parameter: 0),

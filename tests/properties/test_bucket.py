@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from importlib.util import module_from_spec, spec_from_file_location
-from types import ModuleType
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from compiled_kit import PLAIN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.compiled import native
 from unisono.gradients import bucket as buckets
-from unisono.gradients import filling
 from unisono.gradients.bucket import Bucket
 
 FORMS = ("plain", "turned", "negative", "spread", "sparse", "of a graph", "derived")
 
 
-def in_python() -> ModuleType:
-    """The module of buckets made once more, with nothing compiled in it."""
-    spec = spec_from_file_location("bucket_in_python", buckets.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    with patch.object(filling, "Filling", PLAIN["Filling"]):
-        spec.loader.exec_module(module)
-    return module
-
-
-IN_PYTHON = in_python()
 MATRIX = torch.nn.Parameter(torch.ones(3, 5).t())
 
 
@@ -77,8 +63,7 @@ def law(
     scale: float,
     factor: float,
     forms: tuple[str, ...] = ("plain",),
-    module: Any = buckets,
-    past: int = 0,
+    core: Callable[[], Any] = native,
 ) -> None:
     """Two steps in one bucket; what comes are whole numbers, so every sum is exact."""
     parameters, coming = given
@@ -86,55 +71,65 @@ def law(
     def allocate(count: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
         return torch.full((count,), torch.nan, dtype=dtype)
 
-    with patch.object(module, "_CHUNK_BYTES", chunk), patch.object(module, "_PAST_BYTES", past):
-        bucket = module.Bucket(range(len(parameters)), parameters, allocate, scale)
-    for step in range(2):
-        sums = [torch.zeros_like(p) for p in parameters]
-        of_graphs = set()
-        full = []
-        for number, slot in enumerate(coming):
-            parameter = parameters[slot]
-            new = torch.arange(parameter.numel()).view(parameter.shape) + float(number + step)
-            sums[slot] += new
-            new = formed(new.contiguous(), forms[number % len(forms)])
-            of_graphs.update({slot} if new.requires_grad else ())
-            parameter.grad = new if parameter.grad is None else parameter.grad.to_dense() + new.to_dense()
-            full.append(bucket.arrived(slot))
-        earlier = {slot: torch.full_like(parameters[slot], 7.0) for slot in range(step, len(parameters), 2)}
-        held = dict(earlier) if step else {}
-        assert full == [set(coming[: i + 1]) == set(range(len(parameters))) for i in range(len(coming))]
-        bucket.take_rest(held)
-        assert not held
-        if step:
-            # A reduction that came to nothing is made again.
-            bucket.fill(3.0, True, (True, True), True)
-            bucket.memory.fill_(torch.nan)
-            assert bucket.can_rewind()
-            bucket.rewind()
-            bucket.take_rest(held)
-            sums = [total + earlier.get(slot, torch.zeros(())) for slot, total in enumerate(sums)]
-        bucket.fill(factor, asks=(False, step == 1))
-        assert not bucket.can_rewind()
-        for view, total in zip(bucket.views, sums, strict=True):
-            assert view.stride() == total.stride()
-            assert torch.equal(view, total * (scale * factor))
-        came = [slot in coming for slot in range(len(parameters))]
-        asks = [0.0, scale * (step == 1)]
-        assert bucket.words().tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *asks]
-        assert bucket.present() == [(c, not c) for c in came]
-        assert bucket.asked == (False, step == 1)
-        bucket.hand_out(bucket.present())
-        for slot, (parameter, view) in enumerate(zip(parameters, bucket.views, strict=True)):
-            if slot in of_graphs:
-                # What it was made of stays with it.
-                assert parameter.grad is not None
-                assert parameter.grad.requires_grad
-                assert torch.equal(parameter.grad, view)
-            else:
-                assert parameter.grad is (view if came[slot] or (step and slot in earlier) else None)
-        bucket.begin()
-        for parameter in parameters:
-            parameter.grad = None
+    with patch.object(buckets, "_CHUNK_BYTES", chunk):
+        bucket = Bucket(range(len(parameters)), parameters, allocate, scale)
+    taken = [slot for slots in bucket.chunks[:-1] for slot in slots]
+    assert taken == list(range(len(taken)))
+    assert list(bucket.chunks[-1]) == list(range(len(parameters)))
+    with patch.object(buckets, "native", core):
+        for step in range(2):
+            one_step(bucket, coming, scale, factor, forms, step)
+
+
+def one_step(bucket: Bucket, coming: list[int], scale: float, factor: float, forms: tuple[str, ...], step: int) -> None:
+    parameters = bucket.parameters
+    sums = [torch.zeros_like(p) for p in parameters]
+    of_graphs = set()
+    for number, slot in enumerate(coming):
+        parameter = parameters[slot]
+        new = torch.arange(parameter.numel()).view(parameter.shape) + float(number + step)
+        sums[slot] += new
+        new = formed(new.contiguous(), forms[number % len(forms)])
+        of_graphs.update({slot} if new.requires_grad else ())
+        parameter.grad = new if parameter.grad is None else parameter.grad.to_dense() + new.to_dense()
+        for slots in bucket.chunks[:-1]:
+            if slot == slots[-1]:
+                bucket.take(slots)
+    assert set(coming) >= {slot for slot, inside in enumerate(bucket.inside) if inside}
+    earlier = {slot: torch.full_like(parameters[slot], 7.0) for slot in range(step, len(parameters), 2)}
+    held = dict(earlier) if step else {}
+    if step:
+        # A reduction that came to nothing is made again.
+        bucket.fill(set(coming), held, 3.0, True, (True, True), True)
+        bucket.memory.fill_(torch.nan)
+        assert bucket.can_rewind()
+        bucket.rewind()
+        sums = [total + earlier.get(slot, torch.zeros(())) for slot, total in enumerate(sums)]
+    bucket.fill(set(coming), held, factor, asks=(False, step == 1))
+    assert not held
+    assert not bucket.can_rewind()
+    assert not bucket.is_late()
+    for view, total in zip(bucket.views, sums, strict=True):
+        assert view.stride() == total.stride()
+        assert torch.equal(view, total * (scale * factor))
+    came = [slot in coming for slot in range(len(parameters))]
+    asks = [0.0, scale * (step == 1)]
+    assert bucket.came == came
+    assert bucket.words.tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *asks]
+    assert bucket.present() == [(c, not c) for c in came]
+    assert bucket.asked == (False, step == 1)
+    bucket.hand_out(bucket.present())
+    for slot, (parameter, view) in enumerate(zip(parameters, bucket.views, strict=True)):
+        if slot in of_graphs:
+            # What it was made of stays with it.
+            assert parameter.grad is not None
+            assert parameter.grad.requires_grad
+            assert torch.equal(parameter.grad, view)
+        else:
+            assert parameter.grad is (view if came[slot] or (step and slot in earlier) else None)
+    bucket.begin()
+    for parameter in parameters:
+        parameter.grad = None
 
 
 SAMPLES: Any = {
@@ -142,8 +137,7 @@ SAMPLES: Any = {
     "scale": st.sampled_from([1.0, 0.5]),
     "factor": st.sampled_from([1.0, 0.25, 0.0]),
     "forms": st.one_of(st.just(("plain",)), st.lists(st.sampled_from(FORMS), min_size=1, max_size=5).map(tuple)),
-    "module": st.sampled_from([buckets, buckets, IN_PYTHON]),
-    "past": st.sampled_from([0, 1 << 20]),
+    "core": st.sampled_from([native, native, lambda: None]),
 }
 
 
@@ -153,34 +147,69 @@ def test_a_bucket_holds_what_came(given: tuple[list[torch.nn.Parameter], list[in
     law(given, **sample)
 
 
-def forgets_the_last(self: Bucket, slots: list[int]) -> None:
+def test_gradients_that_the_core_cannot_copy_are_left_to_torch() -> None:
+    place, matrix = torch.zeros(6), torch.zeros(3, 2)
+    for gradient, wanted in [
+        (torch.ones(6, dtype=torch.float64), [1.0] * 6),
+        (torch.ones(1).expand(6), [1.0] * 6),
+        (torch._neg_view(torch.ones(6)), [-1.0] * 6),
+        (torch.arange(12.0)[::2], [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]),
+        (torch.ones(6).as_subclass(Derived), [1.0] * 6),
+    ]:
+        buckets._copy([place], [gradient])
+        assert place.tolist() == wanted
+    buckets._copy([matrix], [torch.arange(6.0).view(2, 3).t()])
+    assert matrix.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    buckets._copy([place, matrix], [torch.ones(6), torch.ones(3, 2).bfloat16()])
+    assert (place.sum(), matrix.sum()) == (6.0, 6.0)
+    with pytest.raises(RuntimeError, match="size"):
+        buckets._copy([place], [torch.ones(5)])
+
+
+def test_a_gradient_that_is_in_its_place_already_stays_there() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(200_000))
+    bucket = Bucket([0], [parameter], lambda count, dtype, device: torch.zeros(count, dtype=dtype))
+    bucket.views[0].copy_(torch.arange(200_000.0))
+    parameter.grad = bucket.views[0]
+    bucket.take([0])
+    assert parameter.grad is None
+    assert torch.equal(bucket.views[0], torch.arange(200_000.0))
+
+
+def forgets_the_last(self: Bucket, slots: Iterable[int]) -> None:
     original_take(self, slots)
-    if len(slots) > 1:
-        self.views[slots[-1]].zero_()
+    if len(list(slots)) > 1:
+        self.views[list(slots)[-1]].zero_()
 
 
-def multiplies_what_is_between(self: Bucket, slots: list[int]) -> list[torch.Tensor]:
-    return [self.flat[self._edges[min(slots)] : self._edges[max(slots) + 1]]]
+def overwrites(self: Bucket, slots: Iterable[int]) -> None:
+    for slot in slots:
+        self.inside[slot] &= self.parameters[slot].grad is None
+    original_take(self, slots)
 
 
-def overwrites(self: Bucket, slot: int) -> None:
-    self.take([slot])
+def zeroes_nothing(self: Bucket, came: set[int], earlier: dict[int, torch.Tensor], *given: Any, **also: Any) -> None:
+    with patch.object(torch.Tensor, "zero_", lambda tensor: tensor):
+        original_fill(self, came, earlier, *given, **also)
 
 
-def zeroes_nothing(self: Bucket, earlier: dict[int, torch.Tensor]) -> None:
-    self.take([slot for slot, p in enumerate(self.parameters) if p.grad is not None and not self.inside[slot]])
+def forgets_what_was_earlier(
+    self: Bucket, came: set[int], earlier: dict[int, torch.Tensor], *given: Any, **also: Any
+) -> None:
+    original_fill(self, came, {}, *given, **also)
+    earlier.clear()
 
 
-original_take = Bucket.take_by_torch
+original_take, original_fill = Bucket.take, Bucket.fill
 
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [
-        ("take_by_torch", forgets_the_last),
-        ("_run", multiplies_what_is_between),
-        ("add", overwrites),
-        ("take_rest", zeroes_nothing),
+        ("take", forgets_the_last),
+        ("take", overwrites),
+        ("fill", zeroes_nothing),
+        ("fill", forgets_what_was_earlier),
     ],
 )
 def test_a_faulty_bucket_is_noticed(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:

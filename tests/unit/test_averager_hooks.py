@@ -1,70 +1,83 @@
-"""Hooks that run in C are of use, and change nothing."""
+"""Hooks of parameters: when gradients are copied, and what users' hooks see."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
 import torch
-from averaged_models import TINY, batches, gradients, made, same, wanted_of
+from averaged_models import batches, gradients, made, same, wanted_of
 from torch import nn
 
 import unisono as un
-from unisono.compiled import part
+from unisono.gradients import bucket
+from unisono.gradients.bucket import Bucket
 from unisono.testing import pool
 
 LAYERS = 4
 
 
-class Turned(nn.Module):
-    """The last layer comes first, so gradients come in another order than is expected of a model."""
+class Straight(nn.Module):
+    """Gradients come in the reverse order of layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(6, 6, bias=False) for _ in range(LAYERS)])
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        for layer in reversed(self.layers):
+        for layer in self.ordered():
             batch = torch.tanh(layer(batch))
         return batch
 
+    def ordered(self) -> Iterable[nn.Module]:
+        return self.layers
 
+
+class Turned(Straight):
+    """The last layer comes first, so gradients come in another order than is expected of a model."""
+
+    def ordered(self) -> Iterable[nn.Module]:
+        return reversed(self.layers)
+
+
+@pytest.mark.parametrize("model", [Turned, Straight])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_hooks_of_parameters_need_no_python_once_the_order_is_known(backend: str) -> None:
+def test_gradients_are_copied_in_chunks_in_whatever_order_they_come(backend: str, model: type[nn.Module]) -> None:
     given = batches(2, 4)
 
-    def program(comm: un.Communicator) -> tuple[list[int], list[list[torch.Tensor | None]]]:
-        arrived, counts, found = un.GradientAverager._arrived, [], []
+    def program(comm: un.Communicator) -> tuple[list[list[int]], list[list[torch.Tensor | None]]]:
+        take, copied, found = Bucket.take, [], []
 
-        def counting(self: un.GradientAverager, index: int, parameter: torch.Tensor) -> None:
-            counts[-1] += 1
-            arrived(self, index, parameter)
+        def noting(self: Bucket, slots: Iterable[int]) -> None:
+            before = sum(self.inside)
+            take(self, slots)
+            copied[-1].append(sum(self.inside) - before)
 
-        with patch.object(un.GradientAverager, "_arrived", counting):
-            model = made(Turned)
-            averager = un.GradientAverager(model, comm, **TINY)
+        # Two layers each.
+        with patch.object(bucket, "_CHUNK_BYTES", 2 * 6 * 6 * 8), patch.object(Bucket, "take", noting):
+            averaged = made(model)
+            averager = un.GradientAverager(averaged, comm)
             for step, batch in enumerate(given[comm.rank]):
-                counts.append(0)
+                copied.append([])
                 # The third step's gradients are averaged with the fourth's.
                 if step != 3:
-                    model.zero_grad()
-                loss = model(batch).square().mean()
-                if step == 2:
-                    with averager.no_sync():
-                        loss.backward()
-                else:
-                    loss.backward()
-                found.append(gradients(model))
+                    averaged.zero_grad()
+                with averager.no_sync() if step == 2 else nullcontext():
+                    averaged(batch).square().mean().backward()
+                found.append(gradients(averaged))
             averager.remove()
-        return counts, found
+        return copied, found
 
-    # Where buckets travel while others fill, the first pass tells in which order gradients come.
-    first = LAYERS if backend == "gloo" or part("Hook") is None else 0
-    later = LAYERS if part("Hook") is None else 0
-    wanted = [wanted_of(Turned, [given[rank][step] for rank in range(2)]) for step in range(4)]
-    for counts, found in pool(backend, 3).run(program, size=2):
-        assert counts == [first, later, LAYERS, later]
+    # Gradients of the first model come in the order of parameters, which only other backends learn in the first pass.
+    late, early = [1, 3], [2, 2]
+    first = late if model is Turned else early
+    later = early if backend == "gloo" else first
+    wanted = [wanted_of(model, [given[rank][step] for rank in range(2)]) for step in range(4)]
+    for copied, found in pool(backend, 3).run(program, size=2):
+        assert copied == [first, later, [], later]
         assert same(found[0], wanted[0])
         assert same(found[1], wanted[1])
         assert same(found[3], [a + b for a, b in zip(wanted[2], wanted[3], strict=True)])

@@ -53,7 +53,7 @@ def test_buckets_leave_before_the_pass_ends_only_where_that_does_not_hold_it_up(
             model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
             averager = un.GradientAverager(model, part, bucket_cap_mb=64 / 2**20)
             found = []
-            model[0].weight.register_hook(lambda _: found.extend(b.started for b in averager._schedule.buckets))
+            model[0].weight.register_hook(lambda _: found.extend(b.started for b in averager._reducer.buckets))
             model(torch.ones(2, 4)).sum().backward()
             averager.remove()
         return found

@@ -125,7 +125,7 @@ class GradientAverager(AveragerPasses):
         Raises:
             RuntimeError: Names the parameter. The other ranks get an `AbortedError` from their next `backward()`.
         """
-        self._check()
+        self._registry.check()
 
     def remove(self) -> None:
         """Take the hooks off, and release the communicators. Gradients stay as they are. Idempotent.
@@ -136,16 +136,16 @@ class GradientAverager(AveragerPasses):
         if self._pass.is_open:
             raise RuntimeError("remove() was called inside a backward pass; call it after backward()")
         self._registry.remove()
-        self._short.forget()
         self._pass.forget()
-        self._schedule.clear()
+        self._reducer.clear()
+        self._hook_chunks()
         self._comms.close()
 
     # -- from step to step ----------------------------------------------------------------------
     @property
     def buckets(self) -> list[list[str]]:
         """The names of the parameters in each message, in the order of messages."""
-        return [[self._names[i] for i in bucket.indices] for bucket in self._schedule.buckets]
+        return [[self._names[i] for i in bucket.indices] for bucket in self._reducer.buckets]
 
     def state_dict(self) -> dict[str, Any]:
         """State of the codecs, and the number of steps made. Differs from rank to rank."""
@@ -175,7 +175,7 @@ class GradientAverager(AveragerPasses):
 
     def _codecs(self) -> list[tuple[list[str], Codec]]:
         """Codecs with a state, each with the names of its parameters."""
-        made = [self._schedule.reducer.codec_of(bucket) for bucket in self._schedule.buckets]
+        made = [self._reducer.codec_of(bucket) for bucket in self._reducer.buckets]
         return [(names, codec) for names, codec in zip(self.buckets, made, strict=True) if codec is not None]
 
     def move_to(self, comm: Communicator) -> None:

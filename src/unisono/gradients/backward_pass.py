@@ -1,11 +1,10 @@
-"""The backward pass that runs: where it begins, and how it ends."""
+"""The backward pass that runs: where it begins, how it ends, and what p.grad held before it."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from types import FrameType
@@ -15,7 +14,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
-__all__ = ["BackwardPass", "adds_to_leaves", "current_pass", "watch_outputs"]
+__all__ = ["BackwardPass", "SavedGradients", "current_pass", "will_run"]
 
 _APPLY = BackwardCFunction.apply.__code__
 _RUN = _engine_run_backward.__code__
@@ -42,7 +41,7 @@ class BackwardPass:
         one_thread: Whether all hooks run in the thread that called `backward()`, as on CPUs.
 
     Attributes:
-        running: The graph task that was seen last; compare it with `current_pass()` before calling `enter`.
+        running: The graph task that was seen last.
         is_open: Whether a pass has begun and not ended.
     """
 
@@ -60,7 +59,7 @@ class BackwardPass:
     def forget(self) -> None:
         """Neither end the running pass nor undo it."""
         self.running: int | None = None
-        self._reading = -1
+        self._reading: int | None = None
         self.is_open = self._conflict = False
         self._thread: int | None = None
         self._tasks: dict[int, weakref.ref[Any]] = {}
@@ -70,6 +69,17 @@ class BackwardPass:
         number = current_pass()
         if number not in self._tasks:
             self._hold(number)
+
+    def arrive(self, gradient: torch.Tensor) -> None:
+        """Hook of a leaf: a gradient is about to be added to its own, or returned by `torch.autograd.grad`."""
+        number = current_pass()
+        # Torch calls it for each parameter in each pass.
+        if number == self.running or number == self._reading:
+            return
+        if number < 0 or will_run(torch._C._current_autograd_node()):
+            self.enter(number)
+        else:
+            self._reading = number
 
     def enter(self, number: int) -> None:
         """Note that the graph task of this number adds to gradients: in the pass, or as its first one."""
@@ -89,19 +99,6 @@ class BackwardPass:
                 self.is_open, self._thread = True, get_ident()
                 self._begin()
         self.running = number
-
-    def is_new(self) -> bool:
-        """Whether the graph task that runs is another one than before, and adds to leaves' gradients.
-
-        `torch.autograd.grad` only reads them.
-        """
-        number = current_pass()
-        if number in (self.running, self._reading):
-            return False
-        if _will_run(torch._C._current_autograd_node()):
-            return True
-        self._reading = number
-        return False
 
     def _hold(self, number: int) -> None:
         token = partial(self._completed, number)
@@ -129,55 +126,91 @@ class BackwardPass:
             self._hold(enclosing)
 
 
-def watch_outputs(returned: Any, came: Callable[[torch.Tensor], None]) -> None:
-    """Call `came` when a backward pass comes to what a model returned.
+class SavedGradients:
+    """Gradients from before the running pass.
+
+    They are set aside, and p.grad is None meanwhile, so that what the pass computes comes alone: nothing is copied.
+    A copy is made only where p.grad stays, for hooks of the user's that look at it, and of memory that the pass writes.
 
     Args:
-        returned: A tensor, or a list, tuple, dict or dataclass of such.
-        came: A hook of tensors.
+        parameters: All of the averager's.
+        stays: Indices of parameters whose p.grad is left in place.
+        lies_in_buckets: Whether a gradient of the parameter with this index lies in a bucket's memory; `RuntimeError`
+            if that is another one's place.
+
+    Attributes:
+        aside: By index, what is to be added to what the pass computes.
     """
-    parts: Iterable[Any] = ()
-    if isinstance(returned, torch.Tensor):
-        # A leaf has a hook of its own, and stays for many steps; what torch.func wraps is no part of a training step.
-        if returned.grad_fn is not None and not torch._C._functorch.is_functorch_wrapped_tensor(returned):
-            returned.register_hook(came)
-    elif isinstance(returned, (list, tuple, dict)):
-        parts = returned.values() if isinstance(returned, dict) else returned
-    elif is_dataclass(returned) and not isinstance(returned, type):
-        parts = [getattr(returned, field.name, None) for field in fields(returned)]
-    for part in parts:
-        watch_outputs(part, came)
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        stays: set[int],
+        lies_in_buckets: Callable[[int, torch.Tensor], bool],
+    ) -> None:
+        self._parameters, self._stays, self._lies_in_buckets = parameters, stays, lies_in_buckets
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all: the pass has ended."""
+        self.aside: dict[int, torch.Tensor] = {}
+        self._staying: dict[int, tuple[torch.Tensor, int]] = {}
+        self._before: dict[int, torch.Tensor] | None = None
+
+    def save(self) -> None:
+        """Set all aside. A pass begins."""
+        held = []
+        for index, parameter in enumerate(self._parameters):
+            grad = parameter.grad
+            if grad is not None and parameter.requires_grad:
+                held.append((index, parameter, grad))
+        self.aside, self._staying, self._before = {}, {}, {}
+        if not held:
+            return
+        within = {index for index, _, grad in held if self._lies_in_buckets(index, grad)}
+        for index, parameter, grad in held:
+            # What has a graph, or is sparse, is for torch to add to.
+            stays = index in self._stays or grad.requires_grad or grad.layout != torch.strided
+            with torch.enable_grad():
+                self._before[index] = grad.clone() if stays or index in within else grad
+            if stays:
+                self._staying[index] = (grad, grad._version)
+            else:
+                self.aside[index] = self._before[index]
+                parameter.grad = None
+
+    def came(self) -> set[int]:
+        """Indices of parameters to whose p.grad the pass has added, where it has not been taken since."""
+        found = set()
+        for index, parameter in enumerate(self._parameters):
+            grad = parameter.grad
+            if grad is not None and parameter.requires_grad:
+                earlier, version = self._staying.get(index, (None, 0))
+                if grad is not earlier or grad._version != version:
+                    found.add(index)
+        return found
+
+    def merge(self) -> None:
+        """Put what was set aside back into p.grad, with what has come since."""
+        for index, earlier in self.aside.items():
+            new = self._parameters[index].grad
+            with torch.set_grad_enabled(new is not None and new.requires_grad):
+                total = earlier if new is None else earlier + new if new.requires_grad else earlier.add_(new)
+            self._parameters[index].grad = total
+        self.clear()
+
+    def restore(self) -> None:
+        """Make each p.grad what it was when `save` was called."""
+        if self._before is None:
+            return
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                parameter.grad = self._before.get(index)
+        self.clear()
 
 
-def adds_to_leaves(parameters: frozenset[int]) -> bool:
-    """Whether the backward pass that runs, in a hook of a tensor, adds to a leaf's gradient from there.
-
-    `torch.autograd.grad` does not.
-
-    Args:
-        parameters: The `id` of each parameter; the other leaves are of interest if none of these depends on the tensor.
-    """
-    leaf = _leaf(torch._C._current_autograd_node(), parameters)
-    return leaf is None or _will_run(leaf)
-
-
-def _leaf(node: Any, parameters: frozenset[int]) -> Any:
-    """A node that adds to a leaf's gradient: a parameter's, if the model's output depends on any."""
-    seen, stack, found = {node}, [node], None
-    while stack:
-        for following, _ in stack.pop().next_functions:
-            if following is None or following in seen:
-                continue
-            leaf = getattr(following, "variable", None)
-            if id(leaf) in parameters:
-                return following
-            found = found if leaf is None else following
-            seen.add(following)
-            stack.append(following)
-    return found
-
-
-def _will_run(leaf: Any) -> bool:
+def will_run(leaf: Any) -> bool:
+    """Whether the graph task that runs adds to the gradient of a leaf; `torch.autograd.grad` only reads them."""
     try:
         return torch._C._will_engine_execute_node(leaf)
     except RuntimeError:

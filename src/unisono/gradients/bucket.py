@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence, Set
+from operator import attrgetter
 
 import torch
 
-from unisono.gradients.filling import Filling
-from unisono.gradients.naming import About
+from unisono.compiled import native
 from unisono.gradients.plan import dense_strides
 from unisono.types import Work
 
 __all__ = ["Bucket"]
 
+_on_cpu, _length = attrgetter("is_cpu"), attrgetter("nbytes")
+
 _ASKS = 2
 """Words by which a rank asks all ranks to talk about what came late, and about what is frozen no more."""
 _CHUNK_BYTES = 512 << 10
-"""When so much has come it is taken: it is still in the cache, and a call for each would take longer than copying."""
-_PAST_BYTES = 1 << 20
-"""From here on a bucket is written past the caches: it will not stay in them, and other ranks' cores hold its lines."""
+"""Gradients of this length are still in the cache, and a copy of each by itself would take longer."""
 
 
-class Bucket(Filling):
-    """One message. A gradient that has come is copied in; after the reduction `p.grad` is a view of the bucket.
+class Bucket:
+    """One message. Gradients are copied in; after the reduction `p.grad` is a view of the bucket.
 
     Args:
         indices: Which of the model's parameters these are.
@@ -35,7 +34,12 @@ class Bucket(Filling):
     Attributes:
         memory: All that travels: the gradients, two words on each, and some on what is asked.
         flat: The gradients.
-        found: What `present` said, once it was asked.
+        words: What travels beside the gradients where those travel in another form.
+        chunks: Runs of slots; the gradients of each are worth one copy. The last one is all slots.
+        inside: A byte for each slot: whether its gradient has been copied in.
+        came: For each slot, once the bucket is filled, whether this rank has its gradient.
+        started: Whether the bucket is being reduced, or has been.
+        found: What `present` said; nothing before it was asked.
         complete: What it says where every rank had all.
         asked: After that: whether any rank asks all of them to talk, about either of two things.
     """
@@ -48,104 +52,100 @@ class Bucket(Filling):
         scale: float = 1.0,
         name: str = "",
     ) -> None:
-        self.name, self.about = name, About(f"averaging the gradients of {name}")
+        self.name, self.scale = name, scale
         self.indices, self.parameters = tuple(indices), list(parameters)
-        self.scale = scale
         numels = [p.numel() for p in parameters]
         like = parameters[0]
         self.memory = allocate(sum(numels) + 2 * len(numels) + _ASKS, like.dtype, like.device)
         self.flat = self.memory[: sum(numels)]
-        self._words = self.memory[sum(numels) :]
+        self.words = self.memory[sum(numels) :]
         came = [scale] * len(numels) + [0] * (len(numels) + _ASKS)
         self._all_came = torch.tensor(came, dtype=like.dtype, device=like.device)
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
         self.complete = [(True, False)] * len(numels)
-        self._edges = [0, *accumulate(numels)]
         self.shapes = [p.shape for p in parameters]
+        self.chunks = _chunks([p.nbytes for p in parameters])
         self.work: Work | None = None
         self._factor = 1.0
-        plain, past = scale == 1.0 and like.is_cpu and like.is_floating_point(), self.memory.nbytes >= _PAST_BYTES
-        self._within = self.flat.data_ptr(), self.flat.data_ptr() + self.flat.nbytes
-        super().__init__(tuple(parameters), tuple(self.views), _CHUNK_BYTES, plain, past, self._within)
+        self._low = self.flat.data_ptr()
+        self._high = self._low + self.flat.nbytes
         self.begin()
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
-        self.forget()
+        self.inside = bytearray(len(self.parameters))
+        self.came: list[bool] = []
+        self.started = False
         self._graphs: dict[int, torch.Tensor] = {}
         self._backup: torch.Tensor | None = None
-        self.found: list[tuple[bool, bool]] | None = None
+        self.found: list[tuple[bool, bool]] = []
         self.asked = (False,) * _ASKS
 
-    def take_by_torch(self, slots: list[int]) -> None:
-        """Copy gradients in that are not inside yet, in one go."""
-        views, grads, taken = [], [], []
+    # -- before the reduction -------------------------------------------------------------------
+    def take(self, slots: Iterable[int]) -> None:
+        """Copy gradients in, or add them to those that are inside, and take them off their parameters."""
+        views, grads = [], []
         for slot in slots:
             parameter = self.parameters[slot]
-            # A later hook may have taken it away.
-            if parameter.grad is None:
+            grad = parameter.grad
+            # It has not come, a hook has taken it away, or it is none of a pass.
+            if grad is None or not parameter.requires_grad:
                 continue
-            views.append(self.views[slot])
-            grads.append(self._plain(slot, parameter.grad))
-            taken.append(slot)
-            self.inside[slot] = True
-            # What comes now comes alone, and is added.
-            parameter.grad = None
-        if len(views) == 1 and self.scale != 1.0:
-            torch.mul(grads[0], self.scale, out=views[0])
-        elif views:
-            torch._foreach_copy_(views, grads)
-            if self.scale != 1.0:
-                torch._foreach_mul_(self._run(taken) or views, self.scale)
-
-    def _run(self, slots: Sequence[int]) -> list[torch.Tensor]:
-        """The memory of gradients that lie side by side as one tensor, for which one call is enough."""
-        first, last = min(slots), max(slots)
-        if last - first + 1 > len(slots):
-            return []
-        return [self.flat[self._edges[first] : self._edges[last + 1]]]
-
-    def holds(self, grad: torch.Tensor) -> bool:
-        """Whether a gradient lies in this bucket's memory."""
-        low, high = self._within
-        return grad.layout == torch.strided and grad.numel() > 0 and low <= grad.data_ptr() < high
-
-    def is_place(self, slot: int, grad: torch.Tensor) -> bool:
-        """Whether a gradient lies where its mean goes."""
-        return _same(grad, self.views[slot])
-
-    def add(self, slot: int) -> None:
-        """More has come of a gradient that is inside."""
-        parameter = self.parameters[slot]
-        if parameter.grad is None:
-            # Another pass, which a hook of the user's ran before this one's, has brought it along.
-            return
-        self.views[slot].add_(self._plain(slot, parameter.grad), alpha=self.scale)
-        parameter.grad = None
-
-    def _plain(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient as numbers only."""
-        if grad.requires_grad:
-            self._graphs[slot], grad = grad, grad.detach()
-        if grad.layout == torch.strided:
-            if self.holds(grad) and not self.is_place(slot, grad):
+            if grad.requires_grad or grad.layout != torch.strided:
+                grad = self._plain(slot, grad)
+            view = self.views[slot]
+            if self._low <= grad.data_ptr() < self._high and not _same(grad, view):
                 raise RuntimeError(
                     f"the gradient of parameter number {self.indices[slot]} lies where those of others are averaged: "
                     "it has been taken from another parameter, or turned. Give it a clone() in its place"
                 )
-            return grad
-        dense: torch.Tensor = grad.to_dense()
-        return dense
+            if self.inside[slot]:
+                view.add_(grad, alpha=self.scale)
+            else:
+                self.inside[slot] = True
+                views.append(view)
+                grads.append(grad)
+            # What comes now comes alone, and is added.
+            parameter.grad = None
+        if self.scale != 1.0:
+            for view, grad in zip(views, grads, strict=True):
+                torch.mul(grad, self.scale, out=view)
+        elif grads:
+            _copy(views, grads)
 
-    def fill(self, factor: float, here: bool = True, asks: Sequence[bool] = (), backup: bool = False) -> None:
-        """Multiply what was taken, and zeros for what has not come, by this rank's weight; and say what has come.
+    def fill(
+        self,
+        came: Set[int],
+        earlier: dict[int, torch.Tensor],
+        factor: float = 1.0,
+        here: bool = True,
+        asks: Sequence[bool] = (),
+        backup: bool = False,
+    ) -> None:
+        """Take all that is left, zeros for what has not come; multiply by this rank's weight, and say what has come.
 
         Args:
+            came: Indices of parameters whose gradients have come and may not be inside.
+            earlier: What p.grad held before the pass, by index; what is taken is removed from it.
             factor: This rank's weight.
             here: Whether this rank has data: one that is through neither has a gradient nor lacks it.
             asks: What this rank asks all ranks to talk about.
             backup: Whether to keep a copy, for `rewind`.
         """
+        first, more = not self.came, []
+        for slot, (index, parameter, inside) in enumerate(zip(self.indices, self.parameters, self.inside, strict=True)):
+            held = earlier.pop(index, None) if earlier else None
+            has = parameter.grad is not None and parameter.requires_grad
+            if first:
+                self.came.append(bool(inside) or (index in came and (has or held is not None)))
+            if not (inside or has):
+                self.views[slot].zero_()
+            if held is not None:
+                more.append((slot, held))
+        self.take(range(len(self.parameters)))
+        for slot, held in more:
+            self.views[slot].add_(held, alpha=self.scale)
+            self.inside[slot] = True
         self._backup = self.memory.clone() if backup else None
         self.started, self._factor = True, factor
         if not factor:
@@ -153,16 +153,34 @@ class Bucket(Filling):
             self.flat.zero_()
         elif factor != 1.0:
             self.flat.mul_(factor)
-        if self.missing:
-            lacks = [here and not came for came in self.came]
-            said = torch.tensor([*self.came, *lacks], dtype=self._words.dtype).mul_(self.scale)
-            self._words[: len(said)].copy_(said)
-            self._words[len(said) :] = 0
-        else:
-            self._words.copy_(self._all_came)
+        self.words.copy_(self._all_came if all(self.came) else self._some_came(here))
         for index, ask in enumerate(asks):
             if ask:
-                self._words[index - _ASKS] = self.scale
+                self.words[index - _ASKS] = self.scale
+
+    def _some_came(self, here: bool) -> torch.Tensor:
+        """This rank's words where it lacks gradients."""
+        lacks = [here and not came for came in self.came]
+        said = [*self.came, *lacks, *[False] * _ASKS]
+        return torch.tensor(said, dtype=self.words.dtype).mul_(self.scale)
+
+    def _plain(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient as numbers only."""
+        if grad.requires_grad:
+            self._graphs[slot], grad = grad, grad.detach()
+        return grad if grad.layout == torch.strided else grad.to_dense()
+
+    def is_late(self) -> bool:
+        """Whether more has come after the reduction began, and before it ended."""
+        return not self.found and any(p.grad is not None and p.requires_grad for p in self.parameters)
+
+    def holds(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient lies in this bucket's memory."""
+        return grad.layout == torch.strided and grad.numel() > 0 and self._low <= grad.data_ptr() < self._high
+
+    def is_place(self, slot: int, grad: torch.Tensor) -> bool:
+        """Whether a gradient lies where its mean goes."""
+        return _same(grad, self.views[slot])
 
     def can_rewind(self) -> bool:
         """Whether this rank's part of the reduction can be given again."""
@@ -172,39 +190,16 @@ class Bucket(Filling):
         """Undo `fill`, and a reduction that came to nothing."""
         if self._backup is not None:
             self.memory.copy_(self._backup)
-            self.started = self.late = False
-            self.found = self._backup = None
+            self.started = False
+            self.found, self._backup = [], None
 
-    def take_rest(self, earlier: dict[int, torch.Tensor]) -> None:
-        """Take all that has not been taken, zeros for what has not come, and what p.grad held before the pass.
-
-        Args:
-            earlier: The latter, by index; what is taken is removed from it.
-        """
-        rest, more = [], []
-        for slot, (parameter, view, inside) in enumerate(zip(self.parameters, self.views, self.inside, strict=True)):
-            held = earlier.pop(self.indices[slot], None)
-            if held is not None and parameter.grad is None and not inside:
-                parameter.grad = held
-            elif held is not None:
-                more.append((slot, held))
-            if parameter.grad is None or not parameter.requires_grad:
-                if not inside:
-                    view.zero_()
-            elif inside:
-                self.add(slot)
-            else:
-                rest.append(slot)
-        self.take(rest)
-        for slot, held in more:
-            self.views[slot].add_(held.detach().to_dense(), alpha=self.scale)
-
+    # -- after it -------------------------------------------------------------------------------
     def present(self) -> list[tuple[bool, bool]]:
-        """After the reduction, for each gradient: whether any rank had it, and whether any lacked it.
+        """For each gradient whether any rank had it, and whether any lacked it.
 
         Both are told by what is 0, for no count of many ranks is exact in 16 bits.
         """
-        words: list[float | complex] = self._words.tolist()
+        words: list[float | complex] = self.words.tolist()
         count = len(self.parameters)
         late, thawed = words[-_ASKS:]
         self.asked = late != 0, thawed != 0
@@ -212,15 +207,19 @@ class Bucket(Filling):
             return self.complete
         return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count : 2 * count], strict=True)]
 
-    def words(self) -> torch.Tensor:
-        """What travels beside the gradients where those travel in another form."""
-        return self._words
-
     def hand_out(self, present: Sequence[tuple[bool, bool]]) -> None:
         """Put the means where optimizers look; a gradient that no rank had stays what it was."""
-        for parameter, view, inside, (had, _) in zip(self.parameters, self.views, self.inside, present, strict=True):
-            if had or inside:
-                parameter.grad = view
+        try:
+            for parameter, view, inside, (had, _) in zip(
+                self.parameters, self.views, self.inside, present, strict=True
+            ):
+                if had or inside:
+                    parameter.grad = view
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"means no longer fit the parameters among {self.name}: the model's dtype or device has changed since "
+                "the averager was made. remove() it before, and make another one after that"
+            ) from error
         for slot, graph in self._graphs.items():
             # The values are the bucket's; what the gradient was made of stays this rank's.
             graph.detach().copy_(self.views[slot])
@@ -228,14 +227,44 @@ class Bucket(Filling):
 
     def add_late(self) -> None:
         """Add to the means what came after them, so that another reduction takes it in."""
-        factor = self._factor
         for slot, (view, parameter) in enumerate(zip(self.views, self.parameters, strict=True)):
             grad = parameter.grad
-            if grad is not None and (grad.layout != torch.strided or grad.data_ptr() != view.data_ptr()):
-                if factor:
-                    view.add_(self._plain(slot, grad), alpha=factor)
+            if grad is not None and parameter.requires_grad:
+                if self._factor:
+                    view.add_(self._plain(slot, grad), alpha=self._factor)
                 parameter.grad = None
         self.memory.mul_(self.scale)
+
+
+def _copy(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    """Copy gradients to their places, by the native core where all are plain memory of the same lengths."""
+    core, both = native(), [*places, *grads]
+    plain = (
+        core is not None
+        and set(map(type, both)) == {torch.Tensor}
+        and not places[0].is_complex()
+        and all(map(_on_cpu, both))
+        and all(map(torch.Tensor.is_contiguous, both))
+        and not any(map(torch.Tensor.is_neg, both))
+    )
+    lengths = list(map(_length, both))
+    if core is not None and plain and lengths[: len(places)] == lengths[len(places) :]:
+        addresses = list(map(torch.Tensor.data_ptr, both))
+        core.copy(addresses[: len(places)], addresses[len(places) :], lengths[: len(places)])
+    else:
+        torch._foreach_copy_(places, grads)
+
+
+def _chunks(lengths: Sequence[int]) -> list[Sequence[int]]:
+    """Runs of slots, each of at least so many bytes, and at last all slots: some may come in another order."""
+    chunks: list[Sequence[int]] = []
+    begin = nbytes = 0
+    for slot, length in enumerate(lengths):
+        nbytes += length
+        if nbytes >= _CHUNK_BYTES and slot + 1 < len(lengths):
+            chunks.append(range(begin, slot + 1))
+            begin, nbytes = slot + 1, 0
+    return [*chunks, range(len(lengths))]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

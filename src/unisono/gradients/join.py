@@ -28,7 +28,7 @@ def joined(
         steps: Its last entry is how many steps this rank has made.
     """
     before = steps[-1]
-    weights.joining = True
+    weights.joining = weights.uneven = True
     try:
         yield
         weights.here = False
@@ -42,3 +42,4 @@ def joined(
         broadcast_all(tensors, weights.comm, by_rank.index(max(by_rank)))
     finally:
         weights.joining, weights.here = False, True
+        weights.forget()

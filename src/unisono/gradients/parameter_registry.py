@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils import stateless
 
-from unisono.gradients.hooks import is_averagers
+from unisono.gradients.backward_pass import BackwardPass
 from unisono.gradients.plan import Named
 
 __all__ = ["ParameterRegistry"]
@@ -31,6 +31,7 @@ class ParameterRegistry:
     Args:
         model: The module; None for parameters without one.
         named: Its parameters, with their names.
+        report: Called with the problem that `check` is about to raise.
 
     Raises:
         ValueError: One takes no hooks, or has those of another averager: two would take each other's gradients.
@@ -49,9 +50,11 @@ class ParameterRegistry:
         RuntimeError: '1.weight' (and 1 more) was put into the model after its averager was made, and is not averaged...
     """
 
-    def __init__(self, model: torch.nn.Module | None, named: Named) -> None:
+    def __init__(
+        self, model: torch.nn.Module | None, named: Named, report: Callable[[str], None] = lambda problem: None
+    ) -> None:
         _check_hookable(named)
-        self.model, self.named = model, named
+        self.model, self.named, self._report = model, named, report
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
         self.ids = frozenset(map(id, self.parameters))
         self._implementations = list(map(_implementation, self.parameters))
@@ -73,16 +76,7 @@ class ParameterRegistry:
     # -- checks ---------------------------------------------------------------------------------
     def check(self) -> None:
         """`RuntimeError` that names a parameter which is not averaged: it was replaced, swapped, added or converted."""
-        if not self._same_members() and not _in_functional_call():
-            problem = self._problem()
-            if problem is not None:
-                raise RuntimeError(
-                    f"{problem}. Call remove() on the averager, and make another one of the model as it is now"
-                )
-            self._snapshot()
-
-    def _same_members(self) -> bool:
-        return (
+        same = (
             all(map(is_, chain.from_iterable(self._held), self._members))
             and sum(map(len, self._held)) == len(self._members)
             and not any(self._empty)
@@ -90,6 +84,14 @@ class ParameterRegistry:
             and list(map(_dtype, self.parameters)) == self._dtypes
             and not (self._unknown and any(p.requires_grad for p in self._unknown))
         )
+        if same or _in_functional_call():
+            return
+        problem = self._problem()
+        if problem is not None:
+            problem += ". Call remove() on the averager, and make another one of the model as it is now"
+            self._report(problem)
+            raise RuntimeError(problem)
+        self._snapshot()
 
     def _problem(self) -> str | None:
         known = zip(self.names, self.parameters, self._implementations, self._dtypes, strict=True)
@@ -108,15 +110,13 @@ class ParameterRegistry:
         return f"{new[0]!r}{more} was put into the model after its averager was made, and is not averaged"
 
     # -- hooks ----------------------------------------------------------------------------------
-    def watch_gradients(
-        self, before: Callable[[torch.Tensor], None], make: Callable[[int], Callable[[torch.Tensor], None]]
-    ) -> None:
-        """Call `before` before p.grad of a parameter is added to, and what `make` makes for its index after it.
+    def watch_gradients(self, before: Callable[[torch.Tensor], None]) -> None:
+        """Call `before` before p.grad of a parameter is added to.
 
         Also of one that is frozen, which may not stay so: torch takes no hook while it is.
         """
         self.hooked = True
-        for index, parameter in enumerate(self.parameters):
+        for parameter in self.parameters:
             frozen = not parameter.requires_grad
             if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
                 continue
@@ -125,15 +125,13 @@ class ParameterRegistry:
             parameter._backward_hooks = parameter._backward_hooks
             parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
             self._handles.append(parameter.register_hook(before))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(make(index)))
             parameter.requires_grad_(not frozen)
 
-    def watch_forward(self, before: Callable[[], None], after: Callable[[Any], None], *, traced: bool) -> None:
-        """Call `before` before each forward of the model or of one of its modules, and `after` with what it returned.
+    def watch_forward(self, after: Callable[[Any], None], *, traced: bool) -> None:
+        """Check before each forward of the model or of one of its modules, except where a forward is compiled.
 
         Args:
-            before: Not called where a forward is compiled.
-            after: Called after those of the model alone.
+            after: Called with what each forward of the model returned.
             traced: Whether to call `after` where the forward is compiled.
         """
         model = self.model
@@ -144,7 +142,7 @@ class ParameterRegistry:
             # Hooks of the modules would take longer than a look at all of them here.
             for table, number, _hook in self._paused:
                 table.pop(number, None)
-            before()
+            self.check()
 
         def finish(_module: torch.nn.Module, _given: Any, returned: Any) -> None:
             compiled = traced and torch.compiler.is_dynamo_compiling()
@@ -159,7 +157,7 @@ class ParameterRegistry:
             model.register_forward_pre_hook(_ModuleHook(start)),
             model.register_forward_hook(_ModuleHook(finish, traced=traced), always_call=True),
         ]
-        hook = _ModuleHook(lambda *_: before())
+        hook = _ModuleHook(lambda *_: self.check())
         for module in model.modules():
             if module is not model and any(id(p) in self.ids for p in module.parameters()):
                 handle = module.register_forward_pre_hook(hook)
@@ -197,8 +195,8 @@ def _check_hookable(named: Named) -> None:
             )
         if not parameter.is_leaf:
             raise ValueError(f"{name!r} is the result of a computation; pass what it was computed from")
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        if any(is_averagers(hook) for hook in hooks.values()):
+        hooks = parameter._backward_hooks or {}
+        if any(isinstance(getattr(hook, "__self__", None), BackwardPass) for hook in hooks.values()):
             raise ValueError(f"{name!r} is averaged by another GradientAverager; remove() that one first")
 
 

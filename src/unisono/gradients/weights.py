@@ -20,6 +20,7 @@ class Weights:
     Attributes:
         comm: Over which they say it.
         joining: Whether ranks may have run out of data, so that they have to ask each other.
+        uneven: Whether ranks have to agree on the factors of this step; if not, `factor` holds.
         here: Whether this rank still has data.
         active: How many ranks take part in this step.
         factor: What this rank's gradient is multiplied by before the mean over all ranks is taken.
@@ -30,11 +31,12 @@ class Weights:
         self._mine: float | None = None
         self.joining, self.here = False, True
         self.attach(comm)
+        self.factor = 1.0
+        self.forget()
 
     def attach(self, comm: Communicator) -> None:
         """Say it over this communicator from now on."""
         self.comm, self._size = comm, comm.size
-        self.active, self.factor = comm.size, 1.0
 
     def say(self, n_samples: float) -> None:
         """This rank's weight in the next step."""
@@ -42,18 +44,12 @@ class Weights:
             raise ValueError("gradients are summed, and a sum has no weights; use average='mean'")
         if not 0 <= n_samples < float("inf"):
             raise ValueError(f"a weight must be a number of at least 0, not {n_samples}")
-        self._mine = float(n_samples)
-
-    @property
-    def even(self) -> bool:
-        """Whether every rank's gradient counts alike, and is multiplied by nothing, as far as anybody has said."""
-        return self._mine is None and not self.joining and not self._total
+        self._mine, self.uneven = float(n_samples), True
 
     def agree(self) -> float:
         """This step's factor. Collective where ranks may differ; `AllThroughError` where none has data."""
         size, mine = self._size, self._mine
-        self.active, self.factor = size, float(size) if self._total else 1.0
-        if not self.joining and mine is None:
+        if not self.uneven:
             return self.factor
         weight = float(self.here) if mine is None or not self.here else mine
         figures = torch.tensor([float(self.here), weight], dtype=torch.float64, device=self.comm.device)
@@ -68,5 +64,8 @@ class Weights:
         return self.factor
 
     def forget(self) -> None:
-        """The step is over."""
+        """Begin another step."""
         self._mine = None
+        self.uneven = self.joining
+        self.active = self._size
+        self.factor = float(self._size) if self._total else 1.0

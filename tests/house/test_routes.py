@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(native() is None, reason="no compiler was here w
 
 OURS = str(Path(un.__file__).parent)
 MOST, MOST_FILES = 12, 6
+MOST_OF_A_PASS, MOST_FILES_OF_A_PASS = 35, 12
 REDUCED = [
     *((torch.float32, op) for op in ("sum", "avg", "product", "min", "max")),
     *((dtype, "sum") for dtype in (torch.uint8, torch.int64, torch.float64, torch.complex64, torch.bool)),
@@ -114,6 +115,27 @@ def too_many(comm: un.Communicator) -> list[str]:
 
 def test_a_call_runs_few_functions() -> None:
     assert un.launch(too_many, 2, "shm", timeout=30) == [[], []]
+
+
+def of_backward(comm: un.Communicator) -> list[tuple[int, int]]:
+    """What backward passes of an averaged model with four parameters run, from the first hook to the means."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    averager = un.GradientAverager(model, comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4) + comm.rank).square().mean()
+        found.append(counted(loss.backward))
+        optimizer.step()
+    averager.remove()
+    return found
+
+
+def test_a_backward_pass_runs_few_functions() -> None:
+    for passes in un.launch(of_backward, 2, "shm", timeout=30):
+        for functions, files in passes:
+            assert (functions <= MOST_OF_A_PASS, files <= MOST_FILES_OF_A_PASS) == (True, True), passes
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 
 from unisono.collectives.description import Collective
 from unisono.fingerprint import Fingerprint, hash_of
+from unisono.reduction import check_reducible
 from unisono.tensors import as_flat, put_back
 from unisono.transport import Status
 from unisono.transports._mpi_agreement import Agreement
@@ -64,6 +65,7 @@ class MpiFastPath:
             operation = _OPS.get(op) if isinstance(op, str) else None
             if operation is None or not reducible(target.dtype, operation) or prepares(target.dtype, operation):
                 return Status.REFUSED
+            check_reducible(operation, target.dtype)
         read, written = _parts(source, what.scatters, self._size), _parts(target, what.gathers, self._size)
         call = self._call(what, target, source, operation, root, read, written)
         counts = what.compared_counts(read, written)

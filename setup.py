@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the native core, compiled where it can be. See unisono.compiled."""
+"""What pyproject.toml cannot say: the native core, compiled where it can be. See unisono.core.native."""
 
 import hashlib
 from pathlib import Path
@@ -14,14 +14,14 @@ def core() -> list[Extension]:
         import nanobind
     except ImportError:
         return []
-    sources = sorted(CORE.glob("*.[ch]pp"))
+    sources = sorted(CORE.rglob("*.[ch]pp"))
     build = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     binding = Path(nanobind.__file__).parent
     extension = Extension(
         "unisono._native",
         [str(CORE / "bindings.cpp"), str(binding / "src/nb_combined.cpp")],
         depends=list(map(str, sources)),
-        include_dirs=[str(binding / "include"), str(binding / "ext/robin_map/include")],
+        include_dirs=[str(CORE), str(binding / "include"), str(binding / "ext/robin_map/include")],
         define_macros=[("UNISONO_BUILD", f'"{build}"'), ("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
         extra_compile_args=[
             "-std=c++17",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from unisono.bench.ranks import run
-from unisono.bench.result import Result
-from unisono.bench.settings import Settings
-from unisono.bench.sizes import parse_sizes
-from unisono.bench.table import summary
+from unisono.tools.bench.ranks import run
+from unisono.tools.bench.result import Result
+from unisono.tools.bench.settings import Settings
+from unisono.tools.bench.sizes import parse_sizes
+from unisono.tools.bench.table import summary
 
 __all__ = ["between", "measured", "parser", "sweep_parser"]
 

@@ -16,7 +16,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from unisono import bench
+from unisono.tools import bench
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"

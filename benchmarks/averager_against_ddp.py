@@ -25,7 +25,7 @@ from _training import ddp, perceptron, transformer
 from torch import nn
 
 import unisono as un
-from unisono.bench import interleave, on_ranks, timed
+from unisono.tools.bench import interleave, on_ranks, timed
 
 # A model, the shape of its input on each rank, and the most of DDP's exposed time that is wanted for 2 ranks.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {

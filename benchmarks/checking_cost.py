@@ -18,7 +18,7 @@ import torch
 from _questions import parser
 
 import unisono as un
-from unisono.bench import Timings, clock, interleave, on_ranks, timed
+from unisono.tools.bench import Timings, clock, interleave, on_ranks, timed
 
 SIZES = (8, 4096, 65536, 1 << 20, 16 << 20)
 BLOCK_S = 0.02

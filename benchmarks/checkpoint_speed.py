@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from _questions import parser
 
 import unisono as un
-from unisono.bench import Finding, Sample, Spread, Timings, interleave, on_ranks, timed
+from unisono.tools.bench import Finding, Sample, Spread, Timings, interleave, on_ranks, timed
 
 State = dict[str, torch.Tensor]
 Bytes = dict[str, list[int]]

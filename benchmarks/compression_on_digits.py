@@ -23,9 +23,9 @@ from torch import nn
 
 import unisono as un
 from unisono import compression as codecs
-from unisono.bench import on_ranks
-from unisono.demo.data import load, split
 from unisono.gradients import DiLoCo, LocalSGD
+from unisono.tools.bench import on_ranks
+from unisono.tools.demo.data import load, split
 from unisono.wrappers.trace import Traced
 
 RANKS, BATCH = 4, 16

@@ -21,7 +21,7 @@ from _training import ddp, perceptron, transformer
 from torch import nn
 
 import unisono as un
-from unisono.bench import interleave, on_ranks, timed
+from unisono.tools.bench import interleave, on_ranks, timed
 
 # A model, and the shape of its input on each rank.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

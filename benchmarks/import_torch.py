@@ -17,7 +17,7 @@ from functools import partial
 
 from _questions import parser
 
-from unisono.bench import interleave
+from unisono.tools.bench import interleave
 
 PROGRAM = "import time, torch; print(time.process_time())"
 

@@ -24,7 +24,7 @@ import torch
 from _questions import parser
 
 import unisono as un
-from unisono.bench import Finding, Spread, interleave, timed
+from unisono.tools.bench import Finding, Spread, interleave, timed
 
 CHUNK = 16_384
 BULK = 1 << 20

@@ -16,8 +16,18 @@ import torch
 from _questions import between, measured, sweep_parser
 
 import unisono as un
-from unisono.bench import COLLECTIVES, Finding, Spread, Timings, interleave, least_ratio, on_ranks, parse_sizes, timed
 from unisono.errors import UnavailableError
+from unisono.tools.bench import (
+    COLLECTIVES,
+    Finding,
+    Spread,
+    Timings,
+    interleave,
+    least_ratio,
+    on_ranks,
+    parse_sizes,
+    timed,
+)
 
 SHORT, LONG = "8", "1M,16M,100M"
 MOST_US, LEAST_RATIO = 25, 0.90

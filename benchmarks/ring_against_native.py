@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from _questions import between, measured, sweep_parser
 
-from unisono.bench import least_ratio
+from unisono.tools.bench import least_ratio
 
 # Times that the schedule may take as long as the native call.
 BOUNDS = {"1M": 1.1, "16M": 1.1, "100M": 1.3}

@@ -20,7 +20,7 @@ import torch.distributed.rpc as torch_rpc
 from _questions import parser
 
 import unisono as un
-from unisono.bench import Finding, Timings, interleave, on_ranks, timed
+from unisono.tools.bench import Finding, Timings, interleave, on_ranks, timed
 
 BLOCK = 100
 IN_FLIGHT = 10_000

@@ -14,7 +14,7 @@ import argparse
 
 from _questions import between, measured, sweep_parser
 
-from unisono.bench import Finding, least_ratio, mean_ratio
+from unisono.tools.bench import Finding, least_ratio, mean_ratio
 
 SMALL, MIDDLE, LARGE = "8,64,512,4K", "64K,256K,1M", "4M,16M,100M"
 OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")

@@ -14,8 +14,8 @@ import argparse
 
 from _questions import between, measured, sweep_parser
 
-from unisono.bench import Finding, least_ratio
 from unisono.errors import UnavailableError
+from unisono.tools.bench import Finding, least_ratio
 
 
 def ask(given: argparse.Namespace, caches: str) -> list[Finding]:

@@ -25,7 +25,8 @@ from _checkouts import AllReduce, Checkout
 from _questions import parser
 
 import unisono as un
-from unisono.bench import (
+from unisono.core.types import ReduceOp
+from unisono.tools.bench import (
     Finding,
     Sample,
     Slot,
@@ -39,8 +40,7 @@ from unisono.bench import (
     parse_sizes,
     shown_size,
 )
-from unisono.bench.peers.unisono import UnisonoPeer
-from unisono.types import ReduceOp
+from unisono.tools.bench.peers.unisono import UnisonoPeer
 
 TENSORS = 64
 # The most microseconds of a call.

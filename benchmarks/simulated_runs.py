@@ -15,8 +15,8 @@ import torch
 from _questions import parser
 
 import unisono as un
-from unisono.bench import Finding, Spread, interleave, timed
 from unisono.testing import chaos
+from unisono.tools.bench import Finding, Spread, interleave, timed
 
 RANKS, STEPS, MESSAGES = 3, 5, 2000
 WANTED_AN_HOUR = 2000

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import unisono as un
+from unisono.core.types import Recv, Send
 from unisono.testing.pools import RankPool
-from unisono.types import Recv, Send
 
 __all__ = ["check_views", "check_writes"]
 

@@ -9,9 +9,9 @@
 #include <string>
 #include <utility>
 
-#include "collectives.hpp"
+#include "shm/collectives.hpp"
 #include "gradients.hpp"
-#include "rings.hpp"
+#include "shm/p2p_ring.hpp"
 
 namespace nb = nanobind;
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "platform.hpp"
+#include "kernels/platform.hpp"
 
 namespace unisono {
 

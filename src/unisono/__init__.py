@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono import checkpoint, compression, data, errors, gradients, interop, rpc, testing
-    from unisono import recovery as recovery
-    from unisono import schedules as schedules
+    from unisono import elastic as elastic
     from unisono import transports as transports
+    from unisono.collectives import algorithms as algorithms
     from unisono.communicator import Communicator
+    from unisono.core.types import ReduceOp, Work
+    from unisono.elastic.join import join
     from unisono.errors import CommError
     from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
-    from unisono.joining import join
-    from unisono.launching.simulated import simulate
-    from unisono.startup import init, launch
-    from unisono.types import ReduceOp, Work
+    from unisono.launcher.api import init, launch
+    from unisono.launcher.simulated import simulate
     from unisono.wrappers.trace import trace
 
 __version__ = "0.1.0"
@@ -55,36 +55,36 @@ _HOME = {
     "CommError": "unisono.errors",
     "Communicator": "unisono.communicator",
     "GradientAverager": "unisono.gradients",
-    "ReduceOp": "unisono.types",
-    "Work": "unisono.types",
+    "ReduceOp": "unisono.core.types",
+    "Work": "unisono.core.types",
     "average_gradients": "unisono.gradients",
     "broadcast_parameters": "unisono.gradients",
-    "init": "unisono.startup",
-    "join": "unisono.joining",
-    "launch": "unisono.startup",
-    "simulate": "unisono.launching.simulated",
+    "init": "unisono.launcher.api",
+    "join": "unisono.elastic.join",
+    "launch": "unisono.launcher.api",
+    "simulate": "unisono.launcher.simulated",
     "trace": "unisono.wrappers.trace",
 }
-_PACKAGES = (
-    "checkpoint",
-    "compression",
-    "data",
-    "errors",
-    "gradients",
-    "interop",
-    "recovery",
-    "rpc",
-    "schedules",
-    "testing",
-    "transports",
-)
+_PACKAGES = {
+    "algorithms": "unisono.collectives.algorithms",
+    "checkpoint": "unisono.checkpoint",
+    "compression": "unisono.compression",
+    "data": "unisono.data",
+    "elastic": "unisono.elastic",
+    "errors": "unisono.errors",
+    "gradients": "unisono.gradients",
+    "interop": "unisono.interop",
+    "rpc": "unisono.rpc",
+    "testing": "unisono.testing",
+    "transports": "unisono.transports",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
     elif name in _PACKAGES:
-        value = importlib.import_module(f"unisono.{name}")
+        value = importlib.import_module(_PACKAGES[name])
     else:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     globals()[name] = value

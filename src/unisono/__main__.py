@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from unisono.cli import main
+from unisono.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any, Literal, Self, final
 
 import torch
 
-from unisono.calls.mailing import Mailing
-from unisono.calls.objects import Objects
-from unisono.calls.parts import Parts
-from unisono.calls.watching import Watching
-from unisono.control import Cause, Control
-from unisono.ending import CLOSE_S
-from unisono.engine import Engine
+from unisono.comm.engine import Engine
+from unisono.comm.mailbox import Mailing
+from unisono.comm.monitored_barrier import Watching
+from unisono.comm.objects import Objects
+from unisono.comm.state import ANYONE, News
+from unisono.comm.subgroups import Parts
+from unisono.comm.teardown import CLOSE_S
+from unisono.core.control import Control
+from unisono.core.failure import Cause
+from unisono.core.group import Group
+from unisono.core.transport import Options, Transport
+from unisono.core.work import patience
 from unisono.errors import MismatchError
-from unisono.group import Group
-from unisono.hosts import host_identity
-from unisono.standing import ANYONE, News
-from unisono.transport import Options, Transport
-from unisono.work import patience
-from unisono.wrappers.check import Checked
+from unisono.host.network import host_identity
+from unisono.wrappers.consistency import Checked
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -129,7 +130,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
             CommError: Its backend is one that cannot be wrapped.
             CommTimeoutError: Not all members have called it in time.
         """
-        from unisono.transports._torch_adopt import adopt
+        from unisono.transports.torch.from_group import adopt
 
         return cls._releasing(*adopt(group, patience(timeout, timeout), chunk_bytes), check)
 
@@ -157,7 +158,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
             UnavailableError: There is no mpi4py, or no MPI library.
             CommTimeoutError: Not all members have called it in time.
         """
-        from unisono.transports._mpi_adopt import adopt
+        from unisono.transports.mpi.from_comm import adopt
 
         return cls._releasing(*adopt(comm, patience(timeout, timeout), chunk_bytes), check)
 

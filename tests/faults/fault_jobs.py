@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fault_rows import ODD, SHORT_S, SIZE
 
-from unisono.mpilib import find_mpirun, unlaunched
+from unisono.host.mpi_library import find_mpirun, unlaunched
 
 ENDS_S = 10.0
 _LIMIT_S = 240.0
@@ -24,7 +24,7 @@ _START = """
 import os, signal, sys, time
 import torch
 import unisono as un
-from unisono.transports._mpi_watch import Watch
+from unisono.transports.mpi.watchdog import Watch
 
 torch.set_num_threads(1)
 odd, short_s = int(sys.argv[1]), float(sys.argv[2])

@@ -9,7 +9,7 @@ from fault_jobs import JOBS, ended
 from fault_programs import Seen, observe
 from fault_rows import FAULTS, ODD, SIZE, TOGETHER_S, Fault
 
-from unisono.startup import launch
+from unisono.launcher.api import launch
 from unisono.testing import pool
 from unisono.transports import TRANSPORTS
 

@@ -64,7 +64,7 @@ def train(comm: Any, deaths: dict[int, tuple[str, float]], epochs: int = 1, of: 
     optimizer = Momentum(model)
     sampler = un.data.PartitionSampler(range(len(task.inputs)), comm, seed=1)
     averager = un.GradientAverager(model, comm)
-    training = un.recovery.Recovery(comm, model=model, optimizer=optimizer, averager=averager, sampler=sampler)
+    training = un.elastic.Recovery(comm, model=model, optimizer=optimizer, averager=averager, sampler=sampler)
     how, when = deaths.get(me, ("never", 0.0))
     comm.barrier()
     if how == "time":

@@ -102,6 +102,6 @@ def test_a_hub_forgets_what_was_shared_by_a_group_that_is_over() -> None:
         return hubs[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unisono.launching.threads.LocalHub", make)
+        patch.setattr("unisono.launcher.threads.LocalHub", make)
         run_ranks(program, 2)
     assert set(hubs[0]._objects) == {"for all", "thread/mail"}

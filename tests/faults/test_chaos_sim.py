@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Send, Work
+from unisono.elastic.recovery import Recovery
 from unisono.errors import CommError
-from unisono.recovery import Recovery
 from unisono.testing import KilledError, chaos
-from unisono.transport import Transport
-from unisono.types import Message, Send, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.wrappers.base import Wrapper
 
 RANKS, STEPS = 3, 5
 

@@ -59,7 +59,7 @@ def outlives(comm: Any, seed: int) -> list[float]:
             threading.Timer(delays[number], os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     model = torch.nn.Linear(4, 4)
-    training = un.recovery.Recovery(comm, model=model, averager=un.GradientAverager(model, comm))
+    training = un.elastic.Recovery(comm, model=model, averager=un.GradientAverager(model, comm))
     failed_at, steps = None, 0
     while training.comm.size > LEFT or failed_at is not None:
         arm(size - training.comm.size)

@@ -221,7 +221,7 @@ def test_a_laggard_is_synced() -> None:
         model = torch.nn.Linear(1, 1)
         with torch.no_grad():
             model.weight.fill_(float(comm.rank))
-        training = un.recovery.Recovery(comm, model=model)
+        training = un.elastic.Recovery(comm, model=model)
         if comm.rank == 0:
             training.commit()
         training.recover()
@@ -236,7 +236,7 @@ import unisono as un
 comm = un.join(pid=int(sys.argv[1]), timeout=30)
 model = torch.nn.Linear(1, 1)
 sampler = un.data.PartitionSampler(range(12), num_replicas=1, rank=0)
-training = un.recovery.Recovery(comm, model=model, sampler=sampler)
+training = un.elastic.Recovery(comm, model=model, sampler=sampler)
 training.join()
 print(training.step, model.weight.item(), sorted(sampler), flush=True)
 training.comm.close()
@@ -249,7 +249,7 @@ def test_a_newcomer_gets_the_model_and_its_share_of_what_is_left() -> None:
         with torch.no_grad():
             model.weight.fill_(7.0)
         sampler = un.data.PartitionSampler(range(12), comm)
-        training = un.recovery.Recovery(comm, model=model, sampler=sampler)
+        training = un.elastic.Recovery(comm, model=model, sampler=sampler)
         used = list(sampler)[:3]
         training.commit(3)
         newcomer = None
@@ -269,7 +269,7 @@ def test_a_newcomer_gets_the_model_and_its_share_of_what_is_left() -> None:
 
 def test_what_cannot_follow_is_refused() -> None:
     with un.init() as comm, pytest.raises(TypeError, match="speed is a float, which has no state_dict"):
-        un.recovery.Recovery(comm, speed=1.0)
+        un.elastic.Recovery(comm, speed=1.0)
 
 
 def test_no_thread_is_left_of_the_old_one() -> None:

@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import pytest
 
-from unisono.activity import Activity, Noted
-from unisono.control import Cause, Control
-from unisono.control.hang import hang_report
+from unisono.core.control import Control
+from unisono.core.failure import Cause
+from unisono.core.flight_recorder import Activity, Noted
+from unisono.core.group import Group
+from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import CommTimeoutError
-from unisono.group import Group
 from unisono.testing import run_ranks
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.control.channel import HELLO_BYTES, Greeting
+from unisono.control.auth_channel import HELLO_BYTES, Greeting
 from unisono.testing import pool
 
 _SOON_S = 10.0

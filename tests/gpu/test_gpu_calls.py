@@ -9,10 +9,10 @@ import torch
 from gpu_places import ALL, Place
 
 import unisono as un
-from unisono.collectives.description import COLLECTIVES
+from unisono.core.collective import COLLECTIVES
 from unisono.testing.cases import CALLS, Case
-from unisono.testing.check import Report, check_case, check_reports
-from unisono.testing.laws.world import numbers, together
+from unisono.testing.check_case import Report, check_case, check_reports
+from unisono.testing.conformance.world import numbers, together
 from unisono.testing.reference import DTYPES, ops_for
 
 places = pytest.mark.parametrize("place", ALL)

@@ -9,7 +9,7 @@ import torch
 
 import unisono as un
 from unisono.errors import PeerLostError
-from unisono.testing.host_ranks import HostRanks, word
+from unisono.testing.namespaced_ranks import HostRanks, word
 from unisono.testing.network import Network
 
 rpc = un.rpc

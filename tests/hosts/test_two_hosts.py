@@ -11,7 +11,7 @@ import torch
 
 import unisono as un
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
-from unisono.testing.host_ranks import HostRanks, word
+from unisono.testing.namespaced_ranks import HostRanks, word
 from unisono.testing.network import Network
 
 MIB = 1 << 20

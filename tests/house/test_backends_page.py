@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.schedules import COLLECTIVES
+from unisono.collectives.algorithms import COLLECTIVES
 from unisono.transports import TRANSPORTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "backends.md"

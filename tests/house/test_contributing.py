@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.schedules import SCHEDULES, all_reduce
-from unisono.schedules.prove import prove
+from unisono.collectives.algorithms import SCHEDULES, all_reduce
+from unisono.collectives.verify.prover import prove
 
 ROOT = Path(__file__).parents[2]
 NAME = "bidirectional_ring"
@@ -18,7 +18,7 @@ NAME = "bidirectional_ring"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder that counts as part of `unisono.schedules.all_reduce`, with the file of the page in it."""
+    """A folder that counts as part of `unisono.collectives.algorithms.all_reduce`, with the file of the page in it."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     text = re.search(rf"`{NAME}\.py`.*?```python\n(.*?)```", page, re.DOTALL).group(1)
     assert len(text.splitlines()) < 40

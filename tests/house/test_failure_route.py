@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.compiled import native
+from unisono.core.native import native
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no compiler was here when unisono was installed")
 

@@ -26,7 +26,7 @@ def test_import_brings_no_extras() -> None:
     modules = imported("import unisono")
     assert "unisono" in modules
     extras = {"mpi4py", "hypothesis", "pytest", "_pytest", "rich", "matplotlib", "sklearn"}
-    assert not modules & (extras | {"unisono.testing", "unisono.data", "unisono.cli"})
+    assert not modules & (extras | {"unisono.testing", "unisono.data", "unisono.tools.cli"})
 
 
 def test_import_starts_nothing() -> None:

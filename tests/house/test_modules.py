@@ -75,8 +75,8 @@ def test_nothing_is_too_long() -> None:
 
 
 def test_the_measures_measure() -> None:
-    assert defined(parse("unisono/types.py")) >= {"Send", "COLLECTIVE_TAG", "Message"}
-    assert "T" not in defined(parse("unisono/registry.py"))
+    assert defined(parse("unisono/core/types.py")) >= {"Send", "COLLECTIVE_TAG", "Message"}
+    assert "T" not in defined(parse("unisono/core/registry.py"))
     function = ast.parse('def f():\n    """Two\n    lines."""\n    return 1\n').body[0]
     assert isinstance(function, ast.FunctionDef)
     assert (length(function), length(function.body[0])) == (4, 2)

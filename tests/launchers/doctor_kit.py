@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unisono.doctor import Patient, examine
-from unisono.doctor.finding import Finding
+from unisono.tools.doctor import Patient, examine
+from unisono.tools.doctor.finding import Finding
 
 __all__ = ["ALONE", "DOCTOR", "Seen", "Start", "find", "the_cross"]
 

@@ -12,7 +12,7 @@ __all__ = ["TRAIN", "env", "heard", "program"]
 TRAIN = """
 import sys
 from unisono.bootstrap import find
-from unisono.group import Group
+from unisono.core.group import Group
 place = find(timeout_s=30.0)
 said = place.control.exchange(Group.world(place.rank, place.size, place.name), "x", place.rank, 30.0)
 sys.stdout.write(f"rank {place.rank} heard {said} {sys.argv[1:]}\\n")

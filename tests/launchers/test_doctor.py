@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from doctor_kit import DOCTOR, Start, the_cross
 
-from unisono.cli import main
-from unisono.doctor import CHECKS, Patient, examination
-from unisono.doctor.finding import Finding, note, tick
+from unisono.tools.cli import main
+from unisono.tools.doctor import CHECKS, Patient, runner
+from unisono.tools.doctor.finding import Finding, note, tick
 
 
 class Planted:
@@ -39,7 +39,7 @@ def test_a_check_that_fails_is_a_cross(plant: Callable[..., None], capsys: pytes
 
 
 def test_a_check_that_hangs_is_a_cross(plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination, "_GRACE_S", 0.0)
+    monkeypatch.setattr(runner, "_GRACE_S", 0.0)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         plant(lambda: [tick(str(theirs.recv(1)))])

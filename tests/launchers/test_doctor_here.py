@@ -13,8 +13,8 @@ import pytest
 from doctor_kit import Seen, find, the_cross
 from launcher_kit import task
 
-from unisono.compiled import NO_EXTENSIONS
-from unisono.doctor import Patient
+from unisono.core.native import NO_EXTENSIONS
+from unisono.tools.doctor import Patient
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def test_dev_shm_of_64_kib(
 
 
 def test_dev_shm_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.doctor.checks import memory
+    from unisono.tools.doctor.checks import memory
 
     monkeypatch.setattr(memory, "_FOLDER", Path("/no/such/folder"))
     assert "is not there" in the_cross("memory").text
@@ -40,7 +40,7 @@ def test_dev_shm_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 
 # -- the native core ------------------------------------------------------------------------------
 def test_compiled_parts_that_are_not_wanted_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.doctor.checks import extension
+    from unisono.tools.doctor.checks import extension
 
     monkeypatch.setattr(extension, "native", object)
     assert [found.state for found in find("extension")] == ["tick"]
@@ -148,11 +148,11 @@ def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono import cores
+    from unisono.host import cpu_count
 
-    monkeypatch.setattr(cores, "quota", lambda: 1.5)
-    monkeypatch.setattr(cores, "visible", lambda: 64)
-    monkeypatch.setattr("unisono.doctor.checks.cores.visible", lambda: 64)
+    monkeypatch.setattr(cpu_count, "quota", lambda: 1.5)
+    monkeypatch.setattr(cpu_count, "visible", lambda: 64)
+    monkeypatch.setattr("unisono.tools.doctor.checks.cores.visible", lambda: 64)
     assert "1 core(s) are what the control group allows of 64" in the_cross("cores", Patient(ranks=2)).text
 
 

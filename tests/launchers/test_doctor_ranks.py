@@ -12,9 +12,9 @@ import pytest
 from doctor_kit import Seen, Start, find, the_cross
 from launcher_kit import BATCH, task
 
-from unisono.doctor import Patient
-from unisono.doctor.checks import mpiexec
-from unisono.doctor.trying import tried
+from unisono.tools.doctor import Patient
+from unisono.tools.doctor.checks import mpiexec
+from unisono.tools.doctor.smoke_test_runner import tried
 
 # -- the launcher ----------------------------------------------------------------------------------
 TORCHRUN = {
@@ -91,7 +91,7 @@ def test_no_mpi_library(doctor: Callable[..., Seen], tmp_path: Path) -> None:
 
 
 def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.doctor import mpi
+    from unisono.tools.doctor import mpi
 
     monkeypatch.setattr(mpi, "find_spec", lambda name: None)
     assert "no MPI library: mpi4py is not installed" in the_cross("mpi").text
@@ -128,7 +128,7 @@ def test_mpiexec_of_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 
 
 def test_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.doctor.checks import mpiexec
+    from unisono.tools.doctor.checks import mpiexec
 
     monkeypatch.setattr(mpiexec, "find_mpirun", lambda: None)
     monkeypatch.setenv("PATH", "")

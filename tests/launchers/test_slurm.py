@@ -236,7 +236,7 @@ def test_torchrun_inside_a_step_goes_first(monkeypatch: pytest.MonkeyPatch) -> N
 MEET = """
 import sys
 from unisono.bootstrap import find
-from unisono.group import Group
+from unisono.core.group import Group
 place = find(timeout_s=20.0)
 said = place.control.exchange(Group.world(place.rank, place.size, place.name), "x", (place.rank, place.local_rank), 20)
 print(said, place.name, place.source)

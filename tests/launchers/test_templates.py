@@ -11,8 +11,8 @@ import pytest
 from launcher_kit import finish
 from templates_kit import env, heard, program
 
-from unisono.cli import main
-from unisono.cli.commands.template import templates
+from unisono.tools.cli import main
+from unisono.tools.cli.commands.template import templates
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -13,7 +13,7 @@ import yaml
 from launcher_kit import finish
 from templates_kit import TRAIN, env, heard, program
 
-from unisono.cli.commands.template import templates
+from unisono.tools.cli.commands.template import templates
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from patience import until
 
-from unisono.mpilib import find_mpirun, unlaunched
+from unisono.host.mpi_library import find_mpirun, unlaunched
 
 LIMIT_S = 100.0
 

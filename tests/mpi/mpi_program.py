@@ -11,7 +11,8 @@ from unittest.mock import patch
 import torch
 
 import unisono as un
-from unisono.transports import _mpi_native, _mpi_parts, _shm_memory
+from unisono.transports.mpi import collectives, requests
+from unisono.transports.shm import segment
 
 torch.set_num_threads(1)
 
@@ -27,7 +28,7 @@ def bootstraps() -> dict[str, Any]:
     with un.init("mpi", init_method="mpi://", timeout=60) as comm:
         found["mpi://"] = (comm.rank, comm.size)
     # As if each rank were on a host of its own.
-    with patch.object(_shm_memory, "shm_obstacle", lambda: "an obstacle"), un.init(timeout=60) as comm:
+    with patch.object(segment, "shm_obstacle", lambda: "an obstacle"), un.init(timeout=60) as comm:
         found["apart"] = comm.backend
     return found
 
@@ -112,8 +113,8 @@ def _said(tensor: torch.Tensor, wanted: torch.Tensor) -> str:
 
 def long_ones() -> dict[str, bool]:
     """As if MPI could count no further than 1000: everything is cut."""
-    before = _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_native._MOST_BYTES
-    _mpi_parts.LONGEST = _mpi_native.LONGEST = _mpi_native._MOST_BYTES = 1000
+    before = requests.LONGEST, collectives.LONGEST, collectives._MOST_BYTES
+    requests.LONGEST = collectives.LONGEST = collectives._MOST_BYTES = 1000
     found = {}
     try:
         with un.init("mpi", timeout=60) as comm:
@@ -150,7 +151,7 @@ def long_ones() -> dict[str, bool]:
             comm.all_to_all(apart, [mine, mine * 10], algorithm="native")
             found["exchanged"] = far.sum().item() == (75 if comm.rank == 0 else 750)
     finally:
-        _mpi_parts.LONGEST, _mpi_native.LONGEST, _mpi_native._MOST_BYTES = before
+        requests.LONGEST, collectives.LONGEST, collectives._MOST_BYTES = before
     return found
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import unisono as un
 from unisono.testing.cases import Case
-from unisono.testing.check import Report, check_case, check_reports
+from unisono.testing.check_case import Report, check_case, check_reports
 from unisono.testing.pools import RankPool
 from unisono.testing.strategies import cases
 
@@ -70,9 +70,9 @@ def test_tensors_of_inference_mode_are_averaged_outside_of_it(ranks: RankPool) -
 
 def test_a_gather_too_long_for_mpi_is_cut_on_all_ranks(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> list[float]:
-        from unisono.transports import _mpi_native
+        from unisono.transports.mpi import collectives
 
-        before, _mpi_native._MOST_BYTES = _mpi_native._MOST_BYTES, 2047
+        before, collectives._MOST_BYTES = collectives._MOST_BYTES, 2047
         try:
             # Each rank's part is short enough for one call, and the root's list is not.
             comm.barrier()
@@ -82,7 +82,7 @@ def test_a_gather_too_long_for_mpi_is_cut_on_all_ranks(ranks: RankPool) -> None:
             back = torch.zeros(200)
             comm.scatter(back, parts, 0)
         finally:
-            _mpi_native._MOST_BYTES = before
+            collectives._MOST_BYTES = before
         return back.unique().tolist()
 
     assert ranks.run(program) == [[float(rank)] for rank in range(RANKS)]

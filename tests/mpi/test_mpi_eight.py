@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 import unisono as un
-from unisono.collectives.description import COLLECTIVES
+from unisono.core.collective import COLLECTIVES
 from unisono.testing.cases import CALLS, Case
-from unisono.testing.check import check_case, check_reports
-from unisono.testing.placed import LAYOUTS
+from unisono.testing.check_case import check_case, check_reports
+from unisono.testing.memory_layouts import LAYOUTS
 from unisono.testing.pools import RankPool
 from unisono.testing.reference import DTYPES, ops_for
 

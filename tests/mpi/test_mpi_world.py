@@ -10,7 +10,7 @@ from typing import Any
 import mpi_jobs
 import pytest
 
-from unisono.mpilib import find_mpirun
+from unisono.host.mpi_library import find_mpirun
 
 RANKS = 2
 

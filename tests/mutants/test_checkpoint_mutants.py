@@ -14,7 +14,18 @@ import pytest
 import torch
 from loading import load
 
-from unisono.checkpoint import background, bounds, filling, loading, manifest, places, reader, restore, saving, team
+from unisono.checkpoint import (
+    background,
+    collective,
+    manifest,
+    map_location,
+    memory_limits,
+    reader,
+    restore,
+    save,
+    tensor_loader,
+)
+from unisono.checkpoint import load as loading
 from unisono.checkpoint.storage import local
 from unisono.errors import CommError
 
@@ -78,13 +89,13 @@ def the_manifest_is_overwritten(patch: Patch) -> None:
 
 
 def old_files_go_before_the_new_manifest(patch: Patch) -> None:
-    real = saving._publish
+    real = save._publish
 
     def publish(snapshot: Any, parts: Any, storage: Any, save_id: str, *more: Any) -> None:
-        saving._tidy(storage, save_id)
+        save._tidy(storage, save_id)
         real(snapshot, parts, storage, save_id, *more)
 
-    patch.setattr(saving, "_publish", publish)
+    patch.setattr(save, "_publish", publish)
 
 
 def the_manifest_comes_before_the_files_are_durable(patch: Patch) -> None:
@@ -105,21 +116,21 @@ def what_failed_stays(patch: Patch) -> None:
 
 
 def ranks_are_not_compared(patch: Patch) -> None:
-    patch.setattr(team.Team, "compare", lambda self, what, describe, told: None)
+    patch.setattr(collective.Team, "compare", lambda self, what, describe, told: None)
 
 
 def only_shapes_are_compared(patch: Patch) -> None:
-    patch.setattr(saving, "digest", lambda data: "0" * 32)
+    patch.setattr(save, "digest", lambda data: "0" * 32)
 
 
 def the_copy_is_a_view(patch: Patch) -> None:
-    real = saving._take
-    patch.setattr(saving, "_take", lambda flat, copy, hashed: real(flat, False, hashed))
+    real = save._take
+    patch.setattr(save, "_take", lambda flat, copy, hashed: real(flat, False, hashed))
 
 
 def saves_overtake_each_other(patch: Patch) -> None:
     patch.setattr(background, "finish_earlier", lambda path, comm: None)
-    patch.setattr("unisono.checkpoint.calls.finish_earlier", lambda path, comm: None)
+    patch.setattr("unisono.checkpoint.api.finish_earlier", lambda path, comm: None)
 
 
 # -- loading -----------------------------------------------------------------------------------
@@ -147,17 +158,17 @@ def every_rank_reads_all(patch: Patch) -> None:
 
 
 def ranks_do_not_wait_for_each_other(patch: Patch) -> None:
-    real = filling.Filling._through_memory
+    real = tensor_loader.Filling._through_memory
 
-    def through_memory(self: filling.Filling, host: Any, shares: Any) -> None:
+    def through_memory(self: tensor_loader.Filling, host: Any, shares: Any) -> None:
         hasty: Any = SimpleNamespace(rank=host.rank, size=host.size, barrier=lambda: None)
         real(self, hasty, shares)
 
-    patch.setattr(filling.Filling, "_through_memory", through_memory)
+    patch.setattr(tensor_loader.Filling, "_through_memory", through_memory)
 
 
 def values_may_take_any_memory(patch: Patch) -> None:
-    patch.setattr(bounds, "check_cost", lambda cost, nbytes: None)
+    patch.setattr(memory_limits, "check_cost", lambda cost, nbytes: None)
     patch.setattr(manifest, "check_cost", lambda cost, nbytes: None)
 
 
@@ -166,7 +177,7 @@ def a_save_is_left_behind(patch: Patch) -> None:
 
 
 def strided_memory_is_forgotten(patch: Patch) -> None:
-    patch.setattr(places.Landing, "tensor", lambda self: self._made if self._place is None else self._place)
+    patch.setattr(map_location.Landing, "tensor", lambda self: self._made if self._place is None else self._place)
 
 
 def shapes_do_not_matter(patch: Patch) -> None:

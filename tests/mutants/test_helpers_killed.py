@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from loading import load, mutants
 
-from unisono.testing.laws import LAWS, World
+from unisono.testing.conformance import LAWS, World
 
 MUTANTS = mutants("helpers")
 BY_NAME = {law.__name__: law for law in LAWS}

@@ -12,8 +12,8 @@ import torch
 from loading import load, mutants
 
 import unisono as un
+from unisono.simulation import Scheduler
 from unisono.testing import chaos
-from unisono.virtual import Scheduler
 
 MUTANTS = mutants("simulated")
 SEEDS = range(60)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from loading import load, mutants
 
-from unisono.testing.laws import LAWS, World
+from unisono.testing.conformance import LAWS, World
 from unisono.transports import TRANSPORTS
 from unisono.transports.thread import ThreadTransport
 

@@ -7,8 +7,8 @@
 #include <thread>
 #include <vector>
 
-#include "collectives.hpp"
-#include "rings.hpp"
+#include "shm/collectives.hpp"
+#include "shm/p2p_ring.hpp"
 
 using namespace unisono;
 

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.collectives.description import COLLECTIVES
-from unisono.schedules import SCHEDULES
+from unisono.collectives.algorithms import SCHEDULES
+from unisono.core.collective import COLLECTIVES
 from unisono.testing import pool, run_ranks, strategies
 from unisono.testing.cases import CALLS, Case
-from unisono.testing.check import Report, check_case, check_reports
-from unisono.testing.placed import LAYOUTS
+from unisono.testing.check_case import Report, check_case, check_reports
+from unisono.testing.memory_layouts import LAYOUTS
 from unisono.testing.reference import DTYPES, ops_for
 
 CHUNK_BYTES = 4096

@@ -7,7 +7,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from unisono.compiled import NO_EXTENSIONS, native
+from unisono.core.native import NO_EXTENSIONS, native
 
 
 def test_the_core_is_there_where_there_is_a_compiler() -> None:

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.compiled import native
+from unisono.core.native import native
+from unisono.core.reduce_op import check_reducible, parse_op
 from unisono.errors import CommError
-from unisono.reduction import check_reducible, parse_op
 from unisono.testing.pools import RankPool
-from unisono.transports import shm
+from unisono.transports.shm import transport
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no compiler was here when unisono was installed")
 
@@ -203,7 +203,7 @@ def mixed(comm: un.Communicator, build: str | None) -> tuple[bool, list[str], fl
     other = None if build is None else SimpleNamespace(BUILD=build, Core=known.Core)
     with (
         warnings.catch_warnings(record=True) as warned,
-        patch.object(shm, "native", lambda: other if comm.rank == 1 else known),
+        patch.object(transport, "native", lambda: other if comm.rank == 1 else known),
     ):
         warnings.simplefilter("always")
         part = comm.dup()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.rpc.calls import Window
-from unisono.rpc.workers import Workers
+from unisono.rpc.pending_calls import Window
+from unisono.rpc.thread_pool import Workers
 from unisono.testing import pool
 
 rpc = un.rpc
@@ -49,7 +49,7 @@ def test_who_waits_for_a_window_goes_on_when_there_is_room() -> None:
 
 def test_workers_run_no_more_at_once_but_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody is let in for want of progress: a slow machine makes none for a while, too.
-    monkeypatch.setattr("unisono.rpc.workers._STUCK_S", LIMIT_S)
+    monkeypatch.setattr("unisono.rpc.thread_pool._STUCK_S", LIMIT_S)
     workers = Workers("test", 2, lambda: None)
     lock, go, done = threading.Lock(), threading.Event(), threading.Semaphore(0)
     running, most = 0, 0

@@ -12,8 +12,8 @@ from rpc_functions import BACKENDS, add, echo, hold, release
 
 import unisono as un
 from unisono.errors import CommTimeoutError
-from unisono.post_mailbox import PostMailbox
 from unisono.testing import run_ranks
+from unisono.transports.mailbox.over_p2p import PostMailbox
 
 rpc = un.rpc
 
@@ -118,6 +118,6 @@ def test_a_rank_logs_what_its_functions_raise(caplog: pytest.LogCaptureFixture) 
         rpc.shutdown(timeout=30.0)
 
     run_ranks(program, 2)
-    first = next(record for record in caplog.records if record.name == "unisono.rpc.serving")
+    first = next(record for record in caplog.records if record.name == "unisono.rpc.server")
     assert first.getMessage().startswith("a call by rank 0 failed on rank 1:\nTraceback")
     assert "KeyError: 'far away'" in first.getMessage()

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from patience import until
 
 import unisono as un
-from unisono import wire
-from unisono.control.channel import Channel, Greeting
+from unisono import serialization
+from unisono.control.auth_channel import Channel, Greeting
 from unisono.control.local import LocalHub
+from unisono.core.group import Group
+from unisono.core.mailbox import Mail
 from unisono.errors import CommError, PeerLostError
-from unisono.group import Group
-from unisono.mailbox import Mail
-from unisono.rpc import frames
-from unisono.rpc.frames import HEADER, NO_CONTEXT
+from unisono.rpc import protocol
+from unisono.rpc.protocol import HEADER, NO_CONTEXT
 from unisono.testing import pool, run_ranks
-from unisono.transports._tcp_mailbox import TcpMailbox
-from unisono.transports._tcp_meeting import Link, meet
+from unisono.transports.mailbox.tcp import TcpMailbox
+from unisono.transports.mailbox.tcp_connect import Link, meet
 
 rpc = un.rpc
 RAN: list[Any] = []
@@ -44,7 +44,7 @@ def add(x: int, y: int = 1) -> int:
 
 
 def wait_for(control: Any, key: str) -> Any:
-    return wire.decode(control.get(key, LIMIT_S))
+    return serialization.decode(control.get(key, LIMIT_S))
 
 
 def assail(place: tuple[str, int], kind: str) -> bytes:
@@ -175,7 +175,11 @@ def test_nonsense_in_shared_memory_loses_who_wrote_it() -> None:
             lambda kind, number, rest: HEADER.pack(kind, number, NO_CONTEXT, 0) + rest,
             st.integers(0, 20),
             st.integers(0, 3),
-            st.one_of(st.binary(max_size=40), st.just(wire.encode((1, "a", None))), st.just(wire.encode((-5, 2**70)))),
+            st.one_of(
+                st.binary(max_size=40),
+                st.just(serialization.encode((1, "a", None))),
+                st.just(serialization.encode((-5, 2**70))),
+            ),
         ),
     ),
 )
@@ -185,7 +189,7 @@ def test_any_bytes_from_a_rank_run_nothing(content: bytes) -> None:
     office.gone.clear()
     _agent().box.lost.clear()
     found = office.dispatch(Mail(0, content, ()))
-    if found is not None and content[0] in (frames.REQUEST, frames.REMOTE):
+    if found is not None and content[0] in (protocol.REQUEST, protocol.REMOTE):
         found[0]()
     assert not RAN
 
@@ -222,7 +226,7 @@ def test_a_rank_that_sends_nonsense_is_lost_to_this_one_alone() -> None:
     assert run_ranks(program, 3) == [2, None, None]
 
 
-@pytest.mark.parametrize("kind", [frames.REQUEST, frames.REMOTE])
+@pytest.mark.parametrize("kind", [protocol.REQUEST, protocol.REMOTE])
 def test_a_call_that_is_cut_off_holds_up_no_shutdown(kind: int) -> None:
     def program(comm: un.Communicator) -> None:
         agent = rpc.init(comm)
@@ -260,16 +264,16 @@ def test_a_request_cannot_name_its_way_to_other_objects() -> None:
 def test_the_wire_knows_no_more_outside_of_calls() -> None:
     for value in (note, torch.add, int):
         with pytest.raises(TypeError, match="send plain values"):
-            wire.encode(value)
+            serialization.encode(value)
     with un.init() as comm:
         rpc.init(comm)
         with pytest.raises(TypeError, match="RRef"):
-            wire.encode([rpc.RRef(1)])
+            serialization.encode([rpc.RRef(1)])
         rpc.shutdown()
     for kind in b"argqk":
         with pytest.raises(ValueError, match="carry no value"):
-            wire.decode(bytes([kind]) + wire.encode("torch:add") + wire.encode(3))
+            serialization.decode(bytes([kind]) + serialization.encode("torch:add") + serialization.encode(3))
     tensor = torch.arange(5_000)
-    assert torch.equal(wire.decode(wire.encode(tensor)), tensor)
+    assert torch.equal(serialization.decode(serialization.encode(tensor)), tensor)
     with pytest.raises(CommError, match=r"rpc\.init"):
         rpc.get_worker_info()

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.control.channel import Greeting
+from unisono.control.auth_channel import Greeting
+from unisono.core.mailbox import Mail, Mailbox
+from unisono.core.transport import Transport
 from unisono.errors import ClosedError, CommError, PeerLostError
-from unisono.mailbox import Mail, Mailbox
-from unisono.post_mailbox import PostMailbox
 from unisono.testing import pool, run_ranks
-from unisono.transport import Transport
+from unisono.transports.mailbox.over_p2p import PostMailbox
 from unisono.wrappers.trace import Traced
 
 BACKENDS = ["thread", "shm", "gloo"]

@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from unisono.rpc.frames import RELEASE
-from unisono.rpc.references import Key, Ledger, References
+from unisono.rpc.protocol import RELEASE
+from unisono.rpc.refcount import Key, Ledger, References
 
 RANKS = 4
 

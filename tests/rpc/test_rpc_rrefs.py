@@ -12,7 +12,7 @@ from patience import until
 from rpc_functions import census
 
 import unisono as un
-from unisono.rpc.references import Key
+from unisono.rpc.refcount import Key
 from unisono.testing import pool, run_ranks
 
 rpc = un.rpc

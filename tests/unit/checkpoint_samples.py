@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import unisono as un
-from unisono.checkpoint.digest import digest
+from unisono.checkpoint.checksum import digest
 from unisono.checkpoint.manifest import MANIFEST
 from unisono.testing import run_ranks
 

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from unisono import wire
-from unisono.bootstrap import hosting
+from unisono import serialization
+from unisono.bootstrap import server_lease
 from unisono.control import LocalHub
 from unisono.control.client import SocketControl
-from unisono.control.requester import Requester
+from unisono.control.client_base import Requester
 from unisono.control.server import Server
 
 # A bare package in the place of unisono: its front door imports torch, which takes seconds in each process.
 _BARE = f"""
 import sys, types
 sys.modules["unisono"] = types.ModuleType("unisono")
-sys.modules["unisono"].__path__ = [{str(Path(wire.__file__).parents[1])!r}]
+sys.modules["unisono"].__path__ = [{str(Path(serialization.__file__).parents[1])!r}]
 """
 
 Make = Callable[[], Requester]
@@ -100,9 +100,9 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     yield
-    for lease in list(hosting._leases.values()):
+    for lease in list(server_lease._leases.values()):
         lease.server.close()
-    hosting._leases.clear()
+    server_lease._leases.clear()
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from typing import Any
 
 from patience import together
 
-from unisono.control import Cause
 from unisono.control.client import SocketControl
-from unisono.control.requester import Requester
-from unisono.group import Group
+from unisono.control.client_base import Requester
+from unisono.core.failure import Cause
+from unisono.core.group import Group
 
 __all__ = ["SECRET", "SOON", "Make", "Told", "die", "everywhere", "world"]
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
+from unisono.core.group import Group
+from unisono.core.transport import Options, Transport
 from unisono.errors import PeerLostError
-from unisono.group import Group
 from unisono.testing import Checksummed, Faulty, chaos, run_ranks
-from unisono.transport import Options, Transport
 from unisono.transports.torch import TorchTransport
+from unisono.wrappers.base import Wrapper
 from unisono.wrappers.trace import Traced
-from unisono.wrappers.wrapper import Wrapper
 
 
 def taken(comm: un.Communicator, counts: list[int]) -> list[tuple[int, int]]:

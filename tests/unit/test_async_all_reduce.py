@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.core.work import wait_any
 from unisono.testing import pool, run_ranks
-from unisono.work import wait_any
 
 
 def test_a_rank_that_does_not_come_is_told_at_wait_with_the_call_and_its_line() -> None:

@@ -228,7 +228,7 @@ def test_the_first_bucket_is_small_where_it_travels_early(
 ) -> None:
     def program(comm: un.Communicator, checked: bool) -> int:
         model = nn.ParameterList(torch.zeros(150_000) for _ in range(2))
-        with patch("unisono.gradients.plan.cores", lambda: cores[comm.rank]):
+        with patch("unisono.gradients.bucket_plan.cores", lambda: cores[comm.rank]):
             averager = un.GradientAverager(model, comm if checked else comm.dup(check="off"), compression=codec)
         found = len(averager.buckets[0])
         averager.remove()

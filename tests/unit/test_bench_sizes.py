@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.bench import parse_sizes
+from unisono.tools.bench import parse_sizes
 
 
 @pytest.mark.parametrize(

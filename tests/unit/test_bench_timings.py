@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import unisono as un
-from unisono.bench import Spread, Timings, clock, interleave, markdown, timed
+from unisono.tools.bench import Spread, Timings, clock, interleave, markdown, timed
 
 
 def taken(names: str, rounds: int) -> list[str]:

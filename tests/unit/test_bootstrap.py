@@ -19,8 +19,8 @@ from unisono.bootstrap import Place, find
 from unisono.control.client import SocketControl
 from unisono.control.secret import find_secret
 from unisono.control.server import Server
+from unisono.core.group import Group
 from unisono.errors import PeerLostError
-from unisono.group import Group
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
@@ -54,7 +54,7 @@ def test_variables_that_are_empty_are_not_set(monkeypatch: pytest.MonkeyPatch) -
 RANK = """
     import os, sys
     from unisono.bootstrap import find
-    from unisono.group import Group
+    from unisono.core.group import Group
 
     method, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     given = () if method == "env" else (method, rank, size)
@@ -98,7 +98,7 @@ def test_torchrun(tmp_path: Path) -> None:
         """
 from pathlib import Path
 from unisono.bootstrap import find
-from unisono.group import Group
+from unisono.core.group import Group
 places = [find(timeout_s=30.0) for _ in range(2)]
 for place in places:
     assert place.control.exchange(Group.world(place.rank, 2, place.name), "x", place.rank, 20.0) == [0, 1]

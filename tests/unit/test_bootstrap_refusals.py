@@ -10,9 +10,9 @@ import pytest
 from bootstrap_kit import SOON, meet
 from patience import together
 
-from unisono.bootstrap import find, meeting
+from unisono.bootstrap import find, rendezvous
+from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError, MismatchError
-from unisono.group import Group
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
@@ -127,7 +127,7 @@ def test_a_claim_to_be_a_rank_without_the_secret_ends_nothing(port: int) -> None
 @pytest.fixture
 def as_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each call pass for a process of its own."""
-    monkeypatch.setattr(meeting, "_process", lambda number: uuid.uuid4().hex)
+    monkeypatch.setattr(rendezvous, "_process", lambda number: uuid.uuid4().hex)
 
 
 @pytest.mark.usefixtures("as_processes")

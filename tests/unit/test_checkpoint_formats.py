@@ -19,8 +19,8 @@ from torch import nn
 import unisono as un
 from unisono.checkpoint import CorruptError, FormatError
 from unisono.checkpoint.convert import convert, read_any
-from unisono.cli import main
 from unisono.testing import run_ranks
+from unisono.tools.cli import main
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ddp_checkpoint.py"
 

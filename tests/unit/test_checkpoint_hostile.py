@@ -19,7 +19,7 @@ from checkpoint_samples import rewrite, saved, state_of
 
 import unisono as un
 from unisono.checkpoint import CheckpointError, FormatError
-from unisono.checkpoint.bounds import GRANTED
+from unisono.checkpoint.memory_limits import GRANTED
 from unisono.testing import run_ranks
 
 ROWS = 45_000

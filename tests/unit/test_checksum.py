@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Send, Work
 from unisono.errors import CorruptedError, DeadlockError, MismatchError
 from unisono.testing import Checksummed, Delayed, Faulty, run_ranks
 from unisono.testing.reference import DTYPES
-from unisono.transport import Transport
-from unisono.types import Message, Send, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.wrappers.base import Wrapper
 
 BACKENDS = ("thread", "sim", "gloo", "shm")
 

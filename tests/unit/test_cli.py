@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import unisono as un
-from unisono.cli import COMMANDS, main
-from unisono.cli.command import Refusal
 from unisono.errors import CommTimeoutError, UnavailableError
+from unisono.tools.cli import COMMANDS, main
+from unisono.tools.cli.command import Refusal
 
 
 class Trial:
@@ -75,7 +75,7 @@ def test_unknown_command_lists_the_known(trial: Trial, capsys: pytest.CaptureFix
 
 
 def test_a_command_does_not_load_the_others() -> None:
-    program = "import sys; from unisono.cli import main; main(['template']); print('torch' in sys.modules)"
+    program = "import sys; from unisono.tools.cli import main; main(['template']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split()[-1] == "False"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.core.types import Recv, Send
 from unisono.testing import pool
-from unisono.types import Recv, Send
 
 
 def on_threads(fn: object, size: int = 2, **options: object) -> list[object]:

@@ -9,8 +9,8 @@ from control_kit import SOON, Make, everywhere, world
 from patience import together
 
 from unisono.control import LocalHub
+from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
-from unisono.group import Group
 
 
 # -- the store -------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from unisono.control import Cause
 from unisono.control.client import SocketControl
 from unisono.control.server import Server
+from unisono.core.failure import Cause
+from unisono.core.group import Group
 from unisono.errors import ClosedError, PeerLostError
-from unisono.group import Group
 
 SECRET = b"of the tests"
 SOON = 10.0
@@ -24,7 +24,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 RANK = """
     import os, sys
     from unisono.control.client import SocketControl
-    from unisono.group import Group
+    from unisono.core.group import Group
 
     port, rank, size = map(int, sys.argv[1:])
     control = SocketControl(("127.0.0.1", port), b"of the tests", 10.0)
@@ -180,7 +180,7 @@ def test_store_drives_gloo(server: Server, start: Start) -> None:
         import torch
         import torch.distributed as dist
         from unisono.control.client import SocketControl
-        from unisono.control.store import ControlStore
+        from unisono.control.torch_store import ControlStore
 
         rank = int(sys.argv[2])
         control = SocketControl(("127.0.0.1", int(sys.argv[1])), b"of the tests", 30.0)

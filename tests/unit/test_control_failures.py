@@ -9,9 +9,9 @@ from control_kit import SOON, Make, Told, die, everywhere, world
 from patience import together
 
 import unisono as un
-from unisono.control import Cause, error_of
+from unisono.core.failure import Cause, error_of
+from unisono.core.group import Group
 from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
-from unisono.group import Group
 
 
 def test_timeout_names_who_is_missing_to_all(make: Make) -> None:

@@ -13,14 +13,14 @@ from functools import partial
 
 import pytest
 
-from unisono import wire
+from unisono import serialization
 from unisono.control import handshake
-from unisono.control.channel import HELLO_BYTES, Greeting
+from unisono.control.auth_channel import HELLO_BYTES, Greeting
 from unisono.control.client import SocketControl
-from unisono.control.line import connect
+from unisono.control.client_connection import connect
 from unisono.control.server import Server
+from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
-from unisono.group import Group
 
 SECRET = b"of the tests"
 SOON = 10.0
@@ -88,12 +88,12 @@ def test_too_many_strangers_make_room_for_each_other(
 @pytest.mark.parametrize("how", ["repeated", "changed", "no value", "no request", "too long"])
 def test_a_bad_frame_ends_its_connection_only(server: Server, client: SocketControl, how: str) -> None:
     line, news = connect(server.address, SECRET, SOON)
-    good = line._channel.seal(wire.encode((1, ("num_keys",))))
+    good = line._channel.seal(serialization.encode((1, ("num_keys",))))
     frames = {
         "repeated": good + good,
         "changed": good[:-1] + bytes([good[-1] ^ 1]),
         "no value": good + line._channel.seal(b"\xff\xff"),
-        "no request": good + line._channel.seal(wire.encode(("who", 3, 4))),
+        "no request": good + line._channel.seal(serialization.encode(("who", 3, 4))),
         "too long": b"\xff" * 40,
     }
     line._peer.sendall(frames[how])
@@ -180,12 +180,12 @@ def test_who_does_not_read_holds_nobody_up(server: Server, client: SocketControl
     client.set("big", bytes(8 << 20))
     line, news = connect(server.address, SECRET, SOON)
     for number in range(4):
-        line.send(wire.encode((number + 1, ("get", "big"))), time.monotonic() + SOON)
+        line.send(serialization.encode((number + 1, ("get", "big"))), time.monotonic() + SOON)
     assert all(works(client) for _ in range(20))
     received: list[bytes] = []
     while len(received) < 4:
         received += line.receive(SOON)
-    assert all(len(wire.decode(content)[2]) == 8 << 20 for content in received)
+    assert all(len(serialization.decode(content)[2]) == 8 << 20 for content in received)
     line.close()
     news.close()
 
@@ -223,7 +223,7 @@ def test_a_stopped_server_does_not_hang_its_clients(start: Start, monkeypatch: p
     assert process.stdout is not None
     control = SocketControl(("127.0.0.1", int(process.stdout.readline())), SECRET, timeout=0.5)
     control.join(Group.world(0, 1))
-    monkeypatch.setattr("unisono.control.requester._GRACE_S", 0.2)
+    monkeypatch.setattr("unisono.control.client_base._GRACE_S", 0.2)
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     with pytest.raises(CommTimeoutError, match=r"has not answered for 0.5 s. Is its process alive, and not stopped"):

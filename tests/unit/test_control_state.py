@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from unisono.control import Cause
 from unisono.control.state import ControlState
+from unisono.core.failure import Cause
 
 
 def test_memory_is_bounded() -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.cli import main
-from unisono.demo import demonstration
-from unisono.demo.batches import Batches
-from unisono.demo.data import Pictures, load, split
-from unisono.demo.progress import progress
-from unisono.demo.train import train
-from unisono.hosts import shm_obstacle
+from unisono.host.network import shm_obstacle
+from unisono.tools.cli import main
+from unisono.tools.demo import run as demonstration
+from unisono.tools.demo.batches import Batches
+from unisono.tools.demo.data import Pictures, load, split
+from unisono.tools.demo.progress import progress
+from unisono.tools.demo.train import train
 
 ACCURACY = re.compile(r"^test accuracy: (\d+\.\d) %$", re.MULTILINE)
 NEXT = re.compile(r"^next: (.+)$", re.MULTILINE)

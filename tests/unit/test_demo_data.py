@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from unisono.cli import main
-from unisono.demo.data import load, split
+from unisono.tools.cli import main
+from unisono.tools.demo.data import load, split
 
 
 def demo(*options: object) -> int:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import unisono as un
 from unisono.errors import MismatchError
-from unisono.gradients.guard import DivergenceGuard, assert_in_sync, hash_of
+from unisono.gradients.divergence_guard import DivergenceGuard, assert_in_sync, hash_of
 from unisono.gradients.periodic import every
 from unisono.testing import run_ranks
-from unisono.testing.placed import LAYOUTS, place
+from unisono.testing.memory_layouts import LAYOUTS, place
 from unisono.testing.reference import DTYPES
 
 ANY = [*DTYPES, torch.complex128, torch.float8_e4m3fn]

@@ -15,11 +15,11 @@ import torch
 from patience import until
 
 import unisono as un
+from unisono.comm.teardown import Ending
 from unisono.control import LocalHub
-from unisono.ending import Ending
+from unisono.core.group import Group
+from unisono.core.transport import Options
 from unisono.errors import PeerLostError
-from unisono.group import Group
-from unisono.transport import Options
 from unisono.transports.thread import ThreadTransport
 
 BACKENDS = ["thread", "shm", pytest.param("gloo", marks=pytest.mark.soak)]

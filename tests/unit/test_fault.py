@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.core.group import Group
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Recv, Send, Work
+from unisono.core.work import Completion
 from unisono.errors import AbortedError, CommTimeoutError
-from unisono.group import Group
 from unisono.testing import Faulty, run_ranks
-from unisono.transport import Transport
-from unisono.types import Message, Recv, Send, Work
-from unisono.work import Completion
+from unisono.wrappers.base import Wrapper
 from unisono.wrappers.fault import KilledError
-from unisono.wrappers.wrapper import Wrapper
 
 COUNT = 200
 

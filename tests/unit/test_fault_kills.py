@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 import unisono as un
+from unisono.core.transport import Transport
 from unisono.errors import PeerLostError
 from unisono.testing import Faulty, run_ranks
-from unisono.transport import Transport
 from unisono.wrappers.fault import KilledError
 
 

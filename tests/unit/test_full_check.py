@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.core.transport import Transport
+from unisono.core.types import Call, Work
 from unisono.errors import CommError, CorruptedError, MismatchError
 from unisono.testing import run_ranks
 from unisono.testing.pools import pool
-from unisono.transport import Transport
-from unisono.types import Call, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.wrappers.base import Wrapper
 
 
 class Flips(Wrapper):

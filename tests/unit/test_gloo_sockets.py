@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from unisono.transports._torch_sockets import Sockets
+from unisono.transports.torch.gloo_sockets import Sockets
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are listed on Linux alone")

@@ -136,7 +136,7 @@ def test_an_interrupt_ends_ranks_that_are_threads(monkeypatch: pytest.MonkeyPatc
         assert begun.wait(20)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("unisono.launching.threads._collect", interrupted)
+    monkeypatch.setattr("unisono.launcher.threads._collect", interrupted)
     ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
     def wait_for_each_other(comm: un.Communicator) -> None:

@@ -9,8 +9,8 @@ import torch
 
 import unisono as un
 from unisono.errors import MismatchError, PeerLostError
+from unisono.gradients.divergence_guard import DivergenceGuard
 from unisono.gradients.gossip import Gossip
-from unisono.gradients.guard import DivergenceGuard
 from unisono.gradients.local_sgd import LocalSGD
 from unisono.gradients.periodic import Periodic, every, named_tensors
 from unisono.testing import run_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import unisono as un
-from unisono.cli import COMMANDS
+from unisono.tools.cli import COMMANDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))

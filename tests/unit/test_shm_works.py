@@ -18,12 +18,12 @@ import torch
 from patience import until
 
 import unisono as un
-from unisono.control import Control
+from unisono.core.control import Control
+from unisono.core.group import Group
 from unisono.errors import CommError, MismatchError, PeerLostError
-from unisono.group import Group
 from unisono.testing import pool
-from unisono.transports._shm_board import Board
-from unisono.transports._shm_memory import PAGE_BYTES, meet
+from unisono.transports.shm.barrier import Board
+from unisono.transports.shm.segment import PAGE_BYTES, meet
 
 
 def forsaken(comm: un.Communicator) -> list[str]:

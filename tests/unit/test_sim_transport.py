@@ -10,8 +10,8 @@ import torch
 from simulated_programs import all_reduce
 
 import unisono as un
+from unisono.core.types import Recv, Send
 from unisono.transports.sim import Link, Network
-from unisono.types import Recv, Send
 
 
 def test_a_buffer_that_is_changed_too_early_is_seen() -> None:

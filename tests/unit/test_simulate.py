@@ -13,10 +13,10 @@ import torch
 from simulated_programs import FREE, all_reduce
 
 import unisono as un
+from unisono.core.work import wait_any
 from unisono.errors import CommTimeoutError, DeadlockError, PeerLostError
 from unisono.testing import Faulty
 from unisono.transports.sim import Link, Network
-from unisono.work import wait_any
 
 
 def first_come(comm: un.Communicator) -> int:

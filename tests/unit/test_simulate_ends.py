@@ -11,8 +11,8 @@ import torch
 
 import unisono as un
 from unisono.errors import CommTimeoutError, DeadlockError, PeerLostError
+from unisono.simulation import Scheduler
 from unisono.testing import KilledError
-from unisono.virtual import Scheduler
 
 
 # -- deadlock --------------------------------------------------------------------------------------

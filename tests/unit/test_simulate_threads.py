@@ -13,7 +13,7 @@ import torch
 from simulated_programs import FREE, all_reduce
 
 import unisono as un
-from unisono.virtual import interposed
+from unisono.simulation import interposed
 
 
 def with_threads(comm: un.Communicator) -> list[Any]:

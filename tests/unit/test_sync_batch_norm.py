@@ -12,7 +12,7 @@ import torch
 
 import unisono as un
 from unisono.errors import MismatchError
-from unisono.gradients.guard import assert_in_sync
+from unisono.gradients.divergence_guard import assert_in_sync
 from unisono.gradients.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from unisono.testing import run_ranks
 

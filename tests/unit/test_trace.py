@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.core.transport import Transport
 from unisono.testing import run_ranks
-from unisono.transport import Transport
 from unisono.wrappers.trace import Event, Traced
 
 

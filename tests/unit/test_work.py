@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from unisono.core.work import Completion, wait_any
 from unisono.errors import CommTimeoutError
-from unisono.work import Completion, wait_any
 
 
 def test_the_one_that_ends_first_is_named() -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from unisono.bootstrap import alone, env, file, mpi, slurm, tcp
-from unisono.bootstrap.place import Place, Request
+from unisono.bootstrap import env, file, mpi, single, slurm, tcp
+from unisono.bootstrap.result import Place, Request
 from unisono.errors import CommError
 
 __all__ = ["Place", "Request", "find"]
 
 _SCHEMES = {"env": env.find, "file": file.find, "mpi": mpi.find, "tcp": tcp.find}
-_AUTOMATIC = (env, mpi, slurm, alone)
+_AUTOMATIC = (env, mpi, slurm, single)
 
 
 def find(

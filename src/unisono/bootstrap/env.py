@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from unisono.bootstrap.agent import find_by_agent
-from unisono.bootstrap.meeting import Seat
-from unisono.bootstrap.place import Place, Request, checked, env_number
+from unisono.bootstrap.rendezvous import Seat
+from unisono.bootstrap.result import Place, Request, checked, env_number
 from unisono.bootstrap.tcp import find_at
+from unisono.bootstrap.torchelastic import find_by_agent
 
 __all__ = ["find", "here", "read"]
 

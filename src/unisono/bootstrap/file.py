@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from unisono.bootstrap.hosting import Lease, lease
-from unisono.bootstrap.meeting import MovedError, Seat, meet, settle
-from unisono.bootstrap.place import Place, Request
+from unisono.bootstrap.rendezvous import MovedError, Seat, meet, settle
+from unisono.bootstrap.result import Place, Request
+from unisono.bootstrap.server_lease import Lease, lease
 from unisono.control.client import SocketControl
 from unisono.control.secret import refuse_if_shared
 from unisono.errors import ClosedError, CommError, CommTimeoutError

@@ -11,16 +11,16 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from unisono import wire
-from unisono.bootstrap import alone
-from unisono.bootstrap.hosting import lease
-from unisono.bootstrap.job_end import job_end
-from unisono.bootstrap.meeting import Seat, meet
-from unisono.bootstrap.place import Place, Request
+from unisono import serialization
+from unisono.bootstrap import single
+from unisono.bootstrap.mpi_abort import job_end
+from unisono.bootstrap.rendezvous import Seat, meet
+from unisono.bootstrap.result import Place, Request
+from unisono.bootstrap.server_lease import lease
 from unisono.control.secret import secret_bytes
 from unisono.errors import CommTimeoutError
-from unisono.hosts import address_for_others, address_outward, host_identity
-from unisono.mpilib import check_world, launched, library, name_of, until
+from unisono.host.mpi_library import check_world, launched, library, name_of, until
+from unisono.host.network import address_for_others, address_outward, host_identity
 
 __all__ = ["find", "find_on", "here"]
 
@@ -52,7 +52,7 @@ def find(request: Request) -> Place:
     rank, size = request.rank, request.size = world.Get_rank(), world.Get_size()
     source = f"rank {rank} of {size} by {name_of(mpi)}"
     if size == 1:
-        return replace(alone.find(request), source=f"{source}: a world of one")
+        return replace(single.find(request), source=f"{source}: a world of one")
     end = job_end(mpi, rank, size)
     place = find_on(world, source, request.deadline, request.secret)
     place.network = "mpi"
@@ -144,7 +144,7 @@ class _Cards:
         return host, port, secret
 
     def _send(self, card: object, ranks: Any) -> None:
-        content = wire.encode(card)
+        content = serialization.encode(card)
         data = _LENGTH.pack(len(content)) + content
         # So short that MPI keeps them until they are received: what it needs no longer is the caller's.
         sent = {rank: self._comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
@@ -173,4 +173,4 @@ def _all_done(waiting: dict[int, Any]) -> bool:
 
 def _read(memory: bytearray) -> Any:
     (length,) = _LENGTH.unpack_from(memory)
-    return wire.decode(bytes(memory[_LENGTH.size : _LENGTH.size + length]))
+    return serialization.decode(bytes(memory[_LENGTH.size : _LENGTH.size + length]))

@@ -15,13 +15,13 @@ import os
 import socket
 from dataclasses import dataclass, replace
 
-from unisono.bootstrap import alone
+from unisono.bootstrap import single
 from unisono.bootstrap.hostlist import expand
-from unisono.bootstrap.meeting import Seat
-from unisono.bootstrap.place import Place, Request, checked, env_number
+from unisono.bootstrap.rendezvous import Seat
+from unisono.bootstrap.result import Place, Request, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.errors import CommTimeoutError
-from unisono.hosts import address_towards
+from unisono.host.network import address_towards
 
 __all__ = ["Step", "find", "here", "port_of", "step"]
 
@@ -84,9 +84,9 @@ def find(request: Request) -> Place:
         source = f"Slurm job {job} runs no step here: a world of one; start the ranks by srun"
         if asked is not None and asked > 1:
             _log.warning("unisono: %s (the job has %d tasks)", source, asked)
-        return replace(alone.find(request), source=source)
+        return replace(single.find(request), source=source)
     if task.size == 1:
-        return replace(alone.find(request), source=f"step {job}.{task.number} of Slurm has one task: a world of one")
+        return replace(single.find(request), source=f"step {job}.{task.number} of Slurm has one task: a world of one")
     return _meet(task, request)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 from urllib.parse import urlsplit
 
-from unisono.bootstrap.hosting import lease
-from unisono.bootstrap.meeting import Seat, claim, meet
-from unisono.bootstrap.place import Place, Request
+from unisono.bootstrap.rendezvous import Seat, claim, meet
+from unisono.bootstrap.result import Place, Request
+from unisono.bootstrap.server_lease import lease
 from unisono.control.secret import find_secret
 from unisono.errors import CommError
 

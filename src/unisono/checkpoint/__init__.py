@@ -6,10 +6,11 @@ state = un.checkpoint.load("runs/7/last", {"model": model, "optimizer": optimize
 
 from __future__ import annotations
 
+from unisono.checkpoint.api import async_save, load, save
 from unisono.checkpoint.archive import Archive
 from unisono.checkpoint.archive import open_checkpoint as open  # noqa: A004 - read as checkpoint.open
 from unisono.checkpoint.background import Saving
-from unisono.checkpoint.calls import async_save, load, save
+from unisono.checkpoint.checkpointer import Checkpointer
 from unisono.checkpoint.convert import convert
 from unisono.checkpoint.errors import (
     CheckpointError,
@@ -19,11 +20,10 @@ from unisono.checkpoint.errors import (
     StateError,
     StorageError,
 )
-from unisono.checkpoint.live import assert_in_sync, sync
 from unisono.checkpoint.manifest import Manifest
-from unisono.checkpoint.rotation import Checkpointer
 from unisono.checkpoint.state import RNG, PerRank
 from unisono.checkpoint.storage import Storage
+from unisono.checkpoint.sync import assert_in_sync, sync
 from unisono.checkpoint.verify import latest, verify
 
 __all__ = [

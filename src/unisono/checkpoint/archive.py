@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.digest import blocks, digest
+from unisono.checkpoint.checksum import blocks, digest
+from unisono.checkpoint.collective import Team
 from unisono.checkpoint.dtypes import memory_of
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import TensorEntry
-from unisono.checkpoint.nodes import taken_over
-from unisono.checkpoint.places import MapLocation, device_for
+from unisono.checkpoint.map_location import MapLocation, device_for
 from unisono.checkpoint.reader import Block, Files, read_manifest, windows_of
 from unisono.checkpoint.restore import Restoration
 from unisono.checkpoint.storage import Storage, storage_at
-from unisono.checkpoint.team import Team
+from unisono.checkpoint.tree_utils import taken_over
 
 __all__ = ["Archive", "open_checkpoint"]
 

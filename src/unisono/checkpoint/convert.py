@@ -11,7 +11,7 @@ from unisono.checkpoint.archive import Archive
 from unisono.checkpoint.dtypes import as_bytes
 from unisono.checkpoint.errors import FormatError
 from unisono.checkpoint.formats import FORMATS
-from unisono.checkpoint.nodes import leaves
+from unisono.checkpoint.tree_utils import leaves
 
 __all__ = ["convert", "differences", "read_any"]
 

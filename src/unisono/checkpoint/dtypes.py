@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from unisono.wire.arrays import is_hollow
+from unisono.serialization.tensors import is_hollow
 
 __all__ = ["as_bytes", "check_savable", "dtype_of", "memory_of", "name_of", "safetensors_form"]
 

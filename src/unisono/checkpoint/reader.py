@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from unisono.checkpoint.bounds import GRANTED, cost_of
-from unisono.checkpoint.digest import BLOCK, CHUNK, blocks, hasher
+from unisono.checkpoint.checksum import BLOCK, CHUNK, blocks, hasher
 from unisono.checkpoint.errors import CorruptError, NoCheckpointError, listed
 from unisono.checkpoint.manifest import FILE, MANIFEST, Manifest
+from unisono.checkpoint.memory_limits import GRANTED, cost_of
 from unisono.checkpoint.storage import Source, Storage
 from unisono.checkpoint.writer import Tell
 

@@ -13,7 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from unisono.checkpoint.errors import FormatError, StateError, listed
 from unisono.checkpoint.manifest import TensorEntry
-from unisono.checkpoint.nodes import (
+from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
+from unisono.checkpoint.tree import Node, join, names_in, tag_of, unpack
+from unisono.checkpoint.tree_utils import (
     elements_of,
     empty_of,
     entries_of,
@@ -24,8 +26,6 @@ from unisono.checkpoint.nodes import (
     why_unfillable,
     with_versions,
 )
-from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
-from unisono.checkpoint.tree import Node, join, names_in, tag_of, unpack
 
 __all__ = ["Restoration"]
 

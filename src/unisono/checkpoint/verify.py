@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from unisono.checkpoint.digest import CHUNK, blocks, hasher
+from unisono.checkpoint.checksum import CHUNK, blocks, hasher
+from unisono.checkpoint.collective import Team
 from unisono.checkpoint.errors import CheckpointError, CorruptError
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.reader import Files, read_manifest, windows_of
-from unisono.checkpoint.saving import Progress
+from unisono.checkpoint.save import Progress
 from unisono.checkpoint.storage import Storage, storage_at
-from unisono.checkpoint.team import Team
 
 __all__ = ["complete", "last_good", "latest", "verify"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.digest import CHUNK, blocks, digest, hasher
+from unisono.checkpoint.checksum import CHUNK, blocks, digest, hasher
 from unisono.checkpoint.dtypes import memory_of, safetensors_form
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import FileEntry, Piece

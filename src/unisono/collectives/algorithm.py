@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from unisono.collectives.algorithms import SCHEDULES, chunks_of
+from unisono.collectives.executor import Spare, execute
 from unisono.collectives.plan import layout_of, post_copy, pre_copy
-from unisono.execute import Spare, execute
-from unisono.reduction import combine
-from unisono.schedules import SCHEDULES, chunks_of
-from unisono.transport import Transport
-from unisono.types import Call, ReduceOp
+from unisono.core.reduce_op import combine
+from unisono.core.transport import Transport
+from unisono.core.types import Call, ReduceOp
 
 __all__ = ["run_algorithm"]
 

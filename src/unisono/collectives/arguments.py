@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from unisono.collectives.description import Collective
-from unisono.tensors import check_apart, check_tensor, numels
+from unisono.core.collective import Collective
+from unisono.core.tensors import check_apart, check_tensor, numels
 
 __all__ = ["NO_TENSORS", "Side", "Splits", "check_arguments", "check_rank"]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from unisono.collectives.arguments import Side
-from unisono.collectives.description import FAMILIES, Collective
-from unisono.layout import Flat, Layout, Pieces
-from unisono.reduction import HALVES, check_reducible, divide
-from unisono.tensors import Staging, numels
-from unisono.types import Call, ReduceOp
+from unisono.collectives.chunk_layout import Flat, Layout, Pieces
+from unisono.core.collective import FAMILIES, Collective
+from unisono.core.reduce_op import HALVES, check_reducible, divide
+from unisono.core.tensors import Staging, numels
+from unisono.core.types import Call, ReduceOp
 
 __all__ = ["Plan", "layout_of", "make_plan", "message_bytes", "post_copy", "pre_copy"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from unisono.compression.codec import Codec
-from unisono.compression.known import CODECS, resolve
+from unisono.compression.registry import CODECS, resolve
 
 if TYPE_CHECKING:
     from unisono.compression.codecs.bf16 import Bf16

@@ -10,16 +10,16 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from unisono import wire
-from unisono.control.door import Door
-from unisono.control.exits import close_at_exit
-from unisono.control.failure import Cause
-from unisono.control.line import connect
-from unisono.control.replies import Waiter, news_of, reply_of
-from unisono.control.requester import Requester
+from unisono import serialization
+from unisono.control.client_base import Requester
+from unisono.control.client_connection import connect
+from unisono.control.inspect_socket import Door
+from unisono.control.process_exit import close_at_exit
+from unisono.control.reply_schema import Waiter, news_of, reply_of
 from unisono.control.sockets import close_after_fork
+from unisono.core.failure import Cause
+from unisono.core.group import Group
 from unisono.errors import CommError
-from unisono.group import Group
 
 __all__ = ["SocketControl"]
 
@@ -146,13 +146,13 @@ class SocketControl(Requester):
         if self._reader is threading.current_thread():
             raise CommError("a callback of the control plane must not ask anything of it; use another thread")
         try:
-            self._line.send(wire.encode((number, words)), time.monotonic() + self._patience_s)
+            self._line.send(serialization.encode((number, words)), time.monotonic() + self._patience_s)
         except OSError:
             self._lose()
 
     def _mention(self, words: tuple[Any, ...]) -> None:
         with contextlib.suppress(OSError):
-            self._line.send(wire.encode((0, words)), time.monotonic() + _MENTION_WITHIN_S)
+            self._line.send(serialization.encode((0, words)), time.monotonic() + _MENTION_WITHIN_S)
 
     def _wait(self, waiter: Waiter, timeout: float) -> bool:
         """Read, for everybody, until the own answer is there; or sleep while another thread reads."""

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from unisono.control.channel import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, Channel, Greeting
+from unisono.control.auth_channel import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, Channel, Greeting
 from unisono.control.sockets import tune
 
 __all__ = ["Acceptor", "AuthenticationError", "Handshake", "connect"]
@@ -36,7 +36,7 @@ class AuthenticationError(Exception):
 
 
 class Handshake:
-    """One side's part in the authentication of a connection; see `unisono.control.channel` for the bytes.
+    """One side's part in the authentication of a connection; see `unisono.control.auth_channel` for the bytes.
 
     No more is read than belongs to it.
 

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from unisono.control.failure import Cause
-from unisono.control.groups import Outgoing
-from unisono.control.requester import Requester
+from unisono.control.client_base import Requester
+from unisono.control.membership import Outgoing
 from unisono.control.state import ControlState
+from unisono.core.failure import Cause
 
 __all__ = ["LocalControl", "LocalHub"]
 
@@ -23,7 +23,7 @@ class LocalHub:
     """Where the ranks of one process meet. Make one, and give each rank a `control()` of its own.
 
     Example:
-        >>> from unisono.group import Group
+        >>> from unisono.core.group import Group
         >>> control = LocalHub().control()
         >>> alone = Group.world(0, 1)
         >>> control.join(alone, print)

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono import wire
-from unisono.control.base import Control
-from unisono.control.channel import Channel
+from unisono import serialization
+from unisono.control.auth_channel import Channel
 from unisono.control.handshake import Acceptor, AuthenticationError, connect
 from unisono.control.sockets import listen
+from unisono.core.control import Control
+from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
-from unisono.group import Group
-from unisono.hosts import INTERFACE, interface_of, is_loopback
+from unisono.host.network import INTERFACE, interface_of, is_loopback
 
 __all__ = ["Link", "Mesh"]
 
@@ -86,10 +86,10 @@ class Mesh:
         return self._links
 
     def _publish(self, what: str, value: Any) -> None:
-        self._control.set(f"{self._topic} {what}", wire.encode(value))
+        self._control.set(f"{self._topic} {what}", serialization.encode(value))
 
     def _learn(self, what: str, timeout: float) -> Any:
-        return wire.decode(self._control.get(f"{self._topic} {what}", timeout, self._group))
+        return serialization.decode(self._control.get(f"{self._topic} {what}", timeout, self._group))
 
     def _reach(self, rank: int, place: tuple[str, int], secret: bytes, deadline: float) -> CommError | None:
         """Connect to a rank, or return the reason why not."""

@@ -11,15 +11,15 @@ import socket
 import threading
 import time
 
-from unisono import wire
-from unisono.control.channel import MAX_FRAME_BYTES
-from unisono.control.connection import Connection
-from unisono.control.door import Door
-from unisono.control.failure import Cause
-from unisono.control.groups import Outgoing, Reply, failed
+from unisono import serialization
+from unisono.control.auth_channel import MAX_FRAME_BYTES
 from unisono.control.handshake import Acceptor, Handshake
+from unisono.control.inspect_socket import Door
+from unisono.control.membership import Outgoing, Reply, failed
+from unisono.control.server_connection import Connection
 from unisono.control.sockets import close_after_fork, listen
 from unisono.control.state import ControlState
+from unisono.core.failure import Cause
 
 __all__ = ["Server"]
 
@@ -154,7 +154,7 @@ class Server:
             self._broken.append(connection)
 
     def _handle(self, connection: Connection, content: bytes) -> None:
-        request, words = wire.decode(content)
+        request, words = serialization.decode(content)
         if words == ("number",):
             self._tell([(connection.number, (request, "ok", connection.number))])
         elif words[0] == "news":
@@ -213,8 +213,10 @@ class Server:
 def _encoded(reply: Reply) -> bytes:
     if not reply[0]:
         return json.dumps(reply[1:]).encode()
-    content = wire.encode(reply)
+    content = serialization.encode(reply)
     if len(content) <= MAX_FRAME_BYTES:
         return content
     message = f"the values of all ranks together have {len(content) >> 20} MiB, more than the {MAX_FRAME_BYTES >> 20} "
-    return wire.encode(failed(reply[0], Cause("CommError", None, message + "that the control plane carries at once")))
+    return serialization.encode(
+        failed(reply[0], Cause("CommError", None, message + "that the control plane carries at once"))
+    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.control.failure import Cause
 from unisono.control.local import LocalControl, LocalHub
-from unisono.control.replies import Waiter
-from unisono.virtual import here, waiting
+from unisono.control.reply_schema import Waiter
+from unisono.core.failure import Cause
+from unisono.simulation import here, waiting
 
 __all__ = ["SimulatedControl", "SimulatedHub"]
 

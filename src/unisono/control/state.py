@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.control.failure import Cause
-from unisono.control.forms import check_form
-from unisono.control.groups import Groups, Outgoing, failed
-from unisono.control.keys import Keys
-from unisono.control.rebuilds import Rebuilds
-from unisono.control.surveys import Surveys
+from unisono.control.kv_store import Keys
+from unisono.control.membership import Groups, Outgoing, failed
+from unisono.control.rebuild import Rebuilds
+from unisono.control.request_schema import check_form
+from unisono.control.status_query import Surveys
+from unisono.core.failure import Cause
 
 __all__ = ["ControlState"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from unisono.data.apportionment import apportion
 from unisono.data.batches import GlobalBatchSampler
 from unisono.data.feistel import IndexShuffle
 from unisono.data.indices import Indices
@@ -19,7 +20,6 @@ from unisono.data.partitioner import PARTITIONERS, Partitioner
 from unisono.data.partitions.shuffled import Shuffled
 from unisono.data.sampler import EpochWarning, PartitionSampler
 from unisono.data.shards import ShardPartition, read_lines
-from unisono.data.shares import apportion
 from unisono.data.stream import StreamPartition
 
 # The one that is used if nobody says otherwise is there at once; others load when first used.

@@ -10,9 +10,9 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from unisono.data.partitioner import Partitioner
-from unisono.data.ranks import ranks_of
+from unisono.data.rank_info import ranks_of
 from unisono.data.sampler import PartitionSampler
-from unisono.data.walk import Walk
+from unisono.data.stateful_iterator import Walk
 
 __all__ = ["GlobalBatchSampler"]
 

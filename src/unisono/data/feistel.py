@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from unisono.data.indices import Indices
-from unisono.data.keyed import sorted_by_chance
+from unisono.data.seeded_shuffle import sorted_by_chance
 
 __all__ = ["IndexShuffle"]
 

@@ -69,7 +69,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
 
     Args:
         comm: A communicator; None for a world of one.
-        outputs: A tensor whose first dimension is this rank's samples, or a list of plain values (see `unisono.wire`).
+        outputs: A tensor whose first dimension is this rank's samples, or a list of plain values.
         indices: For each of these its index in the dataset: a list or a one-dimensional tensor.
         count: How many samples there are; then it is an error if one is missing.
         dst: The only rank that wants the result; None: every rank.

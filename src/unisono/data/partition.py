@@ -9,10 +9,10 @@ from typing import Generic, Protocol, TypeVar, overload
 import torch
 from torch.utils.data import Dataset
 
+from unisono.data.apportionment import apportion
 from unisono.data.indices import are_whole, select
-from unisono.data.keyed import sorted_by_chance
 from unisono.data.partitioner import Partitioner, resolve
-from unisono.data.shares import apportion
+from unisono.data.seeded_shuffle import sorted_by_chance
 
 __all__ = ["DataPartitioner", "Partition"]
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from unisono.core.registry import Registry
 from unisono.data.feistel import IndexShuffle
 from unisono.data.indices import Counted, Indices, Places
-from unisono.registry import Registry
 
 __all__ = ["PARTITIONERS", "Bound", "Partitioner", "resolve"]
 

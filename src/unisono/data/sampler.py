@@ -9,13 +9,13 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Sampler
 
-from unisono.data.deal import Deal, Evening, Phase, added, deal
+from unisono.data.apportionment import equal_shares
+from unisono.data.epoch_progress import Pass, unchanged_on_error
 from unisono.data.partitioner import Partitioner, resolve
-from unisono.data.passing import Pass, unchanged_on_error
-from unisono.data.progress import FORMAT, check_states, counts_of, phases_of
-from unisono.data.ranks import ranks_of
-from unisono.data.shares import equal_shares
-from unisono.data.walk import Source, Walk, walk
+from unisono.data.rank_info import ranks_of
+from unisono.data.resharding import Deal, Evening, Phase, added, deal
+from unisono.data.resume_state import FORMAT, check_states, counts_of, phases_of
+from unisono.data.stateful_iterator import Source, Walk, walk
 
 __all__ = ["EpochWarning", "PartitionSampler"]
 

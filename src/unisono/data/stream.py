@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unisono.data.deal import leftover
-from unisono.data.ranks import ranks_of
-from unisono.data.workers import Passes
+from unisono.data.persistent_workers import Passes
+from unisono.data.rank_info import ranks_of
+from unisono.data.resharding import leftover
 
 __all__ = ["StreamPartition"]
 

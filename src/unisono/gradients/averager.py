@@ -10,7 +10,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.averager_passes import AveragerPasses
-from unisono.gradients.join import joined
+from unisono.gradients.uneven_inputs import joined
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
@@ -182,7 +182,7 @@ class GradientAverager(AveragerPasses):
         """Average over the ranks of another communicator from now on, such as what `comm.rebuild()` gave.
 
         Collective over it; newcomers make an averager of their own meanwhile. A step that was broken off is
-        forgotten. Parameters are left as they are: give all ranks the same ones (`un.recovery` does).
+        forgotten. Parameters are left as they are: give all ranks the same ones (`un.elastic` does).
 
         What a codec remembers stays behind, for it may be of a step that others never made.
         """

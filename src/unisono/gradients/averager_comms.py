@@ -7,8 +7,8 @@ from threading import Thread
 from typing import Any
 
 from unisono.communicator import Communicator
+from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError
-from unisono.types import Work
 
 __all__ = ["AveragerComms"]
 

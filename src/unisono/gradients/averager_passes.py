@@ -12,11 +12,11 @@ from unisono.communicator import Communicator
 from unisono.gradients.averager_comms import AveragerComms
 from unisono.gradients.backward_pass import BackwardPass, SavedGradients, current_pass
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.buckets import broadcast_all, share
+from unisono.gradients.bucket_plan import agree_on_parameters, bucket_sizes, in_bytes, named_parameters
+from unisono.gradients.error_context import About, check_skipped
+from unisono.gradients.flatten import broadcast_all, share
 from unisono.gradients.graph import adds_to_leaves, watch_outputs
-from unisono.gradients.naming import About, check_skipped
 from unisono.gradients.parameter_registry import ParameterRegistry
-from unisono.gradients.plan import agree_on_parameters, bucket_sizes, in_bytes, named_parameters
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import Weights

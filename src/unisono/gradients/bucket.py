@@ -7,9 +7,9 @@ from operator import attrgetter
 
 import torch
 
-from unisono.compiled import native
-from unisono.gradients.plan import dense_strides
-from unisono.types import Work
+from unisono.core.native import native
+from unisono.core.types import Work
+from unisono.gradients.bucket_plan import dense_strides
 
 __all__ = ["Bucket"]
 

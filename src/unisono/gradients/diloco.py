@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.guard import assert_in_sync
+from unisono.gradients.divergence_guard import assert_in_sync
 from unisono.gradients.periodic import Model, Periodic, Schedule, named_tensors, over_buckets
 
 __all__ = ["DiLoCo"]

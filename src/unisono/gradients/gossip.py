@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from unisono.communicator import Communicator
+from unisono.core.types import Message, Recv, Send
 from unisono.gradients.periodic import Model, Periodic, Schedule, over_buckets
 from unisono.gradients.topology import Neighbours, Topology, mixing, topology
-from unisono.types import Message, Recv, Send
 
 __all__ = ["Gossip"]
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.communicator import Communicator
+from unisono.core.reduce_op import HALVES
+from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError
 from unisono.gradients.backward_pass import SavedGradients
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.plan import Named, plan_buckets
+from unisono.gradients.bucket_plan import Named, plan_buckets
 from unisono.gradients.weights import Weights
-from unisono.reduction import HALVES
-from unisono.types import Work
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec

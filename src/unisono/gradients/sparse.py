@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.naming import About, check_skipped
-from unisono.gradients.plan import Named
+from unisono.gradients.bucket_plan import Named
+from unisono.gradients.error_context import About, check_skipped
 from unisono.gradients.weights import Weights
 
 __all__ = ["average_sparse", "sparse_parameters"]

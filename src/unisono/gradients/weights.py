@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.naming import About
+from unisono.gradients.error_context import About
 
 __all__ = ["AllThroughError", "Weights"]
 

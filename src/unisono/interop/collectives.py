@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from unisono.communicator import Communicator
-from unisono.interop.line import Line
-from unisono.interop.meeting import Meeting
+from unisono.interop.device_backends import Others, by_device
+from unisono.interop.from_store import Meeting
 from unisono.interop.options import asynchronous, limit_s, only, operation, plain
-from unisono.interop.others import Others, by_device
-from unisono.interop.progress import Progress
+from unisono.interop.progress_thread import Progress
+from unisono.interop.serial_queue import Line
 from unisono.interop.sparse import sum_sparse
-from unisono.interop.works import TorchWork
+from unisono.interop.torch_work import TorchWork
 
 __all__ = ["Collectives", "Lists", "Tensors"]
 

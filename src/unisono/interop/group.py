@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from unisono.interop.collectives import Collectives
-from unisono.interop.leaving import Leaving
-from unisono.interop.line import Line
-from unisono.interop.meeting import meet
+from unisono.interop.device_backends import Others
+from unisono.interop.from_store import meet
 from unisono.interop.options import GroupOptions
-from unisono.interop.others import Others
-from unisono.interop.progress import Progress
-from unisono.interop.works import TorchWork, together
+from unisono.interop.progress_thread import Progress
+from unisono.interop.serial_queue import Line
+from unisono.interop.teardown import Leaving
+from unisono.interop.torch_work import TorchWork, together
 
 __all__ = ["UnisonoGroup"]
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from unisono.rpc import autograd
 from unisono.rpc.agent import Agent, WorkerInfo
-from unisono.rpc.calling import get_worker_info, init, remote, rpc_async, rpc_sync, shutdown
-from unisono.rpc.exposing import NotExposedError, async_execution, expose
+from unisono.rpc.api import get_worker_info, init, remote, rpc_async, rpc_sync, shutdown
+from unisono.rpc.exported import NotExposedError, async_execution, expose
 from unisono.rpc.optimizer import DistributedOptimizer
 from unisono.rpc.remote_errors import RemoteError
 from unisono.rpc.rref import RRef
-from unisono.rpc.serving import cancelled
+from unisono.rpc.server import cancelled
 
 __all__ = [
     "Agent",

@@ -12,19 +12,19 @@ from functools import partial
 from typing import Any
 
 from unisono.communicator import Communicator
-from unisono.control.exits import close_at_exit
+from unisono.control.process_exit import close_at_exit
 from unisono.errors import CommError, CommTimeoutError
 from unisono.rpc.autograd.contexts import Contexts
-from unisono.rpc.caller import Caller
-from unisono.rpc.calls import CallFuture, Calls, Window
-from unisono.rpc.closing import Closing
-from unisono.rpc.current import set_agent, was_closed, was_opened
-from unisono.rpc.exposing import Exposed
-from unisono.rpc.office import Office
+from unisono.rpc.client import Caller
+from unisono.rpc.context import set_agent, was_closed, was_opened
+from unisono.rpc.exported import Exposed
+from unisono.rpc.pending_calls import CallFuture, Calls, Window
 from unisono.rpc.receiver import Receiver
+from unisono.rpc.router import Office
 from unisono.rpc.rref import Outcome, RRef, RRefs
-from unisono.rpc.serving import Serving
-from unisono.rpc.workers import Workers
+from unisono.rpc.server import Serving
+from unisono.rpc.termination import Closing
+from unisono.rpc.thread_pool import Workers
 
 __all__ = ["TIMEOUT_S", "Agent", "WorkerInfo"]
 

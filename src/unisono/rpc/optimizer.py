@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from unisono.rpc.api import remote
 from unisono.rpc.autograd import get_gradients
-from unisono.rpc.calling import remote
-from unisono.rpc.current import current_agent
-from unisono.rpc.exposing import expose
+from unisono.rpc.context import current_agent
+from unisono.rpc.exported import expose
 from unisono.rpc.rref import RRef
 
 __all__ = ["DistributedOptimizer", "LocalOptimizer"]

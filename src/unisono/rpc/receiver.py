@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unisono.mailbox import Mail, Mailbox
-    from unisono.rpc.calls import Call
+    from unisono.core.mailbox import Mail, Mailbox
+    from unisono.rpc.pending_calls import Call
 
 __all__ = ["Receiver", "Task"]
 

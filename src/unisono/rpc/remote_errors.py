@@ -8,8 +8,8 @@ import traceback
 import types
 from typing import Any
 
-from unisono import wire
-from unisono.control.failure import text_of
+from unisono import serialization
+from unisono.core.failure import text_of
 
 __all__ = ["RemoteError", "packed", "rebuilt"]
 
@@ -54,7 +54,7 @@ def packed(error: BaseException) -> _Told:
     trace = "".join(traceback.format_exception(error))
     content: Any = (tuple(error.args), dict(vars(error)))
     try:
-        wire.encode(content)
+        serialization.encode(content)
     except Exception:
         # Whatever is wrong with what it carries: the caller has to hear of the error itself.
         content = ((text,), {})

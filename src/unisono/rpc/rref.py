@@ -8,14 +8,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from unisono.errors import CommError, PeerLostError
-from unisono.rpc.current import current_agent
-from unisono.rpc.items import register_reference
-from unisono.rpc.parcels import Packing
-from unisono.rpc.references import Key
+from unisono.rpc.context import current_agent
+from unisono.rpc.message import Packing
+from unisono.rpc.refcount import Key
+from unisono.rpc.value_codecs import register_reference
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent, WorkerInfo
-    from unisono.rpc.calls import CallFuture
+    from unisono.rpc.pending_calls import CallFuture
 
 __all__ = ["Outcome", "RRef", "RRefs"]
 
@@ -142,7 +142,7 @@ class RRef(Generic[T]):
     def backward(self, context: int, retain_graph: bool = False) -> None:
         """Back-propagate from the object, a tensor of one element, within a context of distributed autograd."""
         from unisono.rpc.autograd import backward
-        from unisono.rpc.autograd.passes import backward_of
+        from unisono.rpc.autograd.engine import backward_of
 
         if self.is_owner():
             backward(context, [cast(Any, self.local_value())], retain_graph=retain_graph)
@@ -193,7 +193,7 @@ class RRefs:
     """The references of one agent: the protocol of `references`, with `RRef`s for handles and `Outcome`s for values."""
 
     def __init__(self, agent: Agent) -> None:
-        from unisono.rpc.references import References
+        from unisono.rpc.refcount import References
 
         self._agent = agent
         self._protocol = References(agent.rank, agent.office.tell, Outcome)

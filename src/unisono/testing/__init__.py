@@ -16,15 +16,15 @@ if TYPE_CHECKING:
         buckets,
         cases,
         codecs,
+        conformance,
         gradients,
-        laws,
+        memory_layouts,
         partitioners,
-        placed,
         reference,
         strategies,
     )
-    from unisono.testing.conformance import TransportLaws
-    from unisono.testing.laws import World
+    from unisono.testing.conformance import World
+    from unisono.testing.conformance.suite import TransportLaws
     from unisono.testing.pools import RankPool, pool
     from unisono.testing.ranks import run_ranks
     from unisono.wrappers.checksum import Checksummed
@@ -43,10 +43,10 @@ __all__ = [
     "cases",
     "chaos",
     "codecs",
+    "conformance",
     "gradients",
-    "laws",
+    "memory_layouts",
     "partitioners",
-    "placed",
     "pool",
     "reference",
     "run_ranks",
@@ -59,8 +59,8 @@ _HOME = {
     "Faulty": "unisono.wrappers.fault",
     "KilledError": "unisono.wrappers.fault",
     "RankPool": "unisono.testing.pools",
-    "TransportLaws": "unisono.testing.conformance",
-    "World": "unisono.testing.laws",
+    "TransportLaws": "unisono.testing.conformance.suite",
+    "World": "unisono.testing.conformance",
     "pool": "unisono.testing.pools",
     "run_ranks": "unisono.testing.ranks",
 }

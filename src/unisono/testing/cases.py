@@ -7,9 +7,9 @@ from itertools import accumulate
 
 import torch
 
-from unisono.collectives.description import COLLECTIVES, Collective
+from unisono.core.collective import COLLECTIVES, Collective
+from unisono.core.types import ReduceOp
 from unisono.testing.reference import Expected, moved, reduced
-from unisono.types import ReduceOp
 
 __all__ = ["CALLS", "Case", "Row", "Tensors"]
 
@@ -31,7 +31,7 @@ class Case:
         dtype: Of all tensors.
         op: For calls that reduce.
         root: For calls that have one.
-        layout: How tensors lie in memory; see `unisono.testing.placed`.
+        layout: How tensors lie in memory; see `unisono.testing.memory_layouts`.
         algorithm: As passed to the call.
         async_op: As passed to the call.
         uneven: Whether lengths differ from rank to rank, where the call allows it. Some are zero.

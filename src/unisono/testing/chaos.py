@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from unisono.core.transport import Transport
 from unisono.errors import CommError
-from unisono.launching.simulated import Simulated, simulate
-from unisono.transport import Transport
+from unisono.launcher.simulated import Simulated, simulate
 from unisono.transports.sim import Link, Network
 from unisono.wrappers.checksum import Checksummed
 from unisono.wrappers.fault import Faulty, KilledError

@@ -14,12 +14,12 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.compression import Codec, error_feedback
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Send, Work
 from unisono.errors import MismatchError
 from unisono.testing.buckets import NUMBERS, Bucket
 from unisono.testing.ranks import run_ranks
-from unisono.transport import Transport
-from unisono.types import Message, Send, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.wrappers.base import Wrapper
 
 __all__ = [
     "NUMBERS",

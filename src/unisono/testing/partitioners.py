@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 
 from unisono.data import PartitionSampler
-from unisono.data.deal import Deal, Phase, deal
+from unisono.data.apportionment import equal_shares
 from unisono.data.indices import Indices, taken_from
 from unisono.data.partitioner import Partitioner
-from unisono.data.shares import equal_shares
+from unisono.data.resharding import Deal, Phase, deal
 
 __all__ = [
     "Divide",

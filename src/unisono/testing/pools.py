@@ -11,10 +11,10 @@ from typing import Any, Literal, Self
 
 import cloudpickle
 
-from unisono.compose import transport_named
-from unisono.launching.job import conclude
+from unisono.launcher.job import conclude
+from unisono.testing.pool_processes import Staff
 from unisono.testing.ranks import TIMEOUT_S, run_ranks
-from unisono.testing.staff import Staff
+from unisono.transports.hierarchical import transport_named
 
 __all__ = ["RankPool", "pool"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unisono.startup import launch
+from unisono.launcher.api import launch
 
 __all__ = ["TIMEOUT_S", "run_ranks"]
 

@@ -8,7 +8,7 @@ from functools import reduce
 
 import torch
 
-from unisono.types import ReduceOp
+from unisono.core.types import ReduceOp
 
 __all__ = ["DTYPES", "Expected", "moved", "ops_for", "reduced"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from unisono.collectives.description import COLLECTIVES
+from unisono.collectives.algorithms import SCHEDULES
+from unisono.core.collective import COLLECTIVES
+from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
-from unisono.schedules import SCHEDULES
 from unisono.testing.cases import CALLS, Case
-from unisono.testing.placed import LAYOUTS
+from unisono.testing.memory_layouts import LAYOUTS
 from unisono.testing.reference import DTYPES, ops_for
-from unisono.types import ReduceOp
 
 try:
     from hypothesis import strategies as st
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 4096
-"""What the worlds of `unisono.testing.laws` use: short tensors are cut then, too."""
+"""What the worlds of `unisono.testing.conformance` use: short tensors are cut then, too."""
 
 
 def worlds(max_size: int = 8) -> st.SearchStrategy[int]:
@@ -64,7 +64,7 @@ def counts(size: int, dtype: torch.dtype = torch.float32, chunk_bytes: int = _CH
 
 
 def layouts() -> st.SearchStrategy[str]:
-    """How a tensor lies in memory; for `unisono.testing.placed.place`."""
+    """How a tensor lies in memory; for `unisono.testing.memory_layouts.place`."""
     return st.sampled_from(LAYOUTS)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unisono.registry import Registry
-from unisono.transport import Transport
+from unisono.core.registry import Registry
+from unisono.core.transport import Transport
 
 __all__ = ["TRANSPORTS"]
 
@@ -11,6 +11,7 @@ TRANSPORTS: Registry[type[Transport]] = Registry(
     "transport",
     "unisono.transports",
     "TRANSPORT",
-    # One file serves everything that torch.distributed has.
+    # One package serves everything that torch.distributed has.
     aliases={"gloo": "torch", "nccl": "torch", "ucc": "torch", "xccl": "torch"},
+    helpers=("hierarchical", "mailbox"),
 )

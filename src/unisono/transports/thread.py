@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.control import Control
-from unisono.control.failure import LEFT
+from unisono.core.control import Control
+from unisono.core.failure import LEFT
+from unisono.core.group import Group
+from unisono.core.transport import Options, Transport
+from unisono.core.types import Message, Send, Work
+from unisono.core.work import Countdown, elements, misfit
 from unisono.errors import PeerLostError
-from unisono.group import Group
-from unisono.transport import Options, Transport
-from unisono.types import Message, Send, Work
-from unisono.work import Countdown, elements, misfit
 
 __all__ = ["TRANSPORT", "Letter", "Mail", "ThreadTransport"]
 

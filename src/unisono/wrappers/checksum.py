@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from unisono.combinators import ChainedWork
+from unisono.core.combined_work import ChainedWork
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Recv, Send, Work
 from unisono.errors import CorruptedError
-from unisono.transport import Transport
-from unisono.types import Message, Recv, Send, Work
-from unisono.wrappers.late import Stream
-from unisono.wrappers.wrapper import Wrapper
+from unisono.wrappers.base import Wrapper
+from unisono.wrappers.delay_queue import Stream
 
 __all__ = ["Checksummed"]
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from random import Random
 
-from unisono.combinators import WorkGroup
+from unisono.core.combined_work import WorkGroup
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Send, Work
 from unisono.errors import ClosedError
-from unisono.transport import Transport
-from unisono.types import Message, Send, Work
-from unisono.wrappers.late import Held, Late
-from unisono.wrappers.wrapper import Wrapper
+from unisono.wrappers.base import Wrapper
+from unisono.wrappers.delay_queue import Held, Late
 
 __all__ = ["Delayed", "Slowness"]
 

@@ -10,14 +10,14 @@ from random import Random
 
 import torch
 
-from unisono.combinators import WorkGroup
+from unisono.core.combined_work import WorkGroup
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Send, Work
 from unisono.errors import ClosedError
-from unisono.transport import Transport
-from unisono.types import Message, Send, Work
-from unisono.virtual import waiting
+from unisono.simulation import waiting
+from unisono.wrappers.base import Wrapper
 from unisono.wrappers.delay import Slowness
-from unisono.wrappers.late import Held, Late, Stream
-from unisono.wrappers.wrapper import Wrapper
+from unisono.wrappers.delay_queue import Held, Late, Stream
 
 __all__ = ["Faulty", "KilledError"]
 

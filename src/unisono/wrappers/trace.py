@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.combinators import ChainedWork
-from unisono.fingerprint import Fingerprint
-from unisono.transport import Transport
-from unisono.types import Call, Message, Send, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.combined_work import ChainedWork
+from unisono.core.fingerprint import Fingerprint
+from unisono.core.transport import Transport
+from unisono.core.types import Call, Message, Send, Work
+from unisono.wrappers.base import Wrapper
 
 __all__ = ["SINK", "Event", "Sink", "Traced", "sink_here", "trace", "traced"]
 

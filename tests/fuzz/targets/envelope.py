@@ -7,7 +7,7 @@ import struct
 import torch
 
 from unisono.errors import CommError
-from unisono.post_mailbox import _ENVELOPE_BYTES, _Incoming
+from unisono.transports.mailbox.over_p2p import _ENVELOPE_BYTES, _Incoming
 
 # Each ends the way to that rank, which counts as lost.
 REFUSALS = (CommError, TypeError, RuntimeError, MemoryError, struct.error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from unisono.events import Record, read_events
+from unisono.diagnostics.event_log import Record, read_events
 
 REFUSALS = (ValueError,)
 MEMORY = (1 << 20, 30)

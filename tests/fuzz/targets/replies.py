@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono import wire
-from unisono.control.replies import Waiter, reply_of
-from unisono.control.requester import Requester
-from unisono.group import Group
+from unisono import serialization
+from unisono.control.client_base import Requester
+from unisono.control.reply_schema import Waiter, reply_of
+from unisono.core.group import Group
 
 REFUSALS = (ValueError,)
 MEMORY = (1 << 19, 700)
@@ -20,7 +20,7 @@ class Deaf(Requester):
 
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
         if words[0] == "join":
-            self.take(wire.encode((number, "ok", None)))
+            self.take(serialization.encode((number, "ok", None)))
 
     def _mention(self, words: tuple[Any, ...]) -> None:
         pass
@@ -42,7 +42,7 @@ class Deaf(Requester):
 
 def seeds() -> list[bytes]:
     replies: list[Any] = [(1, "ok", None), (5, "ok", [b"a", b"b"]), (2, "failed", ("CommError", None, "because"))]
-    return [wire.encode(reply) for reply in replies]
+    return [serialization.encode(reply) for reply in replies]
 
 
 def run(data: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono import wire
+from unisono import serialization
 from unisono.control.state import ControlState
 
 # The server ends a connection for any error; these are what a request out of form should raise.
@@ -31,7 +31,7 @@ REQUESTS = [
 
 
 def seeds() -> list[bytes]:
-    return [wire.encode((7, words)) for words in REQUESTS]
+    return [serialization.encode((7, words)) for words in REQUESTS]
 
 
 def run(data: bytes) -> None:
@@ -40,7 +40,7 @@ def run(data: bytes) -> None:
         state.handle(client, 1, ("join", "world", rank, 2))
     state.handle(2, 2, ("get", "answer"))
     try:
-        request, words = wire.decode(data)
+        request, words = serialization.decode(data)
         state.handle(1, request, words)
     finally:
         # Whatever that was, it has harmed nobody else: neither who exchanges with it, nor who reads what it has set.

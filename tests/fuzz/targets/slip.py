@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from unisono.core.types import Recv, Send
 from unisono.errors import CorruptedError
-from unisono.types import Recv, Send
 from unisono.wrappers.checksum import _Parcel
 
 REFUSALS = (CorruptedError,)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono import reduction
-from unisono.types import ReduceOp
+from unisono.core import reduce_op
+from unisono.core.types import ReduceOp
 
 LAW = "every_op_and_dtype_equals_the_reference"
 COMPLAINT = r"op=<ReduceOp.MAX(.|\n)*not nan"
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(reduction._COMBINE, ReduceOp.MAX, torch.fmax)
+    monkeypatch.setitem(reduce_op._COMBINE, ReduceOp.MAX, torch.fmax)

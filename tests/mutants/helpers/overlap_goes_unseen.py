@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono import tensors
+from unisono.core import tensors
 
 LAW = "bad_arguments_are_refused_before_anything_is_sent"
 COMPLAINT = "ranks differ in counts: .* 4 elements"

@@ -7,8 +7,8 @@ import torch
 
 from unisono.collectives import plan
 from unisono.collectives.arguments import Side
-from unisono.collectives.description import Collective
-from unisono.tensors import Staging
+from unisono.core.collective import Collective
+from unisono.core.tensors import Staging
 
 LAW = "reduce_equals_the_reference"
 COMPLAINT = "call='reduce'(.|\n)*rank . *: result 0: element"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono import tensors
+from unisono.core import tensors
 
 LAW = "broadcast_equals_the_reference"
 COMPLAINT = "call='broadcast'.*layout='(?!contiguous)(.|\n)*element"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.data import PartitionSampler
-from unisono.data.walk import Walk
+from unisono.data.stateful_iterator import Walk
 
 LAW = "check_global_order"
 COMPLAINT = "ranks went through"

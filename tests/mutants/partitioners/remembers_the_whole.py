@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from unisono.data.assigned import Assigned
+from unisono.data.assignment import Assigned
 
 LAW = "check_resume"
 COMPLAINT = "part 0 has samples"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from unisono.combinators import ChainedWork
+from unisono.core.combined_work import ChainedWork
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Work
 from unisono.errors import CommTimeoutError
-from unisono.transport import Transport
-from unisono.types import Message, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.wrappers.base import Wrapper
 
 COMPLAINT = "nobody can move|waited"
 

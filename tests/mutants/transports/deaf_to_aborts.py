@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unisono.transport import Transport
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.wrappers.base import Wrapper
 
 LAW = "abort_ends_every_wait"
 COMPLAINT = "the wait went on after the abort"

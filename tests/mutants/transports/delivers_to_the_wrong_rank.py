@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.transport import Transport
-from unisono.types import Message, Send, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Send, Work
+from unisono.wrappers.base import Wrapper
 
 LAW = "peers_do_not_mix"
 COMPLAINT = r"rank 2 got \[3\.0, 13\.0"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.combinators import ChainedWork
-from unisono.transport import Transport
-from unisono.types import Message, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.combined_work import ChainedWork
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Work
+from unisono.wrappers.base import Wrapper
 
 LAW = "a_work_knows_whether_it_is_done"
 COMPLAINT = r"done before, done after, error: \(True, "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.transport import Transport
-from unisono.types import Message, Send, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Send, Work
+from unisono.wrappers.base import Wrapper
 
 LAW = "long_messages_arrive"
 COMPLAINT = r"messages of \[1025, 16385, 1048579\] elements have changed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.group import Group
+from unisono.core.group import Group
 from unisono.transports.thread import Letter, ThreadTransport
 
 LAW = "a_receive_that_does_not_fit_is_refused"

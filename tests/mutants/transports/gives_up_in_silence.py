@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from unisono.combinators import ChainedWork
+from unisono.core.combined_work import ChainedWork
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Work
 from unisono.errors import CommTimeoutError
-from unisono.transport import Transport
-from unisono.types import Message, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.wrappers.base import Wrapper
 
 LAW = "a_wait_that_timed_out_may_be_repeated"
 COMPLAINT = "^nothing was raised"

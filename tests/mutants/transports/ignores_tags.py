@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.transport import Transport
-from unisono.types import Message, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Work
+from unisono.wrappers.base import Wrapper
 
 LAW = "tags_do_not_mix"
 COMPLAINT = "tags 0, 1, 7 and .* brought"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.transport import Transport
-from unisono.types import Message, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Work
+from unisono.wrappers.base import Wrapper
 
 LAW = "messages_and_collectives_do_not_mix"
 COMPLAINT = r"waited 1.0 s (for 4 B from rank 0|in call 2 for rank 1)"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from unisono.transport import Transport
-from unisono.types import COLLECTIVE_TAG, Call, Recv, ReduceOp, Send, Work
-from unisono.work import Completion
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.core.types import COLLECTIVE_TAG, Call, Recv, ReduceOp, Send, Work
+from unisono.core.work import Completion
+from unisono.wrappers.base import Wrapper
 
 LAW = "results_are_the_same_bits_everywhere_and_every_time"
 COMPLAINT = "ranks hold . different results"

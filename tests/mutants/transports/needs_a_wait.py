@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.transport import Transport
-from unisono.types import Message, Work
-from unisono.work import Completion
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Work
+from unisono.core.work import Completion
+from unisono.wrappers.base import Wrapper
 
 LAW = "a_work_completes_unaided"
 COMPLAINT = "not complete after 0.5 s without a wait"

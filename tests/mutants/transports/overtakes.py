@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.transport import Transport
-from unisono.types import Message, Send, Work
-from unisono.work import Completion
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Send, Work
+from unisono.core.work import Completion
+from unisono.wrappers.base import Wrapper
 
 LAW = "messages_of_one_tag_arrive_in_order"
 COMPLAINT = r"arrived in the order \[1\.0, 0\.0, 3\.0, 2\.0"

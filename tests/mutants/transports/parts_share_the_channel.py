@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unisono.group import Group
-from unisono.transport import Transport
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.group import Group
+from unisono.core.transport import Transport
+from unisono.wrappers.base import Wrapper
 
 LAW = "the_messages_of_parent_and_part_do_not_mix"
 COMPLAINT = r"parent, part, part brought \[2\.0, 1\.0, 0\.0\]"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unisono.transport import Transport
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.wrappers.base import Wrapper
 
 LAW = "no_sender_keeps_the_others_out"
 COMPLAINT = "rank 0 is in probe"

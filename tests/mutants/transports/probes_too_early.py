@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unisono.transport import Transport
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.wrappers.base import Wrapper
 
 LAW = "a_probe_takes_nothing"
 COMPLAINT = r"before any was sent|rank 2 has left|for 4 B from rank 2"

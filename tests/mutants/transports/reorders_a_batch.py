@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.transport import Transport
-from unisono.types import Message, Recv, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Recv, Work
+from unisono.wrappers.base import Wrapper
 
 LAW = "a_batch_keeps_its_order"
 COMPLAINT = r"rank 0 got \[\[12\.0, 11\.0, 10\.0\]"

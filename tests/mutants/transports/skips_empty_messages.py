@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.transport import Transport
-from unisono.types import Message, Recv, Work
-from unisono.wrappers.wrapper import Wrapper
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Recv, Work
+from unisono.wrappers.base import Wrapper
 
 LAW = "empty_messages_arrive"
 COMPLAINT = "rank 0 sent 1 elements of float32|waited"

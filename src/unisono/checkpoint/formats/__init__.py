@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from unisono.registry import Registry
+from unisono.core.registry import Registry
 
 __all__ = ["FORMATS", "Format"]
 

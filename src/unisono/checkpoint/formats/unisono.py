@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.api import save
 from unisono.checkpoint.archive import open_checkpoint
-from unisono.checkpoint.calls import save
 from unisono.checkpoint.manifest import MANIFEST
 
 __all__ = ["read", "recognises", "suits", "write"]

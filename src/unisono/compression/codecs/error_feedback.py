@@ -14,7 +14,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.compression.codec import Codec, check_bucket, wide
-from unisono.compression.known import Spec, resolve
+from unisono.compression.registry import Spec, resolve
 
 __all__ = ["CODEC", "ErrorFeedback"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.compression.halves import Halves
+from unisono.compression.half_precision import Halves
 
 __all__ = ["CODEC", "Fp16"]
 

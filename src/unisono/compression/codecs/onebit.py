@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from unisono.compression.bits import pack_signs, unpack_signs
+from unisono.compression.sign_packing import pack_signs, unpack_signs
 from unisono.compression.two_stage import TwoStage
 
 __all__ = ["CODEC", "Onebit"]

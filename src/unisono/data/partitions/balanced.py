@@ -7,8 +7,8 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 
-from unisono.data.assigned import Assigned
-from unisono.data.attributes import digest, numbers, of_dataset
+from unisono.data.assignment import Assigned
+from unisono.data.dataset_attributes import digest, numbers, of_dataset
 from unisono.data.indices import Indices
 from unisono.data.lpt import deal_evenly, largest_first
 from unisono.data.partitioner import Bound

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from unisono.data.apportionment import apportion
 from unisono.data.feistel import IndexShuffle
 from unisono.data.indices import Counted, Indices, Joined, Places
 from unisono.data.partitioner import Partitioner
-from unisono.data.shares import apportion
 
 __all__ = ["PARTITIONER", "Contiguous"]
 

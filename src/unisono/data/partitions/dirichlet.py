@@ -9,10 +9,10 @@ from typing import Any, Self
 
 import torch
 
-from unisono.data.assigned import Assigned
-from unisono.data.attributes import codes, digest, of_dataset
+from unisono.data.apportionment import apportion, fractions_of
+from unisono.data.assignment import Assigned
+from unisono.data.dataset_attributes import codes, digest, of_dataset
 from unisono.data.feistel import IndexShuffle
-from unisono.data.shares import apportion, fractions_of
 
 __all__ = ["PARTITIONER", "Dirichlet"]
 

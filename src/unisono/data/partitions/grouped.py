@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import torch
 
-from unisono.data.assigned import Assigned
-from unisono.data.attributes import codes, digest, of_dataset
+from unisono.data.assignment import Assigned
+from unisono.data.dataset_attributes import codes, digest, of_dataset
 from unisono.data.indices import Indices
 from unisono.data.lpt import largest_first
 from unisono.data.partitioner import Bound

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.data.assigned import pieces_of
+from unisono.data.apportionment import apportion
+from unisono.data.assignment import pieces_of
 from unisono.data.indices import Indices, Places
 from unisono.data.partitioner import Partitioner
-from unisono.data.shares import apportion
 
 __all__ = ["PARTITIONER", "Strided"]
 

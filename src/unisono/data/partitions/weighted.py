@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from unisono.data.apportionment import fractions_of
 from unisono.data.indices import Indices, Places
 from unisono.data.partitioner import Bound, Partitioner
 from unisono.data.partitions.shuffled import Shuffled
-from unisono.data.shares import fractions_of
 
 __all__ = ["PARTITIONER", "Weighted"]
 

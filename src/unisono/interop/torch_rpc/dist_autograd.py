@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from unisono.interop.torch_rpc.errors import as_runtime_error
-from unisono.rpc import autograd, current
-from unisono.rpc.current import current_agent
-from unisono.rpc.frames import NO_CONTEXT
+from unisono.rpc import autograd
+from unisono.rpc import context as current
+from unisono.rpc.context import current_agent
+from unisono.rpc.protocol import NO_CONTEXT
 
 __all__ = ["backward", "checked", "context", "get_gradients"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from unisono import rpc
 from unisono.interop.torch_rpc.calls import remote
 from unisono.interop.torch_rpc.reference import RRef
-from unisono.rpc.current import current_agent
+from unisono.rpc.context import current_agent
 
 __all__ = ["RemoteModule"]
 

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from unisono import rpc
 from unisono.communicator import Communicator
-from unisono.interop.meeting import meet
+from unisono.interop.from_store import meet
 from unisono.interop.options import GroupOptions
 from unisono.interop.torch_rpc.constants import seconds
 from unisono.interop.torch_rpc.errors import ArgumentError, as_in_torch
 from unisono.interop.torch_rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from unisono.interop.torch_rpc.reference import RRef
-from unisono.rpc.current import current_agent, find_agent, set_agent
-from unisono.startup import TIMEOUT_S
+from unisono.launcher.api import TIMEOUT_S
+from unisono.rpc.context import current_agent, find_agent, set_agent
 
 __all__ = ["init_rpc", "is_available", "shutdown"]
 

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 import torch
 
 from unisono.errors import CommError
-from unisono.rpc import current
-from unisono.rpc.autograd.passes import start
+from unisono.rpc import context as current
+from unisono.rpc.autograd.engine import start
 
 __all__ = ["backward", "context", "get_gradients"]
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.errors import CommError
+from unisono.rpc.autograd.functions import Received, Sent, arrival, departure
 from unisono.rpc.autograd.leaves import Leaves
-from unisono.rpc.autograd.recording import Received, Sent, arrival, departure
-from unisono.rpc.frames import DISCARD, NO_CONTEXT
+from unisono.rpc.protocol import DISCARD, NO_CONTEXT
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
-    from unisono.rpc.autograd.passes import Pass
+    from unisono.rpc.autograd.engine import Pass
 
 __all__ = ["Context", "Contexts"]
 

@@ -1,0 +1,75 @@
+// 16-bit floats, as bits. Each operation is one of float, rounded once to the nearest even: as torch does it, and exact,
+// since a float has more than twice the bits of either.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/platform.hpp"
+
+namespace unisono {
+
+inline float float_of_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+struct BFloat16 {
+#ifdef UNISONO_WIDE
+    UNISONO_WIDE static Lanes load(const uint16_t* from) { return load_bfloat16(from); }
+    UNISONO_WIDE static void store(uint16_t* to, Lanes values) { store_bfloat16(to, values); }
+#endif
+    static void widen(const uint16_t* from, float* to, size_t count) {
+        for (size_t n = 0; n < count; n++) to[n] = float_of_bits(static_cast<uint32_t>(from[n]) << 16);
+    }
+    static void narrow(const float* from, uint16_t* to, size_t count) {
+        for (size_t n = 0; n < count; n++) {
+            const uint32_t bits = bits_of_float(from[n]);
+            const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+            to[n] = static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+        }
+    }
+};
+
+struct Float16 {
+#ifdef UNISONO_WIDE
+    UNISONO_WIDE static Lanes load(const uint16_t* from) { return load_float16(from); }
+    UNISONO_WIDE static void store(uint16_t* to, Lanes values) { store_float16(to, values); }
+#endif
+    static void widen(const uint16_t* from, float* to, size_t count) {
+        for (size_t n = 0; n < count; n++) to[n] = wide(from[n]);
+    }
+    static void narrow(const float* from, uint16_t* to, size_t count) {
+        for (size_t n = 0; n < count; n++) to[n] = narrowed(from[n]);
+    }
+
+    static float wide(uint16_t half) {
+        const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7FFF;
+        // Below the least normal number: its bits count 2**-24, which the product has no need to round.
+        if (rest < 0x400) return float_of_bits(bits_of_float(static_cast<float>(rest) * 0x1p-24f) | sign);
+        const uint32_t exponent = rest < 0x7C00 ? rest + (112 << 10) : rest + (224 << 10);
+        return float_of_bits(exponent << 13 | sign | (rest > 0x7C00 ? 0x400000 : 0));
+    }
+
+    static uint16_t narrowed(float value) {
+        const uint32_t bits = bits_of_float(value), rest = bits & 0x7FFFFFFF;
+        const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+        if (rest > 0x7F800000) return sign | 0x7E00;
+        // From 65520 on, halfway between the largest half and the next one, it is infinity.
+        if (rest >= 0x477FF000) return sign | 0x7C00;
+        if (rest < 0x38800000) {
+            // The addition of 0.5 leaves multiples of 2**-24 in the last bits, rounded by the processor.
+            return sign | static_cast<uint16_t>(bits_of_float(float_of_bits(rest) + 0.5f) - bits_of_float(0.5f));
+        }
+        return sign | static_cast<uint16_t>((rest - (112 << 23) + 0xFFF + (rest >> 13 & 1)) >> 13);
+    }
+};
+
+}  // namespace unisono

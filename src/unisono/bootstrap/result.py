@@ -1,0 +1,96 @@
+"""The question and the answer of start-up, and what all ways check of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from unisono.control.server import Server
+from unisono.core.control import Control
+
+__all__ = ["Place", "Request", "checked", "env_number", "nothing"]
+
+
+@dataclass(slots=True)
+class Request:
+    """What the caller of `init` said.
+
+    Attributes:
+        init_method: As given.
+        rank, size: As given; or as found out, for errors to say who speaks.
+        deadline: By when all ranks have to be there, on the monotonic clock.
+        secret: As given.
+    """
+
+    init_method: str | None
+    rank: int | None
+    size: int | None
+    deadline: float
+    secret: str | bytes | None
+
+    def numbers(self) -> tuple[int, int]:
+        """Rank and size, if they were given and make sense."""
+        if self.rank is None or self.size is None:
+            raise ValueError(f"{self.init_method} says where to meet, but not who we are: pass rank and world_size too")
+        return checked(self.rank, self.size)
+
+
+def checked(rank: int, size: int) -> tuple[int, int]:
+    """Rank and size, if they make sense together."""
+    for name, number in (("rank", rank), ("world_size", size)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ValueError(f"{name} has to be a whole number, not {number!r}")
+    if size < 1:
+        raise ValueError(f"world_size has to be at least 1, not {size}")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not among 0 to {size - 1}, the ranks of a world of {size}")
+    return rank, size
+
+
+def env_number(name: str) -> int | None:
+    """Return the number in a variable of the environment; None if it is not set, or empty."""
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, which is not a number") from None
+
+
+def nothing() -> None:
+    """Nothing is to be let go."""
+
+
+@dataclass(slots=True)
+class Place:
+    """Where this process stands. The world's group is joined already; join again to hear of failures.
+
+    Attributes:
+        rank, size: This process's number, and how many there are.
+        local_rank: Its number on its host, if something told.
+        control: Its own handle to the control plane.
+        server: The control plane itself, if this process hosts it.
+        address: The address of this host that the other ranks can reach.
+        name: The name of the world's group, another one for each `init` of a job.
+        source: What was decided and why, in one line for the log.
+        network: The backend that "auto" takes between hosts.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    control: Control
+    server: Server | None
+    address: str
+    name: str
+    source: str
+    let_go: Callable[[], None] = field(default=nothing, repr=False)
+    network: str = "gloo"
+
+    def close(self) -> None:
+        """Leave in peace; again is harmless. A server of this process serves the others until they have left."""
+        let_go, self.let_go = self.let_go, nothing
+        self.control.close()
+        let_go()

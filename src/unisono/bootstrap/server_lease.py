@@ -1,0 +1,82 @@
+"""The control servers that this process hosts, as rank 0 of one job or several."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unisono.control.process_exit import CLOSE_SERVERS, close_all, when_process_ends
+from unisono.control.server import Server
+
+__all__ = ["Lease", "lease"]
+
+# Long enough for ranks that end together, short enough for one that does not end at all.
+_LINGER_S = 5.0
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to use a server of this process, shared by all who asked for the same place.
+
+    Attributes:
+        server: The server.
+        secret: The secret that it was started with.
+        users: How many have not let go.
+        withdraw: Called when nobody uses it any more, before it ends.
+    """
+
+    server: Server
+    secret: bytes
+    users: int
+    withdraw: Callable[[], None]
+
+    def release(self) -> None:
+        """Let go. After the last one, the server ends when its clients have, in the background."""
+        with _lock:
+            self.users -= 1
+            if not self.users:
+                self.withdraw()
+                self.server.retire(_LINGER_S)
+
+
+_leases: dict[tuple[int, str], Lease] = {}
+_lock = threading.Lock()
+
+
+def lease(key: str, secret: bytes | None, host: str, port: int, withdraw: Callable[[], None] = lambda: None) -> Lease:
+    """The server that this process runs under `key`; a new one if there is none.
+
+    Without a secret, it has one of its own.
+
+    The next `init` of a job finds the server of the last one, even if that is about to end.
+
+    Raises:
+        ValueError: It runs, with another secret.
+        CommError: A new one cannot listen there.
+    """
+    with _lock:
+        known = _leases.get((os.getpid(), key))
+        if known is not None and known.users and secret not in (None, known.secret):
+            raise ValueError(f"this process hosts {key} already, with another secret; pass the same one")
+        if known is not None and secret in (None, known.secret) and known.server.stay():
+            known.users += 1
+            return known
+        chosen = secrets.token_hex(32).encode() if secret is None else secret
+        made = _leases[os.getpid(), key] = Lease(Server(chosen, host, port), chosen, 1, withdraw)
+    when_process_ends(_close_servers, CLOSE_SERVERS)
+    return made
+
+
+def _close_servers() -> None:
+    # The own handles go first, whatever the order in which the process takes its leave.
+    close_all()
+    mine = [held for (process, _), held in _leases.items() if process == os.getpid()]
+    for held in mine:
+        if held.users:
+            held.withdraw()
+        held.server.retire(_LINGER_S)
+    for held in mine:
+        held.server.close(_LINGER_S)

@@ -1,0 +1,107 @@
+"""Under torchrun: MASTER_PORT is taken by its agent's store, in which rank 0 tells where it listens itself.
+
+That store authenticates nobody; who speaks at the address it tells still has to know the secret.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from unisono.bootstrap.rendezvous import MovedError, Seat, meet, settle
+from unisono.bootstrap.result import Place
+from unisono.bootstrap.server_lease import lease
+from unisono.control.client import SocketControl
+from unisono.control.secret import find_secret
+from unisono.errors import CommError, CommTimeoutError, MismatchError
+from unisono.host.network import address_for_others, address_towards
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+__all__ = ["find_by_agent"]
+
+_LOOK_EVERY_S = 0.05
+_REACH_WITHIN_S = 1.0
+_MOVES_WITHIN_S = 3.0
+
+
+def find_by_agent(seat: Seat, host: str, port: int, secret: str | bytes | None) -> Place:
+    """The place that rank 0 tells to the agent's store at this address.
+
+    After a restart, the store still holds what rank 0 told before; agents count restarts each for itself, so no number
+    of theirs tells old from new. So what leads nowhere is tried again, until rank 0 has told anew.
+    """
+    import torch.distributed as dist
+
+    known = find_secret(secret)
+    key = f"unisono/{os.environ.get('TORCHELASTIC_RUN_ID')}/rank 0"
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=max(1.0, seat.left_s)))
+        if seat.rank:
+            return _follow(store, key, seat, known, f"{host}:{port}")
+        # torchrun tells how many agents there are; on one host nobody else need reach this rank.
+        alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        own = address_towards(host, port) if alone else address_for_others(host, port)
+        hosted = lease(f"{key} at {host}:{port}", known, own, 0)
+        try:
+            store.set(key, " ".join(map(str, hosted.server.address)))
+        except BaseException:
+            hosted.release()
+            raise
+        return meet(seat, hosted.server.address, known, hosted)
+    except dist.DistError as error:
+        raise CommTimeoutError(f"torchrun's agent at {host}:{port} does not answer. Is it alive? ({error})") from error
+
+
+def _follow(store: TCPStore, key: str, seat: Seat, secret: bytes, where: str) -> Place:
+    """Try what rank 0 has told, again and again."""
+    last = "it has told nothing yet"
+    while seat.left_s:
+        told = _read(store, key)
+        if told:
+            try:
+                return _try(store, key, told, seat, secret)
+            except MovedError:
+                continue
+            except MismatchError as error:
+                # An earlier run's ranks may be there still, but not for long.
+                if not _moves(store, key, told, seat):
+                    raise
+                last = error.message
+            except CommError as error:
+                last = error.message
+        time.sleep(_LOOK_EVERY_S)
+    raise CommTimeoutError(
+        f"rank 0 was not reached in time by what it tells to torchrun's agent at {where} ({last}). Is it alive?"
+    )
+
+
+def _read(store: TCPStore, key: str) -> str:
+    """What rank 0 has told last, if anything."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _try(store: TCPStore, key: str, told: str, seat: Seat, secret: bytes) -> Place:
+    host, port = told.rsplit(" ", 1)
+    control = SocketControl(
+        (host, int(port)),
+        secret,
+        max(seat.left_s, 1.0),
+        reach_within_s=min(max(seat.left_s, 0.1), _REACH_WITHIN_S),
+        host_rank=0,
+        rank=seat.rank,
+    )
+    return settle(seat, control, moved=lambda: _read(store, key) != told)
+
+
+def _moves(store: TCPStore, key: str, told: str, seat: Seat) -> bool:
+    """Whether rank 0 tells of another place soon."""
+    deadline = time.monotonic() + min(_MOVES_WITHIN_S, seat.left_s)
+    while time.monotonic() < deadline:
+        if _read(store, key) != told:
+            return True
+        time.sleep(_LOOK_EVERY_S)
+    return False

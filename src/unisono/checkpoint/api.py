@@ -1,0 +1,222 @@
+"""`save`, `async_save` and `load`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from unisono.checkpoint.background import Saving, begin, finish_earlier
+from unisono.checkpoint.collective import Team
+from unisono.checkpoint.errors import CheckpointError, StateError
+from unisono.checkpoint.load import load_state
+from unisono.checkpoint.map_location import MapLocation
+from unisono.checkpoint.save import Progress, Snapshot, commit, prepare
+from unisono.checkpoint.storage import Storage, storage_at
+from unisono.checkpoint.tensor_loader import Wishes
+from unisono.checkpoint.verify import last_good
+
+if TYPE_CHECKING:
+    from unisono.communicator import Communicator
+
+__all__ = ["Path", "async_save", "load", "save", "start", "write"]
+
+Path = str | os.PathLike[str] | Storage
+
+
+def save(
+    path: Path,
+    state: Any,
+    comm: Communicator | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Save a state. When this returns, the checkpoint is whole and would survive a loss of power.
+
+    Collective: every rank calls it with the same path and, but for what is `PerRank`, the same state. Each writes an
+    equal share. Until the end, a checkpoint that was there under the same name stays, and it is what a crash leaves.
+
+    Args:
+        path: A directory to be made, on a file system that all ranks share; or a URL that fsspec knows.
+        state: Modules, optimizers, schedulers, samplers and all else with `state_dict` and `load_state_dict`; tensors,
+            numbers, strings, bytes; and dicts, lists, tuples and sets of them. Samplers, data loaders, `RNG`,
+            `torch.Generator`, `GradientAverager` and codecs are each rank's own; so is what `PerRank` wraps.
+        comm: The ranks that save together; None is this process alone.
+        extra: Plain values to keep in the manifest, for whoever looks at the checkpoint.
+        timeout: Seconds to wait in each phase for the slowest rank; the communicator's if None.
+        progress: Called with the bytes that this rank has written, and with all that it is to write.
+
+    Raises:
+        MismatchError: Ranks have different states; tensors and ranks are named. Nothing was written.
+        TypeError: Something in the state cannot be saved; it is named.
+        StorageError: The storage is full, read-only, gone. What was there before stays.
+
+    Cost: reads the state once for the comparison, if there are several ranks, and writes 1/p of it from each.
+
+    Example:
+        >>> import tempfile
+        >>> model = torch.nn.Linear(2, 1)
+        >>> path = tempfile.mkdtemp() + "/first"
+        >>> un.checkpoint.save(path, {"model": model, "step": 7})
+        >>> un.checkpoint.load(path, {"model": model, "step": 0})["step"]
+        7
+    """
+    write(path, state, comm, extra=extra, timeout=timeout, progress=progress)
+
+
+def write(
+    path: Path,
+    state: Any,
+    comm: Communicator | None,
+    *,
+    extra: Mapping[str, Any] | None,
+    timeout: float | None = None,
+    progress: Progress | None = None,
+    newest: Callable[[], int] = int,
+) -> None:
+    """As `save`; the checkpoint is newer than the time that `newest` tells on rank 0 (ns), whatever the clock says."""
+    storage = storage_at(path)
+    finish_earlier(storage.where, comm)
+    team = Team(comm, "save", storage.where, timeout)
+    make = partial(prepare, state, team.rank, team.size, copy=False)
+    commit(make, storage, team, dict(extra or {}), progress, newest)
+
+
+def async_save(
+    path: Path,
+    state: Any,
+    comm: Communicator | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    progress: Progress | None = None,
+) -> Saving:
+    """As `save`, but returns when this rank's share is copied: training goes on while the copy is written.
+
+    A later save of the same communicator waits for this one, and so does its `close`. Call `wait()` on what is
+    returned: until then you do not know that the checkpoint counts. That it failed is logged, too.
+
+    Args:
+        path, state, comm, extra, timeout, progress: As for `save`. `progress` is called from another thread.
+
+    Cost: stalls the caller for a copy of 1/p of the state, and for a pass over all of it if there are several
+    ranks. The copy is kept in memory until it is written. The first call makes a second communicator.
+
+    Example:
+        >>> import tempfile
+        >>> weights = torch.zeros(3)
+        >>> path = tempfile.mkdtemp()
+        >>> saving = un.checkpoint.async_save(path, {"w": weights})
+        >>> weights += 1
+        >>> saving.wait()
+        >>> un.checkpoint.load(path)
+        {'w': tensor([0., 0., 0.])}
+    """
+    return start(path, state, comm, extra=extra, timeout=timeout, progress=progress)
+
+
+def start(
+    path: Path,
+    state: Any,
+    comm: Communicator | None,
+    *,
+    extra: Mapping[str, Any] | None,
+    timeout: float | None = None,
+    progress: Progress | None = None,
+    newest: Callable[[], int] = int,
+    after: Callable[[], None] | None = None,
+) -> Saving:
+    """As `async_save`, with `newest` as `write`; `after` is called in the background when it counts, on every rank."""
+    storage = storage_at(path)
+    finish_earlier(storage.where, comm)
+    rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
+    make = _held(lambda: prepare(state, rank, size, copy=True))
+
+    def work(twin: Communicator | None) -> None:
+        commit(make, storage, Team(twin, "save", storage.where, timeout), dict(extra or {}), progress, newest)
+        if after is not None:
+            after()
+
+    return begin(storage.where, comm, work)
+
+
+def _held(make: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
+    """Do it now, but let it fail later, when the other ranks can hear of it."""
+    try:
+        snapshot = make()
+    except Exception as error:
+        failed = error
+
+        def fail() -> Snapshot:
+            raise failed
+
+        return fail
+    return lambda: snapshot
+
+
+def load(
+    path: Path,
+    state: Any = None,
+    comm: Communicator | None = None,
+    map_location: MapLocation = None,
+    *,
+    strict: bool = True,
+    check: bool | Literal["first"] = True,
+    timeout: float | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Load a checkpoint into a state, in place, and return the state.
+
+    Collective. Ranks may be more or fewer than saved it. Nothing is changed before it is known that the state fits and
+    that all files are there. On each host every byte comes from the disk once: each rank reads a share, and takes the
+    others' from the host's memory; where that keeps no files, as with `s3://...`, by broadcasts.
+
+    Args:
+        path: As given to `save`.
+        state: Of the same shape as was saved; a dict may leave out entries, which are not read then. Tensors, modules
+            and objects are updated where they are; numbers and strings are replaced in their dict or list. None makes
+            all anew: tensors, and dicts in the place of objects.
+        comm: The ranks that load together; None is this process alone.
+        map_location: Where tensors that are made anew live: a device, a dict from saved devices to others, or a
+            function, as for `torch.load`; but the CPU if None. Those that exist stay where they are.
+        strict: Names that only one of module and checkpoint has are an error.
+        check: Compare all bytes with their digests, as they are read. "first" does so before anything is changed, in a
+            pass of its own; so does True if a rank has at most 4 MiB to read. Of a larger checkpoint that turns out to
+            be damaged, the state has some tensors already when the error is raised, and the message says so.
+        timeout: As for `save`.
+        progress: Called with the bytes that are in place, and with all.
+
+    Raises:
+        NoCheckpointError: There is none, or only an unfinished one.
+        CorruptError: It is damaged; tensors are named, and the last good checkpoint beside it.
+        FormatError: It was written by a newer version.
+        StateError: It is of another model: missing and unexpected names, shapes, and dtypes that would change values.
+        StorageError: It cannot be read.
+
+    What is each rank's own is taken over by rank r from rank r, if as many ranks load as saved. Else rank r takes what
+    rank r mod p had, but random generators from rank p on stay as they are (see `PerRank`).
+
+    Cost: each byte leaves the disk once for a host, as long as its memory holds 32 MiB for each rank; on each rank it
+    is copied once, straight into its tensor, and hashed there.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp()
+        >>> un.checkpoint.save(path, {"w": torch.ones(2), "epoch": 3})
+        >>> un.checkpoint.load(path, {"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
+    """
+    storage = storage_at(path)
+    finish_earlier(storage.where, comm)
+    team = Team(comm, "load", storage.where, timeout)
+    try:
+        return load_state(storage, state, team, Wishes(map_location, strict, check, progress))
+    except StateError:
+        raise
+    except CheckpointError as error:
+        good = team.first(lambda: last_good(storage))
+        error.message += f"; the last good checkpoint beside it is {good}" if good else "; there is no other beside it"
+        raise

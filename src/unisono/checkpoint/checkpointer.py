@@ -1,0 +1,164 @@
+"""Checkpoints of a run in one directory: each n-th step, the newest few kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from operator import index
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from unisono.checkpoint.api import Path, load, start, write
+from unisono.checkpoint.background import Saving
+from unisono.checkpoint.collective import Team
+from unisono.checkpoint.manifest import FILE, MANIFEST
+from unisono.checkpoint.map_location import MapLocation
+from unisono.checkpoint.storage import Storage, storage_at
+from unisono.checkpoint.verify import complete
+
+if TYPE_CHECKING:
+    from unisono.communicator import Communicator
+
+__all__ = ["Checkpointer"]
+
+_PREFIX = "step-"
+_log = logging.getLogger("unisono.checkpoint")
+
+
+class Checkpointer:
+    """Saves each n-th step into a directory of its own, and keeps the newest few.
+
+    An old checkpoint is taken away only after a newer one counts on all ranks, its manifest first, so that what a
+    crash leaves of it is never taken for a checkpoint. What was saved last is the newest, whatever the clock says.
+
+    Args:
+        directory: For the checkpoints of one run, such as "runs/7"; they are called "step-0000000100".
+        comm: The ranks that save together; None is this process alone.
+        keep: How many complete checkpoints stay; at least 1.
+        every: `step` saves when the number of steps is divisible by it.
+        background: Save as `async_save` does. The error of a save is raised by the next, or by `wait`.
+
+    Example:
+        >>> import tempfile
+        >>> state = {"w": torch.zeros(2)}
+        >>> with un.checkpoint.Checkpointer(tempfile.mkdtemp(), keep=2, every=10) as checkpointer:
+        ...     for step in range(1, 51):
+        ...         state["w"] += 1
+        ...         _ = checkpointer.step(step, state)
+        ...     checkpointer.wait()
+        ...     checkpointer.steps(), checkpointer.load(state), state["w"]
+        ([40, 50], 50, tensor([50., 50.]))
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        comm: Communicator | None = None,
+        *,
+        keep: int = 3,
+        every: int = 1,
+        background: bool = True,
+    ) -> None:
+        self.keep, self.every, self.background = index(keep), index(every), background
+        if keep < 1 or every < 1:
+            raise ValueError(f"keep={keep} and every={every} must be at least 1")
+        self._storage, self._comm = storage_at(directory), comm
+        self._saving: Saving | None = None
+
+    def step(self, step: int, state: Any) -> bool:
+        """Save if this step's turn has come, and say so. Collective then."""
+        if index(step) % self.every:
+            return False
+        self.save(step, state)
+        return True
+
+    def save(self, step: int, state: Any) -> None:
+        """Save now, as step number `step`. Collective."""
+        step = index(step)
+        if not 0 <= step < 10**10:
+            raise ValueError(f"step={step} must be from 0 to 10**10 - 1")
+        self.wait()
+        place, extra = self._storage.child(f"{_PREFIX}{step:010d}"), {"step": step}
+        if self.background:
+            after = partial(self._rotate, place.name)
+            self._saving = start(place, state, self._comm, extra=extra, newest=self._newest_ns, after=after)
+        else:
+            write(place, state, self._comm, extra=extra, newest=self._newest_ns)
+            self._rotate(place.name)
+
+    def load(self, state: Any, *, step: int | None = None, map_location: MapLocation = None) -> int | None:
+        """Load the newest complete checkpoint, or that of a step, in place. Collective.
+
+        Returns:
+            The number of its step; None if there is none yet, and the state is as it was.
+
+        Raises:
+            CheckpointError: As `load`. A damaged one is not passed over in silence; the message names a good one.
+        """
+        self.wait()
+        found = index(step) if step is not None else Team(self._comm, "load", self._storage.where).first(self._newest)
+        if found is None:
+            return None
+        load(self._storage.child(f"{_PREFIX}{found:010d}"), state, self._comm, map_location=map_location)
+        return int(found)
+
+    def steps(self) -> list[int]:
+        """The steps of which there are complete checkpoints, in order."""
+        return sorted(int(storage.name.removeprefix(_PREFIX)) for storage in self._complete())
+
+    def wait(self) -> None:
+        """Wait for the save under way, and raise its error if it has failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+
+    def _newest(self) -> int | None:
+        found = self._complete()
+        return int(found[0].name.removeprefix(_PREFIX)) if found else None
+
+    def _newest_ns(self) -> int:
+        return max((manifest.created_ns for _, manifest in complete(self._storage)), default=0)
+
+    def _complete(self) -> list[Storage]:
+        """Newest first."""
+        return [storage for storage, _ in complete(self._storage) if _is_ours(storage.name)]
+
+    def _rotate(self, saved: str) -> None:
+        """Take old ones away, and what crashes have left. Rank 0 does it.
+
+        What was saved just now stays, though an earlier one may seem newer, of a host whose clock was ahead.
+        """
+        if self._comm is not None and self._comm.rank:
+            return
+        try:
+            found = sorted(self._complete(), key=lambda storage: storage.name != saved)
+            kept = [storage.name for storage in found[: self.keep]]
+            broken = [name for name in self._storage.children() if _is_ours(name) and not self._has_manifest(name)]
+            for name in [*(storage.name for storage in found[self.keep :]), *broken]:
+                assert name not in kept
+                _remove(self._storage.child(name))
+        except OSError as error:
+            _log.warning("old checkpoints stay in %s: %s", os.fspath(self._storage.where), error)
+
+    def _has_manifest(self, name: str) -> bool:
+        return MANIFEST in self._storage.child(name).sizes()
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(_PREFIX) and name.removeprefix(_PREFIX).isdigit()
+
+
+def _remove(storage: Storage) -> None:
+    storage.remove(MANIFEST)
+    storage.remove(*(name for name in storage.sizes() if FILE.fullmatch(name) or name.startswith(MANIFEST)))
+    storage.discard()

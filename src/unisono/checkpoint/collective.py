@@ -1,0 +1,164 @@
+"""All ranks or none: what fails on one rank fails on every rank, with the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from unisono.checkpoint.checksum import digest
+from unisono.checkpoint.errors import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+    NoCheckpointError,
+    StateError,
+    StorageError,
+)
+from unisono.errors import CommError, MismatchError
+
+if TYPE_CHECKING:
+    from unisono.communicator import Communicator
+
+__all__ = ["Team"]
+
+_KINDS: dict[str, type[CommError]] = {
+    kind.__name__: kind
+    for kind in (CheckpointError, CorruptError, FormatError, NoCheckpointError, StateError, StorageError, MismatchError)
+}
+_PLAIN: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
+
+
+class Team:
+    """The ranks that save or load together; one alone if there is no communicator.
+
+    Args:
+        comm: Theirs, or None.
+        operation: What messages call it: "save".
+        path: The checkpoint.
+        timeout: Seconds that ranks wait for the slowest of them in each phase; the communicator's if None.
+    """
+
+    def __init__(
+        self, comm: Communicator | None, operation: str, path: str | None = None, timeout: float | None = None
+    ) -> None:
+        self.comm, self._operation, self._path, self._timeout = comm, operation, path, timeout
+        self.rank, self.size = (comm.rank, comm.size) if comm is not None else (0, 1)
+
+    def together(self, step: Callable[[], Any]) -> list[Any]:
+        """What `step` returns on each rank: plain values. Collective.
+
+        Raises:
+            CheckpointError, MismatchError, TypeError, ValueError: On every rank, if `step` raised on any: the error
+                of the first of those ranks, which is named.
+        """
+        value: Any = None
+        failed: Exception | None = None
+        try:
+            value = step()
+        except CommError as error:
+            if not isinstance(error, (CheckpointError, MismatchError)):
+                raise
+            failed = error
+        except Exception as error:
+            # Whatever it is, the other ranks must hear of it.
+            failed = error
+        if self.comm is None:
+            if failed is not None:
+                raise self._own(failed) from failed.__cause__
+            return [value]
+        self.comm.barrier(timeout=self._timeout)
+        cards = self.comm.all_gather_object((value, None) if failed is None else (None, self._card(failed)))
+        bad = next((rank for rank, (_, card) in enumerate(cards) if card is not None), None)
+        if bad is None:
+            return [value for value, _ in cards]
+        if bad == self.rank and failed is not None:
+            raise self._own(failed) from failed.__cause__
+        raise self._read(cards[bad][1], bad)
+
+    def first(self, step: Callable[[], Any]) -> Any:
+        """What `step` returns on rank 0, which alone runs it, on every rank. Collective."""
+        return self.together(lambda: step() if self.rank == 0 else None)[0]
+
+    def compare(self, what: Callable[[], bytes], describe: Callable[[], dict[str, Any]], told: str) -> None:
+        """`MismatchError` on every rank unless all give the same `what`. Collective.
+
+        Args:
+            what: Bytes, of which the digest travels.
+            describe: Names and digests or values; exchanged only if there is a difference to be found.
+            told: What to do about it.
+        """
+        if self.comm is None or len(set(self.comm.all_gather_object(digest(what())))) == 1:
+            return
+        found = self.comm.all_gather_object(describe())
+        names = dict.fromkeys(name for one in found for name in one)
+        wrong = {name: s for name in names if (s := _sides([one.get(name, "(absent)") for one in found]))}
+        shown = [f"{name!r}: {side}" for name, side in list(wrong.items())[:4]]
+        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise MismatchError(
+            f"the state differs between ranks: {'; '.join(shown) or 'which dict holds what'}{more}. {told}",
+            rank=self.rank,
+            size=self.size,
+            operation=self._operation,
+        )
+
+    def _card(self, error: Exception) -> dict[str, Any]:
+        own = self._own(error)
+        said = own.message if isinstance(own, CommError) else str(own)
+        return {"kind": type(own).__name__, "said": said, "tensors": list(getattr(own, "tensors", ()))}
+
+    def _read(self, card: dict[str, Any], rank: int) -> Exception:
+        if card["kind"] in _PLAIN:
+            return _PLAIN[card["kind"]](f"rank {rank} of {self.size}: {card['said']}")
+        kind = _KINDS.get(card["kind"], CheckpointError)
+        known: dict[str, Any] = {"rank": rank, "size": self.size, "operation": self._operation}
+        if issubclass(kind, CheckpointError):
+            return kind(card["said"], path=self._path, tensors=card["tensors"], **known)
+        return kind(card["said"], **known)
+
+    def _own(self, error: Exception) -> Exception:
+        """This rank's error, as one of those that the package has."""
+        alone = self.comm is None
+        known = (
+            {"operation": self._operation}
+            if alone
+            else {
+                "rank": self.rank,
+                "size": self.size,
+                "operation": self._operation,
+            }
+        )
+        if isinstance(error, CommError):
+            error.locate(**known)
+            if isinstance(error, CheckpointError) and error.path is None:
+                error.path = self._path
+            return error
+        if type(error) in (TypeError, ValueError):
+            return error
+        if isinstance(error, OSError):
+            made: CheckpointError = StorageError(_reason(error), path=self._path, **known)
+        else:
+            made = CheckpointError(f"{type(error).__name__}: {error}", path=self._path, **known)
+        made.__cause__ = error
+        return made
+
+
+def _reason(error: OSError) -> str:
+    where = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror or error}{where}"
+
+
+def _sides(values: Sequence[Any]) -> str | None:
+    """Which ranks differ from the most; None if none does."""
+    sides: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        sides.setdefault(str(value), []).append(rank)
+    if len(sides) == 1:
+        return None
+    most = max(sides.values(), key=len)
+    odd = sorted(rank for group in sides.values() if group is not most for rank in group)
+    told = [f"{value[:50]} on {_ranks(ranks)}" for value, ranks in list(sides.items())[:3]]
+    return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(most)} ({'; '.join(told)})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,135 @@
+"""Loading together: is it the right model, is it whole, and only then into place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.checkpoint.collective import Team
+from unisono.checkpoint.errors import CheckpointError, CorruptError, StateError
+from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.map_location import check_location
+from unisono.checkpoint.memory_limits import HELD
+from unisono.checkpoint.reader import Files, Window, deal, read_manifest, windows_of
+from unisono.checkpoint.restore import Restoration
+from unisono.checkpoint.storage import Storage
+from unisono.checkpoint.tensor_loader import Filling, Wishes
+from unisono.checkpoint.tree_utils import taken_over
+
+if TYPE_CHECKING:
+    from unisono.communicator import Communicator
+
+__all__ = ["load_state"]
+
+_ATTEMPTS = 5
+_SMALL = HELD
+"""Up to so many bytes a rank, all is checked before anything is changed."""
+
+
+def load_state(storage: Storage, state: Any, team: Team, wishes: Wishes) -> Any:
+    """What `load` does, again if a save over the same name takes the files away meanwhile. Collective."""
+    for attempt in range(_ATTEMPTS):
+        manifest = _manifest(storage, team)
+        try:
+            return _load(storage, manifest, state, team, wishes)
+        except CorruptError:
+            if attempt == _ATTEMPTS - 1 or team.first(lambda: _now(storage)) == manifest.id:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _now(storage: Storage) -> str:
+    return read_manifest(storage)[0].id
+
+
+def _manifest(storage: Storage, team: Team) -> Manifest:
+    """Read once, by rank 0, for all."""
+
+    def read() -> Any:
+        manifest, data = read_manifest(storage)
+        manifest.check_sizes(storage.sizes())
+        return data, manifest.nbytes
+
+    data, nbytes = team.first(read)
+    return Manifest.from_bytes(data, nbytes)
+
+
+def _load(storage: Storage, manifest: Manifest, state: Any, team: Team, wishes: Wishes) -> Any:
+    source = taken_over(manifest.per_rank, team.rank, team.size)
+    restoration = Restoration(manifest.tensors, source, strict=wishes.strict)
+    builds: list[Callable[[], Any]] = []
+
+    def match() -> list[str]:
+        check_location(wishes.map_location)
+        builds.append(restoration.match(state, manifest.state))
+        absent = [name for name in restoration.needed if name not in manifest.tensors]
+        if absent:
+            raise StateError(f"its state refers to {absent[0]!r}, which it does not have")
+        return [name for name in restoration.needed if not name.startswith("@")]
+
+    wanted = dict.fromkeys(name for names in team.together(match) for name in names)
+    own = [name for name in restoration.needed if name.startswith("@")]
+    host = _host(team.comm)
+    try:
+        rank, size = (host.rank, host.size) if host is not None else (0, 1)
+        shares = deal(windows_of(manifest, wanted), size)
+        with Files(storage, manifest) as files, torch.no_grad():
+            alone = windows_of(manifest, own)
+            found = team.together(lambda: _whole(files, shares, rank, alone, wishes))
+            kept, same = all(which is not None for which in found), _same(found, team)
+            ready: list[Filling] = []
+            # Where tensors are made anew, memory or the device may be missing on one rank.
+            team.together(lambda: ready.append(Filling(files, restoration, host, wishes, kept=kept, same=same)))
+            try:
+                team.together(lambda: ready[0].run(shares, alone))
+            except CheckpointError as error:
+                error.message += "; the state is partly overwritten"
+                raise
+            team.together(lambda: builds.append(builds[0]()))
+    finally:
+        if host is not None and host is not team.comm:
+            host.close()
+    return builds[1]
+
+
+def _host(comm: Communicator | None) -> Communicator | None:
+    """The ranks of this host, who share what they read; None if this rank is alone there."""
+    if comm is None or comm.size == 1:
+        return None
+    if len(comm.hosts) == 1:
+        return comm
+    host = comm.split(next(i for i, ranks in enumerate(comm.hosts) if comm.rank in ranks))
+    if host.size == 1:
+        host.close()
+        return None
+    return host
+
+
+def _same(found: list[list[list[int]] | None], team: Team) -> bool:
+    """Whether all ranks of this host read the same files."""
+    here = next(ranks for ranks in team.comm.hosts if team.rank in ranks) if team.comm is not None else (team.rank,)
+    return bool(found[team.rank]) and all(found[rank] == found[team.rank] for rank in here)
+
+
+def _whole(
+    files: Files, shares: Sequence[Sequence[Window]], rank: int, own: list[Window], wishes: Wishes
+) -> list[list[int]] | None:
+    """What tells the files apart that are read for all, if the host's memory keeps what is read; None if not.
+
+    All files that this rank is to read must be there; and all their bytes, if that is to be known first.
+    """
+    mine = [*shares[rank], *own]
+    read = chain(*shares, own) if files.kept else mine
+    for index in {window.file for window in read}:
+        files.open(index)
+    total = sum(window.stop - window.start for window in mine)
+    if wishes.check == "first" or (wishes.check and total <= _SMALL):
+        files.check(mine, lambda count: None, hold=total <= _SMALL)
+    if not files.kept:
+        return None
+    indices = sorted({window.file for window in chain(*shares)})
+    known = {index: files.identities[index] for index in indices}
+    return [[index, *which] for index, which in known.items() if which] if all(known.values()) else []

@@ -1,0 +1,286 @@
+"""Saving together: compare, write a share each, and let the manifest make it a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.checksum import CHUNK, blocks, digest, hasher
+from unisono.checkpoint.collective import Team
+from unisono.checkpoint.dtypes import as_bytes, dtype_of, memory_of, name_of
+from unisono.checkpoint.errors import CheckpointError
+from unisono.checkpoint.manifest import FILE, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
+from unisono.checkpoint.sharding import Slice, shares
+from unisono.checkpoint.state import capture
+from unisono.checkpoint.storage import Storage
+from unisono.checkpoint.tree import Node
+from unisono.checkpoint.tree_utils import leaves
+from unisono.checkpoint.writer import Portion, write_file
+
+__all__ = ["Progress", "Snapshot", "commit", "prepare"]
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that this rank has done, and with all that it has to do."""
+
+_log = logging.getLogger("unisono.checkpoint")
+
+
+@dataclass
+class Snapshot:
+    """A state as this rank is going to write it.
+
+    Attributes:
+        tree, entries: What is the same on all ranks: its shape, and dtype, shape and device of its tensors.
+        digests: Of each tensor's blocks, slice by slice; empty if there is nobody to compare with.
+        own_trees, own_entries: What is this rank's.
+        portions: What this rank writes.
+    """
+
+    tree: Node
+    entries: dict[str, TensorEntry]
+    own_trees: list[Node]
+    own_entries: dict[str, TensorEntry]
+    digests: dict[str, list[str]] = field(default_factory=dict)
+    portions: list[Portion] = field(default_factory=list)
+
+    def fingerprint(self) -> bytes:
+        """Equal on two ranks if what they are to save is."""
+        return json.dumps([self._tensors(), self.tree], sort_keys=True).encode()
+
+    def describe(self) -> dict[str, str]:
+        """Every tensor and every other value in words, by name; of those with one path, all under it."""
+        told = self._tensors()
+        for name, value in leaves(self.tree).items():
+            told[name] = f"{told[name]}, {value}" if name in told else value
+        return told
+
+    def _tensors(self) -> dict[str, str]:
+        return {
+            name: f"{name_of(e.dtype)} {list(e.shape)} {digest('.'.join(self.digests.get(name, ())).encode())}"
+            for name, e in self.entries.items()
+        }
+
+
+def prepare(state: Any, rank: int, size: int, *, copy: bool) -> Snapshot:
+    """Take a state apart, take the digests that are to be compared, and this rank's share.
+
+    Args:
+        state: As given to `save`.
+        rank, size: Of those who save.
+        copy: Copy the share, so that the state may change before it is written.
+
+    Cost: reads all of the state if there are others to compare with; with `copy`, copies 1/size of it.
+    """
+    captured = capture(state, rank)
+    snapshot = Snapshot(
+        captured.tree,
+        {name: _entry(tensor) for name, tensor in captured.tensors.items()},
+        list(captured.own_trees),
+        {name: _entry(tensor) for name, tensor in captured.own_tensors.items()},
+    )
+    slices: dict[str, list[tuple[int, Slice]]] = {name: [] for name in captured.tensors}
+    # By name: a dict may have been filled in another order on another rank.
+    plan = shares(sorted((name, e.nbytes, e.dtype.itemsize) for name, e in snapshot.entries.items()), size)
+    for owner, given in enumerate(plan):
+        for part in given:
+            slices[part.name].append((owner, part))
+    for name, tensor in captured.tensors.items():
+        flat, mine = _flat(tensor)
+        for owner, part in slices[name]:
+            keep = owner == rank
+            data, found = _take(flat[part.start : part.stop], keep and copy and not mine, size > 1)
+            snapshot.digests.setdefault(name, []).extend(found)
+            if keep:
+                snapshot.portions.append(_portion(snapshot.entries, part, data, found if size > 1 else None))
+    for name, tensor in captured.own_tensors.items():
+        flat, mine = _flat(tensor)
+        data, _ = _take(flat, copy and not mine, False)
+        snapshot.portions.append(_portion(snapshot.own_entries, Slice(name, 0, len(flat)), data, None))
+    snapshot.portions.sort(key=lambda portion: -portion.dtype.itemsize)
+    return snapshot
+
+
+def _entry(tensor: torch.Tensor) -> TensorEntry:
+    return TensorEntry(tensor.dtype, tuple(tensor.shape), str(tensor.device))
+
+
+def _portion(entries: Mapping[str, TensorEntry], part: Slice, data: torch.Tensor, found: list[str] | None) -> Portion:
+    entry = entries[part.name]
+    known = None if found is None else tuple(found)
+    return Portion(part.name, entry.dtype, entry.shape, part.start, part.stop, data, known)
+
+
+def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A tensor's bytes on the CPU, and whether they are a copy already."""
+    flat = as_bytes(tensor.cpu())
+    return flat, flat.data_ptr() != tensor.data_ptr()
+
+
+def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, list[str]]:
+    """These bytes, or a copy of them, and the digests of their blocks if wanted."""
+    data = torch.empty_like(flat) if copy else flat
+    if not hashed:
+        return (data.copy_(flat) if copy else data), []
+    memory, digests = memory_of(data), []
+    for low, high in blocks(0, len(flat)):
+        state = hasher()
+        for start in range(low, high, CHUNK):
+            stop = min(start + CHUNK, high)
+            if copy:
+                data[start:stop].copy_(flat[start:stop])
+            state.update(memory[start:stop])
+        digests.append(str(state.hexdigest()))
+    return data, digests
+
+
+def commit(
+    make: Callable[[], Snapshot],
+    storage: Storage,
+    team: Team,
+    extra: dict[str, Any],
+    progress: Progress | None,
+    newest: Callable[[], int] = int,
+) -> None:
+    """Compare, write, and publish. Collective. Until it is published, what was there before stays.
+
+    `newest` tells when the checkpoint was made that this one is to be newer than.
+    """
+    made: list[Any] = []
+    team.together(lambda: made.append(make()))
+    snapshot, save_id = made[0], team.first(lambda: secrets.token_hex(8))
+    team.compare(
+        lambda: storage.where.encode() + snapshot.fingerprint(),
+        lambda: {"(the path)": storage.where, **snapshot.describe()},
+        "What differs on purpose goes into PerRank(...); un.checkpoint.sync(state, comm) makes the rest equal. "
+        "Nothing was written",
+    )
+    # Where there is a manifest, the directory has been made durable before.
+    team.first(lambda: storage.make() if MANIFEST not in storage.sizes() else None)
+    name = f"{save_id}-{team.rank:05d}.safetensors"
+    try:
+        parts = team.together(lambda: _write(snapshot, storage, name, save_id, progress))
+    except CheckpointError:
+        with suppress(OSError):
+            storage.remove(name)
+        raise
+    team.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest))
+    if team.rank == 0:
+        _tidy(storage, save_id)
+
+
+def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progress: Progress | None) -> Any:
+    """Write this rank's share; what the manifest has to know of it."""
+    total, done = sum(len(p.data) for p in snapshot.portions), 0
+
+    def tell(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    file: FileEntry | None = None
+    pieces: list[Piece] = []
+    if snapshot.portions:
+        sink = storage.create(name)
+        try:
+            file, pieces = write_file(sink, name, save_id, snapshot.portions, tell)
+        except BaseException:
+            sink.abandon()
+            raise
+    own = {name: [name_of(e.dtype), list(e.shape), e.device] for name, e in snapshot.own_entries.items()}
+    return {
+        "file": file and [file.name, file.size, file.header, file.header_digest, file.digest],
+        "pieces": [(p.name, q.start, q.stop, list(q.digests)) for p, q in zip(snapshot.portions, pieces, strict=True)],
+        "trees": snapshot.own_trees,
+        "own": own,
+    }
+
+
+def _publish(
+    snapshot: Snapshot,
+    parts: list[Any],
+    storage: Storage,
+    save_id: str,
+    extra: dict[str, Any],
+    newest: Callable[[], int],
+) -> None:
+    """Put the manifest together from what all ranks have written, and in its place."""
+    files: list[FileEntry] = []
+    found: dict[str, list[Piece]] = {n: [] for part in parts for n in (*snapshot.entries, *part["own"])}
+    for part in parts:
+        for name, start, stop, digests in part["pieces"]:
+            found[name].append(Piece(len(files), start, stop, tuple(digests)))
+        if part["file"]:
+            files.append(FileEntry(*part["file"]))
+    tensors = dict(snapshot.entries)
+    for part in parts:
+        tensors.update({name: _read_entry(*e) for name, e in part["own"].items()})
+    manifest = Manifest(
+        id=save_id,
+        ranks=len(parts),
+        created_ns=max(time.time_ns(), newest() + 1),
+        files=tuple(files),
+        tensors={n: TensorEntry(e.dtype, e.shape, e.device, tuple(found[n])) for n, e in tensors.items()},
+        state=snapshot.tree,
+        per_rank=tuple(tuple(part["trees"]) for part in parts),
+        extra={"unisono": _version(), "torch": str(torch.__version__), **extra},
+    )
+    names = [file.name for file in files]
+    try:
+        sizes = storage.sizes()
+        absent = [file.name for file in files if sizes.get(file.name) != file.size]
+        if absent:
+            raise CheckpointError(
+                f"rank 0 does not see {absent[0]}, which another rank wrote; save to a place that all share"
+            )
+        storage.publish(MANIFEST, manifest.to_bytes())
+    except BaseException:
+        if not _is_published(storage, save_id):
+            with suppress(OSError):
+                storage.remove(*names)
+        raise
+
+
+def _version() -> str:
+    try:
+        return version("unisono")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _read_entry(dtype: str, shape: list[int], device: str) -> TensorEntry:
+    return TensorEntry(dtype_of(dtype), tuple(shape), device)
+
+
+def _is_published(storage: Storage, save_id: str) -> bool:
+    """Whether the manifest that is there is this save's; if in doubt, it is."""
+    try:
+        source = storage.open(MANIFEST)
+        try:
+            data = bytearray(source.size)
+            source.read(0, memoryview(data))
+            return save_id.encode() in data
+        finally:
+            source.close()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _tidy(storage: Storage, save_id: str) -> None:
+    """Take away the files of earlier saves to this path, finished or not."""
+    try:
+        storage.remove(*(n for n in storage.sizes() if FILE.fullmatch(n) and not n.startswith(save_id)))
+    except OSError as error:
+        _log.warning("files of an earlier save stay in %s: %s", os.fspath(storage.where), error)

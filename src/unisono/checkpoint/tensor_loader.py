@@ -1,0 +1,182 @@
+"""Filling: bytes from files into tensors, on all ranks of a host, with each byte coming from the disk once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from unisono.checkpoint.checksum import BLOCK
+from unisono.checkpoint.dtypes import memory_of
+from unisono.checkpoint.map_location import Landing, MapLocation
+from unisono.checkpoint.reader import Block, Files, Window
+from unisono.checkpoint.restore import Restoration
+from unisono.checkpoint.save import Progress
+
+if TYPE_CHECKING:
+    from unisono.communicator import Communicator
+
+__all__ = ["Filling", "Wishes"]
+
+_STRETCH = 8
+"""Windows that a rank reads from the disk before the others take them from memory: 32 MiB that it has to hold."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How to load: the arguments of `load`."""
+
+    map_location: MapLocation = None
+    strict: bool = True
+    check: bool | Literal["first"] = True
+    progress: Progress | None = None
+
+
+class Filling:
+    """Puts all bytes into their tensors.
+
+    Where the host's memory keeps what is read of a file (the page cache), each rank reads all that it wants straight
+    into its tensors: first its own share from the disk, and then, when the others have read theirs, those from memory.
+    Elsewhere each window is read by one rank, and broadcast to the others. Either way the one that reads a window from
+    the disk checks it, for all.
+
+    Args:
+        files: To read from.
+        restoration: Says where to, and is given the tensors.
+        host: The ranks of this host; None if this one is alone.
+        kept: Whether the host's memory keeps what is read; the same on all its ranks.
+        same: Whether the others of the host read the same files, so that what they have checked is right here, too.
+        wishes: How to load.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        restoration: Restoration,
+        host: Communicator | None,
+        wishes: Wishes,
+        *,
+        kept: bool,
+        same: bool,
+    ) -> None:
+        self._files, self._restoration, self._host, self._kept = files, restoration, host, kept
+        self._wishes, self._check, self._same = wishes, bool(wishes.check), same
+        self._landings = {
+            name: Landing(entry, restoration.places.get(name), wishes.map_location)
+            for name, entry in restoration.wanted()
+        }
+        self._spare: dict[str, torch.Tensor] = {}
+        self._bad: list[Block] = []
+        self._failed: list[Exception] = []
+        self._done = self._total = 0
+
+    def run(self, shares: Sequence[Sequence[Window]], own: Sequence[Window]) -> None:
+        """Collective over the host's ranks.
+
+        Args:
+            shares: For each rank of the host what it is to read from the disk.
+            own: What this rank alone wants.
+
+        Raises:
+            CorruptError: Damaged; all tensors concerned are named.
+            OSError: The storage could not be read.
+        """
+        self._total = sum(window.stop - window.start for windows in (*shares, own) for window in windows)
+        if self._host is None:
+            self._keep(self._read, shares[0])
+        elif self._kept:
+            self._through_memory(self._host, shares)
+        else:
+            self._by_broadcast(self._host, shares)
+        self._keep(self._read, own)
+        self._files.accuse(self._bad)
+        if self._failed:
+            raise self._failed[0]
+        self._restoration.values.update({name: landing.tensor() for name, landing in self._landings.items()})
+
+    def _keep(self, step: Callable[..., None], *given: Any) -> None:
+        """The other ranks go on to wait for this one, so its error is kept until all are through."""
+        if self._failed:
+            return
+        try:
+            step(*given)
+        except Exception as error:
+            self._failed.append(error)
+
+    # -- straight into place -------------------------------------------------------------------
+    def _through_memory(self, host: Communicator, shares: Sequence[Sequence[Window]]) -> None:
+        mine = shares[host.rank]
+        for low in range(0, max(map(len, shares)), _STRETCH):
+            self._keep(self._read, mine, low, low + _STRETCH)
+            host.barrier()
+            for turn in range(1, host.size):
+                others = shares[(host.rank + turn) % host.size]
+                self._keep(self._place, others[low : low + _STRETCH], self._check and not self._same)
+
+    def _read(self, windows: Sequence[Window], low: int = 0, high: int = sys.maxsize) -> None:
+        """From the disk, which is asked ahead for what comes after them, too."""
+        for number in range(low, min(high, len(windows))):
+            self._files.prefetch(windows, number)
+            self._place(windows[number : number + 1], self._check)
+
+    def _place(self, windows: Sequence[Window], check: bool) -> None:
+        for window in windows:
+            for block in window.blocks:
+                # Headers, and what other ranks alone want, have no place here.
+                landing = self._landings.get(block.name) if block.name is not None else None
+                if landing is not None or (block.name is None and check):
+                    self._put(block, landing, check)
+            self._tell(window)
+
+    def _put(self, block: Block, landing: Landing | None, check: bool) -> None:
+        length = block.stop - block.start
+        memory = landing.memory(block.offset, length) if landing is not None else None
+        self._fetch(block, memory if memory is not None else memory_of(self._scratch(length)), check)
+        if memory is None and landing is not None:
+            landing.put(block.offset, self._scratch(length))
+
+    # -- by one rank, for all ------------------------------------------------------------------
+    def _by_broadcast(self, host: Communicator, shares: Sequence[Sequence[Window]]) -> None:
+        for number in range(max(map(len, shares))):
+            coming = [windows[number] if number < len(windows) else None for windows in shares]
+            mine = coming[host.rank]
+            read = self._scratch(mine.stop - mine.start if mine else 0, "read")
+            if mine is not None:
+                self._keep(self._load, shares[host.rank], number, memory_of(read))
+            for reader, window in enumerate(coming):
+                if window is not None:
+                    data = (read if reader == host.rank else self._scratch(window.stop - window.start)).to(host.device)
+                    host.broadcast(data, reader)
+                    self._keep(self._spread, window, data)
+
+    def _load(self, windows: Sequence[Window], number: int, memory: memoryview) -> None:
+        self._files.prefetch(windows, number)
+        window = windows[number]
+        for block in window.blocks:
+            self._fetch(block, memory[block.start - window.start : block.stop - window.start], self._check)
+
+    def _spread(self, window: Window, data: torch.Tensor) -> None:
+        for block in window.blocks:
+            if block.name is not None and block.name in self._landings:
+                part = data[block.start - window.start : block.stop - window.start]
+                self._landings[block.name].put(block.offset, part)
+        self._tell(window)
+
+    # -- both ----------------------------------------------------------------------------------
+    def _fetch(self, block: Block, memory: memoryview, check: bool) -> None:
+        if not self._files.read(block, memory, check=check):
+            self._bad.append(block)
+
+    def _scratch(self, length: int, use: str = "") -> torch.Tensor:
+        spare = self._spare.get(use)
+        if spare is None or spare.numel() < length:
+            spare = self._spare[use] = torch.empty(max(length, BLOCK), dtype=torch.uint8)
+        return spare[:length]
+
+    def _tell(self, window: Window) -> None:
+        self._done += window.stop - window.start
+        if self._wishes.progress is not None:
+            self._wishes.progress(self._done, self._total)

@@ -1,0 +1,170 @@
+"""Looking into saved trees and into what they are put into."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unisono.checkpoint.errors import StateError
+from unisono.checkpoint.manifest import TensorEntry
+from unisono.checkpoint.state import is_stateful, per_rank_of
+from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
+from unisono.core.tensors import injective
+from unisono.serialization.tensors import is_hollow
+
+__all__ = [
+    "elements_of",
+    "empty_of",
+    "entries_of",
+    "group_sizes",
+    "has_objects",
+    "has_tensors",
+    "leaves",
+    "tagged",
+    "taken_over",
+    "why_unfillable",
+    "with_versions",
+]
+
+_DICTS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
+_log = logging.getLogger("unisono.checkpoint")
+
+
+def leaves(node: Node, path: str = "") -> dict[str, str]:
+    """Every value of a tree in words, but tensors; those with one path (keys may have dots) after each other."""
+    if isinstance(node, dict) and "$tensor" not in node:
+        inside = [(f"{path}.{key}" if path else key, item) for key, item in node.items()]
+    elif isinstance(node, list):
+        inside = [(f"{path}.{index}", item) for index, item in enumerate(node)]
+    else:
+        # A tensor's own name may be the path.
+        return {f"{path} (which tensor)" if isinstance(node, dict) else path: json.dumps(node)}
+    if not inside:
+        return {path: json.dumps(node)}
+    found: dict[str, str] = {}
+    for key, item in inside:
+        for name, told in leaves(item, key).items():
+            found[name] = f"{found[name]}, {told}" if name in found else told
+    return found
+
+
+def taken_over(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:
+    """What rank `rank` of `size` takes over of values that each saving rank had for itself, by their policy."""
+    saved = len(per_rank)
+
+    def source(index: int, policy: str) -> Node | None:
+        if saved == size or (policy == "keep" and rank < saved):
+            return per_rank[rank][index]
+        if policy == "all":
+            states = [trees[index] for trees in per_rank]
+            if all(tag_of(state) == "$state" for state in states):
+                return {"$state": ["list", [state["$state"][1] for state in states]]}
+        if policy == "refuse":
+            raise StateError(f"it has state of each of the {saved} ranks that saved it, which {size} cannot take over")
+        if policy == "keep":
+            _log.warning("saved by %d ranks: rank %d of %d keeps its random and compression state", saved, rank, size)
+            return None
+        return per_rank[rank % saved][index]
+
+    return source
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether there are tensors or objects in it, so that it has a shape that a checkpoint must fit."""
+    return _any(value, lambda one: isinstance(one, torch.Tensor) or _is_object(one))
+
+
+def has_objects(value: Any) -> bool:
+    """Whether there are objects in it, which nothing that is made anew can take the place of."""
+    return _any(value, _is_object)
+
+
+def _is_object(value: Any) -> bool:
+    return is_stateful(value) or per_rank_of(value) is not None
+
+
+def _any(value: Any, holds: Callable[[Any], bool]) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(_any(item, holds) for item in (value.values() if isinstance(value, dict) else value))
+    return holds(value)
+
+
+def entries_of(node: Node) -> dict[Any, Node] | None:
+    """A saved dict's values by key, or None if it is none, or has keys that lie among the tensors."""
+    tag = tag_of(node)
+    if tag in _DICTS:
+        if any(True for key, _ in node[tag] for _ in names_in(key)):
+            return None
+        return {unpack(key, _no_tensor): item for key, item in node[tag]}
+    return node if isinstance(node, dict) and tag is None else None
+
+
+def empty_of(node: Node) -> dict[Any, Any]:
+    """An empty dict of the type that was saved."""
+    made: dict[Any, Any] = _DICTS.get(tag_of(node) or "", dict)()
+    return made
+
+
+def elements_of(node: Node) -> list[Node] | None:
+    """A saved list's or tuple's values, or None if it is none."""
+    body = node["$tuple"] if tag_of(node) == "$tuple" else node
+    return body if isinstance(body, list) else None
+
+
+def group_sizes(node: Node, entries: Mapping[str, TensorEntry]) -> list[int] | None:
+    """How many parameters each group of a saved optimizer has; None if it has no groups."""
+    groups = elements_of((entries_of(node) or {}).get("param_groups"))
+    if groups is None:
+        return None
+    lists = [(entries_of(group) or {}).get("params") for group in groups]
+    return [
+        entries[one["$numbers"]].shape[0] if tag_of(one) == "$numbers" and one else len(elements_of(one) or ())
+        for one in lists
+    ]
+
+
+def tagged(node: Node) -> list[tuple[str, Any]]:
+    """Every generator and every value of one rank in a tree: its tag, and what stands under it."""
+    tag = tag_of(node)
+    if tag in ("$generator", "$rank"):
+        return [(tag, node[tag])]
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [found for item in inner for found in tagged(item)]
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise ValueError("a tensor is no key")
+
+
+def why_unfillable(tensor: torch.Tensor, saved: torch.dtype) -> str | None:
+    """Why values of that dtype cannot be put into its memory; None if they can."""
+    if is_hollow(tensor):
+        return f"is a {type(tensor).__name__} here, without memory of its own to fill"
+    if not _keeps(saved, tensor.dtype):
+        return f"is {saved} in it, {tensor.dtype} here, which would change its values"
+    return None if injective(tensor) else "has elements here that share memory, as after expand()"
+
+
+def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
+    """Whether numbers keep their meaning: they may be rounded, but no part of them and no large one is cut off."""
+    if here == saved or here.is_complex:
+        return True
+    if here.is_floating_point:
+        return not saved.is_complex
+    if saved.is_floating_point or saved.is_complex or torch.bool in (saved, here):
+        return saved == torch.bool
+    small, large = torch.iinfo(saved), torch.iinfo(here)
+    return large.min <= small.min and small.max <= large.max
+
+
+def with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """A module's state that tells of the versions that its modules had when it was saved; 1 where none is."""
+    made = OrderedDict(state)
+    told = {name: saved.get(name, {"version": 1}) for name, _ in module.named_modules(remove_duplicate=False)}
+    vars(made)["_metadata"] = OrderedDict({**told, **saved})
+    return made

@@ -1,0 +1,25 @@
+"""Ring all-gather: each chunk goes round once, from its owner to everybody.
+
+Cost: p - 1 rounds, (p-1)/p of the message, which is the least possible. Source: Patarasu and Yuan,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    left, right = (rank - 1) % size, (rank + 1) % size
+    for back in range(size - 1):
+        out, into = (rank - back) % size, (rank - back - 1) % size
+        yield Step((Move(right, out, out + 1),), (Move(left, into, into + 1),))
+
+
+def cost(size: int) -> Cost:
+    return Cost(size - 1, Fraction(size - 1, size))

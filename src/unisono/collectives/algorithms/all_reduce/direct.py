@@ -1,0 +1,27 @@
+"""Direct all-reduce: every rank sends its whole message to every other, all at once.
+
+Cost: 1 round, p - 1 times the message. Best for tiny messages among up to about 8 ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["chunks", "cost", "steps"]
+
+
+def chunks(size: int) -> int:
+    return 1
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    others = tuple(Move(peer, 0, 1) for peer in range(size) if peer != rank)
+    if others:
+        yield Step(others, others, reduce=True)
+
+
+def cost(size: int) -> Cost:
+    return Cost(min(size - 1, 1), Fraction(size - 1))

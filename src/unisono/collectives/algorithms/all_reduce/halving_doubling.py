@@ -1,0 +1,39 @@
+"""Halving and doubling: exchange halves, quarters, ... until each of q ranks owns a chunk; then all that backwards.
+
+Ranks beyond the power of two q exchange chunks with each owner directly. Cost: 2 log2(q) rounds, (2(q-1) + p-q)/q of
+the message. Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, for p = q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["chunks", "cost", "steps"]
+
+
+def chunks(size: int) -> int:
+    return 1 << (size.bit_length() - 1)
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    doublings = list(_doublings(rank, size, owners=chunks(size)))
+    yield from (Step(send=step.recv, recv=step.send, reduce=True) for step in reversed(doublings))
+    yield from doublings
+
+
+def _doublings(rank: int, size: int, owners: int) -> Iterator[Step]:
+    if rank >= owners:
+        yield Step(recv=tuple(Move(owner, owner, owner + 1) for owner in range(owners)))
+        return
+    beyond = tuple(Move(peer, rank, rank + 1) for peer in range(owners, size))
+    for run in (1 << bit for bit in range(owners.bit_length() - 1)):
+        mine, theirs = rank // run * run, (rank ^ run) // run * run
+        yield Step((Move(rank ^ run, mine, mine + run), *beyond), (Move(rank ^ run, theirs, theirs + run),))
+        beyond = ()
+
+
+def cost(size: int) -> Cost:
+    return Cost(2 * (size.bit_length() - 1), Fraction(chunks(size) + size - 2, chunks(size)))

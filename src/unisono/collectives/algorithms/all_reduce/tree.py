@@ -1,0 +1,31 @@
+"""Tree all-reduce: a binomial tree reduces to rank 0, the same tree takes the result back.
+
+Cost: 2 log2(p) rounds, rounded up; rank 0 sends log2(p) messages, most ranks only one. Best for
+short messages where many at a time cost much. Source: Thakur, Rabenseifner and Gropp, "Optimization
+of collective communication operations in MPICH", IJHPCA 19(1), 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.broadcast import binomial as broadcast
+from unisono.collectives.algorithms.reduce import binomial as reduce
+from unisono.collectives.algorithms.step import Cost, Step
+
+__all__ = ["chunks", "cost", "steps"]
+
+
+def chunks(size: int) -> int:
+    return 1
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from reduce.steps(rank, size)
+    yield from broadcast.steps(rank, size)
+
+
+def cost(size: int) -> Cost:
+    depth = (size - 1).bit_length()
+    return Cost(2 * depth, Fraction(depth))

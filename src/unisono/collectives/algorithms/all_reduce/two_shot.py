@@ -1,0 +1,25 @@
+"""Two-shot all-reduce: each rank collects one chunk from everybody, then sends it to everybody.
+
+Cost: 2 rounds, 2(p-1)/p of the message, the least possible; every rank receives p - 1 messages at
+the same time. Best where all ranks reach each other equally well, as on one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.all_gather import direct as all_gather
+from unisono.collectives.algorithms.reduce_scatter import direct as reduce_scatter
+from unisono.collectives.algorithms.step import Cost, Step
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from reduce_scatter.steps(rank, size)
+    yield from all_gather.steps(rank, size)
+
+
+def cost(size: int) -> Cost:
+    return Cost(min(2 * (size - 1), 2), Fraction(2 * (size - 1), size))

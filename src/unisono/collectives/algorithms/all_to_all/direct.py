@@ -1,0 +1,27 @@
+"""Direct all-to-all: every rank exchanges with every other, all at once.
+
+Cost: 1 round, (p-1)/p of the message; every rank receives p - 1 messages at the same time. Best for
+short messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    others = [peer for peer in range(size) if peer != rank]
+    if others:
+        yield Step(
+            tuple(Move(peer, peer, peer + 1) for peer in others),
+            tuple(Move(peer, size + peer, size + peer + 1) for peer in others),
+        )
+
+
+def cost(size: int) -> Cost:
+    return Cost(min(size - 1, 1), Fraction(size - 1, size))

@@ -1,0 +1,25 @@
+"""Pairwise all-to-all: in round d every rank sends to the one d places on, and gets from d places back.
+
+Cost: p - 1 rounds, (p-1)/p of the message; every rank has one message each way at a time. Source:
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
+IJHPCA 19(1), 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    for distance in range(1, size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        yield Step((Move(to, to, to + 1),), (Move(source, size + source, size + source + 1),))
+
+
+def cost(size: int) -> Cost:
+    return Cost(size - 1, Fraction(size - 1, size))

@@ -1,0 +1,26 @@
+"""Dissemination barrier: in each round every rank tells one twice as far on whom it has heard from.
+
+Cost: log2(p) rounds and tokens, rounded up, which is the least possible. Source: Hensgen, Finkel and
+Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    for bit in range((size - 1).bit_length()):
+        distance = 1 << bit
+        to, source = (rank + distance) % size, (rank - distance) % size
+        yield Step((Move(to, 0, 1),), (Move(source, 0, 1),), reduce=True)
+
+
+def cost(size: int) -> Cost:
+    rounds = (size - 1).bit_length()
+    return Cost(rounds, Fraction(rounds))

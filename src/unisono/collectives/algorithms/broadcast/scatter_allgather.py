@@ -1,0 +1,26 @@
+"""Scatter and all-gather: rank 0 deals out the chunks by a tree, then they go round a ring.
+
+Cost: log2(p), rounded up, + p - 1 rounds; rank 0 sends 2(p-1)/p of the message. Best for long messages.
+Source: Barnett, Shuler, van de Geijn, Gupta, Payne and Watts, "Interprocessor collective
+communication library (InterCom)", SHPCC 1994.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.all_gather import ring
+from unisono.collectives.algorithms.scatter import binomial
+from unisono.collectives.algorithms.step import Cost, Step
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from binomial.steps(rank, size)
+    yield from ring.steps(rank, size)
+
+
+def cost(size: int) -> Cost:
+    return Cost((size - 1).bit_length() + size - 1, Fraction(2 * (size - 1), size))

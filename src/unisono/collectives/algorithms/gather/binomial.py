@@ -1,0 +1,30 @@
+"""Binomial gather: neighbours pair up, one of each pair goes on with the chunks of both, to rank 0.
+
+Cost: log2(p) rounds, rounded up; for a power of two, half of the message from the rank that sends
+most. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH", IJHPCA 19(1), 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    for bit in range((size - 1).bit_length()):
+        span = 1 << bit
+        if rank & span:
+            yield Step(send=(Move(rank - span, rank, min(rank + span, size)),))
+            return
+        if rank + span < size:
+            yield Step(recv=(Move(rank + span, rank + span, min(rank + 2 * span, size)),))
+
+
+def cost(size: int) -> Cost:
+    subtrees = [min(rank & -rank, size - rank) for rank in range(1, size)]
+    return Cost((size - 1).bit_length(), Fraction(max(subtrees, default=0), size))

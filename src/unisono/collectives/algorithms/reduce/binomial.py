@@ -1,0 +1,32 @@
+"""Binomial reduce: neighbours pair up, one of each pair goes on; the last one is rank 0.
+
+Cost: log2(p) rounds, rounded up; every rank sends its message once. Source: Thakur, Rabenseifner and
+Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["chunks", "cost", "steps"]
+
+
+def chunks(size: int) -> int:
+    return 1
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    for bit in range((size - 1).bit_length()):
+        span = 1 << bit
+        if rank & span:
+            yield Step(send=(Move(rank - span, 0, 1),))
+            return
+        if rank + span < size:
+            yield Step(recv=(Move(rank + span, 0, 1),), reduce=True)
+
+
+def cost(size: int) -> Cost:
+    return Cost((size - 1).bit_length(), Fraction(min(size - 1, 1)))

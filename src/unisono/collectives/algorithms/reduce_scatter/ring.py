@@ -1,0 +1,26 @@
+"""Ring reduce-scatter: each chunk goes round once, collects, and ends at its owner.
+
+Every rank talks to its two neighbours only, and all links carry the same at all times.
+Cost: p - 1 rounds, (p-1)/p of the message, which is the least possible. Source: Patarasu and Yuan,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    left, right = (rank - 1) % size, (rank + 1) % size
+    for back in range(1, size):
+        out, into = (rank - back) % size, (rank - back - 1) % size
+        yield Step((Move(right, out, out + 1),), (Move(left, into, into + 1),), reduce=True)
+
+
+def cost(size: int) -> Cost:
+    return Cost(size - 1, Fraction(size - 1, size))

@@ -1,0 +1,69 @@
+"""What each collective starts from and must end with, as sets of the ranks that contributed.
+
+A set of ranks is an integer: bit r stands for rank r. Roots are rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from unisono.collectives.algorithms.step import Schedule
+from unisono.core.collective import FAMILIES, family_of
+
+__all__ = ["COLLECTIVES", "chunks_of", "default_chunks", "goal", "start"]
+
+COLLECTIVES = tuple(FAMILIES)
+
+
+def start(collective: str, rank: int, chunk: int, size: int) -> int:
+    """Who has contributed to this chunk of this rank before the first step; 0 where it holds nothing.
+
+    Example:
+        >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
+        [0, 2, 0]
+    """
+    what, mine = family_of(collective), 1 << rank
+    if not what.contributes(rank, root=0):
+        return 0
+    if what.pairwise:
+        return mine if chunk < size or chunk == size + rank else 0
+    return mine if chunk == rank or not what.gathers else 0
+
+
+def goal(collective: str, rank: int, chunk: int, size: int) -> int:
+    """Who must have contributed to this chunk of this rank in the end; 0 where anything may be left.
+
+    Example:
+        >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
+        [0, 7, 0]
+    """
+    what, everyone = family_of(collective), (1 << size) - 1
+    if what.pairwise:
+        return 1 << (chunk - size) if chunk >= size else 0
+    if not what.receives(rank, root=0) or (what.scatters and chunk != rank):
+        return 0
+    if what.gathers:
+        return 1 << chunk
+    return everyone if what.reduces or not what.moves else 1
+
+
+def default_chunks(collective: str, size: int) -> int:
+    """How many chunks a collective has unless its schedule says otherwise.
+
+    Only all_reduce, reduce and broadcast may say otherwise; elsewhere a chunk is what one rank
+    gives or gets.
+    """
+    what = family_of(collective)
+    return 2 * size if what.pairwise else size if what.moves else 1
+
+
+def chunks_of(schedule: Schedule, collective: str, size: int) -> int:
+    """The number of chunks that the steps of a schedule speak of, among `size` ranks.
+
+    Example:
+        >>> from unisono.collectives.algorithms.all_reduce import ring, tree
+        >>> chunks_of(ring, "all_reduce", 5), chunks_of(tree, "all_reduce", 5)
+        (5, 1)
+    """
+    chunks: Callable[[int], int] | None = getattr(schedule, "chunks", None)
+    return chunks(size) if chunks else default_chunks(collective, size)

@@ -1,0 +1,61 @@
+"""Which algorithm a collective takes: what was asked for, the transport's own, or the cheapest by its cost."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from unisono.collectives.algorithms import SCHEDULES
+from unisono.core.transport import Transport
+from unisono.core.types import Call
+
+__all__ = ["FEWEST_BYTES", "NATIVE", "choose", "known"]
+
+NATIVE = "native"
+FEWEST_BYTES = "fewest_bytes"
+
+
+def choose(transport: Transport, call: Call, nbytes: int, requested: str | None = None) -> str:
+    """The name of a schedule of this collective, or "native".
+
+    Args:
+        transport: Whose native collectives and costs are asked.
+        call: As it will pass the door.
+        nbytes: Of the whole message.
+        requested: What the caller wants; `ValueError` lists the known if there is no such. "fewest_bytes" is
+            native, or the schedule that sends least, whatever its rounds.
+    """
+    if requested == FEWEST_BYTES:
+        return NATIVE if transport.carries(call) else _thriftiest(call.name, transport.size)
+    if requested is None:
+        if transport.carries(call):
+            return NATIVE
+        return _cheapest(call.name, transport.size, nbytes, transport.latency_s, transport.second_per_byte)
+    if requested == NATIVE and not transport.carries(call):
+        why = "for this operation and dtype" if call.name in transport.native else "at all"
+        raise ValueError(f"this backend has no native {call.name} {why}; known: {', '.join(known(call, transport))}")
+    if requested not in (NATIVE, FEWEST_BYTES) and requested not in SCHEDULES[call.name]:
+        raise ValueError(f"unknown {call.name} algorithm {requested!r}; known: {', '.join(known(call, transport))}")
+    return requested
+
+
+def known(call: Call, transport: Transport) -> list[str]:
+    """Every name that `choose` would accept."""
+    return ([NATIVE] if transport.carries(call) else []) + SCHEDULES[call.name].names()
+
+
+@lru_cache(maxsize=4096)
+def _cheapest(collective: str, size: int, nbytes: int, latency_s: float, second_per_byte: float) -> str:
+    def seconds(name: str) -> float:
+        cost = SCHEDULES[collective][name].cost(size)
+        return cost.rounds * latency_s + float(cost.sent) * nbytes * second_per_byte
+
+    return min(SCHEDULES[collective].names(), key=seconds)
+
+
+@lru_cache(maxsize=4096)
+def _thriftiest(collective: str, size: int) -> str:
+    def least(name: str) -> tuple[float, int]:
+        cost = SCHEDULES[collective][name].cost(size)
+        return float(cost.sent), cost.rounds
+
+    return min(SCHEDULES[collective].names(), key=least)

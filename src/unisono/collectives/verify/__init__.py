@@ -1,0 +1,1 @@
+"""Checks of algorithms for any number of ranks, without tensors or processes."""

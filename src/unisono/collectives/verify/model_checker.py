@@ -1,0 +1,129 @@
+"""All ranks of a schedule together, where nothing is ever buffered and steps happen together or not at all.
+
+A step happens when each of its moves meets its counterpart in the step that the peer is in, and the
+peer's step can happen too. That is more than a send that waits for its receive. It is what makes a
+schedule safe to stream: if messages are cut into segments and only so many may be under way, a step
+whose last segment is held up by a third rank holds up all that it is connected with.
+"""
+
+from __future__ import annotations
+
+from unisono.collectives.algorithms.semantics import chunks_of, start
+from unisono.collectives.algorithms.step import Move, Schedule
+from unisono.collectives.verify.rank_model import Held, Place, ScheduleError
+
+__all__ = ["World"]
+
+
+class World:
+    """Every rank of a schedule, from what a collective starts from until the last step.
+
+    Attributes:
+        places: The ranks, in order.
+        chunks: How many chunks each has.
+
+    Example:
+        >>> from unisono.collectives.algorithms.all_reduce import ring
+        >>> world = World("all_reduce", ring, size=3)
+        >>> world.run()
+        >>> [place.number for place in world.places]
+        [4, 4, 4]
+    """
+
+    def __init__(self, collective: str, schedule: Schedule, size: int) -> None:
+        self.collective, self.size = collective, size
+        self.chunks = chunks_of(schedule, collective, size)
+        self.places = [self._place(schedule, rank) for rank in range(size)]
+
+    def _place(self, schedule: Schedule, rank: int) -> Place:
+        owners = [start(self.collective, rank, chunk, self.size) for chunk in range(self.chunks)]
+        held = [Held(once=owner, twice=0, formula=owner) for owner in owners]
+        return Place(rank, self.size, self.collective, schedule.steps(rank, self.size), held)
+
+    def run(self) -> None:
+        """Move all that can move; raise `ScheduleError` if a step is wrong or somebody waits for ever."""
+        for place in self.places:
+            place.begin()
+        while self._sweep():
+            pass
+        if any(place.step for place in self.places):
+            raise self._stuck()
+
+    def _sweep(self) -> bool:
+        """Let every step happen that can; whether there was one."""
+        happened, seen = False, set[int]()
+        for place in self.places:
+            if place.step and place.rank not in seen:
+                gang = self._gang(place)
+                seen.update(gang)
+                if not any(self._unmet(member) for member in gang.values()):
+                    self._exchange(gang)
+                    happened = True
+        return happened
+
+    def _gang(self, place: Place) -> dict[int, Place]:
+        """Those whose steps can only happen together with this one, by rank."""
+        gang, queue = {place.rank: place}, [place]
+        for member in queue:
+            for verb, move in member.moves:
+                if move.peer not in gang and self._answer(member, verb, move):
+                    gang[move.peer] = self.places[move.peer]
+                    queue.append(self.places[move.peer])
+        return gang
+
+    def _answer(self, place: Place, verb: str, move: Move) -> Move | None:
+        partner = self.places[move.peer]
+        return (partner.recvs if verb == "send" else partner.sends).get(place.rank)
+
+    def _unmet(self, place: Place) -> list[tuple[str, Move]]:
+        return [(verb, move) for verb, move in place.moves if not self._answer(place, verb, move)]
+
+    def _exchange(self, gang: dict[int, Place]) -> None:
+        ended = []
+        for place in gang.values():
+            arrived = [(move, self._sent(self.places[peer], place, move)) for peer, move in place.recvs.items()]
+            latest = max(place.rounds, *(self.places[move.peer].rounds for _, move in place.moves))
+            ended.append((place, arrived, latest + 1))
+        for place, arrived, rounds in ended:
+            place.end(arrived, rounds)
+            place.begin()
+
+    def _sent(self, source: Place, target: Place, recv: Move) -> list[Held]:
+        send = source.sends[target.rank]
+        self._check_match(source, send, target, recv)
+        return source.chunks[send.start : send.stop]
+
+    def _check_match(self, source: Place, send: Move, target: Place, recv: Move) -> None:
+        expected = send.start, send.stop
+        if self.collective == "all_to_all":
+            if expected != (target.rank, target.rank + 1):
+                raise source.error(
+                    f"{_named(send)} goes to rank {target.rank}; only chunk {target.rank} is meant for it"
+                )
+            expected = self.size + source.rank, self.size + source.rank + 1
+        if expected != (recv.start, recv.stop):
+            sent = f"rank {source.rank}, which in its step {source.number} sends {_named(send)}"
+            raise target.error(f"{_named(recv)} is expected from {sent}")
+
+    def _stuck(self) -> ScheduleError:
+        """Who waits for whom."""
+        waiting = [(place, *wish) for place in self.places for wish in self._unmet(place)]
+        for place, verb, move in waiting:
+            partner = self.places[move.peer]
+            if not partner.step:
+                return place.error(f"waits to {_told(verb, move)}, which ended after its step {partner.number}")
+        told = [
+            f"rank {place.rank} in its step {place.number} to {_told(verb, move)}, "
+            f"which is in its step {self.places[move.peer].number}"
+            for place, verb, move in waiting[:4]
+        ]
+        more = f"; and {len(waiting) - 4} more" if len(waiting) > 4 else ""
+        return waiting[0][0].error(f"deadlock, these wait: {'; '.join(told)}{more}")
+
+
+def _told(verb: str, move: Move) -> str:
+    return f"{verb} {_named(move)} {'to' if verb == 'send' else 'from'} rank {move.peer}"
+
+
+def _named(move: Move) -> str:
+    return f"chunk {move.start}" if move.stop == move.start + 1 else f"chunks {move.start} to {move.stop - 1}"

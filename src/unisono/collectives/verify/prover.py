@@ -1,0 +1,97 @@
+"""Proof by exhaustion that a schedule is right, cannot deadlock, and costs what it says."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from unisono.collectives.algorithms.semantics import default_chunks, goal
+from unisono.collectives.algorithms.step import Cost, Schedule
+from unisono.collectives.verify.model_checker import World
+from unisono.collectives.verify.rank_model import Place, ScheduleError
+
+__all__ = ["ScheduleError", "count", "prove"]
+
+_FREE_CHUNKS = {"all_reduce", "broadcast", "reduce"}
+
+
+def prove(collective: str, schedule: Schedule, size: int) -> Cost:
+    """Run a schedule among `size` ranks on sets of contributions instead of numbers; its counted cost.
+
+    Proved is, for this size: every contribution that belongs into a result enters it exactly once
+    (in a barrier, at least once); all ranks of an all_reduce end with the same bits; nobody waits for
+    ever, even if no send is ever buffered, nor if messages are cut into segments; no step sends what
+    it overwrites; `schedule.cost` is the counted cost.
+
+    Args:
+        collective: "all_reduce", ...; roots are rank 0.
+        schedule: A module of `schedules/<collective>/`, or anything with its functions.
+        size: Number of ranks, from 1.
+
+    Returns:
+        Rounds and bytes, as counted.
+
+    Raises:
+        ScheduleError: It is wrong; says at which rank, step and chunk.
+        ValueError: No such collective.
+
+    Cost: about 10 us a message, so some 0.1 s for a ring of 64 ranks.
+
+    Example:
+        >>> from unisono.collectives.algorithms.all_reduce import ring
+        >>> prove("all_reduce", ring, size=4)
+        Cost(rounds=6, sent=Fraction(3, 2))
+    """
+    counted, declared = count(collective, schedule, size), schedule.cost(size)
+    if declared.rounds != counted.rounds:
+        raise _error(collective, size, f"cost says {declared.rounds} rounds; counted are {counted.rounds}")
+    if declared.sent != counted.sent:
+        raise _error(collective, size, f"cost says {declared.sent} of the message sent; counted are {counted.sent}")
+    return counted
+
+
+def count(collective: str, schedule: Schedule, size: int) -> Cost:
+    """As `prove`, but whatever the schedule itself says of its cost.
+
+    Example:
+        >>> from unisono.collectives.algorithms.barrier import dissemination
+        >>> count("barrier", dissemination, size=5)
+        Cost(rounds=3, sent=Fraction(3, 1))
+    """
+    if size < 1:
+        raise ValueError(f"a group has at least 1 rank, not {size}")
+    world = World(collective, schedule, size)
+    usual = default_chunks(collective, size)
+    if world.chunks < 1 or (world.chunks != usual and collective not in _FREE_CHUNKS):
+        raise _error(collective, size, f"there are {world.chunks} chunks; it needs {usual}")
+    world.run()
+    for place in world.places:
+        _check_contributions(place)
+        if collective == "all_reduce":
+            _check_bits(place, world.places[0])
+    whole = size if collective == "all_to_all" else world.chunks
+    return Cost(max(place.rounds for place in world.places), Fraction(max(place.sent for place in world.places), whole))
+
+
+def _check_contributions(place: Place) -> None:
+    for chunk, held in enumerate(place.chunks):
+        wanted = goal(place.collective, place.rank, chunk, place.size)
+        again = 0 if place.collective == "barrier" else held.twice
+        if wanted and (held.once != wanted or again):
+            faults = {"lacks": wanted & ~held.once, "wrongly has": held.once & ~wanted, "twice has": again}
+            told = ", ".join(f"{fault} that of {_ranks(ranks)}" for fault, ranks in faults.items() if ranks)
+            raise place.error(f"this was the last; of the contributions to chunk {chunk} it {told}")
+
+
+def _check_bits(place: Place, first: Place) -> None:
+    for chunk, (held, reference) in enumerate(zip(place.chunks, first.chunks, strict=True)):
+        if held.formula != reference.formula:
+            raise place.error(f"chunk {chunk} is put together in another order than on rank 0, so its bits may differ")
+
+
+def _ranks(contributors: int) -> str:
+    numbers = [str(rank) for rank in range(contributors.bit_length()) if contributors >> rank & 1]
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
+
+
+def _error(collective: str, size: int, message: str) -> ScheduleError:
+    return ScheduleError(f"among {size} ranks {message}", size=size, operation=collective)

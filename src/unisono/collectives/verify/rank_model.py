@@ -1,0 +1,123 @@
+"""One rank of a schedule at work: what its chunks hold, which step it is in, and whether that step makes sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import NamedTuple
+
+from unisono.collectives.algorithms.step import Move, Step
+from unisono.errors import CommError
+
+__all__ = ["Held", "Place", "ScheduleError"]
+
+
+class ScheduleError(CommError, ValueError):
+    """A schedule is wrong; the message names the rank, its step (counted from 1) and the chunk."""
+
+
+class Held(NamedTuple):
+    """Whose contributions a chunk holds.
+
+    Attributes:
+        once: Bit r is set if rank r's is in.
+        twice: Bit r is set if rank r's is in more than once.
+        formula: A hash of the formula that they were put together by. Equal formulas, equal bits.
+    """
+
+    once: int
+    twice: int
+    formula: int
+
+    def plus(self, other: Held) -> Held:
+        """This and the other, in this order."""
+        again = self.twice | other.twice | (self.once & other.once)
+        return Held(self.once | other.once, again, hash((self.formula, other.formula)))
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One rank at work.
+
+    Attributes:
+        chunks: What it holds.
+        step: The step under way; None after the last.
+        number: Its number, counted from 1.
+        moves: What the step consists of: "send" or "receive", and the move.
+        sends, recvs: The same by peer.
+        rounds: Steps on the longest chain of messages that led here.
+        sent: Chunks sent so far.
+    """
+
+    rank: int
+    size: int
+    collective: str
+    program: Iterator[Step]
+    chunks: list[Held]
+    step: Step | None = None
+    number: int = 0
+    moves: list[tuple[str, Move]] = field(default_factory=list)
+    sends: dict[int, Move] = field(default_factory=dict)
+    recvs: dict[int, Move] = field(default_factory=dict)
+    rounds: int = 0
+    sent: int = 0
+
+    def error(self, message: str) -> ScheduleError:
+        """That the step under way is wrong."""
+        message = f"step {self.number}: {message}"
+        return ScheduleError(message, rank=self.rank, size=self.size, operation=self.collective)
+
+    def begin(self) -> None:
+        """Take up the next step, if there is one."""
+        self.step = next(self.program, None)
+        step = self.step or Step()
+        self.moves = [("receive", move) for move in step.recv] + [("send", move) for move in step.send]
+        self.sends = {move.peer: move for move in step.send}
+        self.recvs = {move.peer: move for move in step.recv}
+        if self.step:
+            self.number += 1
+            self._check_moves(step)
+            self._check_chunks(step)
+
+    def end(self, arrived: list[tuple[Move, list[Held]]], rounds: int) -> None:
+        """Write what the step under way has brought."""
+        incoming: dict[int, list[tuple[int, Held]]] = {}
+        for run, values in arrived:
+            for chunk, held in enumerate(values, run.start):
+                incoming.setdefault(chunk, []).append((run.peer, held))
+        for chunk, terms in incoming.items():
+            if self.step and self.step.reduce:
+                terms.append((self.rank, self.chunks[chunk]))
+            self.chunks[chunk] = reduce(Held.plus, (held for _, held in sorted(terms)))
+        self.sent += sum(move.stop - move.start for move in self.sends.values())
+        self.rounds = rounds
+
+    def _check_moves(self, step: Step) -> None:
+        # No honest schedule comes near this; it stops one that would go on for ever.
+        if self.number > 64 * (self.size + len(self.chunks)):
+            raise self.error("that is more steps than any schedule needs; does it ever end?")
+        if not self.moves:
+            raise self.error("nothing moves; leave the step out")
+        for _, move in self.moves:
+            if not 0 <= move.peer < self.size or move.peer == self.rank:
+                raise self.error(f"peer {move.peer} is not another one of {self.size} ranks")
+            if not 0 <= move.start < move.stop <= len(self.chunks):
+                raise self.error(f"the run from {move.start} to {move.stop} is not one of {len(self.chunks)} chunks")
+        if len(self.sends) < len(step.send) or len(self.recvs) < len(step.recv):
+            raise self.error("two runs go to the same rank or come from it; one each way is allowed")
+
+    def _check_chunks(self, step: Step) -> None:
+        read = {chunk for move in step.send for chunk in range(move.start, move.stop)}
+        for chunk in read:
+            if not self.chunks[chunk].once:
+                raise self.error(f"chunk {chunk} is sent, but holds nothing yet")
+        written: set[int] = set()
+        for chunk in (chunk for move in step.recv for chunk in range(move.start, move.stop)):
+            if step.reduce and not self.chunks[chunk].once:
+                raise self.error(f"chunk {chunk} is reduced into, but holds nothing yet")
+            if not step.reduce and chunk in read:
+                raise self.error(f"chunk {chunk} is overwritten while it is sent")
+            if not step.reduce and chunk in written:
+                raise self.error(f"chunk {chunk} is overwritten by two messages")
+            written.add(chunk)

@@ -1,0 +1,171 @@
+"""Receives that leave open from whom: each waits in line for a message, and is then the receive from its sender."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from unisono.comm.engine import Engine
+from unisono.core.threads import Crew
+from unisono.core.types import Work
+from unisono.core.work import Completion
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
+
+__all__ = ["AnySource", "Matching"]
+
+_FOREVER_S = 1e9
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 20e-6, 0.01
+_TAGS = 256
+_NAMED = 8
+
+
+class AnySource:
+    """The line of one communicator, and where each tag's search went on. Transports are asked which ranks have sent.
+
+    Those of one tag are served in the order of calls. Of several ranks that have sent, the one that follows the rank
+    found last is taken, so that none of them keeps the others out.
+
+    Attributes:
+        crew: Sees those through whose futures were asked for.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        # An item that is served may call back, and that may call the communicator.
+        self._engine, self._lock = engine, threading.RLock()
+        self.crew = Crew(f"unisono receives {engine.group.name}")
+        self._lines: dict[int, deque[Matching]] = {}
+        self._found: dict[int, int] = {}
+
+    def join(self, tag: int, src: int | None, begin: Callable[[int], Work]) -> Matching:
+        """A work that calls `begin` with the sender of the first message left for it, and then is what that returns.
+
+        Args:
+            tag: Of the message.
+            src: The rank that it is to come from; any other if None.
+            begin: Called while the line waits.
+        """
+        group = self._engine.group
+        peers = [src] if src is not None else [peer for peer in range(group.size) if peer != group.rank]
+        work = Matching(self, tag, peers, begin, self._engine.options.timeout_s)
+        with self._lock:
+            self._lines.setdefault(tag, deque()).append(work)
+        return work
+
+    def leave(self, work: Matching) -> bool:
+        """Take it out of the line; whether it was there."""
+        with self._lock:
+            line = self._lines.get(work.tag, deque())
+            found = work in line
+            if found:
+                line.remove(work)
+            if not line:
+                self._lines.pop(work.tag, None)
+            return found
+
+    def serve(self, tag: int) -> None:
+        """Begin what has a sender now; if there can be none any more, all of the tag fail."""
+        with self._lock:
+            line = self._lines.get(tag, deque())
+            try:
+                while line and (peer := self._sender(tag, line[0].peers)) is not None:
+                    line[0].begin(peer)
+                    line.popleft()
+            except CommError as error:
+                while line:
+                    line.popleft().fail(error)
+            if not line:
+                self._lines.pop(tag, None)
+
+    def _sender(self, tag: int, peers: list[int]) -> int | None:
+        engine, lost = self._engine, list[PeerLostError]()
+        engine.check("recv")
+        # Tags that are equal modulo 256 share a place: a program may use each tag once.
+        last = self._found.get(tag % _TAGS, -1)
+        for peer in [peer for peer in peers if peer > last] + [peer for peer in peers if peer <= last]:
+            try:
+                if engine.transport.iprobe(peer, tag):
+                    if len(peers) > 1:
+                        self._found[tag % _TAGS] = peer
+                    return peer
+            except PeerLostError as error:
+                lost.append(error)
+        if len(lost) == len(peers):
+            raise lost[0]
+        return None
+
+
+class Matching(Work):
+    """In line for a message; a wait, or a question, has the line served."""
+
+    def __init__(
+        self, line: AnySource, tag: int, peers: list[int], begin: Callable[[int], Work], timeout_s: float
+    ) -> None:
+        self.tag, self.peers = tag, peers
+        self._line, self._begin, self._timeout_s = line, begin, timeout_s
+        self._source = -1
+        self._begun: Work | None = None
+
+    def begin(self, peer: int) -> None:
+        """There is a message from this rank."""
+        self._source, self._begun = peer, self._begin(peer)
+
+    def fail(self, error: CommError) -> None:
+        """None will come."""
+        failed = Completion(0.0)
+        failed.complete(error)
+        self._begun = failed
+
+    def wait(self, timeout: float | None = None) -> None:
+        started, limit = time.monotonic(), self._timeout_s if timeout is None else timeout
+        while (begun := self._served()) is None:
+            waited = time.monotonic() - started
+            if waited >= limit:
+                raise self._late(waited)
+            time.sleep(min(limit - waited, max(_SHORTEST_NAP_S, min(waited / 8, _LONGEST_NAP_S))))
+        begun.wait(max(0.0, started + limit - time.monotonic()))
+
+    def _served(self) -> Work | None:
+        if self._begun is None:
+            self._line.serve(self.tag)
+        return self._begun
+
+    def _late(self, waited_s: float) -> CommTimeoutError:
+        more = f" and {len(self.peers) - _NAMED} more" if len(self.peers) > _NAMED else ""
+        ranks = f"{'ranks' if len(self.peers) > 1 else 'rank'} {', '.join(map(str, self.peers[:_NAMED]))}{more}"
+        return CommTimeoutError(
+            f"waited {waited_s:.1f} s for a message of tag {self.tag}, and none has come from {ranks}. Is the sender "
+            "alive, or did it skip a call?",
+            peer=self.peers[0] if len(self.peers) == 1 else None,
+            waited_s=waited_s,
+        )
+
+    def source_rank(self) -> int:
+        return self._source
+
+    def is_completed(self) -> bool:
+        begun = self._served()
+        return begun is not None and begun.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return None if self._begun is None else self._begun.exception()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        told = Completion(_FOREVER_S)
+
+        def see_through() -> None:
+            try:
+                self.wait(_FOREVER_S)
+            except Exception as error:
+                told.complete(error)
+            else:
+                told.complete()
+
+        self._line.crew.run(see_through)
+        return told.get_future()
+
+    def cancel(self) -> bool:
+        return self._line.leave(self)

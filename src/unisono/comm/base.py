@@ -1,0 +1,61 @@
+"""What every call does first: is it this thread's communicator, is it open, are the arguments right."""
+
+from __future__ import annotations
+
+from typing import Literal, Required, TypedDict
+
+import torch
+
+from unisono.collectives.arguments import check_rank
+from unisono.comm.engine import Engine
+from unisono.core.tensors import check_tensor
+from unisono.errors import CommError
+
+__all__ = ["Async", "Blocking", "Caller"]
+
+
+class Blocking(TypedDict, total=False):
+    """Keywords of a collective that returns when it is done."""
+
+    algorithm: str | None
+    async_op: Literal[False]
+    timeout: float | None
+
+
+class Async(TypedDict, total=False):
+    """Keywords of a collective that returns a `Work` at once."""
+
+    algorithm: str | None
+    async_op: Required[Literal[True]]
+    timeout: float | None
+
+
+class Caller:
+    """Base of the parts that `Communicator` is made of."""
+
+    _engine: Engine
+    _check: str
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0 to `size` - 1."""
+        return self._engine.group.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._engine.group.size
+
+    def exception(self) -> CommError | None:
+        """The first cause of failure; None while calls can be made."""
+        try:
+            self._engine.check("exception")
+        except CommError as error:
+            return error
+        return None
+
+    def _check_rank(self, rank: int, name: str, *, other: bool = False) -> None:
+        check_rank(rank, name, self.size, other_than=self.rank if other else None)
+
+    def _check_tensor(self, tensor: torch.Tensor, name: str, *, written: bool = False) -> None:
+        check_tensor(tensor, name, self._engine.transport.devices, written=written)

@@ -1,0 +1,267 @@
+"""Carries out plans one after another, in the order of calls, and keeps the first cause of a failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+
+import torch
+
+from unisono.collectives.algorithm import run_algorithm
+from unisono.collectives.arguments import Splits, check_arguments
+from unisono.collectives.executor import Spare
+from unisono.collectives.plan import Plan, make_plan
+from unisono.collectives.selection import NATIVE
+from unisono.comm.fast_path import FastCalls
+from unisono.comm.request import CollectiveRequest, fingerprint_of, make_request
+from unisono.comm.state import Standing
+from unisono.comm.teardown import Ending
+from unisono.core.buffer_guard import Guarded
+from unisono.core.call_site import call_site
+from unisono.core.collective import Collective
+from unisono.core.control import Control
+from unisono.core.fingerprint import Fingerprint
+from unisono.core.flight_recorder import Noted, told
+from unisono.core.lazy_work import Deferred
+from unisono.core.reduce_op import parse_op
+from unisono.core.tensors import Staging
+from unisono.core.threads import Helper
+from unisono.core.transport import Options, Tensors, Transport
+from unisono.core.types import Work
+from unisono.core.work import Completion, patience
+from unisono.errors import ClosedError, CommError
+from unisono.wrappers.trace import SINK
+
+__all__ = ["Engine"]
+
+
+class Engine(Standing, FastCalls):
+    """The moving part of one communicator. Collectives run one at a time, in the order of their calls.
+
+    A blocking call drives itself. An asynchronous one is driven by one thread, made when first needed;
+    a blocking call that comes while that thread is busy takes its turn there.
+
+    Whoever makes calls by it, or waits for their works, holds it. If nobody does any more, and it was not
+    closed, `ending` sees to it that its threads end.
+
+    Args:
+        transport, control, options: As of `Standing`.
+        full_check: Whether calls find out if a tensor was changed before they ended.
+
+    Attributes:
+        above: What must not end before this one does: the engine of the communicator that it is a part of.
+        vouched: With `check="full"`, how many messages went from one rank to another with a tag.
+    """
+
+    def __init__(self, transport: Transport, control: Control, options: Options, *, full_check: bool = False) -> None:
+        super().__init__(transport, control, options)
+        self.fast_path, self._full_check = transport.fast_path, full_check
+        self._sink, self._limit_s = SINK, options.timeout_s
+        self._rank, self._inside = self.group.rank, set()
+        self._spare = Spare()
+        self._helper = Helper(f"unisono {self.group.name} rank {self.group.rank}")
+        self._pending = 0
+        self._retired = False
+        self._lock = threading.Lock()
+        self.above: Engine | None = None
+        self.vouched: Counter[tuple[int, int, int]] = Counter()
+        self.ending = Ending(transport, control, self._helper, options.timeout_s)
+        self._dropped = weakref.finalize(self, self.ending.drop)
+        # What is open at the end of the process is closed then by its control plane's handle.
+        self._dropped.atexit = False
+
+    # -- collectives ---------------------------------------------------------------------------
+    def _patience(self, timeout: float) -> float:
+        return patience(timeout, 0.0)
+
+    def staging(self) -> Staging:
+        """Return what makes one-dimensional contiguous tensors of those of a call."""
+        away = self.transport.staged
+        return Guarded(away, f"the call at {call_site()}") if self._full_check else Staging(away)
+
+    def general_collective(
+        self,
+        what: Collective,
+        output: Tensors,
+        input: Tensors,
+        op: object,
+        root: int | None,
+        algorithm: str | None,
+        async_op: bool,
+        timeout: float | None,
+        splits: Splits = (None, None),
+    ) -> Work | None:
+        self.enter(what.name)
+        return self.run(self._plan(what, output, input, op, root, splits), algorithm, async_op, timeout)
+
+    def _plan(
+        self,
+        what: Collective,
+        output: Tensors,
+        input: Tensors,
+        op: object,
+        root: int | None,
+        splits: Splits = (None, None),
+    ) -> Plan:
+        """Return the plan of a call with these arguments; raise for those that this rank alone can find wrong."""
+        group, devices = self.group, self.transport.devices
+        read, written = check_arguments(what, output, input, root, splits, group.rank, group.size, devices)
+        reduces = parse_op(op) if what.reduces else None
+        return make_plan(what, read, written, reduces, root, group.size, self.staging())
+
+    def _fingerprint(
+        self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None
+    ) -> Fingerprint:
+        return fingerprint_of(self._plan(what, output, input, op, root), self._calls + 1, NATIVE)
+
+    def run(self, plan: Plan, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
+        """Carry out a plan now, or soon; None when it is done, or the work under way."""
+        job = self._prepare(plan, algorithm, timeout)
+        if async_op and job.algorithm == NATIVE and job.transport.overlaps and not self._pending:
+            return self._start(job)
+        with self._lock:
+            queued = async_op or self._pending > 0
+            if queued:
+                self._pending += 1
+        if not queued:
+            self._perform(job)
+            return None
+        # What is late ends with a verdict that names who is missing: longer than that nobody has to wait.
+        work = Completion(job.timeout + self.options.timeout_s)
+        self._helper.run(partial(self._progress, job, work))
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _prepare(self, plan: Plan, algorithm: str | None, timeout: float | None) -> CollectiveRequest:
+        limit = patience(timeout, self.options.timeout_s)
+        if get_ident() in self._inside:
+            outer = told(self.activity.now) if self.activity.now else "another collective"
+            raise self.located(
+                CommError(
+                    f"{plan.collective.name} was called inside {outer}, as by a signal handler. Set a flag in the "
+                    "handler, and make the call when the other one has returned"
+                ),
+                plan.collective.name,
+            )
+        # What is refused has no number.
+        job = make_request(plan, self.transport, self._calls + 1, algorithm, limit)
+        self._calls += 1
+        self.activity.note(job.noted)
+        return job
+
+    def _perform(self, job: CollectiveRequest) -> None:
+        deadline = time.monotonic() + job.timeout
+        self._see_through(job, self._begin(job), deadline)
+
+    def _start(self, job: CollectiveRequest) -> Work:
+        """Let the transport go on by itself; the rest is done by whoever waits."""
+        work = self._begin(job)
+        assert work is not None
+        return Deferred(lambda deadline: self._see_through(job, work, deadline), job.timeout, self._ready(work))
+
+    def _ready(self, work: Work) -> Callable[[], bool]:
+        """Whether a wait for it would end at once: with the first cause, if the group has failed."""
+        return lambda: work.is_completed() or self._broken is not None
+
+    def _begin(self, job: CollectiveRequest) -> Work | None:
+        """All that comes before the first wait for data; the transport's work if it carries the call."""
+        with self._told_of(job.noted), torch.no_grad():
+            job.transport.begin(job.fingerprint, job.timeout)
+            for action in job.plan.staging.before:
+                action()
+            return job.transport.collective(job.plan.call) if job.algorithm == NATIVE else None
+
+    def _see_through(self, job: CollectiveRequest, work: Work | None, deadline: float) -> None:
+        with self._told_of(job.noted), torch.no_grad():
+            left = max(0.0, deadline - time.monotonic())
+            if work is not None:
+                work.wait(left)
+            else:
+                run_algorithm(
+                    job.transport,
+                    job.plan.call,
+                    job.algorithm,
+                    segment_bytes=self.options.chunk_bytes,
+                    timeout=left,
+                    spare=self._spare,
+                )
+            job.transport.end(job.fingerprint, job.plan.call, max(1.0, deadline - time.monotonic()))
+            for action in job.plan.staging.after:
+                action()
+
+    @contextmanager
+    def _told_of(self, noted: Noted) -> Iterator[None]:
+        """Every rank learns of what fails in here, and can see that this one is in it."""
+        here = get_ident()
+        self._inside.add(here)
+        self.activity.enter(noted)
+        try:
+            yield
+        except BaseException as error:
+            told = self.failed(error, noted[0], noted[1])
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            self._inside.discard(here)
+            self.activity.leave()
+
+    # -- the progress thread -------------------------------------------------------------------
+    def _progress(self, job: CollectiveRequest, work: Completion) -> None:
+        error: BaseException | None = None
+        self.activity.aside = True
+        try:
+            # What was started before the end comes to its end; unless another group has taken the place of this one.
+            if self._broken is not None or self._retired:
+                self.check(job.fingerprint.operation)
+            with torch.inference_mode(job.inference):
+                self._perform(job)
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._pending -= 1
+        self.activity.aside = False
+        work.complete(error)
+
+    @property
+    def unfinished(self) -> bool:
+        return self._pending > 0 and not self._retired
+
+    # -- end -----------------------------------------------------------------------------------
+    def close(self, patience: float) -> None:
+        """Take no more calls, finish what was started, and leave; waits a little for the others to leave too."""
+        self.closed = self.activity.closed = True
+        if self._broken is None:
+            self.activity.tell("end", "closed")
+        self._dropped.detach()
+        self.ending.close(0.0 if self._broken is not None else patience)
+
+    def retire(self) -> None:
+        """Take no more calls, and end what is under way; another group takes the place of this one."""
+        if self.closed:
+            return
+        self.closed = self.activity.closed = self.ending.over = self._retired = True
+        self._dropped.detach()
+        self.transport.abort(ClosedError("the communicator was rebuilt; use the new one"))
+        self._helper.end()
+        self.transport.close()
+
+    def succeed(self, other: Engine) -> None:
+        """Take the place of one that has retired; whatever is made of that one lives as long as this."""
+        if other.above is not None:
+            self.belong(other.above)
+        other.above = self
+        self.ending.inherit(other.ending)
+
+    def belong(self, whole: Engine) -> None:
+        """Be a part: live no longer than the whole, which lives as long as its parts."""
+        self.above = whole
+        whole.ending.adopt(self.ending)

@@ -1,0 +1,172 @@
+"""Blocking calls that a transport makes on callers' tensors as they are: the bookkeeping around one native call.
+
+Budget: 1 us a call.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from sys import _getframe
+from threading import get_ident
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.graph import increment_version
+
+from unisono.comm.state import ANYONE, refuses
+from unisono.core.flight_recorder import Activity, Noted
+from unisono.core.transport import FastPath, Status, Tensors
+
+if TYPE_CHECKING:
+    from unisono.collectives.arguments import Splits
+    from unisono.core.collective import Collective
+    from unisono.core.failure import Cause
+    from unisono.core.fingerprint import Fingerprint
+    from unisono.core.types import Work
+
+__all__ = ["FastCalls"]
+
+
+class FastCalls:
+    """The part of an engine that makes calls by its transport's fast path.
+
+    Attributes:
+        fast_path: The transport's, if it has one.
+        activity, owner, closed: As of `Standing`.
+        _inside: Threads that are in a collective; a signal handler there may not start another.
+    """
+
+    fast_path: FastPath | None
+    activity: Activity
+    owner: int | None
+    closed: bool
+    _broken: Cause | None
+    _calls: int
+    _pending: int
+    _rank: int
+    _inside: set[int]
+    _limit_s: float
+    _sink: ContextVar[Any]
+
+    def collective(
+        self,
+        what: Collective,
+        output: Tensors,
+        input: Tensors,
+        op: object,
+        root: int | None,
+        algorithm: str | None,
+        async_op: bool,
+        timeout: float | None,
+        /,
+    ) -> Work | None:
+        """Make a call: by the fast path, if it is a blocking one that needs nothing else. Arguments are the caller's.
+
+        Returns:
+            None when it is done, or the work under way.
+        """
+        fast, here = self.fast_path, get_ident()
+        general = fast is None or async_op or algorithm is not None or (self.owner != here and self.owner != ANYONE)
+        busy = self._pending or self._inside or self._broken is not None or self.closed or self._sink.get() is not None
+        if general or busy:
+            return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
+        assert fast is not None
+        limit = self._limit_s if timeout is None else self._patience(timeout)
+        caller, activity = _getframe(2), self.activity
+        detail = str(op or "") if root is None else f"root {root}"
+        # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
+        noted = (what.name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
+        activity.enter(noted)
+        self._inside.add(here)
+        try:
+            status = fast.collective(what, output, input, op, root, activity.since + limit)
+            if status is Status.DIFFERS:
+                fast.mismatch(self._fingerprint(what, output, input, op, root))
+            if status is Status.OK:
+                # Transports write past torch's functions.
+                if output is not None and (root is None or what.writes(self._rank, root)):
+                    increment_version(output)
+                activity.calls = self._calls = self._calls + 1
+                activity.keep(noted)
+        except BaseException as error:
+            # Interrupts, too: others have seen a part of the call.
+            told = self._blamed(error, noted)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            self._inside.discard(here)
+            activity.leave()
+        if status is Status.OK:
+            return None
+        return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
+
+    def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: float | None, /) -> bool:
+        """Send or receive ("send", "recv") by the fast path; False, with nothing done, if it needs more."""
+        fast, here = self.fast_path, get_ident()
+        if fast is None or self.owner != here or self._inside or self._broken is not None or self.closed:
+            return False
+        if self._sink.get() is not None or not fast.takes(tensor, peer, tag):
+            return False
+        limit = self._limit_s if timeout is None else self._patience(timeout)
+        caller, activity = _getframe(2), self.activity
+        detail = f"{'to' if name == 'send' else 'from'} rank {peer}{f', tag {tag}' if tag else ''}"
+        noted = name, None, f"{detail}, {tensor.nbytes} B", (caller.f_code, caller.f_lasti)
+        awaited = activity.post(name, peer, tag)
+        activity.enter(noted, (awaited,))
+        self._inside.add(here)
+        try:
+            status = fast.message(name, tensor, peer, tag, monotonic() + limit)
+        except BaseException as error:
+            if refuses(error):
+                activity.posted[awaited[:3]] -= 1
+                raise
+            told = self.failed(error, name, activity.messages + 1)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            self._inside.discard(here)
+            activity.leave()
+        if status is Status.OK:
+            activity.messages += 1
+            activity.keep(noted)
+            if name == "recv":
+                increment_version(tensor)
+        else:
+            activity.posted[awaited[:3]] -= 1
+        return status is Status.OK
+
+    # -- what an engine adds ---------------------------------------------------------------------------
+    def general_collective(
+        self,
+        what: Collective,
+        output: Tensors,
+        input: Tensors,
+        op: object,
+        root: int | None,
+        algorithm: str | None,
+        async_op: bool,
+        timeout: float | None,
+        splits: Splits = (None, None),
+    ) -> Work | None:
+        """Make a call by a plan; as `collective`."""
+        raise NotImplementedError
+
+    def _patience(self, timeout: float) -> float:
+        """Return the seconds that a call with this argument may take; raise if it is none."""
+        raise NotImplementedError
+
+    def _fingerprint(
+        self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None
+    ) -> Fingerprint:
+        """Return what ranks compare of a call."""
+        raise NotImplementedError
+
+    def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
+        """As of `Standing`."""
+        raise NotImplementedError
+
+    def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
+        """Return the error to raise where a call has ended by one: the same, or another."""
+        raise NotImplementedError

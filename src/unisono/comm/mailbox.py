@@ -1,0 +1,93 @@
+"""Mailboxes of a communicator's ranks, and how they hear of each other's end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from unisono.comm.base import Caller
+from unisono.comm.engine import Engine
+from unisono.core.failure import Cause, cause_of, error_of
+from unisono.core.group import Group
+from unisono.core.mailbox import Mailbox
+from unisono.wrappers.consistency import Checked
+
+__all__ = ["Mailing"]
+
+
+class Mailing(Caller):
+    """The door to messages without receives."""
+
+    _mailboxes: int = 0
+
+    def mailbox(self, card: Any = None) -> tuple[Mailbox, list[Any]]:
+        """A mailbox for every rank, and what each rank gave as its card. Collective.
+
+        For libraries that serve requests of other ranks. A rank that dies breaks this communicator, but not
+        the mailboxes: they `lose` that rank alone.
+
+        Args:
+            card: A value that `unisono.serialization` carries, told to all ranks.
+
+        Raises:
+            CommTimeoutError: Not all ranks came.
+
+        Cost: a few exchanges over the control plane, and one request for each other rank.
+        """
+        self._engine.enter("mailbox")
+        self._mailboxes += 1
+        engine = self._engine
+        control, timeout = engine.control, engine.options.timeout_s
+        group = engine.group.child(f"mail{self._mailboxes}", range(self.size))
+        transport = engine.transport.inner if isinstance(engine.transport, Checked) else engine.transport
+        control.join(group)
+        pairs: list[Group] = []
+        box: Mailbox | None = None
+        try:
+            # All are here before anything is made, so that nobody waits for memory of a rank that does not come.
+            cards = control.exchange(group, "cards", card, timeout)
+            box = transport.mailbox(group)
+            for peer in range(self.size):
+                if peer != self.rank:
+                    pairs.append(_pair(group, peer))
+                    control.join(pairs[-1], _loser(box, peer, group))
+            control.exchange(group, "mailboxes", None, timeout)
+        except BaseException as error:
+            if box is not None:
+                box.close()
+            for pair in pairs:
+                control.leave(pair)
+            control.fail(group, cause_of(error, self.rank, "mailbox"))
+            raise
+        finally:
+            control.leave(group)
+        # The open mailbox holds the engine, and by that the control plane, whatever becomes of the communicator.
+        box.on_close(partial(_leave, engine, pairs))
+        return box, cards
+
+
+def _pair(group: Group, peer: int) -> Group:
+    """A group of two: its failure is the end of one of them, and concerns nobody else."""
+    low, high = sorted((group.rank, peer))
+    return group.child(f"{low}-{high}", (low, high))
+
+
+def _leave(engine: Engine, pairs: Sequence[Group]) -> None:
+    for pair in pairs:
+        engine.control.leave(pair)
+
+
+def _loser(box: Mailbox, peer: int, group: Group) -> Callable[[Cause], None]:
+    known = weakref.ref(box)
+
+    def lose(cause: Cause) -> None:
+        box = known()
+        if box is None:
+            return
+        # In the pair ranks are 0 and 1, so the cause's own text would name the wrong ones.
+        told = Cause("PeerLostError", peer, f"rank {peer} was lost: its process ended, or failed, or the way to it")
+        box.lose(peer, error_of(told, group))
+
+    return lose

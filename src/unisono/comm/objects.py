@@ -1,0 +1,154 @@
+"""Collectives of Python values: without pickle, unless the caller trusts its peers."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+
+from unisono import serialization
+from unisono.comm.exchanges import Exchanging
+from unisono.comm.point_to_point import Messages
+from unisono.comm.reductions import Reducing
+from unisono.comm.rooted import Moving
+from unisono.core.failure import text_of
+
+__all__ = ["Objects"]
+
+_PLAIN, _PICKLED, _REFUSED, _WRONG = b"\0", b"\1", b"\2", b"\3"
+_REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueError}
+"""What is raised where an error came in place of a value."""
+
+
+class Objects(Messages, Moving, Exchanging, Reducing):
+    """Collective: every rank of the group calls each of these, in the same order.
+
+    Values are None, bool, numbers, strings, bytes, containers, dataclasses, enums and tensors (see
+    `unisono.serialization`). With `trusted=True` on every rank, anything that cloudpickle carries: then a peer
+    can run code here, so say it only where all ranks run your own program.
+
+    A value that cannot be sent is a `TypeError`, on its own rank and on all that were to get it. The communicator
+    stays in use.
+
+    Cost: one small collective for the sizes, one for the bytes.
+    """
+
+    def broadcast_object(self, obj: Any = None, src: int = 0, *, trusted: bool = False) -> Any:
+        """Rank `src`'s value, on every rank.
+
+        Example:
+            >>> un.launch(lambda comm: comm.broadcast_object({"lr": 0.1 + comm.rank}), nprocs=2, backend="thread")
+            [{'lr': 0.1}, {'lr': 0.1}]
+        """
+        self._engine.enter("broadcast_object")
+        self._check_rank(src, "src")
+        data = self._encode(obj, trusted) if self.rank == src else b""
+        length = self._numbers([len(data)])
+        self.broadcast(length, src)
+        buffer = self._bytes(data) if self.rank == src else self._blank(int(length.item()))
+        self.broadcast(buffer, src)
+        _check(data)
+        return obj if self.rank == src else _decode(buffer, trusted)
+
+    def all_gather_object(self, obj: Any, *, trusted: bool = False) -> list[Any]:
+        """Every rank's value, in order of rank, on every rank.
+
+        Example:
+            >>> un.launch(lambda comm: comm.all_gather_object(comm.rank * "x"), nprocs=3, backend="thread")[0]
+            ['', 'x', 'xx']
+        """
+        self._engine.enter("all_gather_object")
+        buffer = self._bytes(self._encode(obj, trusted))
+        lengths = self._numbers([0] * self.size)
+        self.all_gather_single(lengths, self._numbers([buffer.numel()]))
+        buffers = [self._blank(n) for n in lengths.tolist()]
+        self.all_gather(buffers, buffer)
+        return [_decode(b, trusted) for b in buffers]
+
+    def gather_object(self, obj: Any, dst: int = 0, *, trusted: bool = False) -> list[Any] | None:
+        """Every rank's value, in order of rank, on rank `dst`; None on the others."""
+        self._engine.enter("gather_object")
+        self._check_rank(dst, "dst")
+        data = self._encode(obj, trusted)
+        buffer, here = self._bytes(data), self.rank == dst
+        lengths = [self._blank(8).view(torch.int64) for _ in range(self.size)] if here else None
+        self.gather(self._numbers([buffer.numel()]), lengths, dst)
+        counts = [int(n.item()) for n in lengths] if lengths is not None else [0] * self.size
+        collected = self._blank(sum(counts))
+        self.all_to_all_single(collected, buffer, counts, [buffer.numel() if r == dst else 0 for r in range(self.size)])
+        _check(data)
+        return [_decode(part, trusted) for part in collected.split(counts)] if here else None
+
+    def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False) -> Any:
+        """Entry r of rank `src`'s list, on rank r; the others give no list.
+
+        Raises:
+            ValueError: It has not one value for each rank; on all ranks.
+        """
+        self._engine.enter("scatter_object")
+        self._check_rank(src, "src")
+        parts = self._entries(objs, trusted) if self.rank == src else []
+        length = self._numbers([0])
+        self.scatter(length, [self._numbers([len(p)]) for p in parts] or None, src)
+        received = self._blank(int(length.item()))
+        given = [len(p) for p in parts] or [0] * self.size
+        taken = [received.numel() if r == src else 0 for r in range(self.size)]
+        self.all_to_all_single(received, self._bytes(b"".join(parts)), taken, given)
+        return _decode(received, trusted)
+
+    def _entries(self, objs: Sequence[Any] | None, trusted: bool) -> list[bytes]:
+        """The bytes for each rank; the same reason for all, if anything of it cannot be sent."""
+        try:
+            values = [] if objs is None else list(objs)
+        except TypeError:
+            # What is no list has no value for anybody.
+            values = []
+        parts = [self._encode(value, trusted) for value in values]
+        if len(parts) != self.size:
+            wrong = f"objs must have one value for each of the {self.size} ranks on rank {self.rank}, not {len(parts)}"
+            return [_WRONG + wrong.encode()] * self.size
+        return [next((p for p in parts if p[:1] == _REFUSED), part) for part in parts]
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of this communicator live by default."""
+        return torch.device(self._engine.options.device)
+
+    def _encode(self, obj: Any, trusted: bool) -> bytes:
+        """A value's bytes. If it cannot be sent, the reason's, so that who waits for the value hears of it."""
+        try:
+            return _PICKLED + cloudpickle.dumps(obj) if trusted else _PLAIN + serialization.encode(obj)
+        except Exception as error:
+            reason = f"rank {self.rank} has a value that cannot be sent: {text_of(error)}"
+            return _REFUSED + reason.encode(errors="replace")
+
+    def _numbers(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _bytes(self, data: bytes) -> torch.Tensor:
+        if not data:
+            return self._blank(0)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+    def _blank(self, length: int) -> torch.Tensor:
+        return torch.empty(length, dtype=torch.uint8, device=self.device)
+
+
+def _check(data: bytes) -> None:
+    if data[:1] in _REASONS:
+        raise _REASONS[data[:1]](data[1:].decode(errors="replace"))
+
+
+def _decode(buffer: torch.Tensor, trusted: bool) -> Any:
+    here = buffer.cpu()
+    data = ctypes.string_at(here.data_ptr(), here.numel()) if here.numel() else b""
+    if data[:1] == _PLAIN:
+        return serialization.decode(data[1:])
+    _check(data)
+    if data[:1] != _PICKLED or not trusted:
+        raise ValueError("a rank sent a pickled value; pass trusted=True on every rank if you trust them all")
+    return pickle.loads(data[1:])

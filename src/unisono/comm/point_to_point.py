@@ -1,0 +1,252 @@
+"""Point-to-point messages, on a channel of their own: they never match a collective's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from unisono.comm.any_source import AnySource
+from unisono.comm.base import Caller
+from unisono.comm.message_digest import vouch
+from unisono.comm.point_to_point_work import Posted
+from unisono.core.call_site import call_site
+from unisono.core.flight_recorder import Awaited, Noted
+from unisono.core.tensors import Staging, check_apart
+from unisono.core.transport import Transport
+from unisono.core.types import MAX_TAG, Message, Recv, Send, Work
+from unisono.core.work import Completion, patience, readable
+from unisono.wrappers.trace import traced
+
+__all__ = ["Messages"]
+
+
+class Messages(Caller):
+    """send, recv and their relatives."""
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
+        """Send a tensor to rank `dst`; return when it may be changed again.
+
+        Do not count on buffering: two ranks that both send before they receive may wait for each
+        other for ever. `sendrecv` does both at once.
+
+        Args:
+            tensor: Any shape, strides and dtype. The receiver's has as many elements, of the same dtype.
+            dst: Another rank.
+            tag: 0 to 2**24 - 1; messages match by tag, and of one tag in order.
+            timeout: Seconds; the communicator's if None.
+
+        Raises:
+            CommTimeoutError: Nobody received in time. The communicator is broken then.
+            MismatchError: The receiver expects something else.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.full((2,), 7.0) if comm.rank == 0 else torch.zeros(2)
+            ...     comm.send(t, dst=1) if comm.rank == 0 else comm.recv(t, src=0)
+            ...     return t.tolist()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [[7.0, 7.0], [7.0, 7.0]]
+        """
+        if self._engine.try_message("send", tensor, dst, tag, timeout):
+            return
+        patience(timeout, 0.0)
+        self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
+
+    def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: float | None = None) -> int:
+        """Receive a tensor in place, and return the rank that sent it. Otherwise as `send`.
+
+        Args:
+            tensor: As for `send`.
+            src: Another rank; any of them if None. Of several that have sent, each gets its turn.
+            tag: As for `send`.
+            timeout: As for `send`.
+
+        Raises:
+            ValueError: From any rank, on a backend that cannot tell which ranks have sent, as nccl.
+
+        Example:
+            >>> def program(comm):
+            ...     if comm.rank > 0:
+            ...         return comm.send(torch.tensor([10 * comm.rank]), dst=0)
+            ...     t = torch.zeros(1, dtype=torch.int64)
+            ...     return sorted((comm.recv(t), t.item()) for _ in range(comm.size - 1))
+            >>> un.launch(program, nprocs=3, backend="thread")[0]
+            [(1, 10), (2, 20)]
+        """
+        if src is not None and self._engine.try_message("recv", tensor, src, tag, timeout):
+            return src
+        patience(timeout, 0.0)
+        work = self._receive("recv", tensor, src, tag)
+        work.wait_or_break(timeout)
+        return work.source_rank()
+
+    def probe(self, src: int | None = None, tag: int = 0, *, timeout: float | None = None) -> int:
+        """Wait until a message is there for which no receive has been posted, and return the rank that sent it.
+
+        Takes nothing: the next receive from that rank, of this tag, gets the message.
+
+        Args:
+            src: Another rank; any of them if None.
+            tag: Of the message.
+            timeout: Seconds; the communicator's if None. The communicator stays in use if it is over.
+
+        Example:
+            >>> def program(comm):
+            ...     if comm.rank > 0:
+            ...         return comm.send(torch.arange(comm.rank), dst=0)
+            ...     for _ in range(comm.size - 1):
+            ...         src = comm.probe()
+            ...         comm.recv(torch.zeros(src, dtype=torch.int64), src)
+            ...     return comm.iprobe()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [None, None, None]
+        """
+        limit = patience(timeout, self._engine.options.timeout_s)
+        work = self._probed("probe", src, tag)
+        try:
+            work.wait(limit)
+        finally:
+            work.cancel()
+        return work.source_rank()
+
+    def iprobe(self, src: int | None = None, tag: int = 0) -> int | None:
+        """As `probe`, without waiting: None if there is no message now."""
+        work = self._probed("iprobe", src, tag)
+        if not work.is_completed():
+            work.cancel()
+            return None
+        work.wait(0.0)
+        return work.source_rank()
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
+        """Start to send. The tensor must not change until the work's `wait` has returned."""
+        return self._post("isend", [Send(tensor, dst, tag)])
+
+    def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
+        """Start to receive. The tensor holds the message when the work's `wait` has returned.
+
+        From any rank if `src` is None, and `source_rank` of the work tells from which. Those get, in the order of
+        calls, what comes from ranks that no receive names.
+        """
+        return self._receive("irecv", tensor, src, tag)
+
+    def sendrecv(
+        self,
+        sent: torch.Tensor,
+        dst: int,
+        received: torch.Tensor,
+        src: int,
+        *,
+        sendtag: int = 0,
+        recvtag: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Send one tensor and receive another at the same time; cannot deadlock in a ring of ranks."""
+        patience(timeout, 0.0)
+        self._check_tensor(received, "the tensor received", written=True)
+        self._check_tensor(sent, "the tensor sent")
+        check_apart([("the tensor received", received)], [("the tensor sent", sent)])
+        self._post("sendrecv", [Recv(received, src, recvtag), Send(sent, dst, sendtag)]).wait_or_break(timeout)
+
+    def batch_isend_irecv(self, messages: Sequence[Message]) -> list[Work]:
+        """Start many messages at once (`unisono.core.types.Send` and `Recv`); one work for all of them.
+
+        The list of one is what torch's function of the same name returns with nccl.
+        """
+        messages = list(messages)
+        if not messages or not all(isinstance(m, Send | Recv) for m in messages):
+            raise TypeError("batch_isend_irecv needs a list of unisono.core.types.Send and Recv, at least one")
+        return [self._post("batch_isend_irecv", messages)]
+
+    def _post(self, operation: str, messages: Sequence[Message]) -> Posted:
+        self._engine.enter(operation)
+        staging, flat = self._engine.staging(), list[Message]()
+        for message in messages:
+            receives = isinstance(message, Recv)
+            name = "src" if receives else "dst"
+            self._check_rank(message.peer, name, other=True)
+            self._check_tag(message.tag)
+            self._check_tensor(message.tensor, "the tensor", written=receives)
+            buffer = staging.target(message.tensor) if receives else staging.source(message.tensor)
+            flat.append(type(message)(buffer, message.peer, message.tag))
+        noted = self._note(operation, flat)
+        awaited, work = self._start(traced(self._engine.transport), flat, staging)
+        return Posted(self._engine, noted, awaited, work, staging.after)
+
+    def _receive(self, operation: str, tensor: torch.Tensor, src: int | None, tag: int) -> Posted:
+        if src is not None:
+            return self._post(operation, [Recv(tensor, src, tag)])
+        self._engine.enter(operation)
+        self._check_source(None, tag)
+        self._check_tensor(tensor, "the tensor", written=True)
+        staging, transport = self._engine.staging(), traced(self._engine.transport)
+        buffer = staging.target(tensor)
+        noted = self._note(operation, [Recv(buffer, -1, tag)])
+        work = self._any_source.join(
+            tag, None, lambda peer: self._start(transport, [Recv(buffer, peer, tag)], staging)[1]
+        )
+        return Posted(self._engine, noted, (), work, staging.after)
+
+    def _probed(self, operation: str, src: int | None, tag: int) -> Posted:
+        self._engine.enter(operation)
+        self._check_source(src, tag)
+        noted = operation, None, f"tag {tag}", call_site()
+        return Posted(self._engine, noted, (), self._any_source.join(tag, src, _done), [])
+
+    @cached_property
+    def _any_source(self) -> AnySource:
+        return AnySource(self._engine)
+
+    def _note(self, operation: str, messages: Sequence[Message]) -> Noted:
+        noted = operation, None, _detail(messages), call_site()
+        self._engine.activity.note(noted)
+        return noted
+
+    def _start(
+        self, transport: Transport, messages: Sequence[Message], staging: Staging
+    ) -> tuple[tuple[Awaited, ...], Work]:
+        activity = self._engine.activity
+        awaited = tuple(activity.post("recv" if isinstance(m, Recv) else "send", m.peer, m.tag) for m in messages)
+        with torch.no_grad():
+            for action in staging.before:
+                action()
+            if self._check == "full":
+                staging.after[:0] = vouch(self._engine, messages)
+            return awaited, transport.post(messages)
+
+    def _check_source(self, src: int | None, tag: int) -> None:
+        self._check_tag(tag)
+        if not self._engine.transport.any_source:
+            raise ValueError(
+                "this backend cannot tell which ranks have sent: say from which to receive, as in recv(tensor, src=...)"
+            )
+        if src is not None:
+            self._check_rank(src, "src", other=True)
+        elif self.size == 1:
+            raise ValueError("there is no other rank to receive from")
+
+    def _check_tag(self, tag: int) -> None:
+        if not isinstance(tag, int) or isinstance(tag, bool):
+            raise TypeError(f"tag must be an int, not {type(tag).__name__}")
+        if not 0 <= tag <= MAX_TAG:
+            raise ValueError(f"tag={tag} is out of range; tags are 0 to {MAX_TAG}")
+        if tag and not self._engine.transport.tags:
+            raise ValueError(f"this backend has no tags: messages match in order. Use tag=0, not {tag}")
+
+
+def _detail(messages: Sequence[Message]) -> str:
+    """What messages these are, in a few words."""
+    first, more = messages[0], len(messages) - 1
+    peer = f"rank {first.peer}" if first.peer >= 0 else "any rank"
+    way = f"{'from' if isinstance(first, Recv) else 'to'} {peer}"
+    tag = f", tag {first.tag}" if first.tag else ""
+    return f"{way}{tag}, {readable(first.tensor.nbytes)}{f', and {more} more' if more else ''}"
+
+
+def _done(_peer: int) -> Work:
+    """Nothing to do with the message of a rank."""
+    done = Completion(0.0)
+    done.complete()
+    return done

@@ -1,0 +1,123 @@
+"""Messages under way, as their caller sees them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from unisono.comm.engine import Engine
+from unisono.core.flight_recorder import Awaited, Noted
+from unisono.core.types import Work
+from unisono.core.work import patience
+from unisono.diagnostics.hang_report import explained
+from unisono.errors import CommError, CommTimeoutError
+
+__all__ = ["Posted"]
+
+
+class Posted(Work):
+    """A transport's work, with errors that say where they belong, and what is left to do at the end."""
+
+    def __init__(
+        self, engine: Engine, noted: Noted, awaited: tuple[Awaited, ...], inner: Work, after: list[Callable[[], object]]
+    ) -> None:
+        self._engine, self._noted, self._awaited, self._inner, self._after = engine, noted, awaited, inner, after
+        # Messages are counted by themselves: each rank has its own number of them.
+        self._operation, self._number = noted[0], engine.activity.messages
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        if timeout is None:
+            return self.wait_or_break(None)
+        timeout = patience(timeout, timeout)
+        with self._seen():
+            try:
+                self._inner.wait(timeout)
+            except CommTimeoutError as error:
+                # The message may still come: a wait that was told its time breaks nothing.
+                raise self._located(explained(error, self._engine.control, self._engine.group)) from None
+            except CommError as error:
+                raise self._failed(error) from error
+        self._finish()
+
+    def wait_or_break(self, timeout: float | None) -> None:
+        """Wait; any failure, a timeout too, breaks the communicator."""
+        with self._seen():
+            try:
+                self._inner.wait(patience(timeout, self._engine.options.timeout_s))
+            except BaseException as error:
+                told = self._failed(error)
+                if told is error:
+                    raise
+                raise told from error
+        self._finish()
+
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        """Others can see for what this rank waits."""
+        activity = self._engine.activity
+        activity.enter(self._noted, self._awaited)
+        try:
+            yield
+        finally:
+            activity.leave()
+
+    def is_completed(self) -> bool:
+        if not self._inner.is_completed():
+            return False
+        if self._inner.exception() is None:
+            # The next wait tells it.
+            with suppress(CommError):
+                self._finish()
+        return True
+
+    def exception(self) -> BaseException | None:
+        error = self._inner.exception()
+        return self._failed(error) if error is not None else self._error
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+
+        def settle(inner: torch.futures.Future[None]) -> None:
+            try:
+                inner.value()
+                self._finish()
+            except Exception as error:
+                future.set_exception(self._failed(error))  # type: ignore[arg-type]
+            else:
+                future.set_result(None)
+
+        self._inner.get_future().add_done_callback(settle)
+        return future
+
+    def source_rank(self) -> int:
+        return next((peer for kind, peer, *_ in self._awaited if kind == "recv"), self._inner.source_rank())
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def _finish(self) -> None:
+        with self._lock, torch.no_grad():
+            try:
+                while self._after:
+                    self._after.pop(0)()
+            except CommError as error:
+                # Every later wait has to say how this one ended.
+                self._after.clear()
+                self._error = self._failed(error)
+        if self._error is not None:
+            raise self._error
+
+    def _failed(self, error: BaseException) -> BaseException:
+        return self._engine.failed(error, self._operation, self._number)
+
+    def _located(self, error: BaseException) -> BaseException:
+        assert isinstance(error, CommError)
+        group = self._engine.group
+        return error.locate(
+            rank=group.rank, size=group.size, group=group.name, operation=self._operation, call=self._number
+        )

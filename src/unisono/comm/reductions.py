@@ -1,0 +1,161 @@
+"""Collectives that reduce: all_reduce, reduce, reduce_scatter, and the barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from typing_extensions import Unpack
+
+from unisono.comm.base import Async, Blocking, Caller
+from unisono.core.collective import COLLECTIVES
+from unisono.core.types import ReduceOp, Work
+
+__all__ = ["Reducing"]
+
+_ALL_REDUCE, _BARRIER, _REDUCE = COLLECTIVES["all_reduce"], COLLECTIVES["barrier"], COLLECTIVES["reduce"]
+_REDUCE_SCATTER, _REDUCE_SCATTER_SINGLE = COLLECTIVES["reduce_scatter"], COLLECTIVES["reduce_scatter_single"]
+
+
+class Reducing(Caller):
+    """Collective: every rank of the group calls each of these, in the same order."""
+
+    @overload
+    def all_reduce(self, tensor: torch.Tensor, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def all_reduce(self, tensor: torch.Tensor, op: str | ReduceOp = ..., **how: Unpack[Async]) -> Work: ...
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str | ReduceOp = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """Every rank's tensor becomes the sum (or `op`) of all ranks' tensors; bit for bit the same on all.
+
+        Collective. In place. Any strided tensor of n elements, n the same on all ranks.
+
+        Args:
+            tensor: Of a dtype that torch can reduce by `op`; bool sums are "or".
+            op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
+            algorithm: A file of `unisono.collectives.algorithms.all_reduce` ("ring", "halving_doubling", ...), "native"
+                where the backend has it, or None: native, else the fastest by its cost. "fewest_bytes":
+                native, else the one that sends least.
+            async_op: Return a `Work` at once; the tensor belongs to it until `wait` returns.
+            timeout: Seconds; the communicator's if None.
+
+        Raises:
+            MismatchError: Ranks disagree on operation, op, dtype, n or algorithm; nothing moved.
+            ValueError: What `op` cannot do, memory that overlaps itself, an unknown algorithm.
+            CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is broken then.
+
+        Cost: at least ceil(log2 p) rounds and 2(p-1)/p of the bytes sent by each rank.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.tensor([1.0, 2.0]) * (comm.rank + 1)
+            ...     comm.all_reduce(t, algorithm="ring")
+            ...     return t.tolist()
+            >>> un.launch(program, nprocs=4, backend="thread")[3]
+            [10.0, 20.0]
+        """
+        return self._engine.collective(_ALL_REDUCE, tensor, None, op, None, algorithm, async_op, timeout)
+
+    @overload
+    def reduce(self, tensor: torch.Tensor, dst: int, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def reduce(self, tensor: torch.Tensor, dst: int, op: str | ReduceOp = ..., **how: Unpack[Async]) -> Work: ...
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        op: str | ReduceOp = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """Rank `dst`'s tensor becomes the sum (or `op`) of all; the others' stay as they are.
+
+        Collective. In place on `dst`. Cost: ceil(log2 p) rounds. Otherwise as `all_reduce`.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.tensor([comm.rank + 1])
+            ...     comm.reduce(t, dst=1, op="max")
+            ...     return t.item()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [1, 3, 3]
+        """
+        return self._engine.collective(_REDUCE, tensor, None, op, dst, algorithm, async_op, timeout)
+
+    @overload
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: str | ReduceOp = ...,
+        **how: Unpack[Blocking],
+    ) -> None: ...
+    @overload
+    def reduce_scatter(
+        self, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: str | ReduceOp = ..., **how: Unpack[Async]
+    ) -> Work: ...
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: str | ReduceOp = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """`output` on rank r becomes the sum (or `op`) of every rank's `input_list[r]`.
+
+        Collective. One input a rank; they may differ in length, as all ranks' lists do alike.
+        Cost: (p-1)/p of the inputs' bytes sent by each rank, and one copy of the inputs, which stay.
+
+        Example:
+            >>> def program(comm):
+            ...     out = torch.zeros(1)
+            ...     comm.reduce_scatter(out, [torch.tensor([10.0 * r]) for r in range(comm.size)])
+            ...     return out.item()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [0.0, 20.0]
+        """
+        return self._engine.collective(_REDUCE_SCATTER, output, input_list, op, None, algorithm, async_op, timeout)
+
+    @overload
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, op: str | ReduceOp = ..., **how: Unpack[Blocking]
+    ) -> None: ...
+    @overload
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, op: str | ReduceOp = ..., **how: Unpack[Async]
+    ) -> Work: ...
+    def reduce_scatter_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: str | ReduceOp = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """As `reduce_scatter`, of one input: p times as many elements as `output`, the first part for rank 0."""
+        return self._engine.collective(_REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, async_op, timeout)
+
+    @overload
+    def barrier(self, **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def barrier(self, **how: Unpack[Async]) -> Work: ...
+    def barrier(
+        self, *, algorithm: str | None = None, async_op: bool = False, timeout: float | None = None
+    ) -> Work | None:
+        """Return when every rank has come. Collective. Cost: ceil(log2 p) rounds of one byte."""
+        return self._engine.collective(_BARRIER, None, None, None, None, algorithm, async_op, timeout)

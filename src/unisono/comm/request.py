@@ -1,0 +1,81 @@
+"""One collective as the engine carries it out: its plan, where it goes, by which algorithm, and what to compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from unisono.collectives.plan import Plan, message_bytes
+from unisono.collectives.selection import choose
+from unisono.core.call_site import call_site
+from unisono.core.fingerprint import Fingerprint
+from unisono.core.flight_recorder import Noted
+from unisono.core.tensors import numels
+from unisono.core.transport import Transport
+from unisono.wrappers.trace import traced
+
+__all__ = ["CollectiveRequest", "fingerprint_of", "make_request"]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRequest:
+    """A call of a collective, described when it is made.
+
+    Attributes:
+        plan: Its tensors.
+        transport: What carries it.
+        algorithm: Name of an algorithm, or "native".
+        fingerprint: What ranks compare.
+        noted: What hang reports show of it.
+        timeout: Seconds.
+        inference: Whether it was made in inference mode.
+    """
+
+    plan: Plan
+    transport: Transport
+    algorithm: str
+    fingerprint: Fingerprint
+    noted: Noted
+    timeout: float
+    inference: bool
+
+
+def make_request(
+    plan: Plan, transport: Transport, number: int, algorithm: str | None, timeout: float
+) -> CollectiveRequest:
+    """Return the request of this number among a group's collectives."""
+    chosen = choose(transport, plan.call, message_bytes(plan.call, transport.size), algorithm)
+    fingerprint = fingerprint_of(plan, number, chosen)
+    noted = fingerprint.operation, number, _detail(fingerprint), fingerprint.site
+    return CollectiveRequest(
+        plan, traced(transport), chosen, fingerprint, noted, timeout, torch.is_inference_mode_enabled()
+    )
+
+
+def fingerprint_of(plan: Plan, number: int, algorithm: str) -> Fingerprint:
+    """Return what ranks compare of a call."""
+    what, call, like = plan.collective, plan.call, plan.like
+    read, written = numels(call.inputs), numels(call.outputs)
+    return Fingerprint(
+        call=number,
+        operation=what.name,
+        op=None if call.asked is None else call.asked.value,
+        root=call.root,
+        dtype=None if like is None else str(like.dtype).removeprefix("torch."),
+        counts=what.compared_counts(read, written),
+        device=None if like is None else like.device.type,
+        algorithm=algorithm,
+        sends=read if what.pairwise else (),
+        receives=written if what.pairwise else (),
+        shape=None if like is None else tuple(like.shape),
+        site=call_site(),
+    )
+
+
+def _detail(fingerprint: Fingerprint) -> str:
+    """Return what is said of a call beside its name."""
+    root = None if fingerprint.root is None else f"root {fingerprint.root}"
+    shape = None if fingerprint.shape is None else str(fingerprint.shape)
+    words = fingerprint.op, fingerprint.dtype, shape, root
+    return ", ".join(filter(None, words))

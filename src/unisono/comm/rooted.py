@@ -1,0 +1,112 @@
+"""Collectives that move data from one rank or to one: broadcast, scatter, gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from typing_extensions import Unpack
+
+from unisono.comm.base import Async, Blocking, Caller
+from unisono.core.collective import COLLECTIVES
+from unisono.core.types import Work
+
+__all__ = ["Moving"]
+
+_BROADCAST, _GATHER, _SCATTER = COLLECTIVES["broadcast"], COLLECTIVES["gather"], COLLECTIVES["scatter"]
+
+
+class Moving(Caller):
+    """Collective: every rank of the group calls each of these, in the same order. Any dtype."""
+
+    @overload
+    def broadcast(self, tensor: torch.Tensor, src: int, **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def broadcast(self, tensor: torch.Tensor, src: int, **how: Unpack[Async]) -> Work: ...
+    def broadcast(
+        self,
+        tensor: torch.Tensor,
+        src: int,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """Every rank's tensor becomes rank `src`'s.
+
+        Collective. In place. n elements on every rank. Cost: ceil(log2 p) rounds. Errors as `all_reduce`.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.tensor([comm.rank])
+            ...     comm.broadcast(t, src=1)
+            ...     return t.item()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [1, 1, 1]
+        """
+        return self._engine.collective(_BROADCAST, tensor, None, None, src, algorithm, async_op, timeout)
+
+    @overload
+    def scatter(
+        self, tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None, src: int, **how: Unpack[Blocking]
+    ) -> None: ...
+    @overload
+    def scatter(
+        self, tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None, src: int, **how: Unpack[Async]
+    ) -> Work: ...
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        scatter_list: Sequence[torch.Tensor] | None = None,
+        src: int = 0,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """`tensor` on rank r becomes `scatter_list[r]` of rank `src`; the others give no list.
+
+        Collective. n elements on every rank and in every entry. Cost: ceil(log2 p) rounds.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.zeros(1)
+            ...     comm.scatter(t, [torch.tensor([float(r)]) for r in range(3)] if comm.rank == 0 else None)
+            ...     return t.item()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [0.0, 1.0, 2.0]
+        """
+        return self._engine.collective(_SCATTER, tensor, scatter_list, None, src, algorithm, async_op, timeout)
+
+    @overload
+    def gather(
+        self, tensor: torch.Tensor, gather_list: Sequence[torch.Tensor] | None, dst: int, **how: Unpack[Blocking]
+    ) -> None: ...
+    @overload
+    def gather(
+        self, tensor: torch.Tensor, gather_list: Sequence[torch.Tensor] | None, dst: int, **how: Unpack[Async]
+    ) -> Work: ...
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        gather_list: Sequence[torch.Tensor] | None = None,
+        dst: int = 0,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """`gather_list[r]` on rank `dst` becomes the tensor of rank r; the others give no list.
+
+        Collective. n elements on every rank and in every entry. Cost: ceil(log2 p) rounds.
+
+        Example:
+            >>> def program(comm):
+            ...     out = [torch.zeros(1) for _ in range(3)] if comm.rank == 2 else None
+            ...     comm.gather(torch.tensor([float(comm.rank)]), out, dst=2)
+            ...     return out and [t.item() for t in out]
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [None, None, [0.0, 1.0, 2.0]]
+        """
+        return self._engine.collective(_GATHER, gather_list, tensor, None, dst, algorithm, async_op, timeout)

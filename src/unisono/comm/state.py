@@ -1,0 +1,180 @@
+"""Whether the calls of a group can be made, and the first cause of its failure."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+
+from unisono.control.sockets import close_after_fork
+from unisono.core.control import Control
+from unisono.core.failure import Cause, cause_of, error_of, text_of
+from unisono.core.flight_recorder import Activity, Noted
+from unisono.core.group import Group
+from unisono.core.transport import Options, Transport
+from unisono.diagnostics.hang_report import explained
+from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
+
+__all__ = ["ANYONE", "News", "Standing", "refuses"]
+
+ANYONE = -1
+"""In the place of the owning thread's number: whoever calls may."""
+
+_MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
+_PATIENCE_S = 1.0
+"""How long a broken connection waits to be told, over the control plane, who was lost."""
+
+
+class Standing:
+    """One rank's place in its group: what it holds on to, what it is doing, and whether the group still works.
+
+    Attributes:
+        transport, control, options: As they were given.
+        group: The ranks.
+        activity: What this rank is doing.
+        owner: The thread that makes calls; None before the first one.
+        closed: Whether this rank has let go of it.
+    """
+
+    def __init__(self, transport: Transport, control: Control, options: Options) -> None:
+        self.transport, self.control, self.options = transport, control, options
+        self.group = group = transport.group
+        self._here = {"rank": group.rank, "size": group.size, "group": group.name}
+        self.activity = Activity(self.group)
+        self.owner: int | None = None
+        self.closed = False
+        self._broken: Cause | None = None
+        self._calls = 0
+        self._process = os.getpid()
+        close_after_fork(self)
+
+    def let_go(self) -> None:
+        """In a forked child: connections and shared memory are the parent's, which goes on with them."""
+        told = f"this communicator belongs to process {self._process}, of which this one is a fork"
+        self._broken = Cause(
+            "CommError", None, f"{told}; make a new one here, or start processes by spawn or forkserver"
+        )
+
+    @property
+    def open(self) -> bool:
+        """Whether calls can be made."""
+        return self._broken is None and not self.closed
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether something is under way that was started before the end."""
+        return False
+
+    def enter(self, operation: str) -> None:
+        """Raise unless this thread may call, and the communicator still works."""
+        self.own(operation)
+        self.check(operation)
+
+    def own(self, operation: str) -> None:
+        """Raise unless this thread may call; the first one to call becomes the owner."""
+        here = get_ident()
+        if self.owner is None:
+            self.owner = self.activity.owner = here
+        if self.owner not in (here, ANYONE):
+            error = CommError(
+                f"this communicator belongs to another thread than {threading.current_thread().name!r}; "
+                "call hand_over() there first, or use dup() for a second communicator"
+            )
+            raise self.located(error, operation)
+
+    def check(self, operation: str) -> None:
+        """Raise if nothing can be called any more."""
+        if self.closed:
+            raise self.located(ClosedError("the communicator is closed; make a new one"), operation)
+        if self._broken is not None:
+            raise self.located(error_of(self._broken, self.group), operation)
+
+    def on_failure(self, cause: Cause) -> None:
+        """Break the group, and end every wait in it; the control plane calls this from a thread of its own."""
+        if self._broken is None and (not self.closed or self.unfinished):
+            self._broken = cause
+            self.activity.broken = True
+            self.transport.abort(error_of(cause, self.group))
+
+    def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
+        """The error to raise for a call of the transport: `failed`, unless the call was refused."""
+        # Of all else, also interrupts, other ranks have seen a part.
+        if refuses(error):
+            return error
+        self._calls += 1
+        self.activity.note(noted)
+        return self.failed(error, noted[0], self._calls)
+
+    def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
+        """Break the group for this error, and return the error to raise: the group's first cause."""
+        if not self.closed:
+            self.activity.tell("error", f"{type(error).__name__} in {operation}: {text_of(error)}".partition("\n")[0])
+        if self._broken is None:
+            self.activity.gave_up = isinstance(error, CommTimeoutError)
+            error = explained(error, self.control, self.group)
+        own = cause_of(error, self.group.rank, operation)
+        first = self._broken or self._report(own, error)
+        if not isinstance(error, CommError):
+            return error
+        return self.located(error if first == own else _first_of(error, first, self.group), operation, call)
+
+    def _report(self, own: Cause, error: BaseException) -> Cause:
+        """Report a cause of this rank's, and return the group's first one."""
+        anonymous = isinstance(error, PeerLostError) and error.peer is None
+        known = self.control.cause(self.group, _PATIENCE_S if anonymous else 0.0)
+        first = known or self.control.fail(self.group, own)
+        self.on_failure(first)
+        return first
+
+    def located(self, error: CommError, operation: str, call: int | None = None) -> CommError:
+        """The error, with what is known here: who, where, and the number that the call has, or would have got."""
+        if call is None:
+            # Messages are counted by themselves.
+            call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
+        return error.locate(**self._here, operation=operation, call=call)
+
+
+class News:
+    """Failures on their way from the control plane to a communicator, which this does not keep alive.
+
+    A failure that comes before the communicator is made waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._causes: list[Cause] = []
+        self._standing: Callable[[], Standing | None] = lambda: None
+
+    def tell(self, cause: Cause) -> None:
+        """Pass a cause on, from any thread."""
+        self._causes.append(cause)
+        standing = self._standing()
+        if standing is not None:
+            standing.on_failure(cause)
+
+    def lead_to(self, standing: Standing) -> None:
+        """Pass on all causes, those of the past too."""
+        self._standing = weakref.ref(standing)
+        for cause in self._causes:
+            standing.on_failure(cause)
+
+
+def refuses(error: BaseException) -> bool:
+    """Return whether an error refuses a call for its arguments, before anything is done."""
+    return isinstance(error, TypeError | ValueError) and not isinstance(error, CommError)
+
+
+def _first_of(error: CommError, first: Cause, group: Group) -> CommError:
+    """The error of the group's first cause, where a rank has met an error of its own because of it."""
+    if isinstance(error, CommTimeoutError) and type(error).__name__ == first.kind:
+        # The first report is the right one: by the time of a later one, ranks may have gone on.
+        if "\n" in first.message:
+            error.message = error.message.partition("\n")[0] + "\n" + first.message.partition("\n")[2]
+        return error
+    # Of a lost rank, the first report tells more: what it failed by, where others see only that it has left.
+    if isinstance(error, AbortedError) or (type(error).__name__ == first.kind and not isinstance(error, PeerLostError)):
+        return error
+    told = error_of(first, group)
+    told.__cause__ = error
+    return told

@@ -1,0 +1,227 @@
+"""Groups made of a group: parts and twins of it, and what takes its place when ranks have died or come."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Self, overload
+
+from unisono import serialization
+from unisono.comm.base import Caller
+from unisono.core.control import Control
+from unisono.core.failure import cause_of
+from unisono.core.group import Group
+from unisono.core.transport import Options, Transport
+from unisono.core.work import patience
+from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
+from unisono.wrappers.consistency import Checked
+
+__all__ = ["Parts"]
+
+
+class Parts(Caller):
+    """split and its relatives, and rebuild."""
+
+    _control: Control
+    _options: Options
+    _splits: int
+    _rebuilds: int
+    _parts: list[weakref.ref[Any]]
+    _finishers: list[Callable[[], None]]
+    _successor: Any
+
+    @overload
+    def split(self, color: int, key: int = ...) -> Self: ...
+    @overload
+    def split(self, color: int | None, key: int = ...) -> Self | None: ...
+    def split(self, color: int | None, key: int = 0) -> Self | None:
+        """A new communicator for each color, of the ranks that gave it, in the order of their keys.
+
+        Collective over this communicator. Equal keys keep the order of ranks. `color=None` joins
+        none, and gets None. Parts work at the same time as each other and as their parent.
+
+        Cost: two exchanges over the control plane; no torch group is registered.
+
+        Example:
+            >>> def program(comm):
+            ...     half = comm.split(color=comm.rank % 2)
+            ...     t = torch.tensor([comm.rank])
+            ...     half.all_reduce(t)
+            ...     return t.item()
+            >>> un.launch(program, nprocs=4, backend="thread")
+            [2, 4, 2, 4]
+        """
+        return self._split(color, key, self._check)
+
+    def _split(self, color: int | None, key: int, check: Any) -> Self | None:
+        self._engine.enter("split")
+        for name, value in (("color", color), ("key", key)):
+            if not isinstance(value, int) and (value is not None or name == "key"):
+                raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+        # It becomes a part of the name: True and 1 are one color.
+        color = color if color is None else int(color)
+        self._splits += 1
+        group, timeout, ending = self._engine.group, self._options.timeout_s, self._engine.ending
+        try:
+            wishes = self._control.exchange(
+                group, f"split #{self._splits}", (color, key, ending.dropped_parts()), timeout
+            )
+        except CommError as error:
+            raise self._engine.failed(error, "split", self._splits) from error
+        ending.release([wish[2] for wish in wishes])
+        if color is None:
+            return None
+        ranks = sorted((r for r, wish in enumerate(wishes) if wish[0] == color), key=lambda r: (wishes[r][1], r))
+        child = group.child(f"{self._splits}.{color}", ranks)
+        # Who is lost from now on is missed there, even before it has come.
+        self._control.join(child)
+        try:
+            part = self._alike(self._plain().split(child), check)
+        except BaseException as error:
+            self._control.fail(child, cause_of(error, child.rank, "split"))
+            self._control.leave(child)
+            if isinstance(error, CommError):
+                error.locate(rank=child.rank, size=child.size, group=child.name, operation="split", call=self._splits)
+            raise
+        part._engine.belong(self._engine)
+        self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
+        return part
+
+    def _alike(self, transport: Transport, check: Any) -> Self:
+        """A communicator as this one, on another transport."""
+        make: Callable[..., Self] = type(self)
+        return make(transport, self._control, self._options, check=check)
+
+    def subgroup(self, ranks: Sequence[int]) -> Self | None:
+        """A communicator of these ranks of this one, in the order given; None on the others.
+
+        Collective over this communicator: every rank calls it, with the same list.
+        """
+        self._engine.enter("subgroup")
+        ranks = list(ranks)
+        for index, rank in enumerate(ranks):
+            self._check_rank(rank, f"ranks[{index}]")
+        if len(set(ranks)) != len(ranks) or not ranks:
+            raise ValueError(f"ranks must be different from each other, and at least one, not {ranks}")
+        number, timeout = self._splits + 1, self._options.timeout_s
+        try:
+            lists = self._control.agree(self._engine.group, f"subgroup #{number}", tuple(ranks), timeout)
+        except CommError as error:
+            raise self._engine.failed(error, "subgroup", number) from error
+        if lists is not None:
+            quoted = "; ".join(f"rank {r}: {list(given)}" for r, given in enumerate(lists))
+            differ = MismatchError(f"ranks gave different lists to subgroup: {quoted}")
+            raise self._engine.located(differ, "subgroup", number)
+        inside = self.rank in ranks
+        return self._split(0 if inside else None, ranks.index(self.rank) if inside else 0, self._check)
+
+    def dup(self, *, check: Any = None) -> Self:
+        """A second communicator of the same ranks, for another thread or library. Collective.
+
+        Args:
+            check: As for `init`; None is as this one was made. "off" is for a library that has
+                agreed with all ranks on what it is going to call.
+        """
+        twin = self._split(0, self.rank, check or self._check)
+        assert twin is not None
+        return twin
+
+    def _plain(self) -> Transport:
+        """The transport without the check that `Communicator` puts on: parts put on their own."""
+        transport = self._engine.transport
+        return transport.inner if isinstance(transport, Checked) else transport
+
+    # -- after a failure -----------------------------------------------------------------------
+    def rebuild(self, *, grow: int = 0, timeout: float | None = None) -> Self:
+        """A new communicator of the ranks that are left, numbered anew in their old order; and of newcomers.
+
+        Collective over the ranks that live: each calls it when a call has failed, or all at the same place
+        of the program to let newcomers in. Who has left, or dies meanwhile, is not waited for. This
+        communicator is of no more use then; parts made of it stay as they are. What the old one would have closed
+        at its end, the new one does.
+
+        Args:
+            grow: How many newcomers, by `unisono.join`, to wait for and take in; they get the last ranks.
+            timeout: Seconds (the communicator's if None) within which the others come. Who lives but has not come by
+                then (a stopped process, say) is left out for good, and gets `AbortedError` there.
+
+        Raises:
+            AbortedError: The others went on without this rank.
+            CommTimeoutError: Newcomers have not come.
+            MismatchError: Ranks said different things.
+
+        Cost: one exchange over the control plane, and what it takes to connect: some milliseconds on one host.
+
+        Example:
+            >>> def program(comm):
+            ...     if comm.rank == 1:
+            ...         raise KeyError("this rank is gone")
+            ...     try:
+            ...         comm.barrier()
+            ...     except un.CommError:
+            ...         comm = comm.rebuild()
+            ...     t = torch.ones(1)
+            ...     comm.all_reduce(t)
+            ...     return comm.rank, comm.size, t.item()
+            >>> ends = un.launch(program, nprocs=3, backend="thread", on_failure="continue")
+            >>> ends[0], ends[2]
+            ((0, 2, 2.0), (1, 2, 2.0))
+        """
+        self._engine.own("rebuild")
+        if self._engine.closed:
+            raise ClosedError("the communicator is closed", rank=self.rank, size=self.size, operation="rebuild")
+        if not isinstance(grow, int) or grow < 0:
+            raise ValueError(f"grow is a number of newcomers, not {grow!r}")
+        deadline = time.monotonic() + patience(timeout, self._options.timeout_s)
+        made = self._attempt(grow, deadline)
+        while made is None:
+            made = self._attempt(grow, deadline)
+        made._engine.succeed(self._engine)
+        made._finishers, self._finishers, self._successor = self._finishers, [], made
+        self._control.leave(self._engine.group)
+        return made
+
+    def _attempt(self, grow: int, deadline: float) -> Self | None:
+        """The new communicator; None if yet another rank was lost while it was made."""
+        group = self._engine.group
+        self._rebuilds += 1
+        try:
+            rebuilt = self._control.rebuild(
+                group, self._rebuilds, _left(deadline), grow=grow, terms=self._terms() if grow else b""
+            )
+        except CommError as error:
+            raise error.locate(rank=group.rank, size=group.size, operation="rebuild") from None
+        # All have come, so nobody is in a call of the old one any more.
+        self._engine.retire()
+        members = rebuilt.members
+        new = Group(rebuilt.name, members.index(group.members[group.rank]), members)
+        try:
+            return self._connected(new, deadline)
+        except BaseException as error:
+            self._control.fail(new, cause_of(error, new.rank, "rebuild"))
+            self._control.leave(new)
+            again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
+            if not again or not _left(deadline):
+                raise
+            return None
+
+    def _connected(self, new: Group, deadline: float) -> Self:
+        self._control.join(new)
+        transport = self._plain().renew(new)
+        try:
+            made = self._alike(transport, self._check)
+            self._control.exchange(new, "rebuilt", None, max(_left(deadline), 1.0))
+        except BaseException as error:
+            transport.abort(error)
+            raise
+        return made
+
+    def _terms(self) -> bytes:
+        """What a newcomer has to know."""
+        options = self._options
+        return serialization.encode((options.backend, options.timeout_s, options.chunk_bytes, self._check))
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -1,0 +1,37 @@
+"""Codecs by name: a file of `codecs`, an entry point `unisono.compression.codecs`, or what was registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from unisono.compression.codec import Codec
+from unisono.core.registry import Registry
+
+__all__ = ["CODECS", "Spec", "resolve"]
+
+CODECS: Registry[Callable[..., Codec]] = Registry("codec", "unisono.compression.codecs", "CODEC")
+"""All codecs: `CODECS["int8"]` is a class."""
+
+Spec = Codec | Callable[[], Codec] | str
+"""How a codec may be asked for."""
+
+
+def resolve(spec: Spec) -> Codec:
+    """The codec that is meant: a codec, a class or function that makes one, or a name.
+
+    Example:
+        >>> un.compression.resolve("int8"), un.compression.resolve(un.compression.int8)
+        (int8(block=1024), int8(block=1024))
+        >>> un.compression.resolve("int4")
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown codec 'int4'; known: bf16, error_feedback, fp16, int8, onebit, powersgd, randomk, topk
+    """
+    made = CODECS[spec]() if isinstance(spec, str) else spec
+    if not isinstance(made, Codec) and callable(made):
+        made = made()
+    if not isinstance(made, Codec):
+        raise TypeError(
+            f"a codec, a function that makes one, or one of {', '.join(CODECS.names())} is needed: {spec!r}"
+        )
+    return made

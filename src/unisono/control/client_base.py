@@ -1,0 +1,285 @@
+"""All that a rank may ask of the control plane, on top of one way to send a request and get replies."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from unisono import serialization
+from unisono.control.membership import Reply
+from unisono.control.reply_schema import Callback, Membership, Waiter
+from unisono.core.control import Control, Rebuilt
+from unisono.core.failure import Cause, error_of, text_of
+from unisono.core.flight_recorder import Activity, Desk
+from unisono.core.group import Group
+from unisono.diagnostics.event_log import Record, record_of
+from unisono.diagnostics.hang_report import hang_report
+from unisono.errors import ClosedError, CommTimeoutError, PeerLostError
+
+__all__ = ["Requester"]
+
+# After a timeout: for the server to say what came of it.
+_GRACE_S = 5.0
+_AGAIN_S = 1.0
+
+
+class Requester(Control, ABC):
+    """A rank's handle, but for how messages travel.
+
+    Args:
+        patience_s: How long to wait for an answer that nothing holds up.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._numbers = itertools.count(1)
+        self._waiters: dict[int, Waiter] = {}
+        self._members: dict[str, Membership] = {}
+        self._ended: Cause | None = None
+        self._silent = False
+        self._ending = threading.Lock()
+        self._desk = Desk()
+        self._record: Record | None = None
+
+    @abstractmethod
+    def _send(self, number: int, words: tuple[Any, ...]) -> None:
+        """Start a request. Its reply comes to `_receive`, from any thread, even before this returns."""
+
+    @abstractmethod
+    def _mention(self, words: tuple[Any, ...]) -> None:
+        """Send what has no reply, from any thread; it may get lost."""
+
+    def _wait(self, waiter: Waiter, timeout: float) -> bool:
+        """Whether the answer has come in time."""
+        waiter.sleep(timeout)
+        return waiter.reply is not None
+
+    @property
+    @abstractmethod
+    def _where(self) -> str:
+        """What the other side is called in messages."""
+
+    # -- requests and replies ----------------------------------------------------------------------
+    def _begin(self, *words: Any) -> Waiter:
+        waiter = Waiter(next(self._numbers))
+        self._waiters[waiter.number] = waiter
+        try:
+            # Looked at only now: whoever ends the connection sets it first, and then answers the waiters.
+            if self._ended is not None:
+                raise error_of(self._ended)
+            self._send(waiter.number, words)
+        except BaseException:
+            self._waiters.pop(waiter.number, None)
+            raise
+        return waiter
+
+    def _finish(self, waiter: Waiter, timeout: float, group: Group | None = None) -> Any:
+        """The value of the answer, or its error."""
+        timeout = self._within(timeout)
+        try:
+            self._wait(waiter, timeout)
+        finally:
+            self._waiters.pop(waiter.number, None)
+        if waiter.reply is None:
+            self._silent = True
+            raise CommTimeoutError(
+                f"{self._where} has not answered for {timeout:.1f} s. Is its process alive, and not stopped?",
+                waited_s=timeout,
+            )
+        _, outcome, body = waiter.reply
+        if outcome == "failed":
+            raise error_of(Cause(*cast("tuple[str, int | None, str]", body)), group)
+        return body
+
+    def _within(self, timeout: float) -> float:
+        """How long to wait for an answer: where the way is cut, a failing rank has much to tell that nobody hears."""
+        return min(timeout, _AGAIN_S) if self._silent else timeout
+
+    def _ask(self, *words: Any, group: Group | None = None, within_s: float | None = None) -> Any:
+        return self._finish(self._begin(*words), self._patience_s if within_s is None else within_s, group)
+
+    def _receive(self, reply: Reply) -> Callback | None:
+        """Hand a reply to who waits for it; what is to be called because of it, outside of any lock."""
+        number, outcome, body = reply
+        if outcome == "asked":
+            return lambda: self._mention(("answer", body, serialization.encode(self._desk.report())))
+        if number:
+            self._silent = False
+            waiter = self._waiters.get(number)
+            if waiter is not None:
+                waiter.answer(reply)
+            return None
+        name, kind, rank, message = cast("tuple[str, str, int | None, str]", body)
+        membership = self._members.get(name)
+        return membership.fail(Cause(kind, rank, message)) if membership is not None else None
+
+    def _end(self, cause: Cause, *, fails_groups: bool, culprit: int | None = None) -> list[Callback]:
+        """No answer will come any more: tell whoever waits for one, and the groups if so wanted.
+
+        `culprit` is the rank that it is about, in the first group of the job; each group has its own number for it.
+        """
+        with self._ending:
+            if self._ended is not None:
+                return []
+            self._ended = cause
+        members = list(self._members.values()) if fails_groups else []
+        callbacks = [m.fail(_as_seen_in(m.group, cause, culprit)) for m in members]
+        for waiter in list(self._waiters.values()):
+            waiter.answer((waiter.number, "failed", (cause.kind, cause.rank, cause.message)))
+        return [callback for callback in callbacks if callback is not None]
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Close, since the process ends: in peace, or telling every group the error that ends it."""
+        self._patience_s = min(self._patience_s, _GRACE_S)
+        for membership in list(self._members.values()):
+            if error is not None and self._ended is None:
+                group = membership.group
+                message = f"rank {group.rank} failed: {type(error).__name__}: {text_of(error)}"
+                self.fail(group, Cause("PeerLostError", group.rank, message))
+        self.close()
+
+    # -- the store ---------------------------------------------------------------------------------
+    def set(self, key: str, value: bytes) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
+        waiter = self._begin("get", key, "" if group is None else group.name)
+        try:
+            if not self._wait(waiter, timeout):
+                # Answers come in order: after this one, the value either is here or will never come.
+                self._ask("forget", waiter.number, within_s=_GRACE_S)
+            if waiter.reply is None:
+                message = f"waited {timeout:.1f} s for the key {key!r}, which nobody has set"
+                raise CommTimeoutError(message, waited_s=timeout)
+        finally:
+            self._waiters.pop(waiter.number, None)
+        value: bytes = self._finish(waiter, 0, group)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, amount))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        value: bytes = self._ask("compare_set", key, expected, desired)
+        return value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", list(keys)))
+
+    def delete(self, key: str) -> bool:
+        return bool(self._ask("delete", key))
+
+    def num_keys(self) -> int:
+        return int(self._ask("num_keys"))
+
+    # -- groups ------------------------------------------------------------------------------------
+    def join(self, group: Group, on_failure: Callable[[Cause], None] | None = None) -> None:
+        before = self._members.get(group.name)
+        self._members[group.name] = Membership(group, on_failure)
+        try:
+            self._ask("join", group.name, group.rank, group.size, list(group.members), group=group)
+        except BaseException:
+            if before is None:
+                self._members.pop(group.name, None)
+            else:
+                self._members[group.name] = before
+            raise
+
+    def leave(self, group: Group, patience: float = 0.0) -> None:
+        if self._members.pop(group.name, None) is None:
+            return
+        # Without a control plane there is nothing left to leave.
+        with contextlib.suppress(PeerLostError, ClosedError, CommTimeoutError):
+            waiter = self._begin("leave", group.name, patience > 0)
+            if not self._wait(waiter, self._within(patience or self._patience_s)) and not self._silent:
+                self._ask("forget", waiter.number, within_s=_GRACE_S)
+            self._waiters.pop(waiter.number, None)
+
+    def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
+        contents = self._exchange(group, topic, value, timeout, agree=False)
+        return [serialization.decode(content) for content in contents]
+
+    def agree(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
+        contents = self._exchange(group, topic, value, timeout, agree=True)
+        return None if contents is None else [serialization.decode(content) for content in contents]
+
+    def _exchange(self, group: Group, topic: str, value: Any, timeout: float, *, agree: bool) -> Any:
+        known = self._members.get(group.name)
+        if known is not None and known.cause is not None:
+            raise error_of(known.cause, group)
+        waiter = self._begin("exchange", group.name, topic, serialization.encode(value), agree)
+        try:
+            if not self._wait(waiter, timeout):
+                # The others learn of it and raise the same; the answer to the exchange says what came of it.
+                report, deadlock, *_ = hang_report(self, group)
+                words = (group.name, topic, timeout, report, deadlock)
+                self._ask("withdraw", *words, group=group, within_s=_GRACE_S)
+        except BaseException:
+            self._waiters.pop(waiter.number, None)
+            raise
+        return self._finish(waiter, _GRACE_S, group)
+
+    def fail(self, group: Group, cause: Cause) -> Cause:
+        membership = self._members.get(group.name)
+        if membership is not None and membership.cause is not None:
+            return membership.cause
+        if self._ended is None:
+            with contextlib.suppress(CommTimeoutError):
+                # If there is no answer, the others have to find out for themselves.
+                words = (group.name, cause.kind, cause.rank, cause.message)
+                return Cause(*self._ask("fail", *words, group=group, within_s=min(self._patience_s, _GRACE_S)))
+        callback = membership.fail(cause) if membership is not None else None
+        if callback is not None:
+            callback()
+        return cause
+
+    def cause(self, group: Group, patience: float = 0.0) -> Cause | None:
+        membership = self._members.get(group.name)
+        if membership is not None:
+            membership.told.wait(max(0.0, patience))
+            return membership.cause
+        told = None if self._ended is not None else self._ask("cause", group.name)
+        return None if told is None else Cause(*told)
+
+    def rebuild(self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b"") -> Rebuilt:
+        waiter = self._begin("rebuild", group.name, attempt, grow, list(group.members), terms)
+        if not self._wait(waiter, timeout):
+            self._ask("without", group.name, attempt, timeout, group=group, within_s=_GRACE_S)
+        name, members = self._finish(waiter, _GRACE_S, group)
+        return Rebuilt(name, tuple(members))
+
+    def apply(self, timeout: float) -> tuple[Rebuilt, int, bytes]:
+        waiter = self._begin("apply")
+        if not self._wait(waiter, timeout):
+            self._ask("forget", waiter.number, within_s=_GRACE_S)
+            if waiter.reply is None:
+                self._waiters.pop(waiter.number, None)
+                raise CommTimeoutError(
+                    f"waited {timeout:.1f} s to be taken in; the ranks of the job call comm.rebuild(grow=1)",
+                    waited_s=timeout,
+                )
+        name, members, rank, terms = self._finish(waiter, 0)
+        return Rebuilt(name, tuple(members)), rank, terms
+
+    # -- what everybody is doing -------------------------------------------------------------------
+    def watch(self, activity: Activity) -> None:
+        self._desk.add(activity)
+        if self._record is None:
+            self._record = record_of(activity.group.rank)
+        activity.record = self._record
+
+    def survey(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
+        waiter = self._begin("survey", None if group is None else group.name)
+        if not self._wait(waiter, patience):
+            self._ask("enough", waiter.number, within_s=_GRACE_S)
+        pairs = self._finish(waiter, _GRACE_S, group)
+        return {tuple(who): None if content is None else serialization.decode(content) for who, content in pairs}
+
+
+def _as_seen_in(group: Group, cause: Cause, culprit: int | None) -> Cause:
+    return replace(cause, rank=group.members.index(culprit)) if culprit in group.members else cause

@@ -1,0 +1,153 @@
+"""The client's side of one connection: reaching the server, frames out and in."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+
+from unisono import serialization
+from unisono.control import handshake
+from unisono.control.auth_channel import Channel
+from unisono.control.inspect_socket import Door
+from unisono.errors import CommError, CommTimeoutError
+
+__all__ = ["Line", "connect"]
+
+_READ_BYTES = 1 << 16
+_PAUSES_S = (0.01, 0.02, 0.05, 0.1, 0.2)
+_HELLO_WITHIN_S = 5.0
+_MAX_POLL_S = 1e6
+
+
+class Line:
+    """A connection on which both sides know each other. One thread at a time may send, and one receive."""
+
+    def __init__(self, peer: socket.socket, channel: Channel) -> None:
+        peer.setblocking(False)
+        self._peer, self._channel = peer, channel
+        self._sending = threading.Lock()
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(peer, select.POLLIN)
+        self._writable.register(peer, select.POLLOUT)
+        self._door: Door | None = None
+        self._door_number = -1
+
+    @property
+    def local_host(self) -> str:
+        """The address of this host on the way to the server."""
+        host: str = self._peer.getsockname()[0]
+        return host
+
+    def send(self, content: bytes, deadline: float) -> None:
+        """Send a frame. Raises OSError if the server does not take it by `deadline` (of the monotonic clock)."""
+        with self._sending:
+            rest = memoryview(self._channel.seal(content))
+            while rest:
+                try:
+                    rest = rest[self._peer.send(rest) :]
+                except BlockingIOError:
+                    if not self._writable.poll(_milliseconds(deadline - time.monotonic())):
+                        raise TimeoutError("the server reads nothing") from None
+
+    def serve(self, door: Door) -> None:
+        """Also answer at a door while this connection is waited for."""
+        if door.socket is not None:
+            self._door, self._door_number = door, door.socket.fileno()
+            self._readable.register(door.socket, select.POLLIN)
+
+    def receive(self, timeout: float | None) -> list[bytes]:
+        """The contents of the frames that have arrived, none if the time is up. Raises OSError at the end."""
+        found = dict(self._readable.poll(None if timeout is None else _milliseconds(timeout)))
+        if self._door is not None and self._door_number in found:
+            self._door.answer()
+        if not found:
+            return []
+        try:
+            data = self._peer.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionError("the connection has ended")
+        return self._channel.open(data)
+
+    def hang_up(self) -> None:
+        """End the connection; whoever reads learns of it."""
+        try:
+            self._peer.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(min(max(seconds, 0.0), _MAX_POLL_S) * 1000 + 0.5)
+
+
+def connect(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None = None) -> tuple[Line, Line]:
+    """Two connections to the server, for requests and for news. It may start later than this client.
+
+    If the secrets differ, the server hears of the `rank`, if one is given.
+
+    Raises:
+        CommTimeoutError: Nobody answers there.
+        CommError: Something else answers there, or the secrets differ.
+    """
+    deadline = time.monotonic() + timeout
+    attempt = 0
+    while True:
+        try:
+            return _both(address, secret, max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())), rank)
+        except UnicodeError as error:
+            raise CommError(f"{address[0]!r} is no name of a host") from error
+        except OSError as error:
+            pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
+            attempt += 1
+            if time.monotonic() + pause >= deadline:
+                raise CommTimeoutError(
+                    f"nobody answers at {address[0]}:{address[1]} after {timeout:.1f} s ({error.strerror or error}). "
+                    "Is rank 0 running there, is the address right on every rank, and is the port open?",
+                    waited_s=timeout,
+                ) from error
+            time.sleep(pause)
+
+
+def _both(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> tuple[Line, Line]:
+    line = _reach(address, secret, timeout, rank)
+    news: Line | None = None
+    try:
+        news = _reach(address, secret, timeout, rank)
+        # The server gives out the client's number, and learns that the second connection is of the same one.
+        number = _ask(line, line, ("number",), timeout)
+        _ask(news, line, ("news", number), timeout)
+    except BaseException:
+        line.close()
+        if news is not None:
+            news.close()
+        raise
+    return line, news
+
+
+def _ask(out: Line, back: Line, words: tuple[object, ...], timeout: float) -> object:
+    out.send(serialization.encode((1, words)), time.monotonic() + timeout)
+    contents = back.receive(timeout)
+    if not contents:
+        raise TimeoutError("the server is silent")
+    return serialization.decode(contents[0])[2]
+
+
+def _reach(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> Line:
+    try:
+        return Line(*handshake.connect(address, secret, timeout, rank))
+    except handshake.AuthenticationError as error:
+        if not error.other_secret:
+            raise CommError(
+                f"what answers at {address[0]}:{address[1]} is no control plane of unisono; choose another port"
+            ) from error
+        raise CommError(
+            f"the control plane at {address[0]}:{address[1]} does not know this secret, the secrets differ: "
+            "set UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"
+        ) from error

@@ -1,0 +1,297 @@
+"""Who is present in which group, what its members exchange, and what first went wrong in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from unisono.core.failure import LEFT, Cause
+
+__all__ = ["Contribution", "Groups", "Outgoing", "Reply", "failed", "pushed"]
+
+Reply = tuple[int, str, object]
+"""Number of the request (0: nobody asked), "ok" or "failed", and the value or the cause's three fields."""
+
+Outgoing = list[tuple[int, Reply]]
+"""Which client is told what, in this order."""
+
+
+def failed(request: int, cause: Cause) -> Reply:
+    """The reply to a request that cannot be done."""
+    return request, "failed", (cause.kind, cause.rank, cause.message)
+
+
+def pushed(name: str, cause: Cause) -> Reply:
+    """How a member is told that its group has failed."""
+    return 0, "failed", (name, cause.kind, cause.rank, cause.message)
+
+
+class Contribution(NamedTuple):
+    """What one rank brought to an exchange, and where the others' values are to be sent.
+
+    Attributes:
+        agree: Whether a single word is enough for an answer if all brought the same bytes.
+    """
+
+    client: int
+    request: int
+    content: bytes
+    agree: bool
+
+
+@dataclass(slots=True)
+class _Group:
+    name: str
+    size: int
+    members: tuple[int, ...] = ()
+    present: dict[int, int] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    exchanges: dict[str, dict[int, Contribution]] = field(default_factory=dict)
+    cause: Cause | None = None
+
+    @property
+    def known(self) -> set[int]:
+        """Every rank that has been here, at some time."""
+        return self.present.keys() | self.gone
+
+    @property
+    def complete(self) -> bool:
+        return len(self.present) + len(self.gone) == self.size
+
+    def fail(self, cause: Cause) -> Outgoing:
+        """Keep the first cause, tell every member, and end every exchange with it."""
+        if self.cause is not None:
+            return []
+        self.cause = cause
+        out: Outgoing = [(client, pushed(self.name, cause)) for client in self.present.values()]
+        for exchange in self.exchanges.values():
+            out += [(who.client, failed(who.request, cause)) for who in exchange.values()]
+        self.exchanges.clear()
+        return out
+
+
+class Groups:
+    """Groups by name, each for as long as a rank is in it or may still come.
+
+    All answers are pure values: which client is told what.
+
+    Args:
+        on_failure: What else is to be told when a group has failed, of its name and the cause.
+        on_end: Likewise when all ranks have left it, of its name.
+    """
+
+    def __init__(
+        self,
+        on_failure: Callable[[str, Cause], Outgoing] = lambda name, cause: [],
+        on_end: Callable[[str], Outgoing] = lambda name: [],
+    ) -> None:
+        self._on_failure, self._on_end = on_failure, on_end
+        self._groups: dict[str, _Group] = {}
+        self._ranks: dict[int, dict[str, int]] = {}
+        self._gathering: set[str] = set()
+
+    def join(
+        self,
+        client: int,
+        request: int,
+        name: str,
+        rank: int,
+        size: int,
+        members: Sequence[int] = (),
+        answer: str | None = None,
+    ) -> Outgoing:
+        """Again by the same client is harmless. Who contradicts a group that is not complete, fails it."""
+        group = self._groups.setdefault(name, _Group(name, size))
+        group.members = group.members or tuple(members)
+        contradiction = self._contradiction(group, client, rank, size)
+        if contradiction is not None:
+            cause = Cause("MismatchError", rank, contradiction)
+            return [*([] if group.complete else self._fail(group, cause)), (client, failed(request, cause))]
+        group.present[rank] = client
+        self._ranks.setdefault(client, {})[name] = rank
+        out: Outgoing = [(client, (request, "ok", answer))]
+        if group.cause is not None:
+            out.append((client, pushed(name, group.cause)))
+        (self._gathering.discard if group.complete else self._gathering.add)(name)
+        return out + self._missed(name.rpartition("/")[0])
+
+    def _missed(self, name: str) -> Outgoing:
+        """Who has gone from a group, and had not come to a part of it yet, never will."""
+        whole, out = self._groups.get(name), []
+        gone = {whole.members[rank] for rank in whole.gone if whole.members} if whole is not None else set()
+        for part in [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]:
+            missing = [r for r, number in enumerate(part.members) if number in gone and r not in part.known]
+            if missing:
+                message = f"rank {missing[0]} was lost before it came to {part.name}"
+                out += self._fail(part, Cause("PeerLostError", missing[0], message))
+        return out
+
+    def _contradiction(self, group: _Group, client: int, rank: int, size: int) -> str | None:
+        if size != group.size:
+            return (
+                f"rank {rank} says that {group.name} has {size} ranks, others say {group.size}; "
+                "start all of them with the same number"
+            )
+        if not 0 <= rank < size:
+            return f"there is no rank {rank} among {size}"
+        if rank in group.gone:
+            return f"rank {rank} of {group.name} has left or was lost before; a new group needs a new name"
+        if group.present.get(rank, client) != client:
+            return f"two processes claim to be rank {rank} of {group.name}; give each one its own rank"
+        return None
+
+    def leave(self, client: int, name: str) -> Outgoing:
+        """In peace: only who waits for this rank is told, now or later."""
+        rank = self._ranks.get(client, {}).pop(name, None)
+        if rank is None:
+            return []
+        group = self._groups[name]
+        del group.present[rank]
+        group.gone.add(rank)
+        out: Outgoing = []
+        for topic, exchange in list(group.exchanges.items()):
+            if rank not in exchange:
+                out += [(who.client, failed(who.request, _left(rank))) for who in exchange.values()]
+                del group.exchanges[topic]
+        return out + self._missed(name) + self._forget_if_over(group)
+
+    def leave_all(self, client: int) -> Outgoing:
+        """Leave every group in peace."""
+        out: Outgoing = []
+        for name in list(self._ranks.get(client, ())):
+            out += self.leave(client, name)
+        self._ranks.pop(client, None)
+        return out
+
+    def lose(self, client: int) -> Outgoing:
+        """A connection ended without leaving: the first cause of failure of every group it was in."""
+        out: Outgoing = []
+        for name, rank in self._ranks.pop(client, {}).items():
+            group = self._groups[name]
+            del group.present[rank]
+            group.gone.add(rank)
+            message = f"rank {rank} was lost: its process ended without closing the communicator"
+            out += self._fail(group, Cause("PeerLostError", rank, message))
+            out += self._missed(name) + self._forget_if_over(group)
+        return out
+
+    def exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
+        """Keep what a rank brings until all have brought theirs."""
+        rank = self._ranks.get(client, {}).get(name)
+        if rank is None:
+            return [(client, failed(request, Cause("CommError", None, f"this rank has not joined {name}")))]
+        group = self._groups[name]
+        if group.cause is not None:
+            return [(client, failed(request, group.cause))]
+        exchange = group.exchanges.setdefault(topic, {})
+        if rank in exchange:
+            message = f"rank {rank} came twice to {topic!r} of {name}; every exchange needs a topic of its own"
+            return [(client, failed(request, Cause("CommError", rank, message)))]
+        exchange[rank] = Contribution(client, request, content, agree)
+        missing_for_good = group.gone - exchange.keys()
+        if missing_for_good:
+            del group.exchanges[topic]
+            return [(who.client, failed(who.request, _left(min(missing_for_good)))) for who in exchange.values()]
+        if len(exchange) < group.size:
+            return []
+        del group.exchanges[topic]
+        return _results(exchange)
+
+    def withdraw(self, name: str, topic: str, waited_s: float, report: str = "", deadlock: bool = False) -> Outgoing:
+        """Somebody's patience has ended: if ranks are missing still, the group fails for want of them.
+
+        `report` is what that one has found out about the others.
+        """
+        group = self._groups.get(name)
+        exchange = group.exchanges.get(topic) if group is not None else None
+        if group is None or exchange is None:
+            return []
+        missing = [rank for rank in range(group.size) if rank not in exchange]
+        kind = "DeadlockError" if deadlock else "CommTimeoutError"
+        return self._fail(group, Cause(kind, missing[0], _waited(topic, waited_s, missing) + report))
+
+    def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
+        """The first cause of the group, which may now be this one."""
+        group = self._groups.get(name)
+        out = [] if group is None else self._fail(group, cause)
+        return (group and group.cause) or cause, out
+
+    def _fail(self, group: _Group, cause: Cause) -> Outgoing:
+        return [] if group.cause is not None else [*group.fail(cause), *self._on_failure(group.name, cause)]
+
+    def cause(self, name: str) -> Cause | None:
+        """The first cause, if there is one."""
+        group = self._groups.get(name)
+        return group.cause if group is not None else None
+
+    def complete(self, name: str) -> bool:
+        """Whether every rank has joined, at some time. A group that is over and forgotten was complete."""
+        group = self._groups.get(name)
+        return group is None or group.complete
+
+    def present(self, name: str) -> dict[int, int]:
+        """For each rank that is in the group now, its client."""
+        group = self._groups.get(name)
+        return {} if group is None else dict(group.present)
+
+    def first_of_all(self) -> dict[int, tuple[str, int]]:
+        """For each client that is in any group, the one that it has been in for longest, and its rank there."""
+        return {client: next(iter(ranks.items())) for client, ranks in self._ranks.items() if ranks}
+
+    def rank_of(self, client: int, name: str) -> int | None:
+        """A client's rank in a group, if it is there now."""
+        return self._ranks.get(client, {}).get(name)
+
+    def names(self, client: int) -> list[str]:
+        """The groups that a client is in."""
+        return list(self._ranks.get(client, ()))
+
+    def below(self, name: str) -> list[str]:
+        """The parts of a group that are there still."""
+        return [part for part in self._groups if part.startswith(f"{name}/")]
+
+    def expel(self, name: str, rank: int, cause: Cause) -> Outgoing:
+        """The others go on without this rank, which is told."""
+        group = self._groups[name]
+        client = group.present.pop(rank)
+        self._ranks[client].pop(name, None)
+        group.gone.add(rank)
+        return [(client, pushed(name, cause)), *self._fail(group, cause)]
+
+    def _forget_if_over(self, group: _Group) -> Outgoing:
+        if len(group.gone) < group.size:
+            return []
+        del self._groups[group.name]
+        self._gathering.discard(group.name)
+        return self._on_end(group.name)
+
+    def knows(self, name: str) -> bool:
+        """Whether somebody is in the group, or may still come."""
+        return name in self._groups
+
+
+def _results(exchange: dict[int, Contribution]) -> Outgoing:
+    contents = [exchange[rank].content for rank in range(len(exchange))]
+    same = all(content == contents[0] for content in contents)
+    # Rank 0 last: where its process is the server too, it would take the interpreter from this thread.
+    last_first = (exchange[rank] for rank in reversed(range(len(exchange))))
+    return [(who.client, (who.request, "ok", None if who.agree and same else contents)) for who in last_first]
+
+
+def _left(rank: int) -> Cause:
+    return Cause("PeerLostError", rank, f"rank {rank} {LEFT}")
+
+
+def _waited(topic: str, waited_s: float, missing: list[int]) -> str:
+    first, others = missing[0], missing[1:]
+    if not others:
+        return (
+            f"waited {waited_s:.1f} s in {topic} for rank {first}, which has not come. "
+            "Is it alive, or did it skip a call?"
+        )
+    shown = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    return (
+        f"waited {waited_s:.1f} s in {topic} for rank {first} (and {shown}), which have not come. "
+        "Are they alive, or did they skip a call?"
+    )

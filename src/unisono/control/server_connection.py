@@ -1,0 +1,81 @@
+"""The server's side of one connection: frames in, frames out."""
+
+from __future__ import annotations
+
+import socket
+import time
+from select import select
+from selectors import EVENT_READ
+
+from unisono.control.auth_channel import Channel
+
+__all__ = ["Connection"]
+
+_READ_BYTES = 1 << 16
+_MAX_UNREAD_BYTES = 256 << 20
+
+
+class Connection:
+    """A client that has proved the secret, and whose socket does not block.
+
+    Attributes:
+        serves: The number of the client that it belongs to: that of the client's first connection.
+        in_peace: Whether it has said that it will go.
+        watched: What the selector is asked to report of its socket.
+        waiting: Whether bytes wait until it has read others.
+    """
+
+    def __init__(self, number: int, peer: socket.socket, channel: Channel) -> None:
+        self.number, self.peer, self._channel = number, peer, channel
+        self.serves = number
+        self.in_peace = False
+        self.watched = EVENT_READ
+        self._unsent = bytearray()
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._unsent)
+
+    def read(self) -> list[bytes]:
+        """Return the contents of the frames that have arrived. Raises ConnectionError at the end."""
+        try:
+            data = self.peer.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionError("the connection has ended")
+        return self._channel.open(data)
+
+    def write(self, content: bytes) -> None:
+        """Send a frame, now or when the peer has read. Raises OSError if it never does."""
+        self._queue(self._channel.seal(content))
+
+    def _queue(self, data: bytes) -> None:
+        if self._unsent:
+            self._unsent += data
+            if len(self._unsent) > _MAX_UNREAD_BYTES:
+                raise ConnectionError("the peer does not read what is sent to it")
+            return
+        sent = self._send(data)
+        self._unsent += memoryview(data)[sent:]
+
+    def flush(self) -> None:
+        """Send what can be sent now."""
+        while self._unsent:
+            sent = self._send(self._unsent)
+            if not sent:
+                return
+            del self._unsent[:sent]
+
+    def flush_until(self, deadline: float) -> None:
+        """Send the rest, for as long as there is time."""
+        self.flush()
+        while self._unsent and (left_s := deadline - time.monotonic()) > 0:
+            select([], [self.peer], [], left_s)
+            self.flush()
+
+    def _send(self, data: bytes | bytearray) -> int:
+        try:
+            return self.peer.send(data)
+        except BlockingIOError:
+            return 0

@@ -1,0 +1,69 @@
+"""Questions that the server puts to several clients at once, for one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from unisono.control.membership import Outgoing
+
+__all__ = ["Surveys"]
+
+
+@dataclass(slots=True)
+class _Survey:
+    client: int
+    request: int
+    labels: dict[int, tuple[str, int]]
+    answers: dict[int, bytes] = field(default_factory=dict)
+
+
+class Surveys:
+    """What each of some clients is doing. Who does not answer, for whatever reason, holds nobody up for long.
+
+    The answer to the whole is a list of pairs: a client's group and rank, and what it said, or None.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Survey] = {}
+        self._numbers = itertools.count(1)
+
+    def ask(self, client: int, request: int, labels: Mapping[int, tuple[str, int]]) -> Outgoing:
+        """Put the question to these clients."""
+        number = next(self._numbers)
+        survey = self._open[number] = _Survey(client, request, dict(labels))
+        return [*[(asked, (0, "asked", number)) for asked in labels], *self._conclude(number, survey)]
+
+    def answer(self, client: int, number: int, content: bytes) -> Outgoing:
+        """One of them has answered; too late is harmless."""
+        survey = self._open.get(number)
+        if survey is None or client not in survey.labels:
+            return []
+        survey.answers[client] = content
+        return self._conclude(number, survey)
+
+    def enough(self, client: int, request: int) -> Outgoing:
+        """Who asked waits no longer, and takes what there is."""
+        out: Outgoing = []
+        for number, survey in list(self._open.items()):
+            if (survey.client, survey.request) == (client, request):
+                out += self._conclude(number, survey, whole=False)
+        return out
+
+    def forget(self, client: int) -> Outgoing:
+        """A client has gone: it neither answers nor asks."""
+        out: Outgoing = []
+        for number, survey in list(self._open.items()):
+            if survey.client == client:
+                del self._open[number]
+            elif survey.labels.pop(client, None) is not None:
+                out += self._conclude(number, survey)
+        return out
+
+    def _conclude(self, number: int, survey: _Survey, *, whole: bool = True) -> Outgoing:
+        if whole and len(survey.answers) < len(survey.labels):
+            return []
+        del self._open[number]
+        pairs = [(label, survey.answers.get(client)) for client, label in survey.labels.items()]
+        return [(survey.client, (survey.request, "ok", sorted(pairs, key=lambda pair: pair[0])))]

@@ -1,0 +1,81 @@
+"""torch's store on top of the control plane, so that torch's own process groups need no TCPStore."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from unisono.core.control import Control
+from unisono.core.group import Group
+
+__all__ = ["ControlStore"]
+
+
+class ControlStore(dist.Store):
+    """A `torch.distributed.Store` whose keys live under a prefix of a control plane.
+
+    Args:
+        control: The handle; it has to outlive the store.
+        prefix: What the names of all keys begin with. Stores with different ones know nothing of each other.
+        timeout_s: Seconds that `get` and `wait` wait for a key, until `set_timeout` says otherwise.
+        group: Whose failure ends such a wait too.
+
+    Example:
+        >>> from unisono.control import LocalHub
+        >>> store = ControlStore(LocalHub().control(), "gloo/world")
+        >>> store.set("host", "here")
+        >>> store.get("host")
+        b'here'
+    """
+
+    # torch keeps it, since its own code sets it; its annotations do not tell.
+    timeout: timedelta
+
+    def __init__(self, control: Control, prefix: str, timeout_s: float = 300.0, group: Group | None = None) -> None:
+        super().__init__()
+        self._group = group
+        self.set_timeout(timedelta(seconds=timeout_s))
+        self._control, self._prefix = control, prefix
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._control.set(self._key(key), _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._control.get(self._key(key), self.timeout.total_seconds(), self._group)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
+        for key in keys:
+            self._control.get(self._key(key), deadline - time.monotonic(), self._group)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._control.add(self._key(key), amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._control.check([self._key(key) for key in keys])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._control.compare_set(self._key(key), _bytes(expected), _bytes(desired))
+
+    def delete_key(self, key: str) -> bool:
+        return self._control.delete(self._key(key))
+
+    def num_keys(self) -> int:
+        """Of the whole control plane, whatever the prefix."""
+        return self._control.num_keys()
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    # As torch's C++ code calls the two.
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,1 @@
+"""The contracts and small parts that every room builds on."""

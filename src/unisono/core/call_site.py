@@ -1,0 +1,59 @@
+"""Which line of the user's program is calling, for messages."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from importlib.util import find_spec
+from types import CodeType, FrameType
+
+__all__ = ["call_site", "line_of", "nearest", "site_of", "users_frame"]
+
+# Torch is found without being loaded: processes that only speak to the control plane need none.
+_TORCH = getattr(find_spec("torch"), "origin", None) or __file__
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OTHERS = (_OURS, os.path.dirname(os.path.abspath(_TORCH)) + os.sep)
+_NOT_THE_USERS = (*_OTHERS, threading.__file__)
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+
+def call_site() -> str | None:
+    """The nearest caller outside the library and torch, as "file.py:12"; None if there is none."""
+    return site_of(sys._getframe(1))
+
+
+def site_of(frame: FrameType | None) -> str | None:
+    """As `call_site`, of a frame and what called it."""
+    found = nearest(frame)
+    return None if found is None else f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno}"
+
+
+def nearest(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame outside the library and torch."""
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return frame
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of what the user writes: outside of Python's own library, too, and of installed ones."""
+    inner = nearest(frame)
+    found = inner
+    while found is not None and (found.f_code.co_filename.startswith(_LIBRARY) or _installed(found.f_code.co_filename)):
+        found = nearest(found.f_back)
+    return inner if found is None else found
+
+
+def _installed(filename: str) -> bool:
+    return f"{os.sep}site-packages{os.sep}" in filename or filename.startswith("<frozen")
+
+
+def line_of(code: CodeType, instruction: int) -> str:
+    """The file and line of an instruction: a pair that costs less to keep than a line, and keeps nothing alive."""
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+            break
+    return f"{os.path.basename(code.co_filename)}:{line}"

@@ -1,0 +1,69 @@
+"""Failures of groups: an error becomes the first cause, which every rank raises with its own context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono import errors
+from unisono.core.group import Group
+from unisono.errors import CommError, MismatchError
+
+__all__ = ["LEFT", "Cause", "cause_of", "error_of", "text_of"]
+
+LEFT = "has left (it closed the communicator, or its program has ended)"
+"""Message about a rank that ended without a failure while others still wait for it."""
+
+_MOST_SAID = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The first thing that went wrong in a group.
+
+    Attributes:
+        kind: Name of the error class in `unisono.errors` that the other ranks raise.
+        rank: The rank (of that group) that it is about.
+        message: A sentence, without the reader's own rank in it.
+    """
+
+    kind: str
+    rank: int | None
+    message: str
+
+
+def cause_of(error: BaseException, rank: int, operation: str) -> Cause:
+    """The cause that a rank reports to the others for an error of its own."""
+    if isinstance(error, MismatchError):
+        return Cause("MismatchError", error.peer, error.message)
+    if isinstance(error, CommError):
+        about = error.peer if error.peer is not None else rank
+        return Cause(type(error).__name__, about, f"rank {rank} gave up in {operation}: {error.message}")
+    return Cause("PeerLostError", rank, f"rank {rank} failed in {operation}: {type(error).__name__}: {text_of(error)}")
+
+
+def error_of(cause: Cause, group: Group | None = None) -> CommError:
+    """The error that a member of `group` raises because of `cause`.
+
+    Example:
+        >>> print(error_of(Cause("PeerLostError", 1, "rank 1 was lost"), Group.world(0, 4)))
+        rank 0 of 4: rank 1 was lost
+    """
+    kind = getattr(errors, cause.kind, CommError)
+    if not (isinstance(kind, type) and issubclass(kind, CommError)):
+        kind = CommError
+    rank, size = (None, None) if group is None else (group.rank, len(group.members))
+    return kind(cause.message, peer=cause.rank, rank=rank, size=size)
+
+
+def text_of(error: BaseException) -> str:
+    """An error's text as other ranks get it: bounded, even if its `__str__` fails.
+
+    Example:
+        >>> text_of(KeyError("x"))
+        "'x'"
+    """
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"(it cannot be put in words: {type(another).__name__})"
+    return f"{text[:_MOST_SAID]}... ({len(text)} letters)" if len(text) > _MOST_SAID else text

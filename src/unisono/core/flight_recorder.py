@@ -1,0 +1,200 @@
+"""What a rank is doing: its last calls, the one that it is in, for whom it waits, and where its thread is."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, Protocol
+
+from unisono.core.call_site import line_of, site_of, users_frame
+from unisono.core.group import Group
+
+__all__ = ["Activity", "Awaited", "Desk", "Noted", "Recorder", "told"]
+
+_KEPT = 16
+_TOLD = 5
+_FRAMES = 12
+_KNOT_S = 0.5
+
+_TAGS = 256
+
+Awaited = tuple[str, int, int, int]
+"""A message that is waited for: "send" or "recv", the peer, the tag, and which one of these it is, from 1.
+
+Tags that are equal modulo 256 are counted together, on every rank: a program may use each tag once.
+"""
+
+
+Noted = tuple[str, int | None, str, "str | tuple[CodeType, int] | None"]
+"""One call: its name, its number among the collectives, what else is to be said, and its place in the program."""
+
+
+def told(noted: Noted) -> str:
+    """A call in words.
+
+    Example:
+        >>> told(("all_reduce", 7, "sum", "train.py:12"))
+        'all_reduce #7 (sum) at train.py:12'
+    """
+    name, number, detail, place = noted
+    site = line_of(*place) if isinstance(place, tuple) else place
+    number_told = "" if number is None else f" #{number}"
+    return f"{name}{number_told}{f' ({detail})' if detail else ''}{f' at {site}' if site else ''}"
+
+
+class Activity:
+    """What one communicator of this rank has been doing, for whoever asks, from any thread.
+
+    To note a call costs a fraction of a microsecond; all else is put together when somebody asks.
+
+    Attributes:
+        owner: The thread that makes the calls.
+        calls: How many collectives have been called.
+        messages: How many batches of messages have been called; `calls` counts collectives.
+        posted: How many messages there were of each kind.
+        inside: Whether this rank is in a call.
+        since: On the monotonic clock: when the last call began, or ended if it is in none.
+        now: The call that it is in, if it is in one.
+        awaited: The messages that it waits for there.
+        gave_up: Whether its last wait was in vain.
+        aside: Whether it is so in a thread of the library, while the owner may do other things.
+        keep: Adds a call to the latest ones.
+        record: Where events are kept that are to survive this process, if anywhere.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.owner = threading.get_ident()
+        self.calls, self.messages, self.inside, self.aside = 0, 0, False, False
+        self.awaited: tuple[Awaited, ...] = ()
+        self.posted: dict[tuple[str, int, int], int] = {}
+        self.now: Noted | None = None
+        self._latest: deque[Noted] = deque(maxlen=_KEPT)
+        self.keep: Callable[[Noted], None] = self._latest.append
+        self.since = time.monotonic()
+        self.broken = self.closed = self.gave_up = False
+        self.record: Recorder | None = None
+
+    @property
+    def latest(self) -> list[Noted]:
+        """The last calls, the newest at the end."""
+        return list(self._latest)
+
+    # -- what the engine tells -----------------------------------------------------------------
+    def note(self, noted: Noted) -> None:
+        """A call has been made."""
+        self.keep(noted)
+        if noted[1] is not None:
+            self.calls = noted[1]
+        else:
+            self.messages += 1
+
+    def enter(self, noted: Noted, awaited: tuple[Awaited, ...] = ()) -> None:
+        """It is under way, or waited for."""
+        self.now, self.awaited = noted, awaited
+        self.since = time.monotonic()
+        self.inside = True
+        if self.record is not None:
+            self.record.put("enter", self.group.name, self.group.rank, noted[1], told(noted))
+
+    def leave(self) -> None:
+        """It is so no more."""
+        self.inside = False
+        self.since = time.monotonic()
+        # Of a call that has failed, the error is told already.
+        if self.record is not None and self.now is not None and not self.broken:
+            self.record.put("leave", self.group.name, self.group.rank, self.now[1], told(self.now))
+
+    def tell(self, kind: str, text: str) -> None:
+        """Something else has happened that is worth keeping."""
+        if self.record is not None:
+            self.record.put(kind, self.group.name, self.group.rank, None, text)
+
+    def post(self, kind: str, peer: int, tag: int) -> Awaited:
+        """A message is posted; how it is known from now on."""
+        key = kind, peer, tag % _TAGS
+        self.posted[key] = number = self.posted.get(key, 0) + 1
+        return *key, number
+
+    # -- what others want to know --------------------------------------------------------------
+    def last(self, count: int = _TOLD) -> list[str]:
+        """The last calls, the newest at the end."""
+        return [told(noted) for noted in self.latest[-count:]]
+
+    def told(self) -> dict[str, Any]:
+        """All of it in plain values."""
+        # Who has just given up waiting counts as waiting: others, who ask at the same time, are in the same knot.
+        # An error of the program may come from a wait that was none of its calls.
+        now = self.now
+        inside = now is not None and (self.inside or (self.gave_up and time.monotonic() - self.since < _KNOT_S))
+        latest = self.latest
+        shown = now if inside or not latest else latest[-1]
+        # A quick call is counted when it is done.
+        come = now[1] if inside and now is not None else None
+        return {
+            "group": self.group.name,
+            "rank": self.group.rank,
+            "members": list(self.group.members),
+            "calls": max(self.calls, come or 0),
+            "inside": inside,
+            "aside": self.aside,
+            "gave_up": not self.inside,
+            "for_s": max(0.0, time.monotonic() - self.since),
+            "call": None if shown is None else told(shown),
+            "number": None if shown is None else shown[1],
+            "awaited": [list(one) for one in self.awaited] if inside else [],
+            "posted": [[*key, count] for key, count in list(self.posted.items())],
+            "last": self.last(),
+            "broken": self.broken,
+        }
+
+
+class Recorder(Protocol):
+    """Where events go that are to survive this process."""
+
+    def put(self, kind: str, group: str, rank: int, number: int | None, text: str) -> None:
+        """Keep one."""
+        ...
+
+
+class Desk:
+    """The activities of one rank, and where it keeps them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: weakref.WeakSet[Activity] = weakref.WeakSet()
+
+    def add(self, activity: Activity) -> None:
+        """Tell of it from now on, for as long as it is there."""
+        with self._lock:
+            self._known.add(activity)
+
+    def report(self) -> dict[str, Any]:
+        """What this rank is doing: its communicators, the one used last at the end, and the stack of their thread."""
+        with self._lock:
+            known = sorted((a for a in self._known if not a.closed), key=lambda a: (a.since, a.group.name))
+        owner = known[-1].owner if known else threading.main_thread().ident
+        frame = sys._current_frames().get(owner or 0)
+        at = users_frame(frame)
+        return {
+            "pid": os.getpid(),
+            "groups": [activity.told() for activity in known],
+            "site": site_of(at),
+            "function": None if at is None else at.f_code.co_qualname,
+            "stack": _stack(frame),
+        }
+
+
+def _stack(frame: Any) -> list[str]:
+    """The innermost frames, the newest at the end."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < _FRAMES:
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return lines[::-1]

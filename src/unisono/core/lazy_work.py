@@ -1,0 +1,89 @@
+"""Work that is done, or brought to its end, by whoever waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from unisono.core.threads import Crew
+from unisono.core.types import Work
+from unisono.core.work import Completion, late, patience
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Deferred"]
+
+_LOOK_EVERY_S = 1e-3
+_crew = Crew("unisono deferred work")
+
+
+class Deferred(Work):
+    """What is left to do is done by the first `wait`, in its thread.
+
+    Args:
+        run: Does it, until a deadline on the clock of `time.monotonic`.
+        timeout_s: How long `wait` waits unless it is told otherwise.
+        ready: Whether `run` would return, or raise, at once; if None, nobody knows. A wait that is told its time runs
+            nothing before, so that it may be repeated.
+    """
+
+    def __init__(self, run: Callable[[float], None], timeout_s: float, ready: Callable[[], bool] | None = None) -> None:
+        self._run, self._timeout_s, self._ready = run, timeout_s, ready
+        self._lock = threading.Lock()
+        self._over = False
+        self._error: BaseException | None = None
+        self._told: Completion | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        limit = patience(timeout, self._timeout_s)
+        if timeout is not None and self._ready is not None:
+            self._look(self._ready, limit)
+            limit = self._timeout_s
+        with self._lock:
+            if not self._over:
+                self._over = True
+                try:
+                    self._run(time.monotonic() + limit)
+                except BaseException as error:
+                    # Also an interrupt: every later wait has to say how this one ended.
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+
+    def _look(self, ready: Callable[[], bool], timeout: float) -> None:
+        """Return when there is nothing to wait for any more; so long, another thread may be in `run`."""
+        started = time.monotonic()
+        while not ready():
+            waited = time.monotonic() - started
+            if waited >= timeout:
+                raise late((), waited)
+            time.sleep(min(timeout - waited, _LOOK_EVERY_S))
+
+    def is_completed(self) -> bool:
+        if not self._over and self._ready is not None and self._ready():
+            self._settle()
+        return self._over and not self._lock.locked()
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def _settle(self) -> BaseException | None:
+        try:
+            self.wait()
+        except BaseException as error:
+            # Nobody is there to raise it to; the future, or the next wait, tells it.
+            return error
+        return None
+
+    def get_future(self) -> torch.futures.Future[None]:
+        if self._told is None:
+            self._told = told = Completion(self._timeout_s)
+
+            def settle() -> None:
+                told.complete(self._settle())
+
+            _crew.run(settle)
+        return self._told.get_future()

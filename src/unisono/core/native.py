@@ -1,0 +1,40 @@
+"""The native core, where a compiler was at hand; without it all works in Python, and slower."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["NO_EXTENSIONS", "native"]
+
+NO_EXTENSIONS = "UNISONO_NO_EXTENSIONS"
+"""The variable of the environment that keeps to Python, if it says anything."""
+
+_SOURCES = Path(__file__).parents[2] / "native"
+"""In a checkout; an installed package has none."""
+
+
+@cache
+def native() -> ModuleType | None:
+    """The native core, unless it was built from other sources than those beside it."""
+    if os.environ.get(NO_EXTENSIONS):
+        return None
+    try:
+        module = import_module("unisono._native")
+    except ImportError:
+        return None
+    if _SOURCES.is_dir() and getattr(module, "BUILD", None) != _digest():
+        warnings.warn("unisono._native was built from other sources and is left out; run `make install`", stacklevel=2)
+        return None
+    return module
+
+
+def _digest() -> str:
+    """Of the sources, as setup.py computes it."""
+    content = b"".join(path.read_bytes() for path in sorted(_SOURCES.rglob("*.[ch]pp")))
+    return hashlib.sha256(content).hexdigest()[:16]

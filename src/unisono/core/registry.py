@@ -1,0 +1,101 @@
+"""Things found by name: a file of a package, an entry point of another package, or what was registered."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Collection
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar, cast
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """One new file is one new name; nothing needs to be listed anywhere.
+
+    Args:
+        kind: What one entry is called in messages ("transport").
+        package: The package whose modules are the entries.
+        attribute: What of a module is the entry; the module itself if None.
+        aliases: Names that lead to another module of the package.
+        group: The entry-point group of other packages; the package's name if None.
+        helpers: Modules of the package that are no entries.
+
+    Example:
+        >>> collectives = Registry("all_reduce algorithm", "unisono.collectives.algorithms.all_reduce")
+        >>> "ring" in collectives.names()
+        True
+        >>> collectives["rang"]
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown all_reduce algorithm 'rang'; known: ...
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        package: str,
+        attribute: str | None = None,
+        aliases: dict[str, str] | None = None,
+        *,
+        group: str | None = None,
+        helpers: Collection[str] = (),
+    ) -> None:
+        self.kind, self._package, self._attribute = kind, package, attribute
+        self._aliases = aliases or {}
+        self._group = group or package
+        self._hidden = {*self._aliases.values(), *helpers}
+        self._registered: dict[str, T] = {}
+
+    def register(self, name: str, entry: T) -> T:
+        """Add an entry for this process; a name that is taken is an error."""
+        if name in self:
+            raise ValueError(f"the {self.kind} {name!r} exists already; choose another name")
+        self._registered[name] = entry
+        return entry
+
+    def unregister(self, name: str) -> None:
+        """Take back what `register` added."""
+        del self._registered[name]
+
+    def names(self) -> list[str]:
+        """Every known name, sorted; imports nothing but the package itself."""
+        return sorted({*self._modules, *self._aliases, *self._foreign, *self._registered})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._registered or name in self._aliases or name in self._modules or name in self._foreign
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._registered:
+            return self._registered[name]
+        if name in self._aliases or name in self._modules:
+            module = importlib.import_module(f"{self._package}.{self._aliases.get(name, name)}")
+            return cast(T, getattr(module, self._attribute) if self._attribute else module)
+        if name in self._foreign:
+            return cast(T, self._foreign[name].load())
+        raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+
+    @property
+    def _modules(self) -> tuple[str, ...]:
+        """Files and sub-packages, except helpers and those that only aliases lead to."""
+        files = _files(tuple(importlib.import_module(self._package).__path__))
+        return tuple(name for name in files if name not in self._hidden)
+
+    @property
+    def _foreign(self) -> dict[str, EntryPoint]:
+        return _entry_points(self._group)
+
+
+# To look for files and entry points takes milliseconds, and algorithms are looked up in every call.
+@cache
+def _files(folders: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(m.name for m in pkgutil.iter_modules(folders) if not m.name.startswith("_"))
+
+
+@cache
+def _entry_points(group: str) -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=group)}

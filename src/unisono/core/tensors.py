@@ -1,0 +1,226 @@
+"""Which tensors may be sent or written to, and how they become one-dimensional and contiguous."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch.autograd.graph import increment_version
+
+from unisono.serialization.tensors import is_hollow
+
+__all__ = [
+    "Staging",
+    "as_flat",
+    "check_apart",
+    "check_tensor",
+    "injective",
+    "is_locked",
+    "numels",
+    "put_back",
+    "view_of",
+]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CPU = frozenset({"cpu"})
+_ODD = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_ODD |= {getattr(torch, name) for name in ("qint8", "qint32", "quint8", "quint4x2", "quint2x4") if hasattr(torch, name)}
+"""Dtypes of tensors that may be conjugated views, or quantized."""
+
+
+def as_flat(tensor: object, name: str, *, written: bool = False) -> torch.Tensor | None:
+    """Return a tensor whose elements lie in the CPU's memory one after another: the given one, or a contiguous copy.
+
+    None for a tensor that needs the general path, such as one of a GPU or of a class of its own; `put_back` writes a
+    copy to where it is from. Raises as `check_tensor`.
+    """
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in _PLAIN:
+        return None
+    try:
+        plain = tensor.is_contiguous() and tensor.is_cpu and not (tensor.requires_grad or tensor.is_neg())
+    except RuntimeError:
+        # A layout that knows no strides.
+        return None
+    if tensor.dtype in _ODD and (tensor.is_conj() or tensor.is_quantized):
+        plain = False
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return None
+    if plain:
+        return tensor
+    if not tensor.is_cpu:
+        return None
+    check_tensor(tensor, "the tensor" if name == "tensor" else name, _CPU, written=written)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def numels(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the number of elements of each tensor."""
+    return tuple(map(torch.Tensor.numel, tensors))
+
+
+def is_locked(tensor: torch.Tensor) -> bool:
+    """Whether torch lets it be written in inference mode only, and that is not now."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> torch.Tensor:
+    """Return the tensor; `TypeError` or `ValueError` if it cannot be sent, or received into, without harm."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if (type(tensor) not in _PLAIN or tensor.is_nested) and is_hollow(tensor):
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}, whose elements are not in its own memory; pass the plain tensor "
+            "that it holds, such as what to_local() of a DTensor returns"
+        )
+    if tensor.is_quantized:
+        raise ValueError(f"{name} is quantized; convert it with .dequantize() first, or send its int_repr()")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; convert it with .to_dense() first")
+    if tensor.device.type not in devices:
+        raise ValueError(
+            f"{name} is on {tensor.device}, which this backend cannot carry; it carries {', '.join(sorted(devices))}"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled() and _has_history(tensor):
+        raise ValueError(
+            f"{name} has a gradient history, as a view of a parameter has, which communication would lose in silence; "
+            "pass tensor.detach(), or call inside torch.no_grad()"
+        )
+    if written and not injective(tensor):
+        raise ValueError(
+            f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), "
+            "as after expand(); pass tensor.contiguous() or a tensor of its own"
+        )
+    return tensor
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    """Return whether autograd follows a tensor back to another, or would after a write.
+
+    Torch calls a view that was made without gradients a leaf, until it is written: which is so on some ranks only.
+    """
+    base = tensor._base
+    return (base is not None and base.requires_grad) or not tensor.is_leaf
+
+
+def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
+    """`ValueError` if a tensor that is written shares any element with another of these."""
+    spans = sorted(
+        (
+            (t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size(), index, index < len(written), name, t)
+            for index, (name, t) in enumerate([*written, *read])
+            if t.numel()
+        ),
+        key=lambda span: span[:3],
+    )
+    for i, (_, stop, _, writes, name, tensor) in enumerate(spans):
+        for start, _, _, other_writes, other_name, other in spans[i + 1 :]:
+            if start >= stop:
+                break
+            if (writes or other_writes) and tensor.device == other.device and _share(tensor, other):
+                raise ValueError(f"{name} and {other_name} share memory; pass tensors of their own")
+
+
+class Staging:
+    """Turns the tensors of a call into one-dimensional contiguous ones, and results back.
+
+    Args:
+        away: Types of devices whose tensors take the way over the CPU's memory.
+
+    Attributes:
+        before: To be run before anything moves.
+        after: To be run when all has arrived.
+    """
+
+    def __init__(self, away: frozenset[str] = frozenset()) -> None:
+        self._away = away
+        self.before: list[Callable[[], object]] = []
+        self.after: list[Callable[[], object]] = []
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Flat memory with the tensor's elements: the tensor's own where possible."""
+        return self._flat(tensor, read=True, write=False)
+
+    def target(self, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
+        """Flat memory whose elements end up in the tensor; holding its present ones if `read`."""
+        return self._flat(tensor, read=read, write=True)
+
+    def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Uninitialised flat memory of a tensor's dtype, where the transport can use it."""
+        if like.device.type in self._away:
+            # Pinned memory is what a GPU copies to and from at full speed.
+            return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy a tensor that is only read, before anything moves."""
+        self.before.append(partial(target.copy_, tensor.detach()))
+
+    def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
+        tensor = tensor.detach()
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        # One of inference mode can be written to in that mode alone.
+        plain = plain and not (write and is_locked(tensor))
+        if plain and tensor.device.type not in self._away:
+            # Unlike view(-1), this has stride 1 also where there is only one element: else it has no bytes to view.
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+            if write and not tensor.is_inference():
+                # Few transports write by torch's functions, which autograd hears of.
+                self.after.append(partial(increment_version, flat))
+            return flat
+        flat = self.scratch(tensor.numel(), tensor)
+        shaped = flat.view(tensor.shape)
+        if read:
+            self.before.append(lambda: shaped.copy_(tensor))
+        if write:
+            self.after.append(lambda: put_back(tensor, shaped))
+        return flat
+
+
+def put_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
+    """Write a result to the tensor that it is for, whatever mode that was made in."""
+    if tensor.data_ptr() != result.data_ptr():
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(result)
+
+
+def view_of(tensor: torch.Tensor) -> memoryview:
+    """Bytes of a contiguous tensor on the CPU, which has to outlive the view.
+
+    A slice of it costs a tenth of a slice of the tensor.
+    """
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def injective(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory."""
+    if tensor.is_contiguous() or tensor.numel() < 2:
+        return True
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride < reach:
+            # Strides that interleave may still be injective: only counting tells.
+            return stride > 0 and _places(tensor, 0).unique().numel() == tensor.numel()
+        reach += (size - 1) * stride
+    return True
+
+
+def _places(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """The position of each element in memory, counted in elements from `offset` before the first."""
+    return torch.arange(_extent(tensor), device="cpu").as_strided(tensor.shape, tensor.stride()).reshape(-1) + offset
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    if a.element_size() != b.element_size() or (b.data_ptr() - a.data_ptr()) % a.element_size():
+        return True
+    return bool(torch.isin(_places(b, (b.data_ptr() - a.data_ptr()) // a.element_size()), _places(a, 0)).any())

@@ -1,0 +1,143 @@
+"""What is left of an epoch, dealt to so many parts; and what is left when each has taken some of its part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from unisono.data.apportionment import equal_shares
+from unisono.data.indices import Indices, Joined, Places, select, taken_from
+from unisono.data.partitioner import Partitioner
+
+__all__ = ["Deal", "Evening", "Phase", "added", "deal", "in_step", "leftover"]
+
+Evening = Literal["none", "drop", "pad"]
+"""Whether parts are cut to the shortest, or padded to the longest by samples that come twice."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of an epoch that is over, since the number of parts changed.
+
+    Attributes:
+        parts: How many there were.
+        taken: How many samples of its part each had committed.
+        settings: Of the partitioner at the time.
+    """
+
+    parts: int
+    taken: tuple[int, ...]
+    settings: dict[str, Any]
+
+    def plain(self) -> dict[str, Any]:
+        return {"parts": self.parts, "taken": list(self.taken), "settings": self.settings}
+
+
+@dataclass(frozen=True)
+class Deal:
+    """What is left of an epoch, and which places of it are whose."""
+
+    rest: Indices
+    parts: Sequence[Places]
+    interleaved: bool
+    evening: Evening = "none"
+
+    def length(self, part: int) -> int:
+        """How many samples this part gives out."""
+        return self.lengths[part]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The same of each part."""
+        lengths = [len(part) for part in self.parts]
+        even = {"none": None, "drop": min(lengths), "pad": max(lengths)}[self.evening]
+        return lengths if even is None else [even] * len(lengths)
+
+    def part(self, number: int) -> Indices:
+        """The samples of one part, in their order."""
+        places, length = self.parts[number], self.length(number)
+        kept = select(self.rest, [places[:length]])
+        if length <= len(places):
+            return kept
+        return Joined([kept, select(self.rest, [self._padding(number, len(places), length)])])
+
+    def _padding(self, number: int, start: int, stop: int) -> torch.Tensor:
+        """Places that come a second time: of an interleaved order the first ones, else those of the part itself."""
+        more = torch.arange(start, stop, device="cpu")
+        if self.interleaved or not start:
+            return (number + len(self.parts) * more) % len(self.rest)
+        return taken_from(self.parts[number], 0, start)[more % start]
+
+
+def deal(
+    rule: Partitioner, order: Indices, phases: Sequence[Phase], parts: int, seed: int, evening: Evening = "none"
+) -> Deal:
+    """Replay the phases of an epoch that are over, and deal what they left."""
+    for phase in phases:
+        earlier = rule.replaced(phase.settings).divide(order, equal_shares(phase.parts), seed)
+        order = select(order, leftover(earlier, phase.taken, len(order)))
+    return Deal(order, rule.divide(order, equal_shares(parts), seed), rule.interleaves, evening)
+
+
+def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[Places]:
+    """The places of a sequence of `count` that are left, ascending, when of each part so many have been taken.
+
+    Example:
+        >>> leftover([range(0, 9, 3), range(1, 9, 3), range(2, 9, 3)], [2, 1, 1], 9)
+        [tensor([4, 5]), range(6, 9)]
+    """
+    left = [part[used:] for part, used in zip(parts, taken, strict=True)]
+    ranges = [part for part in left if isinstance(part, range)]
+    if len(ranges) < len(left):
+        return [torch.cat([taken_from(part, 0, len(part)) for part in left]).sort().values]
+    if all(part.step == 1 for part in ranges):
+        in_order = sorted((part for part in ranges if part), key=_start)
+        return list(in_order)
+    # Parts take turns: from the place on where the last of them goes on, everything is left.
+    edge = min(count, max(part.start for part in ranges))
+    early = sorted(place for part in ranges for place in range(part.start, min(edge, part.stop), part.step))
+    tail = range(edge, count)
+    return [torch.tensor(early, device="cpu"), tail] if early else [tail]
+
+
+def _start(part: range) -> int:
+    return part.start
+
+
+def in_step(lengths: Sequence[int], total: int) -> list[int]:
+    """How many each part has given when all together have given `total`, in turns; parts that are through are skipped.
+
+    Example:
+        >>> in_step([4, 2, 3], 7), in_step([4, 4, 4], 7)
+        ([3, 2, 2], [3, 2, 2])
+    """
+    low, high = 0, max(lengths)
+    while low < high:
+        rounds = (low + high + 1) // 2
+        low, high = (rounds, high) if sum(min(rounds, n) for n in lengths) <= total else (low, rounds - 1)
+    given = [min(low, n) for n in lengths]
+    over = total - sum(given)
+    for part in [part for part, n in enumerate(lengths) if n > low][:over]:
+        given[part] += 1
+    return given
+
+
+def added(phases: Sequence[Phase], last: Phase, rule: Partitioner, lengths: Sequence[int]) -> list[Phase]:
+    """The phases with one more, in the shortest form.
+
+    Where parts take turns and have kept step, all together have taken the first places of the order, whoever they
+    were; so a job that is resumed a thousand times has one phase.
+    """
+    total = sum(last.taken)
+    if not total:
+        return list(phases)
+    if not rule.interleaves or list(last.taken) != in_step(lengths, total):
+        return [*phases, last]
+    before = 0
+    if phases and phases[-1].parts == 1:
+        before = phases[-1].taken[0]
+        phases = phases[:-1]
+    return [*phases, Phase(1, (before + total,), {})]

@@ -1,0 +1,82 @@
+"""What a saved state says of an epoch: how far each rank has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unisono.data.resharding import Phase
+
+__all__ = ["FORMAT", "check_states", "counts_of", "phases_of"]
+
+FORMAT = 1
+
+_ALIKE = ("epoch", "seed", "samples", "partition", "shuffle", "phases", "parts", "settings")
+
+
+def check_states(states: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, Any]:
+    """What all states have in common, if they fit together and what is wanted; else `ValueError`.
+
+    Args:
+        states: Of ranks of one job at one time.
+        wanted: What this sampler has, under the same keys.
+    """
+    for state in states:
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            known = state.get("format") if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"this is no state of a sampler of format {FORMAT}, but of {known!r}")
+    first = states[0]
+    for key in _ALIKE:
+        values = [state[key] for state in states]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"the states are not of one job at one time: they have {key} {values}")
+    if len({state["rank"] for state in states}) < len({(state["rank"], state["taken"]) for state in states}):
+        raise ValueError("the states are not of one job at one time: two of the same rank differ")
+    for key, value in wanted.items():
+        if first[key] != value:
+            raise ValueError(f"the state is of another sampler: it has {key}={first[key]!r}, and this one {value!r}")
+    return first
+
+
+def phases_of(state: dict[str, Any]) -> list[Phase]:
+    """The phases that a state tells of."""
+    return [Phase(phase["parts"], tuple(phase["taken"]), phase["settings"]) for phase in state["phases"]]
+
+
+def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step: bool, lost: bool = False) -> list[int]:
+    """How many samples each rank of the job had committed.
+
+    A rank without a state is taken to have come as far as the others.
+
+    Args:
+        states: Of some ranks of the job, or of all.
+        lengths: How many samples each rank had.
+        in_step: Whether ranks may be taken to have kept step.
+        lost: The ranks without a state have died, and are taken to have come no further than the one that told most.
+
+    Raises:
+        ValueError: There is no telling, unless all ranks' states are given.
+    """
+    told = {state["rank"]: int(state["taken"]) for state in states}
+    missing = [rank for rank in range(len(lengths)) if rank not in told]
+    for rank, taken in told.items():
+        if not 0 <= taken <= lengths[rank]:
+            raise ValueError(f"the state says that rank {rank} has used {taken} samples, but it had {lengths[rank]}")
+    if missing and any(told.values()) and not in_step and not lost:
+        raise ValueError(
+            f"ranks with unequal parts take samples at their own pace: load the states of all {len(lengths)} ranks, "
+            "as a list"
+        )
+    teller = max(told, key=lambda rank: (told[rank], lengths[rank]))
+    furthest = told[teller]
+    longer = [rank for rank in missing if lengths[rank] > furthest]
+    if not longer or lost or furthest < lengths[teller]:
+        return [told.get(rank, min(furthest, length)) for rank, length in enumerate(lengths)]
+    # This rank is through. Others may have had a sample more.
+    through = next(state["through"] for state in states if state["rank"] == teller)
+    if through is None or max(lengths) > furthest + 1:
+        raise ValueError(
+            f"rank {teller} was through its {furthest} samples, but its state does not tell whether rank {longer[0]} "
+            f"had used more of its {lengths[longer[0]]}: load the states of all {len(lengths)} ranks, as a list"
+        )
+    return [told.get(rank, length if through else min(furthest, length)) for rank, length in enumerate(lengths)]

@@ -1,7 +1,0 @@
-"""The demonstration: train a small network on several ranks, and prove that it equals one rank."""
-
-from __future__ import annotations
-
-from unisono.demo.demonstration import Ready, Settings, prepare, show
-
-__all__ = ["Ready", "Settings", "prepare", "show"]

@@ -1,0 +1,1 @@
+"""Reports of what ranks are doing or did last."""

@@ -1,0 +1,200 @@
+"""Why a wait has come to nothing: what every rank of the group is doing, and whether they wait for each other."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from unisono.core.control import Control
+from unisono.core.group import Group
+from unisono.errors import CommError, CommTimeoutError, DeadlockError, MismatchError
+
+__all__ = ["Hang", "explained", "hang_report", "last_calls", "lines_of"]
+
+_Report = dict[str, Any]
+
+_PATIENCE_S = 0.15
+"""A rank that does not answer within this time is stopped, or as good as stopped."""
+
+_MOST_RANKS = 16
+_NAMED = 8
+_NOTHING: _Report = {"calls": -1, "inside": False}
+_STACK_LINES = 4
+_FIELDS = ("operation", "call", "peer", "nbytes", "waited_s")
+_SILENT = "does not answer: its process is stopped, or busy in code that lets no other thread of it run"
+
+
+class Hang(NamedTuple):
+    """What is known of a wait in vain.
+
+    Attributes:
+        report: What each rank is doing, as lines to put after an error's message.
+        deadlock: Whether some ranks wait for each other in a circle, and what each waits for has not been called or
+            sent.
+        missing: For whom a collective waits, as far as it is known: who does something else; if nobody does, who does
+            not answer; else who is still in an earlier call.
+        verdict: The same in a sentence, or nothing.
+    """
+
+    report: str = ""
+    deadlock: bool = False
+    missing: tuple[int, ...] = ()
+    verdict: str = ""
+
+
+def hang_report(control: Control, group: Group) -> Hang:
+    """Ask all ranks what they are doing."""
+    try:
+        found = control.survey(group, _PATIENCE_S)
+    except CommError:
+        return Hang()
+    if not any(report and report["groups"] for report in found.values()):
+        # Nobody has a communicator yet: there is nothing to tell.
+        return Hang()
+    told = {rank: found.get((group.name, rank), {}) for rank in range(group.size)}
+    circle = _circle(told, group)
+    shown = sorted(told, key=lambda rank: (_inside(told[rank]) is not None, rank))[:_MOST_RANKS]
+    lines = [line for rank in sorted(shown) for line in lines_of(f"rank {rank}", told[rank])]
+    if len(told) > len(shown):
+        lines.append(f"(and {len(told) - len(shown)} ranks more)")
+    if circle:
+        first, *others = (f"rank {rank}" for rank in circle)
+        lines.insert(0, f"a deadlock: {first} waits for {', which waits for '.join(others)}")
+    return Hang("".join(f"\n  {line}" for line in lines), bool(circle), *_verdict(told, group))
+
+
+def last_calls(control: Control, group: Group) -> str:
+    """The last calls of each rank, as lines to put after an error's message."""
+    try:
+        found = control.survey(group, _PATIENCE_S)
+    except CommError:
+        return ""
+    return "".join(
+        f"\n  the last calls of rank {rank}: {', then '.join(entry['last'])}"
+        for (_, rank), told in list(found.items())[:_MOST_RANKS]
+        for entry in (told or {}).get("groups", ())
+        if entry["group"] == group.name and entry["last"]
+    )
+
+
+def explained(error: BaseException, control: Control, group: Group) -> BaseException:
+    """A wait in vain with what every rank is doing (a deadlock is called so), a mismatch with the last calls of each.
+
+    Cost: one question to all ranks, which those that are stopped hold up by 0.15 s.
+    """
+    if not isinstance(error, CommError) or "\n" in str(error) or group.size == 1:
+        return error
+    if isinstance(error, MismatchError):
+        error.message += last_calls(control, group)
+    elif isinstance(error, CommTimeoutError):
+        hang = hang_report(control, group)
+        if error.peer is None and hang.missing:
+            error.peer = hang.missing[0]
+            error.message += f": {hang.verdict}"
+        error.message += hang.report
+        if hang.deadlock:
+            return DeadlockError(error.message, **{name: getattr(error, name) for name in _FIELDS})
+    return error
+
+
+def lines_of(name: str, told: _Report | None) -> list[str]:
+    """What one rank is doing, in a line, and where its thread is, in a few more."""
+    if told is None:
+        return [f"{name} {_SILENT}"]
+    if not told:
+        return [f"{name} is gone"]
+    at = f"its thread is at {told['site']} in {told['function']}" if told["site"] else "its thread has ended"
+    current = _inside(told)
+    if current is not None:
+        elsewhere = f"; {at}" if current["aside"] or f" at {told['site']}" not in current["call"] else ""
+        how = "has just given up in" if current["gave_up"] else "is in"
+        return [f"{name} {how} {current['call']}, in group {current['group']}, for {current['for_s']:.1f} s{elsewhere}"]
+    stack = [f"    {line}" for line in told["stack"][-_STACK_LINES:]]
+    latest = told["groups"][-1] if told["groups"] else None
+    if latest is None or latest["call"] is None:
+        return [f"{name} has made no call; {at}", *stack]
+    return [f"{name} is in no call, for {latest['for_s']:.1f} s; its last was {latest['call']}; {at}", *stack]
+
+
+def _inside(told: _Report | None) -> _Report | None:
+    """The communicator that a rank waits in, the one entered last if there are several."""
+    inside = [entry for entry in (told or {}).get("groups", ()) if entry["inside"]]
+    return inside[-1] if inside else None
+
+
+def _circle(told: dict[int, _Report | None], group: Group) -> list[int]:
+    """Ranks that wait for each other in a circle, the first one again at the end; empty if there are none."""
+    waits = {rank: _waits_for(rank, told, group) for rank in told}
+
+    def search(path: list[int]) -> list[int]:
+        for rank in waits[path[-1]]:
+            found = [*path[path.index(rank) :], rank] if rank in path else search([*path, rank])
+            if found:
+                return found
+        # Whoever is not in a circle by now never will be.
+        waits[path[-1]] = []
+        return []
+
+    return next(filter(None, (search([start]) for start in list(waits))), [])
+
+
+def _waits_for(rank: int, told: dict[int, _Report | None], group: Group) -> list[int]:
+    """The ranks of the group that this one waits for in vain, as long as they do not go on."""
+    current = _inside(told[rank])
+    if current is None or current["aside"]:
+        return []
+    if current["awaited"]:
+        found = [
+            peer for kind, peer, tag, number in current["awaited"] if _absent(told, current, kind, peer, tag, number)
+        ]
+    elif current["number"] is not None:
+        found = [peer for peer in range(len(current["members"])) if _behind(told, current, peer)]
+    else:
+        found = []
+    numbers = [current["members"][peer] for peer in found]
+    return [group.members.index(number) for number in numbers if number in group.members]
+
+
+def _verdict(told: dict[int, _Report | None], group: Group) -> tuple[tuple[int, ...], str]:
+    """For whom the collective of the group that this rank is in waits."""
+    calls = {rank: _of(told, group.members[rank], group.name) for rank in range(group.size)}
+    mine = calls[group.rank]
+    if mine is None or not mine["inside"] or mine["number"] is None:
+        return (), ""
+    behind = [rank for rank in calls if told[rank] and (calls[rank] or _NOTHING)["calls"] < mine["number"]]
+    elsewhere = [rank for rank in behind if not (calls[rank] or _NOTHING)["inside"]]
+    silent = [rank for rank in calls if not told[rank]]
+    if silent and not elsewhere:
+        one, several = "does not answer. Is it stopped, or gone?", "do not answer. Are they stopped, or gone?"
+    else:
+        one = "has not come. Is it alive, or did it skip a call?"
+        several = "have not come. Are they alive, or did they skip a call?"
+    missing = tuple(elsewhere or silent or behind)
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    named = ", ".join(map(str, missing[:_NAMED]))
+    return missing, f"ranks {named}{more} {several}" if len(missing) > 1 else f"rank {named} {one}" if missing else ""
+
+
+def _of(told: dict[int, _Report | None], number: int, name: str) -> _Report | None:
+    """What a rank of the job, by its number there, says of one of its groups."""
+    for answer in told.values():
+        for entry in (answer or {}).get("groups", ()):
+            if entry["group"] == name and entry["members"][entry["rank"]] == number:
+                found: _Report = entry
+                return found
+    return None
+
+
+def _behind(told: dict[int, _Report | None], current: _Report, peer: int) -> bool:
+    """Whether the peer has not come to the collective that this rank is in."""
+    entry = _of(told, current["members"][peer], current["group"])
+    return entry is not None and peer != current["rank"] and bool(entry["calls"] < current["number"])
+
+
+def _absent(told: dict[int, _Report | None], current: _Report, kind: str, peer: int, tag: int, number: int) -> bool:
+    """Whether the peer has not posted the counterpart of a message."""
+    entry = _of(told, current["members"][peer], current["group"])
+    if entry is None:
+        return False
+    other = "recv" if kind == "send" else "send"
+    posted = {(k, p, t): count for k, p, t, count in entry["posted"]}
+    return bool(posted.get((other, current["rank"], tag), 0) < number)

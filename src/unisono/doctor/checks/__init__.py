@@ -1,1 +1,0 @@
-"""The checks: one file each, see `unisono.doctor.patient.Check`."""

@@ -1,0 +1,8 @@
+"""Ranks that come and go: recovery from lost ranks, and joining a running job."""
+
+from __future__ import annotations
+
+from unisono.elastic.join import join
+from unisono.elastic.recovery import Recovery
+
+__all__ = ["Recovery", "join"]

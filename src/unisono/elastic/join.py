@@ -1,0 +1,94 @@
+"""`join`: how a newcomer gets into a job that is running."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from unisono import serialization
+from unisono.bootstrap.attach import find_running
+from unisono.communicator import Communicator
+from unisono.control.client import SocketControl
+from unisono.core.failure import cause_of
+from unisono.core.group import Group
+from unisono.core.transport import Options
+from unisono.errors import AbortedError, CommError, MismatchError
+from unisono.launcher.api import TIMEOUT_S, Wrap, check_timeout
+from unisono.transports.hierarchical import transport_named
+
+__all__ = ["join"]
+
+_log = logging.getLogger("unisono")
+
+
+def join(
+    init_method: str | None = None,
+    *,
+    pid: int | None = None,
+    timeout: float = TIMEOUT_S,
+    device: str | torch.device | None = None,
+    secret: str | bytes | None = None,
+    wrap: Wrap | None = None,
+) -> Communicator:
+    """Become one more rank of a running job, when its ranks call `comm.rebuild(grow=...)`.
+
+    Backend, default timeout, chunk size and checks are those of the job. The newcomer's rank is the last one.
+
+    Args:
+        init_method: As the job's ranks gave it to `init`: "tcp://host:port" or "file:///path".
+        pid: Instead: a process of the job on this host, of this user: any rank, or the one that launched them.
+        timeout: Seconds to be taken in.
+        device: As for `init`.
+        secret: As for `init`; not needed with `pid` or a file.
+        wrap: As for `init`.
+
+    Raises:
+        ValueError: Neither an init method nor a process was given, or both; or the timeout makes no sense.
+        CommTimeoutError: The job's ranks have not called `rebuild(grow=...)`.
+        CommError: There is no such job, or the secrets differ.
+
+    Example:
+        >>> un.join(pid=1, timeout=0.1)
+        Traceback (most recent call last):
+        ...
+        unisono.errors.CommError: process 1 has no part in a job of unisono that this user may ask ...
+    """
+    check_timeout(timeout)
+    if (init_method is None) == (pid is None):
+        raise ValueError("give either an init_method, as the job's ranks did, or the pid of one of its processes")
+    address, known, host_rank = find_running(init_method, pid, secret)
+    control = SocketControl(address, known, timeout, host_rank=host_rank)
+    try:
+        comm = _taken_in(control, time.monotonic() + timeout, device, wrap)
+    except BaseException:
+        control.close()
+        raise
+    comm.on_close(control.close)
+    return comm
+
+
+def _taken_in(
+    control: SocketControl, deadline: float, device: str | torch.device | None, wrap: Wrap | None
+) -> Communicator:
+    """Apply until it goes well: ranks may be lost while the new communicator is made, and then all try again."""
+    while True:
+        rebuilt, rank, terms = control.apply(max(0.0, deadline - time.monotonic()))
+        backend, default_s, chunk_bytes, check = serialization.decode(terms)
+        group = Group(rebuilt.name, rank, rebuilt.members)
+        options = Options(backend, "cpu" if device is None else str(device), default_s, control.local_host, chunk_bytes)
+        _log.info("unisono: rank %d of %d, taken into %s", rank, group.size, group.name)
+        control.join(group)
+        try:
+            transport = transport_named(backend).connect(group, control, options)
+            comm = Communicator(wrap(transport) if wrap else transport, control, options, check=check)
+            control.exchange(group, "rebuilt", None, max(1.0, deadline - time.monotonic()))
+        except BaseException as error:
+            control.fail(group, cause_of(error, rank, "join"))
+            control.leave(group)
+            again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
+            if not again or time.monotonic() > deadline:
+                raise
+        else:
+            return comm

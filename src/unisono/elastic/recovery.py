@@ -1,0 +1,155 @@
+"""Training that goes on when ranks die: from the last step that any survivor has committed, with nothing lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from unisono.communicator import Communicator
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
+
+__all__ = ["Recovery"]
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Recovery:
+    """What a training loop needs to go on with the ranks that are left: an agreed step, and all that follows to them.
+
+    A step counts when this rank calls `commit`, after the optimizer's. When a call between ranks fails, `recover` makes
+    a communicator of the survivors, and finds out who of them has committed most steps. A step that any
+    survivor has committed counts: its gradients were those of all ranks, also of those that died since. Who has not
+    committed it gets parameters, buffers and the optimizer's state from one who has. A step that no survivor has
+    committed never was: its samples, those of the dead ranks too, are dealt anew.
+
+    Args:
+        comm: The communicator that the loop uses; afterwards `recovery.comm`.
+        parts: What belongs to the training, by any name. What has `rebuild` is a sampler (`un.data.PartitionSampler`),
+            and is told of each commit; what has `move_to` (`un.GradientAverager`) follows to the new communicator;
+            what has `state_dict` and `load_state_dict` (a model, an optimizer, a scheduler) is synced.
+
+    Attributes:
+        comm: The communicator now.
+        step: How many steps are committed.
+
+    Raises:
+        TypeError: A part is none of these.
+
+    Cost: nothing until something fails; then the rebuilding, one exchange of numbers, and one broadcast of the state
+    if ranks differ. The state is received whole before anything is changed, so that a further death does no harm.
+
+    Example:
+        >>> def program(comm):
+        ...     model = torch.nn.Linear(1, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     averager = un.GradientAverager(model, comm)
+        ...     training = un.elastic.Recovery(comm, model=model, optimizer=optimizer, averager=averager)
+        ...     while training.step < 5:
+        ...         try:
+        ...             if training.comm.size == 3 and training.comm.rank == 1 and training.step == 2:
+        ...                 raise KeyError("this rank is gone")
+        ...             optimizer.zero_grad()
+        ...             model(torch.ones(4, 1)).sum().backward()
+        ...             optimizer.step()
+        ...             training.commit()
+        ...         except un.CommError:
+        ...             training.recover()
+        ...     return training.comm.size, training.step
+        >>> ends = un.launch(program, nprocs=3, backend="thread", on_failure="continue")
+        >>> ends[0], ends[2]
+        ((2, 5), (2, 5))
+    """
+
+    def __init__(self, comm: Communicator, **parts: Any) -> None:
+        self.comm, self.step = comm, 0
+        self._samples = 0
+        self._samplers = {name: part for name, part in parts.items() if callable(getattr(part, "rebuild", None))}
+        rest = {name: part for name, part in parts.items() if name not in self._samplers}
+        self._movers = {name: part for name, part in rest.items() if callable(getattr(part, "move_to", None))}
+        rest = {name: part for name, part in rest.items() if name not in self._movers}
+        for name, part in rest.items():
+            if not isinstance(part, _Stateful):
+                kind = type(part).__name__
+                raise TypeError(f"{name} is a {kind}, which has no state_dict and load_state_dict, move_to, or rebuild")
+        self._stateful: Mapping[str, _Stateful] = rest
+
+    def commit(self, samples: int = 0) -> None:
+        """The step is done on this rank: its parameters are those of all. Never waits.
+
+        Args:
+            samples: How many this rank has trained on in this step; told to the samplers.
+        """
+        self.step += 1
+        self._samples += samples
+        for sampler in self._samplers.values():
+            sampler.advance(samples)
+
+    def recover(self, *, grow: int = 0, timeout: float | None = None) -> Communicator:
+        """Go on with the survivors (and `grow` newcomers). Collective over them; iterate over samplers anew.
+
+        Call it from the `except CommError` around a step, or everywhere at one place to let newcomers in. Who dies
+        while this goes on is left out as well.
+
+        Args:
+            grow: As for `Communicator.rebuild`.
+            timeout: As for `Communicator.rebuild`.
+
+        Raises:
+            CommError: As `Communicator.rebuild` does.
+        """
+        while True:
+            self.comm = self.comm.rebuild(grow=grow, timeout=timeout)
+            if self._went_well(self._follow):
+                return self.comm
+            grow = 0
+
+    def join(self) -> Communicator:
+        """Take part as a newcomer, whose communicator is from `unisono.join`, while the others are in `recover`."""
+        self.step = -1
+        if not self._went_well(self._follow):
+            return self.recover()
+        return self.comm
+
+    def _went_well(self, do: Callable[[], None]) -> bool:
+        """Whether nobody else was lost while it was done."""
+        try:
+            do()
+        except (PeerLostError, CommTimeoutError):
+            return False
+        except CommError as error:
+            # Torch's own errors are not always told apart.
+            if type(error) is not CommError:
+                raise
+            return False
+        return True
+
+    def _follow(self) -> None:
+        """Agree on the step, sync who is behind, and move everything to the communicator."""
+        comm = self.comm
+        came = comm.all_gather_object((self.step, self._samples))
+        # Of those who came furthest, one that had most samples: it tells most of how far the dead ones were in theirs.
+        leader = came.index(max(came))
+        steps = [step for step, _ in came]
+        if min(steps) != steps[leader]:
+            self._sync(leader, behind=self.step != steps[leader])
+            self.step = steps[leader]
+        self._samples = 0
+        for name in sorted(self._samplers):
+            self._samplers[name].rebuild(comm, like=leader)
+        for name in sorted(self._movers):
+            self._movers[name].move_to(comm)
+        # Nobody goes on before all have come so far.
+        comm.barrier()
+
+    def _sync(self, leader: int, *, behind: bool) -> None:
+        """The leader's state, on all that are behind."""
+        state = {name: part.state_dict() for name, part in self._stateful.items()} if self.comm.rank == leader else None
+        received = self.comm.broadcast_object(state, src=leader)
+        if behind:
+            for name, part in self._stateful.items():
+                part.load_state_dict(received[name])

@@ -1,0 +1,183 @@
+"""Which parameters share a message: the bucketer, which can be used alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.core.tensors import injective
+from unisono.errors import MismatchError
+from unisono.host.cpu_count import cores
+
+__all__ = [
+    "MIB",
+    "Named",
+    "agree_on_parameters",
+    "bucket_sizes",
+    "dense_strides",
+    "in_bytes",
+    "named_parameters",
+    "plan_buckets",
+]
+
+MIB = 1 << 20
+_CAP_BYTES = 25 * MIB
+_NO_ROOM = "a bucket must have room for at least a byte"
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def named_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Named:
+    """Each parameter once, with its name, or with its place in a list."""
+    if isinstance(model, torch.Tensor):
+        raise TypeError("model must be a module or a list of parameters, not a single tensor")
+    if isinstance(model, torch.nn.Module):
+        return list(model.named_parameters())
+    found = {id(p): (f"parameter {i}", p) for i, p in reversed(list(enumerate(model)))}
+    if not found and isinstance(model, Iterator):
+        raise ValueError("model is an iterator that has nothing left: it was used before. Pass the module, or a list")
+    named = list(reversed(found.values()))
+    for name, parameter in named:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"{name} is a {type(parameter).__name__}, not a tensor")
+    return named
+
+
+def plan_buckets(
+    parameters: Sequence[torch.Tensor], order: Iterable[int], cap_bytes: int, first_bytes: int | None = None
+) -> list[list[int]]:
+    """Indices of parameters, by bucket: each of one dtype and device, in the order in which buckets become full.
+
+    Args:
+        parameters: All of them.
+        order: Indices of those that take part, in the order in which their gradients are expected.
+        cap_bytes: Most of a bucket, unless it is one parameter alone.
+        first_bytes: Most of the first bucket, if it is to be small so that it starts early.
+
+    Example:
+        >>> plan_buckets([torch.zeros(4), torch.zeros(2), torch.zeros(8)], [2, 1, 0], cap_bytes=24)
+        [[2], [1, 0]]
+    """
+    if cap_bytes < 1 or (first_bytes is not None and first_bytes < 1):
+        raise ValueError(_NO_ROOM)
+    full: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    # To add lengths up anew for each parameter would take seconds for some thousand short ones.
+    lengths: dict[tuple[torch.dtype, torch.device], int] = {}
+    for index in order:
+        parameter = parameters[index]
+        kind = (parameter.dtype, parameter.device)
+        bucket = filling.get(kind, [])
+        limit = cap_bytes if full or first_bytes is None else min(cap_bytes, first_bytes)
+        if bucket and lengths[kind] + parameter.nbytes > limit:
+            full.append(filling.pop(kind))
+            lengths[kind] = 0
+        filling.setdefault(kind, []).append(index)
+        lengths[kind] = lengths.get(kind, 0) + parameter.nbytes
+    return [*full, *filling.values()]
+
+
+def in_bytes(mebibytes: float | None) -> int | None:
+    """What a user has said, if anything; infinity is no limit. TypeError for no number, ValueError for too little."""
+    if mebibytes is None:
+        return None
+    if not isinstance(mebibytes, int | float) or mebibytes != mebibytes:
+        raise TypeError(f"the size of a bucket must be a number of MiB, or None, not {mebibytes!r}")
+    if (found := int(min(mebibytes * MIB, sys.maxsize)) if mebibytes > 0 else 0) < 1:
+        raise ValueError(_NO_ROOM)
+    return found
+
+
+def bucket_sizes(
+    given: tuple[int | None, int | None],
+    parameters: Sequence[torch.Tensor],
+    comm: Communicator,
+    *,
+    background: bool,
+    compressed: bool,
+) -> tuple[int, int | None]:
+    """Most bytes of a bucket, and of the first one if that is another number, where the user has not said it.
+
+    Collective. A first one starts early if each rank has a core to spare for that.
+
+    Args:
+        given: What the user has said, if anything.
+        parameters: All of them.
+        comm: Of the ranks that average.
+        background: Whether buckets travel while others fill. If not, each more is one more wait for the slowest rank.
+        compressed: Whether a codec makes the messages: it is to have the same buckets on every machine.
+    """
+    cap, first = given
+    if cap is None:
+        cap = _CAP_BYTES if background or compressed else sys.maxsize
+    if first is None and background:
+        here = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
+        spare = any(p.device.type != "cpu" for p in parameters) or cores() >= 2 * here
+        first = MIB if all(comm.all_gather_object(spare)) else None
+    return cap, first
+
+
+def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """In which order elements lie in memory, if that has no gaps and is not the usual one.
+
+    Example:
+        >>> [dense_strides(t) for t in (torch.ones(2, 3), torch.ones(2, 3).t(), torch.ones(2, 6)[:, ::2])]
+        [None, (1, 3), None]
+    """
+    if parameter.is_contiguous():
+        return None
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return strides if sorted(parameter.stride()) == sorted(strides) else None
+
+
+def agree_on_parameters(
+    named: Named, comm: Communicator, settings: Sequence[object] = (), *, frozen: bool = True
+) -> None:
+    """`MismatchError` on every rank if ranks have different parameters, or settings. Collective.
+
+    With `frozen=False` it does not matter which ones are frozen.
+    """
+    card = [
+        [name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad or not frozen, _order(p)]
+        for name, p in named
+    ]
+    cards = comm.all_gather_object([card, [str(s) for s in settings]])
+    for rank, (theirs, choices) in enumerate(cards):
+        problem = _difference(cards[0][0], theirs, rank)
+        if problem is None and choices != cards[0][1]:
+            problem = f"settings are {cards[0][1]} on rank 0 and {choices} on rank {rank}"
+        if problem is not None:
+            raise MismatchError(
+                f"rank {rank} has another model than rank 0: {problem}. All ranks must make the same one",
+                rank=comm.rank,
+                size=comm.size,
+                peer=rank,
+            )
+
+
+def _order(p: torch.Tensor) -> str:
+    """How its elements lie in memory, if not as usual."""
+    if p.layout != torch.strided or not injective(p):
+        return f"{p.layout}, {p.layout == torch.strided and p.stride()}"
+    return str(dense_strides(p))
+
+
+def _difference(first: Sequence[Sequence[object]], other: Sequence[Sequence[object]], rank: int) -> str | None:
+    for one, two in zip(first, other, strict=False):
+        if list(one) != list(two):
+            return f"{_quoted(one)} on rank 0, {_quoted(two)} on rank {rank}"
+    if len(first) != len(other):
+        extra = max(first, other, key=len)[min(len(first), len(other))]
+        return f"{len(first)} parameters on rank 0, {len(other)} on rank {rank}; {_quoted(extra)} is on one only"
+    return None
+
+
+def _quoted(card: Sequence[object]) -> str:
+    name, shape, dtype, device, trained, strides = card
+    kind = f"{str(dtype).removeprefix('torch.')} {shape} on {device}"
+    if strides != "None":
+        kind += f" with strides {strides}"
+    return f"{name!r} is {kind}" + ("" if trained else ", frozen")

@@ -1,0 +1,1 @@
+"""Facts about this machine: its network, its processors, its MPI library."""

@@ -1,0 +1,167 @@
+"""How the ranks of a torch group come to a communicator: torch's store tells them where our control plane is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from unisono import serialization
+from unisono.bootstrap.server_lease import Lease, lease
+from unisono.communicator import Communicator
+from unisono.control import LocalHub
+from unisono.control.client import SocketControl
+from unisono.core.control import Control
+from unisono.core.failure import Cause, error_of
+from unisono.core.group import Group
+from unisono.core.transport import Options
+from unisono.errors import CommError, CommTimeoutError, MismatchError, UnavailableError
+from unisono.host.network import address_towards, host_identity, shm_obstacle
+from unisono.interop.options import GroupOptions
+from unisono.transports import TRANSPORTS
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["Meeting", "meet"]
+
+_PLACE = "unisono/place"
+_FAILED = "failed"
+_REACH_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What came of it on this rank.
+
+    Attributes:
+        comm: The communicator, for any thread.
+        control: This rank's handle to the control plane.
+        group: The group as the control plane knows it.
+    """
+
+    comm: Communicator
+    control: Control
+    group: Group
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions) -> Meeting:
+    """Join the other ranks of a new torch group. Each of them calls it, with a store of this group alone.
+
+    Rank 0 hosts a control plane and tells its address, with a fresh secret, by the store: who can read the
+    store can join.
+
+    Raises:
+        CommTimeoutError: Ranks are missing.
+        MismatchError: Ranks wish for different things.
+        UnavailableError: The transport asked for is not to be had between these ranks.
+    """
+    if size == 1:
+        return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, wishes, lambda: None)
+    _tell(store, _seat(rank), (host_identity(), shm_obstacle(), wishes.transport))
+    held = _host(store, size, timeout_s) if rank == 0 else None
+    try:
+        done = _come(store, rank, size, timeout_s, wishes, held)
+    except BaseException:
+        if held is not None:
+            held.release()
+        raise
+    if rank == 0:
+        # Everybody has read it. Who makes a group of the same name again must not find it.
+        with contextlib.suppress(RuntimeError):
+            for key in (_PLACE, *map(_seat, range(size))):
+                store.delete_key(key)
+    return done
+
+
+def _come(
+    store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions, held: Lease | None
+) -> Meeting:
+    """Go to the place that rank 0 tells, and meet all the others there."""
+    place = _read(store, _PLACE, timeout_s, "rank 0 has not told where to meet")
+    if place[0] == _FAILED:
+        raise error_of(Cause(place[1], None, place[2]), Group.world(rank, size))
+    _, host, port, secret, name, transport = place
+    # It listens already.
+    control = SocketControl(
+        (host, port), secret, timeout_s, reach_within_s=min(timeout_s, _REACH_WITHIN_S), host_rank=0
+    )
+
+    def release() -> None:
+        control.close()
+        if held is not None:
+            held.release()
+
+    try:
+        return _joined(control, transport, Group.world(rank, size, name), timeout_s, wishes, release)
+    except BaseException:
+        control.close()
+        raise
+
+
+def _joined(
+    control: Control, transport: str, group: Group, timeout_s: float, wishes: GroupOptions, release: Callable[[], None]
+) -> Meeting:
+    address = control.local_host if isinstance(control, SocketControl) else "127.0.0.1"
+    options = Options(transport, "cpu", timeout_s, address, wishes.chunk_bytes)
+    connected = TRANSPORTS[transport].connect(group, control, options)
+    comm = Communicator(connected, control, options, check=wishes.check)
+    comm.share()
+    comm.on_close(release)
+    return Meeting(comm, control, group)
+
+
+def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
+    """As rank 0: hear where everybody is, choose, and tell the place, or what is wrong."""
+    seats = [_read(store, _seat(r), timeout_s, f"rank {r} has not come") for r in range(size)]
+    hosts, obstacles, asked = zip(*seats, strict=True)
+    try:
+        transport = _chosen(set(hosts), next(filter(None, obstacles), None), asked)
+    except CommError as error:
+        _tell(store, _PLACE, (_FAILED, type(error).__name__, error.message))
+        return None
+    here = "127.0.0.1" if len(set(hosts)) == 1 else address_towards(os.environ.get("MASTER_ADDR", "192.0.2.1"))
+    held = lease(f"torch groups at {here}", None, here, 0)
+    _tell(store, _PLACE, ("here", *held.server.address, held.secret, f"torch/{secrets.token_hex(4)}", transport))
+    return held
+
+
+def _chosen(hosts: set[str], obstacle: str | None, asked: tuple[str, ...]) -> str:
+    """The transport for these ranks."""
+    name = asked[0]
+    if len(set(asked)) > 1:
+        quoted = "; ".join(f"rank {r}: {wish!r}" for r, wish in enumerate(asked))
+        raise MismatchError(f"ranks wish for different transports: {quoted}")
+    why_not = obstacle or ("the ranks are on several hosts" if len(hosts) > 1 else None)
+    if name == "auto":
+        return "gloo" if why_not else "shm"
+    try:
+        in_process = TRANSPORTS[name].in_process
+    except ValueError as error:
+        raise UnavailableError(str(error)) from error
+    if in_process:
+        raise UnavailableError(f"ranks of transport {name!r} live in one process, but those of torch do not")
+    if name == "shm" and why_not:
+        raise UnavailableError(f"shared memory cannot carry this group: {why_not}; ask for transport='auto'")
+    return name
+
+
+def _seat(rank: int) -> str:
+    return f"unisono/rank {rank}"
+
+
+def _tell(store: dist.Store, key: str, value: object) -> None:
+    # Stores take bytes as well; torch's annotations do not say so.
+    store.set(key, serialization.encode(value))  # type: ignore[arg-type]
+
+
+def _read(store: dist.Store, key: str, timeout_s: float, missing: str) -> Any:
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise CommTimeoutError(f"{missing} within {timeout_s:g} s. Is it alive, and in this group?") from error
+    return serialization.decode(store.get(key))

@@ -1,0 +1,142 @@
+"""Collectives of one group, one at a time and in the order of their calls, whatever threads call them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from unisono.control.process_exit import CLOSE_HANDLES, when_process_ends
+from unisono.core.threads import Crew
+from unisono.core.work import Completion
+from unisono.errors import CommTimeoutError
+
+__all__ = ["Job", "Line"]
+
+Job = Callable[[], object]
+
+_AT_EXIT_S = 5.0
+_lines: weakref.WeakSet[Line] = weakref.WeakSet()
+
+
+class _Task(Completion):
+    """A job in line. Who waits for it does it, and those before it, if nobody else is at it."""
+
+    def __init__(self, line: Line, job: Job) -> None:
+        # No limit here: every job ends by a timeout of its own.
+        super().__init__(threading.TIMEOUT_MAX)
+        self._line, self._job = line, job
+
+    def perform(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._job()
+        except BaseException as raised:
+            error = raised
+        self.complete(error)
+
+    def wait(self, timeout: float | None = None) -> None:
+        # Whoever has a limit of his own must not take on work that may take longer.
+        if timeout is None and not self.is_completed():
+            self._line.hurry(self)
+        super().wait(timeout)
+
+
+class Line:
+    """Jobs wait in line, and are done by whoever waits for them; a thread, made when needed, does the others.
+
+    Callbacks of a job that has ended run on the thread that did it, and what they call is done at once, before
+    all that waits: so it has the same place in the order on every rank.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._crew = Crew(name)
+        self._waiting: deque[_Task] = deque()
+        # Held by the one thread that does jobs, which is the driver meanwhile.
+        self._turn = threading.Lock()
+        self._driver: int | None = None
+        self._hiring = threading.Lock()
+        self._hired = False
+        _lines.add(self)
+        when_process_ends(_finish_all, CLOSE_HANDLES + 10)
+
+    def run(self, job: Job) -> None:
+        """Do a job, after those before it; raise its error."""
+        if self._driver == threading.get_ident():
+            job()
+        elif not self._waiting and self._turn.acquire(blocking=False):
+            self._driver = threading.get_ident()
+            try:
+                while self._waiting:
+                    self._waiting.popleft().perform()
+                job()
+            finally:
+                self._leave()
+        else:
+            self.start(job).wait()
+
+    def start(self, job: Job) -> Completion:
+        """Have a job done; return at once."""
+        task = _Task(self, job)
+        if self._driver == threading.get_ident():
+            task.perform()
+            return task
+        self._waiting.append(task)
+        # Who has the turn looks for what waits after giving it up.
+        if not self._turn.locked():
+            self._hire()
+        return task
+
+    def finish(self, patience_s: float) -> bool:
+        """Return when all that waits now is done; False if it is not in time."""
+        if not self._waiting and not self._turn.locked():
+            return True
+        try:
+            self.start(lambda: None).wait(patience_s)
+        except CommTimeoutError:
+            return False
+        return True
+
+    def hurry(self, task: Completion) -> None:
+        """Do what waits, up to this task, unless somebody else is doing so."""
+        if self._turn.acquire(blocking=False):
+            self._drive(lambda: not task.is_completed())
+
+    def _leave(self) -> None:
+        self._driver = None
+        self._turn.release()
+        if self._waiting:
+            self._hire()
+
+    def _hire(self) -> None:
+        with self._hiring:
+            wanted, self._hired = not self._hired, True
+        if wanted:
+            self._crew.run(self._work)
+
+    def _work(self) -> None:
+        # Whoever has the turn is bound by the timeouts of its jobs.
+        self._turn.acquire()
+        with self._hiring:
+            self._hired = False
+        self._drive(lambda: True)
+
+    def _drive(self, wanted: Callable[[], bool]) -> None:
+        self._driver = threading.get_ident()
+        try:
+            while self._waiting and wanted():
+                self._waiting.popleft().perform()
+        finally:
+            self._leave()
+
+
+def _finish_all() -> None:
+    """Finish what a program has started and not waited for, while the control plane is still there.
+
+    Python ends daemon threads when they come back from C++ code after its own end, and takes the process with them.
+    """
+    if sys.exception() is None and getattr(sys, "last_value", None) is None:
+        for line in list(_lines):
+            line.finish(_AT_EXIT_S)

@@ -1,0 +1,50 @@
+"""How a rank leaves a torch group: when it is shut down, or when nobody holds it any more."""
+
+from __future__ import annotations
+
+import threading
+
+from unisono.communicator import Communicator
+from unisono.control.process_exit import close_at_exit
+from unisono.core.threads import aside
+from unisono.interop.progress_thread import Progress
+from unisono.interop.serial_queue import Line
+
+__all__ = ["Leaving"]
+
+_FINISH_WITHIN_S = 30.0
+"""Long enough for a collective that others still need, short enough for one that they will never join."""
+_AT_EXIT_S = 5.0
+
+
+class Leaving:
+    """The end of a group. It knows nothing of the group, and so outlives it.
+
+    Ranks may be threads of one process: then the end of a rank closes no connection, by which the others would notice.
+    So a group that is dropped is left in the background.
+    """
+
+    def __init__(self, line: Line, progress: Progress, comm: Communicator) -> None:
+        self._line, self._progress, self._comm = line, progress, comm
+        self._dropped = False
+        self._over = threading.Event()
+        close_at_exit(self)
+
+    def leave(self, timeout_s: float = _FINISH_WITHIN_S) -> None:
+        """Finish what was started, and tell the other ranks. Again is harmless."""
+        try:
+            self._line.finish(min(timeout_s, _FINISH_WITHIN_S))
+            self._progress.close()
+            self._comm.close()
+        finally:
+            self._over.set()
+
+    def drop(self) -> None:
+        """Leave in the background. Takes no lock: a finalizer calls it."""
+        self._dropped = True
+        aside(self.leave, "unisono end of a torch group")
+
+    def give_up(self, error: BaseException | None) -> None:
+        """The process ends: what is being left comes first."""
+        if self._dropped:
+            self._over.wait(_AT_EXIT_S)

@@ -1,0 +1,227 @@
+"""Start: `init` joins a group from inside a process, `launch` starts the ranks of one host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from unisono import bootstrap
+from unisono.communicator import Check, Communicator
+from unisono.core.group import Group
+from unisono.core.transport import Options, Transport
+from unisono.core.work import patience
+from unisono.errors import CommError
+from unisono.host.network import shm_obstacle
+from unisono.launcher.job import Job, conclude
+from unisono.launcher.simulated import run_simulated, seed_of
+from unisono.launcher.threads import run_threads
+from unisono.launcher.topology import best, explore, hosts_given
+from unisono.transports.hierarchical import transport_named
+
+__all__ = ["CHUNK_BYTES", "TIMEOUT_S", "Wrap", "check_timeout", "init", "launch"]
+
+_log = logging.getLogger("unisono")
+
+TIMEOUT_S = 300.0
+CHUNK_BYTES = 2 << 20
+Wrap = Callable[[Transport], Transport]
+
+
+def init(
+    backend: str = "auto",
+    *,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float = TIMEOUT_S,
+    device: str | torch.device | None = None,
+    secret: str | bytes | None = None,
+    check: Check = "auto",
+    chunk_bytes: int = CHUNK_BYTES,
+    wrap: Wrap | None = None,
+    interface: str | None = None,
+) -> Communicator:
+    """Join the other ranks of a job, and return the communicator of all of them.
+
+    Who and where the others are comes from `init_method`, else from torchrun's environment, MPI or Slurm, else
+    this process is a world of one. What was decided is logged (logger "unisono", level info).
+
+    Args:
+        backend: A transport's name, two of them as in "shm+gloo" (within a host, and between hosts), or "auto":
+            nccl where each rank has a GPU, shared memory where all ranks are on one host, gloo where no two are,
+            else "shm+gloo"; under mpirun, "mpi" in the place of gloo.
+        init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
+            "file:///path", as in torch; the latter two need `rank` and `world_size`.
+        rank, world_size: This process's number, and how many there are; from the environment if None.
+        timeout: Seconds for joining, and the default for every operation.
+        device: Where this rank's tensors live; with nccl "cuda:<local rank>", modulo the GPUs that are to be seen;
+            else "cpu".
+        secret: What ranks prove to each other that they belong together. If None, the variable
+            UNISONO_SECRET, else a key of this user that the first rank of a host makes (mode 0600).
+        check: "auto" compares before each collective what all ranks are about to do; "off" does not.
+        chunk_bytes: Largest message of a schedule; the same on all ranks.
+        wrap: Applied to the transport, for tracing or fault injection.
+        interface: The network interface, such as "eth0", by which ranks on other hosts reach this one. If None, the
+            variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one on the route to the
+            first rank. What was taken is logged.
+
+    Raises:
+        ValueError: An unknown backend or interface or init method, or numbers that make no sense.
+        CommTimeoutError: The first rank cannot be reached, or ranks are missing.
+        UnavailableError: The backend is not to be had here; says how to get it.
+
+    Example:
+        >>> comm = un.init()
+        >>> comm.rank, comm.size
+        (0, 1)
+        >>> comm.close()
+    """
+    _check_common(timeout, chunk_bytes)
+    if backend != "auto":
+        transport_named(backend)
+    place = bootstrap.find(init_method, rank, world_size, timeout, secret)
+    try:
+        around = explore(place, interface, timeout)
+        name = best(around.sharing, gpus=around.gpus, network=place.network) if backend == "auto" else backend
+        local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
+        options = _options(name, device, local_rank, timeout, chunk_bytes, around.address)
+        if backend == "auto":
+            options = replace(options, hosts=around.sharing)
+        _log.info("unisono: %s, backend %s, reached at %s (%s)", place.source, name, around.address, around.interface)
+        kind = transport_named(name)
+        if kind.in_process and place.size > 1:
+            raise ValueError(
+                f"ranks of backend {name!r} live in one process: start them by launch(fn, {place.size}, {name!r})"
+            )
+        around.prepare(name, place, timeout)
+        transport = kind.connect(Group.world(place.rank, place.size, place.name), place.control, options)
+        comm = Communicator(wrap(transport) if wrap else transport, place.control, options, check=check)
+    except BaseException as error:
+        place.close()
+        if isinstance(error, CommError):
+            error.locate(rank=place.rank, size=place.size, operation="init")
+        raise
+    comm.on_close(place.close)
+    return comm
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int = 2,
+    backend: str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: float = TIMEOUT_S,
+    on_failure: Literal["end", "continue"] = "end",
+    check: Check = "auto",
+    device: str | torch.device | None = None,
+    threads: int | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    wrap: Wrap | None = None,
+    hosts: Sequence[Sequence[int]] | None = None,
+    seed: int | None = None,
+) -> list[Any]:
+    """Run `fn(comm, *args, **kwargs)` on `nprocs` ranks of this host, and return each rank's result.
+
+    Ranks are processes of a forkserver that has torch in memory (about 1 s for the first, 0.05 s for
+    each further one), or threads of this process with backend "thread" (which take turns with "sim":
+    see `simulate`). Works from a script (call it under `if __name__ == "__main__":`), from `python -`,
+    from tests and from a notebook: functions that a process cannot import travel by value.
+
+    Args:
+        fn: The program of every rank.
+        nprocs: How many ranks.
+        backend: A transport's name; "auto" is nccl where each rank has a GPU, else shared memory ("gloo"
+            where the platform has none).
+        args, kwargs: Passed on to `fn`; pickled for ranks that are processes.
+        timeout: The default of every operation of the communicator, in seconds; not of the whole run.
+        on_failure: "end": after a rank's exception the others have 3 s to end by their own error, then
+            are ended, and the first error is raised here, with that rank's traceback before it.
+            "continue": the results of the survivors are returned; a failed rank's place holds its error.
+        check, device, chunk_bytes, wrap: As for `init`.
+        threads: Torch threads of each rank; OMP_NUM_THREADS or an equal share of the cores if None.
+        hosts: Ranks that are to be taken for one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
+            to try what runs on several hosts.
+        seed: With backend "sim": of the order in which ranks go on. UNISONO_SEED, or 0, if None.
+
+    Raises:
+        Exception: What the first failing rank raised.
+        PeerLostError: A rank's process ended without a word, by which signal or code; or by `sys.exit`.
+
+    Example:
+        >>> un.launch(lambda comm, x: comm.rank * x, nprocs=3, backend="thread", args=(10,))
+        [0, 10, 20]
+    """
+    _check_common(timeout, chunk_bytes)
+    if not isinstance(nprocs, int) or nprocs < 1:
+        raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise ValueError(f"threads must be a positive int, not {threads!r}")
+    if on_failure not in ("end", "continue"):
+        raise ValueError(f"on_failure must be 'end' or 'continue', not {on_failure!r}")
+    if not callable(fn):
+        raise TypeError(f"fn must be a function that takes the communicator, not {type(fn).__name__}")
+    given = hosts_given(hosts, nprocs)
+    sharing = given or (tuple(range(nprocs)),)
+    if shm_obstacle() is not None:
+        sharing = tuple((rank,) for rank in range(nprocs))
+    name = best(sharing, gpus=torch.cuda.device_count() >= nprocs) if backend == "auto" else backend
+    options = replace(_options(name, device, None, timeout, chunk_bytes, "127.0.0.1"), hosts=given)
+    job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
+    return _run(job, nprocs, on_failure, threads, seed)
+
+
+def _run(
+    job: Job, nprocs: int, on_failure: Literal["end", "continue"], threads: int | None, seed: int | None
+) -> list[Any]:
+    """Start ranks in the way that the transport wants."""
+    if job.transport.simulated:
+        return run_simulated(job, nprocs, on_failure, seed_of(seed)).results
+    if seed is not None:
+        raise ValueError(f"only simulated ranks have a seed: use backend 'sim', not {job.options.backend!r}")
+    if job.transport.in_process:
+        ended = run_threads(job, nprocs, on_failure)
+    elif job.transport.launcher == "mpirun":
+        from unisono.launcher.mpirun import run_mpirun
+
+        ended = run_mpirun(job, nprocs, on_failure, threads)
+    else:
+        from unisono.launcher.processes import run_processes
+
+        ended = run_processes(job, nprocs, on_failure, threads)
+    return conclude(ended, nprocs, on_failure)
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise unless it is a positive number of seconds."""
+    if not patience(timeout, 0.0) > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+
+
+def _check_common(timeout: float, chunk_bytes: int) -> None:
+    check_timeout(timeout)
+    if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be a positive int, not {chunk_bytes!r}")
+
+
+def _options(
+    backend: str,
+    device: str | torch.device | None,
+    local_rank: int | None,
+    timeout: float,
+    chunk_bytes: int,
+    address: str,
+) -> Options:
+    if device is not None:
+        chosen = str(device)
+    elif backend == "nccl":
+        # A launcher may show each rank its own GPU alone, whatever its number.
+        chosen = "cuda" if local_rank is None else f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
+    else:
+        chosen = "cpu"
+    return Options(backend, chosen, timeout, address, chunk_bytes)

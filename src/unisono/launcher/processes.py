@@ -1,0 +1,256 @@
+"""Ranks as processes of this host, forked from a server that has torch in memory already."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import multiprocessing
+import os
+import pickle
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from unisono.control.server import Server
+from unisono.errors import CommError, PeerLostError
+from unisono.host.cpu_count import cores
+from unisono.launcher.job import GRACE_S, Job, Outcome, name_of, reported
+from unisono.launcher.worker import Orders, live
+
+__all__ = ["by_value", "run_processes", "share_of_cores"]
+
+_END_S = 1.0
+_starting = threading.Lock()
+
+
+def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> list[Outcome]:
+    """Run a job on `size` processes; outcomes in the order in which ranks ended. None outlives the call."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise CommError(
+            "launch was called while a rank was importing your main script; put the call "
+            "under if __name__ == '__main__':"
+        )
+    context, payload = _context(), _dump(job)
+    server = Server(secret := secrets.token_bytes(32))
+    ranks: list[tuple[BaseProcess, connection.Connection]] = []
+    ended: list[Outcome] = []
+    try:
+        for rank in range(size):
+            reader, writer = context.Pipe(duplex=False)
+            orders = Orders(
+                rank, size, payload, dict(os.environ), server.address, secret, share_of_cores(threads, size), _outputs()
+            )
+            process: BaseProcess = context.Process(target=live, args=(orders, writer), name=f"unisono rank {rank}")  # type: ignore[attr-defined]
+            with _main_as_ranks_see_it():
+                _start(process)
+            writer.close()
+            ranks.append((process, reader))
+        _watch(ranks, on_failure, ended)
+        return ended
+    finally:
+        heard = {outcome.rank for outcome in ended}
+        _end(
+            [process for rank, (process, _) in enumerate(ranks) if rank not in heard],
+            [process for rank, (process, _) in enumerate(ranks) if rank in heard],
+        )
+        for _, reader in ranks:
+            reader.close()
+        server.close()
+
+
+def _start(process: BaseProcess) -> None:
+    try:
+        process.start()
+    except OSError as error:
+        if "AF_UNIX" not in str(error):
+            raise
+        raise CommError(
+            f"no rank can be started: the temporary directory {tempfile.gettempdir()} has too long a name for a "
+            "socket in it; set TMPDIR=/tmp"
+        ) from error
+
+
+def _watch(ranks: list[tuple[BaseProcess, connection.Connection]], on_failure: str, ended: list[Outcome]) -> None:
+    """Collect outcomes until all ranks have ended, or the grace after a failure is over."""
+    running = dict(enumerate(ranks))
+    deadline: float | None = None
+    while running:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        # A rank's own children may hold its end of the pipe open longer than it lives.
+        ready = connection.wait(
+            [sign for process, reader in running.values() for sign in (reader, process.sentinel)], left
+        )
+        for rank, (process, reader) in list(running.items()):
+            if reader in ready or process.sentinel in ready:
+                del running[rank]
+                ended.append(_outcome(rank, len(ranks), process, reader))
+        if deadline is None and on_failure == "end" and any(outcome.error is not None for outcome in ended):
+            deadline = time.monotonic() + GRACE_S
+
+
+def _outcome(rank: int, size: int, process: BaseProcess, reader: connection.Connection) -> Outcome:
+    """What a rank reported, or how it ended if it did not."""
+    try:
+        data = reader.recv_bytes() if reader.poll() else None
+    except (EOFError, OSError):
+        data = None
+    if data is None:
+        process.join(_END_S)
+        return Outcome(rank, error=_unheard(rank, size, process.exitcode))
+    return reported(rank, data)
+
+
+def _unheard(rank: int, size: int, code: int | None) -> PeerLostError:
+    if code is not None and code < 0:
+        how = f"was ended by {name_of(-code)}"
+    else:
+        how = (
+            f"ended with exit code {code} before it could report; its output says why. (A script that calls launch "
+            "must do so under if __name__ == '__main__':)"
+        )
+    return PeerLostError(f"rank {rank} of {size} {how}", peer=rank)
+
+
+def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
+    """Ranks that reported are about to exit; the others are told to, and then made to."""
+    for process in quiet:
+        process.terminate()
+    deadline = time.monotonic() + _END_S
+    for process in (*quiet, *reported):
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _context() -> BaseContext:
+    """The forkserver with torch preloaded: 1.1 s for the first rank, 0.05 s for each further one."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # The main script of a test run is pytest, which every rank would otherwise import anew.
+    context.set_forkserver_preload([*(["pytest"] if "pytest" in sys.modules else []), "unisono.launcher.preload"])
+    return context
+
+
+def share_of_cores(asked: int | None, size: int) -> int:
+    """How many threads a rank has: as asked, else as OMP_NUM_THREADS says, else an equal share."""
+    if asked is not None:
+        return asked
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else max(1, cores() // size)
+
+
+def _outputs() -> tuple[Any, Any] | None:
+    """The caller's output, which the forkserver's is not if a test or a notebook has redirected it since."""
+    if sys.platform == "win32":
+        return None
+    return tuple(_Descriptor(number) if _is_open(number) else None for number in (1, 2))  # type: ignore[return-value]
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+class _Descriptor:
+    """A file descriptor that is duplicated into the child when it is pickled for it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        from multiprocessing.reduction import DupFd
+
+        return _keep, (DupFd(self.number),)
+
+
+def _keep(copy: Any) -> Any:
+    return copy
+
+
+def _dump(job: Job) -> bytes:
+    """The job by reference where a rank can import it, else by value."""
+    main = sys.modules.get("__main__")
+    try:
+        if _importable(job.fn, main):
+            return pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    return by_value(job)
+
+
+def by_value(job: Job) -> bytes:
+    """The job, and with it all that a fresh process could not import.
+
+    Raises:
+        TypeError: Something in it cannot be sent.
+    """
+    main = sys.modules.get("__main__")
+    module = sys.modules.get(getattr(job.fn, "__module__", "") or "")
+    unknown = module is not None and module is not main and not _found(module)
+    if unknown:
+        assert module is not None
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(job))
+    except Exception as error:
+        raise TypeError(f"fn, args or kwargs cannot be sent to the ranks: {error}") from error
+    finally:
+        if unknown:
+            assert module is not None
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable(fn: Any, main: ModuleType | None) -> bool:
+    # What fn holds, or gets, may come from the main module too.
+    if main is None or not _is_file(main):
+        return False
+    module = sys.modules.get(getattr(fn, "__module__", "") or "")
+    return module is not None and (module is main or _found(module))
+
+
+def _is_file(main: ModuleType) -> bool:
+    """Whether ranks can import the main module: not what was typed, piped in, or given by -c."""
+    return Path(getattr(main, "__file__", None) or "").is_file()
+
+
+@contextmanager
+def _main_as_ranks_see_it() -> Iterator[None]:
+    """Multiprocessing would have the ranks run the file of the main module, also one called "<stdin>"."""
+    main = sys.modules["__main__"]
+    if _is_file(main) or "__file__" not in vars(main):
+        yield
+        return
+    with _starting:
+        name = vars(main).pop("__file__")
+        try:
+            yield
+        finally:
+            main.__file__ = name
+
+
+def _found(module: ModuleType) -> bool:
+    """Whether a fresh process with the same path would import this very module by its name."""
+    parent, _, _ = module.__name__.rpartition(".")
+    if parent and not (parent in sys.modules and _found(sys.modules[parent])):
+        return False
+    path = sys.modules[parent].__path__ if parent else None
+    spec = importlib.machinery.PathFinder.find_spec(module.__name__, path)
+    return spec is not None and module.__spec__ is not None and spec.origin == module.__spec__.origin

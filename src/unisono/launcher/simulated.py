@@ -1,0 +1,234 @@
+"""Ranks that take turns on a virtual clock: a run depends on its seed, and on nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Literal
+
+import torch
+
+from unisono.communicator import Check
+from unisono.control.simulated import SimulatedHub
+from unisono.core.group import Group
+from unisono.core.transport import Options, Transport
+from unisono.errors import CommError
+from unisono.launcher.job import GRACE_S, Job, Outcome, conclude
+from unisono.simulation import EndedError, Scheduler, interposed, outside
+from unisono.transports import TRANSPORTS
+from unisono.transports.sim import Network
+from unisono.wrappers.fault import Faulty
+
+__all__ = ["Simulated", "run_simulated", "seed_of", "simulate"]
+
+_SEED = "UNISONO_SEED"
+_State = tuple[torch.Tensor, Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a simulation has come to.
+
+    Attributes:
+        results: What each rank returned; with `on_failure="continue"` a failed rank's error.
+        time_s: What the clock read when the last rank ended, in virtual seconds.
+        seed: The seed.
+        trace: What happened, a line each. The same seed gives the same.
+        digest: A hash of the trace.
+    """
+
+    results: list[Any]
+    time_s: float
+    seed: int
+    trace: list[str] = field(repr=False)
+    digest: str
+
+
+def simulate(
+    fn: Callable[..., Any],
+    nprocs: int = 2,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    seed: int | None = None,
+    network: Network | None = None,
+    faults: Mapping[str, Any] | None = None,
+    preempt: float = 0.0,
+    timeout: float = 300.0,
+    on_failure: Literal["end", "continue"] = "end",
+    check: Check = "auto",
+    chunk_bytes: int = 2 << 20,
+    wrap: Callable[[Transport], Transport] | None = None,
+    backend: str = "sim",
+) -> Simulated:
+    """Run `fn(comm, *args, **kwargs)` on `nprocs` simulated ranks of this process, and say how it went.
+
+    Exactly one rank runs at a time. Wherever one waits, sends, or asks the control plane, the seed decides
+    who goes on. Time is virtual: it passes only while everybody waits, so that timeouts of minutes cost
+    nothing. Numbers are real. The same seed gives the same run, step by step; another seed, another order.
+    Inside, `time`, `threading` and `queue` are those of the simulation, each rank has random generators of
+    its own (torch's, Python's and numpy's), and threads that a rank starts take turns, too.
+
+    If nobody can move, every rank gets `DeadlockError` at once, which says who waits for what. A wait that
+    was told a time of its own ends at that time by `CommTimeoutError`.
+
+    Args:
+        fn: The program of every rank.
+        nprocs: How many ranks.
+        args, kwargs: Passed on to `fn`.
+        seed: Of the order in which ranks go on, of the network's jitter and of faults. If None, the
+            variable UNISONO_SEED, else 0.
+        network: How long messages take; see `unisono.transports.sim.Network`.
+        faults: Arguments of `unisono.testing.Faulty`, which then is around each rank's transport, inside of `wrap`.
+        preempt: Chance that the seed decides anew at a lock, too, though that is free: to find out what goes wrong
+            between a look and the lock.
+        timeout, on_failure, check, chunk_bytes, wrap: As for `launch`; the timeout in virtual seconds.
+        backend: "sim", or another transport whose ranks are threads.
+
+    Raises:
+        Exception: What the first failing rank raised; a note tells the seed.
+
+    Cost: a few switches between threads for a message. What waits for something real (a process, a socket) stops
+    everybody. Of programs that draw from global generators, run one simulation at a time.
+
+    Example:
+        >>> def program(comm):
+        ...     t = torch.ones(4) * comm.rank
+        ...     comm.all_reduce(t)
+        ...     return t.sum().item()
+        >>> first, again = (un.simulate(program, 3, seed=7) for _ in range(2))
+        >>> first.results, first.time_s < 0.01, first.trace == again.trace
+        ([12.0, 12.0, 12.0], True, True)
+    """
+    if not isinstance(nprocs, int) or nprocs < 1:
+        raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    if not 0 <= preempt <= 1:
+        raise ValueError(f"preempt is a chance from 0 to 1, not {preempt!r}")
+    transport = TRANSPORTS[backend]
+    if not transport.in_process:
+        raise ValueError(
+            f"ranks of backend {backend!r} are processes, which cannot be simulated; use 'sim' or 'thread'"
+        )
+    chosen = seed_of(seed)
+    whole = wrap if faults is None else partial(_faulty, seed=chosen, faults=dict(faults), wrap=wrap)
+    options = Options(backend, timeout_s=timeout, chunk_bytes=chunk_bytes, extra={"network": network or Network()})
+    job = Job(fn, tuple(args), dict(kwargs or {}), transport, options, check, whole)
+    return run_simulated(job, nprocs, on_failure, chosen, preempt)
+
+
+def seed_of(given: int | None) -> int:
+    """The seed that was given, else that of $UNISONO_SEED, else 0."""
+    text = os.environ.get(_SEED, "0") if given is None else str(given)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"a seed is a whole number, not {text!r}; look at {_SEED}") from None
+
+
+def _faulty(
+    inner: Transport, seed: int, faults: dict[str, Any], wrap: Callable[[Transport], Transport] | None
+) -> Transport:
+    faulty = Faulty(inner, seed=seed, **faults)
+    return faulty if wrap is None else wrap(faulty)
+
+
+def run_simulated(
+    job: Job, size: int, on_failure: Literal["end", "continue"], seed: int, preempt: float = 0.0
+) -> Simulated:
+    """Run a job on `size` ranks that take turns, and conclude."""
+    network: Network = job.options.extra.get("network") or Network()
+    ended: list[Outcome] = []
+    with outside(), interposed(), _generators(seed, size) as switch:
+        scheduler = Scheduler(seed, job.options.timeout_s, on_rank=switch, preempt=preempt)
+        hubs: list[SimulatedHub] = []
+
+        def main(rank: int) -> None:
+            # Made by the first rank, so that its locks are of the simulation.
+            hub = hubs[0] if hubs else SimulatedHub(network.request_s, network.notice_s)
+            hubs[:] = [hub]
+            outcome = _be(job, Group.world(rank, size), hub)
+            scheduler.note("has ended" if outcome.error is None else f"has ended by {type(outcome.error).__name__}")
+            ended.append(outcome)
+            if outcome.error is not None and on_failure == "end":
+                scheduler.at(scheduler.now + int(GRACE_S * 1e9), lambda: _end_all(scheduler, size))
+
+        for rank in range(size):
+            scheduler.start(partial(main, rank), f"rank {rank}", rank, main=True)
+        scheduler.run()
+    for outcome in ended:
+        _mark(outcome.error, seed)
+    results = conclude(ended, size, on_failure)
+    return Simulated(results, scheduler.now / 1e9, seed, scheduler.trace, _digest(scheduler.trace))
+
+
+def _digest(trace: Sequence[str]) -> str:
+    return blake2b("\n".join(trace).encode(), digest_size=16).hexdigest()
+
+
+def _be(job: Job, group: Group, hub: SimulatedHub) -> Outcome:
+    control = hub.control()
+    try:
+        return Outcome(group.rank, job.run(group, control))
+    except EndedError:
+        raise
+    except BaseException as error:
+        return Outcome.failed(group.rank, error)
+    finally:
+        with suppress(CommError):
+            control.close()
+
+
+def _end_all(scheduler: Scheduler, size: int) -> None:
+    """A rank has failed, and the others have had their time."""
+    for rank in range(size):
+        for task in scheduler.of_rank(rank):
+            scheduler.throw(task, EndedError())
+
+
+def _mark(error: BaseException | None, seed: int) -> None:
+    if error is not None:
+        said = f"simulated with seed {seed}"
+        error.add_note(f"{said}: un.simulate(..., seed={seed}), or {_SEED}={seed}, runs exactly this again")
+        if isinstance(error, CommError):
+            error.message += f" ({said})"
+
+
+@contextmanager
+def _generators(seed: int, size: int) -> Iterator[Callable[[int | None, int], None]]:
+    """Random generators as each of the ranks would have them in a process of its own."""
+    before = _state()
+    torch.random.default_generator.manual_seed(seed & (2**63 - 1))
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & (2**32 - 1))
+    states = [_state()] * size
+
+    def switch(old: int | None, new: int) -> None:
+        if old is not None:
+            states[old] = _state()
+        _load(states[new])
+
+    try:
+        yield switch
+    finally:
+        _load(before)
+
+
+def _state() -> _State:
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _load(state: _State) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    if state[2] is not None:
+        sys.modules["numpy"].random.set_state(state[2])

@@ -1,0 +1,108 @@
+"""The life of one rank that is a process."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+
+from unisono.control.client import SocketControl
+from unisono.core.failure import text_of
+from unisono.core.group import Group
+from unisono.launcher.job import Job
+
+__all__ = ["Orders", "carry_out", "live", "settle_in"]
+
+
+@dataclass(slots=True)
+class Orders:
+    """What the launching process tells a rank. Goes by multiprocessing's own way from parent to child.
+
+    Attributes:
+        job: A `Job`, pickled: it may need the caller's main module, which is imported first.
+        environment: The caller's, for the forkserver keeps the one it was started with.
+        address, secret: Of the control plane, which the caller hosts.
+        outputs: Copies of the caller's standard output and error; None for one that it has closed.
+    """
+
+    rank: int
+    size: int
+    job: bytes
+    environment: dict[str, str]
+    address: tuple[str, int]
+    secret: bytes
+    threads: int
+    outputs: tuple[Any, Any] | None
+
+
+def live(orders: Orders, report: Connection) -> None:
+    """Be a rank: set up, run the job, send what came of it to the launching process."""
+    # An interrupt at the terminal is for the launching process, which then ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.clear()
+    os.environ.update(orders.environment)
+    if orders.outputs is not None:
+        for number, copy in zip((1, 2), orders.outputs, strict=True):
+            if copy is not None:
+                os.dup2(copy.detach(), number)
+    settle_in(orders.threads)
+    report.send_bytes(carry_out(orders))
+
+
+def settle_in(threads: int) -> None:
+    """How a rank prints and computes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Whole lines, so that those of several ranks do not run into each other.
+            stream.reconfigure(line_buffering=True, write_through=False)
+    torch.set_num_threads(threads)
+
+
+def carry_out(orders: Orders) -> bytes:
+    """Run the job; what came of it, for the launching process."""
+    try:
+        job: Job = cloudpickle.loads(orders.job)
+        control = SocketControl(orders.address, orders.secret, job.options.timeout_s, on_orphan=_end)
+        result = job.run(Group.world(orders.rank, orders.size), control)
+        message: tuple[Any, ...] = ("result", _pickled(result, orders.rank))
+    except BaseException as error:
+        message = ("error", _portable(error), "".join(traceback.format_exception(error)))
+    for stream in (sys.stdout, sys.stderr):
+        # There may be none, and who read it may have gone: what came of the job is told all the same.
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    return bytes(cloudpickle.dumps(message))
+
+
+def _end() -> None:
+    """The launching process is gone: nobody is left to work for."""
+    os._exit(1)
+
+
+def _pickled(result: Any, rank: int) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        raise TypeError(
+            f"the result of rank {rank}, {type(result).__name__}, cannot be sent back ({error}); "
+            "return numbers, strings, containers, tensors or None"
+        ) from error
+
+
+def _portable(error: BaseException) -> bytes:
+    """The error pickled, or a plain one that says the same."""
+    try:
+        data = bytes(cloudpickle.dumps(error))
+        cloudpickle.loads(data)
+    except Exception:
+        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {text_of(error)}")))
+    return data

@@ -1,0 +1,242 @@
+"""The calls that an agent makes, from the request to the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from unisono.core.mailbox import Mail
+from unisono.errors import ClosedError, CommError, PeerLostError
+from unisono.rpc import protocol
+from unisono.rpc.context import context, request
+from unisono.rpc.exported import name_of
+from unisono.rpc.pending_calls import Call, CallFuture, Window
+from unisono.rpc.protocol import HEADER
+from unisono.rpc.receiver import Task
+from unisono.rpc.remote_errors import rebuilt
+from unisono.rpc.router import SEND_S, take_back
+from unisono.rpc.rref import RRef
+from unisono.rpc.serialize import pack, unpack
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent
+
+__all__ = ["Caller"]
+
+
+class Caller:
+    """Makes calls.
+
+    Args:
+        agent: Whose calls these are.
+        windows: For each rank, what may be under way there.
+
+    Attributes:
+        sent: How many requests went to each rank.
+    """
+
+    def __init__(self, agent: Agent, windows: Sequence[Window]) -> None:
+        self._agent, self._calls, self._windows = agent, agent.calls, windows
+        self.sent: Counter[int] = Counter()
+        self._counting = threading.Lock()
+        self._here = threading.local()
+
+    def target(self, func: Callable[..., Any], args: Any) -> tuple[str, tuple[Any, ...]]:
+        """What to ask for, and with which arguments. What has no name goes along, if peers are trusted."""
+        if type(args) is not tuple and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
+            # A tensor could be taken apart; but who forgot a comma did not mean that.
+            raise TypeError(f"args must be a tuple of arguments, not a {type(args).__name__}; one alone is args=(x,)")
+        exposed = self._agent.exposed
+        try:
+            name = name_of(func)
+        except TypeError:
+            if not exposed.trusted:
+                raise
+            name = ""
+        if exposed.trusted and not exposed.finds(name, func):
+            return "@call", (func, *args)
+        return name, tuple(args)
+
+    def call(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> Any:
+        """Call a function, or a method of the object of this key, and wait for the result."""
+        agent = self._agent
+        call = Call(self._calls.number(), peer, target, self._patience(timeout))
+        self._request(call, protocol.REQUEST, (target, key, args, kwargs or {}))
+        if not call.done:
+            with agent.workers.blocked():
+                agent.receiver.attend(call, call.timeout)
+            if not call.done:
+                self.give_up(call, call.late())
+        return self._result(call)
+
+    def start(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> CallFuture:
+        """The same, but return a future at once."""
+        call = self._with_future(peer, target, timeout)
+        self._request(call, protocol.REQUEST, (target, key, args, kwargs or {}))
+        assert call.future is not None
+        return call.future
+
+    def make(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> RRef[Any]:
+        """The same, but the result stays there."""
+        call = self._with_future(peer, target, timeout)
+        references = self._agent.references
+        new = references.new_key(peer)
+        try:
+            self._request(call, protocol.REMOTE, (new.number, target, key, args, kwargs or {}))
+        except CommError:
+            # It may have come to the owner all the same.
+            references.dropped(peer, new)
+            raise
+        except Exception:
+            references.unused(peer, new)
+            raise
+        return references.reference(peer, new, call.future)
+
+    def _with_future(self, peer: int, target: str, timeout: float | None) -> Call:
+        agent, future = self._agent, CallFuture()
+        call = Call(self._calls.number(), peer, target, self._patience(timeout), future)
+
+        def attend() -> None:
+            with agent.workers.blocked():
+                agent.receiver.attend(call, call.timeout)
+
+        future._attend, future._cancel = attend, lambda: self.give_up(call, call.cancelled())
+        return call
+
+    def _patience(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._agent.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"timeout must be a number of seconds, or None, not {timeout!r}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, or None, not {timeout!r}")
+        return timeout
+
+    def _request(self, call: Call, kind: int, values: Sequence[object]) -> None:
+        agent, peer = self._agent, call.peer
+        if agent.closed:
+            raise self.closed()
+        head, bodies, undo = pack(agent, peer, kind, call.number, context.get(), values)
+        call.nbytes = len(head) + sum([body.numel() for body in bodies])
+        nested, deadline = request.get() is not None, call.started + call.timeout
+        if not self._windows[peer].enter(call.nbytes, deadline, agent.workers.blocked, nested):
+            take_back(undo)
+            raise call.late()
+        self._calls.add(call)
+        try:
+            agent.office.post(peer, head, bodies, min(call.timeout, SEND_S))
+        except BaseException as error:
+            # An interrupt too: no call may stay under way that nobody will answer.
+            self._calls.take(call.number)
+            self._calls.over(call)
+            if not agent.office.may_arrive(peer, error):
+                take_back(undo)
+                raise
+            # It will be served, or found cancelled.
+            self._count(peer)
+            agent.office.tell(peer, protocol.CANCEL, call.number)
+            raise
+        self._count(peer)
+        if (peer in agent.office.gone or agent.closed) and self._calls.take(call.number) is not None:
+            # It went, or this agent was closed, while this call was on its way, after those that wait were told.
+            self._end(call, self.closed() if agent.closed else agent.box.lost[peer])
+
+    def _count(self, peer: int) -> None:
+        with self._counting:
+            self.sent[peer] += 1
+
+    # -- ends ----------------------------------------------------------------------------------
+    def answered(self, number: int, mail: Mail) -> tuple[Task, bool] | None:
+        """An answer has come: what is left to do, and whether that is short."""
+        call = self._calls.take(number)
+        if call is None:
+            # Nobody waits, but the references in it have to be counted, and dropped.
+            return lambda: self._drop(mail), True
+        call.mail = mail
+        if call.future is None:
+            self._calls.over(call)
+            call.end()
+            return None
+        return lambda: self._end(call, None), True
+
+    def give_up(self, call: Call, error: CommError) -> bool:
+        """End a call without its answer, and tell who runs it; False if it was answered meanwhile."""
+        if self._calls.take(call.number) is None:
+            return False
+        self._agent.office.tell(call.peer, protocol.CANCEL, call.number)
+        self._end(call, error)
+        return True
+
+    def lose(self, peer: int, error: BaseException) -> None:
+        """A rank is gone, and answers nothing more."""
+        for call in self._calls.of(peer):
+            if self._calls.take(call.number) is not None:
+                self._end(call, error)
+
+    def end_all(self) -> None:
+        """The agent is closed."""
+        for call in self._calls.all():
+            if self._calls.take(call.number) is not None:
+                self._end(call, self.closed())
+
+    def closed(self) -> ClosedError:
+        """The error of a call after the end."""
+        rank, size = self._agent.rank, self._agent.size
+        return ClosedError("the RPC agent of this rank is shut down", rank=rank, size=size, operation="rpc")
+
+    def _end(self, call: Call, error: BaseException | None) -> None:
+        call.error = error
+        try:
+            if call.future is not None:
+                self._complete(call.future, call)
+        finally:
+            self._calls.over(call)
+            # The last, so that who wakes finds the future complete.
+            call.end()
+
+    def _complete(self, future: CallFuture, call: Call) -> None:
+        """Its callbacks run here. What somebody else has completed stays as it is."""
+        before, self._here.call = getattr(self._here, "call", None), call
+        within, asked = context.set(call.within[0]), request.set(call.within[1])
+        try:
+            value = self._result(call)
+        except Exception as raised:
+            if not future.done():
+                future.set_exception(raised)
+        else:
+            if not future.done():
+                future.set_result(value)
+        finally:
+            context.reset(within)
+            request.reset(asked)
+            self._here.call = before
+
+    def leave_callback(self) -> None:
+        """If this thread runs the callback of a call, that one does not count as under way any more."""
+        call = getattr(self._here, "call", None)
+        if call is not None:
+            self._calls.over(call)
+
+    def _result(self, call: Call) -> Any:
+        if call.mail is None:
+            assert call.error is not None
+            if isinstance(call.error, PeerLostError):
+                # One error may end many calls, and each is raised with a traceback of its own.
+                raise PeerLostError(call.error.message, peer=call.peer, operation="rpc") from call.error
+            raise call.error
+        return self._read(call.mail)
+
+    def _read(self, mail: Mail) -> Any:
+        kind, _, within, message = HEADER.unpack_from(mail.head)
+        (value,) = unpack(self._agent, mail, within, message, HEADER.size, 1)
+        if kind == protocol.ERROR:
+            raise rebuilt(value, mail.peer)
+        return value
+
+    def _drop(self, mail: Mail) -> None:
+        # Nobody waits for it, so nobody hears of its errors; but references in it have to be counted, and dropped.
+        with contextlib.suppress(Exception):
+            self._read(mail)

@@ -1,0 +1,168 @@
+"""An agent's messages: what goes out, what is done with what comes in, and what a rank's end means."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono import serialization
+from unisono.core.mailbox import Mail
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
+from unisono.rpc import protocol
+from unisono.rpc.protocol import HEADER, NO_CONTEXT
+from unisono.rpc.receiver import Task
+from unisono.rpc.serialize import pack
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent
+
+__all__ = ["SEND_S", "Office", "take_back"]
+
+SEND_S = 60.0
+"""Seconds that a rank may take to make room for a message."""
+_BYE_S = 0.5
+_PROTOCOL = (protocol.ADD, protocol.ADDED, protocol.DROP, protocol.RELEASE)
+
+
+class Office:
+    """Sends, and sorts what arrives.
+
+    Attributes:
+        gone: The ranks whose end has been dealt with, or is about to be.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent, self._box, self._rank = agent, agent.box, agent.rank
+        self.gone: set[int] = set()
+        self._outbox: deque[tuple[int, bytes]] = deque()
+        self._posting = threading.Lock()
+
+    # -- out -----------------------------------------------------------------------------------
+    def send(self, peer: int, kind: int, number: int, values: Sequence[object], within: int = NO_CONTEXT) -> None:
+        """Send an answer."""
+        head, bodies, undo = pack(self._agent, peer, kind, number, within, values)
+        try:
+            self.post(peer, head, bodies, SEND_S)
+        except BaseException as error:
+            # An interrupt too: references that went nowhere would be counted for good.
+            if not self.may_arrive(peer, error):
+                take_back(undo)
+            raise
+
+    def may_arrive(self, peer: int, error: BaseException) -> bool:
+        """After an error in `post`: whether the message is on its way all the same, as its receiver is only slow."""
+        return isinstance(error, CommTimeoutError) and peer not in self._box.lost
+
+    def post(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
+        """Send a message; what this rank sends to itself is served by another thread."""
+        if peer != self._rank:
+            self._box.send(peer, head, bodies, timeout)
+            return
+        found = self.dispatch(Mail(peer, head, [body.clone() for body in bodies]))
+        if found is not None:
+            self._agent.workers.run(found[0])
+
+    def tell(self, peer: int, kind: int, *words: int) -> None:
+        """Send a few numbers, in order; to a rank that is gone, nothing. In a dispatch it is sent soon after."""
+        self._outbox.append((peer, _plain(kind, words)))
+        if not self._agent.receiver.dispatching:
+            self.empty_outbox()
+
+    def empty_outbox(self) -> None:
+        """Send what was told, unless another thread does so just now, and let go of what was freed."""
+        while self._outbox and self._posting.acquire(blocking=False):
+            try:
+                self._empty()
+            finally:
+                self._posting.release()
+        self._agent.references.bury()
+
+    def _empty(self) -> None:
+        while self._outbox:
+            peer, head = self._outbox.popleft()
+            # To a rank that is gone there is nothing to tell.
+            with contextlib.suppress(CommError):
+                self.post(peer, head, (), SEND_S)
+
+    def say_goodbye(self, reason: str) -> None:
+        """Tell every rank that this one serves no more."""
+        for peer in self._agent.alive():
+            if peer != self._rank:
+                with contextlib.suppress(CommError):
+                    self._box.send(peer, _plain(protocol.BYE, (reason,)), (), _BYE_S)
+
+    # -- in ------------------------------------------------------------------------------------
+    def dispatch(self, mail: Mail) -> tuple[Task, bool] | None:
+        """Take one message in, in order; what is left to do, and whether that is short."""
+        if mail.peer in self.gone:
+            return None
+        try:
+            return self._sorted(mail)
+        except (ValueError, TypeError, LookupError, struct.error) as error:
+            # No agent sends such a thing: nothing more is taken from there.
+            self._box.lose(mail.peer, CommError(f"rank {mail.peer} sent what is no message: {error}", peer=mail.peer))
+            return None
+
+    def _sorted(self, mail: Mail) -> tuple[Task, bool] | None:
+        agent = self._agent
+        kind, number, _, _ = HEADER.unpack_from(mail.head)
+        if kind in (protocol.REQUEST, protocol.REMOTE):
+            return agent.serving.accept(mail)
+        if kind in (protocol.REPLY, protocol.ERROR):
+            return agent.caller.answered(number, mail)
+        words = serialization.decode(mail.head[HEADER.size :])
+        if kind in _PROTOCOL:
+            agent.references.arrived(mail.peer, kind, words)
+            return self.empty_outbox, True
+        if kind == protocol.CANCEL:
+            agent.serving.cancel(mail.peer, words[0])
+        elif kind == protocol.BYE:
+            self._box.lose(mail.peer, PeerLostError(f"rank {mail.peer} serves no more: {words[0]}", peer=mail.peer))
+        elif kind == protocol.DISCARD:
+            return lambda: agent.contexts.discard(words[0]), True
+        else:
+            return lambda: agent.closing.arrived(mail.peer, kind, words), True
+        return None
+
+    def clock(self) -> tuple[float, list[Task]]:
+        """When to look at the clock next, and what is to be done now."""
+        agent = self._agent
+        tasks = [_calling(agent.caller.give_up, call, call.late()) for call in agent.calls.late()]
+        for peer in self._box.lost.keys() - self.gone:
+            self.gone.add(peer)
+            tasks.append(_calling(self._lose, peer))
+        if agent.references.waiting:
+            tasks.append(agent.references.flush)
+        return agent.calls.next_due, tasks
+
+    def _lose(self, peer: int) -> None:
+        agent, error = self._agent, self._box.lost[peer]
+        agent.caller.lose(peer, error)
+        agent.serving.lose(peer)
+        agent.references.lose(peer, PeerLostError(f"rank {peer} died before it had the object made", peer=peer))
+        agent.contexts.lose(peer)
+        self.empty_outbox()
+        agent.closing.look()
+
+
+def take_back(undo: Sequence[Callable[[], None]]) -> None:
+    """A message is not sent after all."""
+    for action in undo:
+        action()
+
+
+def _calling(function: Callable[..., object], *args: object) -> Task:
+    def task() -> None:
+        function(*args)
+
+    return task
+
+
+def _plain(kind: int, words: tuple[object, ...]) -> bytes:
+    return HEADER.pack(kind, 0, NO_CONTEXT, 0) + serialization.encode(words)

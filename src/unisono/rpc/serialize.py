@@ -1,0 +1,98 @@
+"""Values of calls as bytes and bodies, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.core.mailbox import Mail
+from unisono.rpc.message import Packing, Unpacking
+from unisono.rpc.protocol import HEADER, NO_CONTEXT
+from unisono.rpc.value_codecs import install, put_pickled
+from unisono.serialization.format import MAX_DEPTH, UnsendableError, decoders, encoders, put
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent
+
+__all__ = ["CallTypeError", "pack", "unpack"]
+
+install()
+
+
+class CallTypeError(TypeError, RuntimeError):
+    """A value of a type that calls cannot carry or use. A RuntimeError, too, as of torch's RPC."""
+
+
+def pack(
+    agent: Agent, peer: int, kind: int, number: int, context: int, values: Sequence[object]
+) -> tuple[bytes, list[torch.Tensor], list[Callable[[], None]]]:
+    """Head and bodies of a message that carries some values, and what takes it back if it is not sent.
+
+    Raises:
+        CallTypeError: One of them cannot be sent; says which and why.
+    """
+    parts = Packing(agent, peer, context)
+    parts.append(b"")
+    try:
+        if agent.exposed.trusted:
+            for value in values:
+                _put(parts, value, MAX_DEPTH)
+        else:
+            for value in values:
+                (encoders.get(type(value)) or put)(parts, value, MAX_DEPTH)
+        message = agent.contexts.send(context, peer, parts.recorded) if parts.recorded else 0
+    except BaseException as error:
+        for action in parts.undo:
+            action()
+        if isinstance(error, UnsendableError):
+            place = "".join(reversed(error.path))
+            raise CallTypeError(
+                f"the value{place} is {error.what}: calls carry plain values, containers, dataclasses, tensors, RRefs "
+                "and exposed functions; rpc.init(..., trusted=True) on every rank carries the rest by pickle"
+            ) from None
+        raise
+    if context != NO_CONTEXT:
+        agent.contexts.met(context, peer)
+    parts[0] = HEADER.pack(kind, number, context, message)
+    return b"".join(parts), parts.bodies, parts.undo
+
+
+def _put(parts: Packing, value: object, depth: int) -> None:
+    """Append a value, by pickle if that is needed."""
+    marks = len(parts), len(parts.bodies), len(parts.recorded), len(parts.undo)
+    try:
+        put(parts, value, depth)
+    except UnsendableError:
+        # Something in it needs pickle: then all of it goes that way.
+        for items, mark in zip((parts, parts.bodies, parts.recorded), marks, strict=False):
+            del items[mark:]
+        while len(parts.undo) > marks[3]:
+            parts.undo.pop()()
+        put_pickled(parts, value, depth)
+
+
+def unpack(agent: Agent, mail: Mail, context: int, message: int, at: int, count: int) -> list[Any]:
+    """Some values of a message, from a place on to its end. Raises ValueError for bytes that no agent makes."""
+    content, peer = mail.head, mail.peer
+    if count == 1 and content[at:] == b"N":
+        return [None]
+    view = Unpacking(content)
+    view.agent, view.peer, view.bodies, view.context, view.message = agent, peer, mail.bodies, context, message
+    view.tensors, view.refused = 0, None
+    values = []
+    try:
+        for _ in range(count):
+            value, at = decoders[view[at]](view, at + 1, MAX_DEPTH)
+            values.append(value)
+        if at != len(view):
+            raise ValueError(f"{len(view) - at} bytes follow its end")
+    except IndexError:
+        raise ValueError(f"rank {peer} sent bytes that carry no call: they end too early") from None
+    except (Exception, SystemExit) as error:
+        # A pickle may even raise an exit, which must not end the thread that receives.
+        raise ValueError(f"what rank {peer} sent cannot be read here: {error}") from error
+    if view.refused is not None:
+        raise view.refused
+    return values

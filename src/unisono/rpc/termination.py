@@ -1,0 +1,164 @@
+"""How agents end together: when all want to, and no call is under way anywhere.
+
+The lowest living rank decides. Whoever wants to end and has nothing to do tells it how many calls it has sent to each
+rank, and served for each (`IDLE`). When all have, and what was sent equals what was served, it asks all once more
+(`SUMMON`); if nothing has changed since, nothing was under way in between, and it tells all to `CLOSE`. Ranks that
+are gone do not count. After Mattern, *Algorithms for distributed termination detection* (1987).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from unisono import serialization
+from unisono.errors import CommError, CommTimeoutError
+from unisono.rpc.protocol import CLOSE, HEADER, IDLE, NO_CONTEXT, SUMMON
+
+if TYPE_CHECKING:
+    from unisono.rpc.agent import Agent
+
+__all__ = ["Closing"]
+
+_Report = tuple[list[int], list[int]]
+_SEND_S = 0.5
+_SHORTEST_S, _LONGEST_S = 0.01, 0.2
+
+
+class Closing:
+    """One rank's part in it.
+
+    Attributes:
+        over: Whether all agreed to end.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._wanted = False
+        self._ended = threading.Event()
+        self.over = False
+        self._wave = 0
+        self._told: tuple[int, int, _Report] | None = None
+        self._reports: dict[int, dict[int, _Report]] = {}
+
+    def wait(self, timeout: float | None) -> None:
+        """Return when everybody is done. Raises CommTimeoutError if that does not come; then all goes on as before."""
+        self._agent.caller.leave_callback()
+        self._wanted = True
+        self._summon()
+        limit = None if timeout is None else time.monotonic() + timeout
+        pause = _SHORTEST_S
+        with self._agent.workers.blocked():
+            while not self._ended.wait(pause if limit is None else min(pause, max(limit - time.monotonic(), 0))):
+                # Looked at now and then, rather than after each call: a rank that only serves waits here all its life.
+                pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
+                if limit is not None and time.monotonic() >= limit:
+                    self._wanted = False
+                    raise CommTimeoutError(
+                        f"waited {timeout:.1f} s in rpc.shutdown for all ranks to come to an end of their calls"
+                        f"{self._missing()}. Did every rank call shutdown?",
+                        waited_s=timeout,
+                    )
+
+    def _missing(self) -> str:
+        """Who has not said that it is done, as far as this rank knows."""
+        rank, alive = self._agent.rank, self._agent.alive()
+        if not self._agent.idle():
+            return "; calls of this rank, or of others to it, are under way"
+        if rank != min(alive):
+            return f", and rank {min(alive)}, which decides, has not said that they have"
+        with self._lock:
+            heard = self._reports.get(self._wave, {})
+        late = [str(other) for other in alive if other not in heard]
+        return f"; not heard of yet: rank {', '.join(late)}" if late else ""
+
+    def _summon(self) -> None:
+        """This rank wants to end: if it is the one that decides, ask how things are now."""
+        rank, alive = self._agent.rank, self._agent.alive()
+        if rank == min(alive):
+            with self._lock:
+                self._wave += 1
+                self._reports.clear()
+                wave = self._wave
+            for other in alive:
+                if other != rank:
+                    self._send(other, SUMMON, wave)
+        self.look()
+
+    def finish(self) -> None:
+        """The agent is closed: nobody waits any more."""
+        self._ended.set()
+
+    def look(self) -> bool:
+        """If this rank has nothing left to do, say so; whether there was something new to be said."""
+        if not self._wanted or self._ended.is_set() or not self._agent.idle():
+            return False
+        size = range(self._agent.size)
+        report = [self._agent.caller.sent[r] for r in size], [self._agent.serving.served[r] for r in size]
+        chief = min(self._agent.alive())
+        with self._lock:
+            wave = self._wave
+            new, self._told = (chief, wave, report) != self._told, (chief, wave, report)
+        if chief == self._agent.rank:
+            self._heard(chief, wave, report)
+        elif new:
+            self._send(chief, IDLE, wave, *report)
+        return new
+
+    def arrived(self, peer: int, kind: int, words: tuple[Any, ...]) -> None:
+        """A message about the end has come."""
+        if kind == IDLE:
+            self._heard(peer, words[0], (words[1], words[2]))
+        elif kind == SUMMON:
+            with self._lock:
+                self._wave = max(self._wave, words[0])
+                self._told = None
+            self.look()
+        elif kind == CLOSE:
+            self.over = True
+            self._ended.set()
+
+    def _heard(self, peer: int, wave: int, report: _Report) -> None:
+        """As the one who decides."""
+        rank, alive = self._agent.rank, self._agent.alive()
+        with self._lock:
+            verdict, wave = self._judged(peer, wave, report, alive)
+        if verdict == SUMMON:
+            for other in [peer] if wave < 0 else alive:
+                if other != rank:
+                    self._send(other, SUMMON, abs(wave))
+            self.look()
+        elif verdict == CLOSE:
+            for other in alive:
+                if other != rank:
+                    self._send(other, CLOSE)
+            self.arrived(rank, CLOSE, ())
+
+    def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
+        """What to do now: nothing, close, or summon all; a negative wave summons only this one, which is behind."""
+        if wave < self._wave:
+            return SUMMON, -self._wave
+        self._wave = wave
+        self._reports.setdefault(wave, {})[peer] = report
+        now, before = self._reports[wave], self._reports.get(wave - 1)
+        if any(other not in now for other in alive) or not _even(now, alive):
+            return None, wave
+        if before is not None and all(before.get(other) == now[other] for other in alive):
+            return CLOSE, wave
+        self._wave += 1
+        self._reports = {wave: now}
+        return SUMMON, self._wave
+
+    def _send(self, peer: int, kind: int, *words: Any) -> None:
+        try:
+            self._agent.box.send(peer, HEADER.pack(kind, 0, NO_CONTEXT, 0) + serialization.encode(words), (), _SEND_S)
+        except CommError:
+            # It is gone, or will be called so soon: then somebody else decides, or it does not count.
+            return
+
+
+def _even(reports: dict[int, _Report], alive: list[int]) -> bool:
+    """Whether every call that one of these sent to another was served."""
+    return all(reports[a][0][b] == reports[b][1][a] for a in alive for b in alive)

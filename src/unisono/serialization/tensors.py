@@ -1,0 +1,189 @@
+"""torch's tensors and what describes them, and numpy's arrays. Neither package is imported to send a value."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from unisono.serialization.builtins import put_items, take_items
+from unisono.serialization.format import (
+    Encoder,
+    Parts,
+    UnsendableError,
+    View,
+    decoders,
+    head,
+    put_text,
+    take_bytes,
+    take_text,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+__all__ = ["find", "install", "is_hollow"]
+
+
+def find(cls: type[Any]) -> Encoder | None:
+    """The encoder of a type of torch or numpy; None for any other."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        if issubclass(cls, torch.Tensor):
+            return _put_tensor
+        for known, encoder in ((torch.dtype, _put_dtype), (torch.device, _put_device), (torch.Size, _put_size)):
+            if cls is known:
+                return encoder
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(cls, (numpy.ndarray, numpy.generic)):
+        return _put_numpy
+    return None
+
+
+def _put_shape(parts: Parts, shape: Sequence[int]) -> None:
+    parts.append(head("t", len(shape))[1:])
+    put_items(parts, shape, 1)
+
+
+def _take_shape(view: View, at: int) -> tuple[list[int], int]:
+    shape, at = take_items(view, at, 1)
+    if not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        raise ValueError("a shape has a negative or a huge size")
+    return shape, at
+
+
+# -- torch -----------------------------------------------------------------------------------------
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether its elements are elsewhere, and its memory anybody's: a DTensor, say, a masked or a nested tensor."""
+    import torch
+
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested
+
+
+def _put_tensor(parts: Parts, tensor: torch.Tensor, _depth: int) -> None:
+    import torch
+
+    if is_hollow(tensor):
+        raise UnsendableError(f"a {type(tensor).__name__}, whose elements are not in its own memory")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        kind = "meta" if tensor.device.type == "meta" else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise UnsendableError(f"a {kind} tensor, which has no plain bytes (make it dense first)")
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    parts.append(b"A")
+    put_text(parts, str(dense.dtype).removeprefix("torch."))
+    _put_shape(parts, dense.shape)
+    parts.append(head("b", dense.nbytes)[1:])
+    if dense.nbytes:
+        # One copy, without the help of numpy.
+        parts.append(ctypes.string_at(dense.data_ptr(), dense.nbytes))
+
+
+def _take_tensor(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
+    import torch
+
+    name, at = take_text(view, at + 1)
+    dtype = _dtype(name)
+    shape, at = _take_shape(view, at)
+    content, at = take_bytes(view, at)
+    if math.prod(shape) * dtype.itemsize != len(content):
+        raise ValueError(f"a tensor of shape {shape} and {name} does not have {len(content)} bytes")
+    raw = torch.empty(len(content), dtype=torch.uint8, device="cpu")
+    if len(content):
+        memoryview((ctypes.c_char * len(content)).from_address(raw.data_ptr())).cast("B")[:] = content
+    # A bool that is neither 0 nor 1 would be different things to different operations.
+    return (raw.ne(0) if dtype == torch.bool else raw.view(dtype)).reshape(shape), at
+
+
+def _put_dtype(parts: Parts, dtype: torch.dtype, _depth: int) -> None:
+    parts.append(b"Y")
+    put_text(parts, str(dtype).removeprefix("torch."))
+
+
+def _take_dtype(view: View, at: int, _depth: int) -> tuple[torch.dtype, int]:
+    name, at = take_text(view, at + 1)
+    return _dtype(name), at
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r} here")
+    return dtype
+
+
+def _put_device(parts: Parts, device: torch.device, _depth: int) -> None:
+    parts.append(b"V")
+    put_text(parts, str(device))
+
+
+def _take_device(view: View, at: int, _depth: int) -> tuple[torch.device, int]:
+    import torch
+
+    name, at = take_text(view, at + 1)
+    return torch.device(name), at
+
+
+def _put_size(parts: Parts, size: torch.Size, _depth: int) -> None:
+    parts.append(b"X")
+    _put_shape(parts, size)
+
+
+def _take_size(view: View, at: int, _depth: int) -> tuple[torch.Size, int]:
+    import torch
+
+    shape, at = _take_shape(view, at)
+    return torch.Size(shape), at
+
+
+# -- numpy -----------------------------------------------------------------------------------------
+def _put_numpy(parts: Parts, array: np.ndarray[Any, Any] | np.generic, _depth: int) -> None:
+    numpy = sys.modules["numpy"]
+    if isinstance(array, numpy.ndarray) and type(array) not in (numpy.ndarray, numpy.memmap):
+        raise UnsendableError(f"a {type(array).__name__}, which would arrive as a plain numpy array")
+    if array.dtype.hasobject or array.dtype.names is not None or not array.dtype.itemsize:
+        raise UnsendableError(f"a numpy array of {array.dtype}, which has no plain bytes")
+    parts.append(b"M" if isinstance(array, numpy.ndarray) else b"m")
+    put_text(parts, array.dtype.str)
+    _put_shape(parts, array.shape)
+    content = array.tobytes()
+    parts.append(head("b", len(content))[1:])
+    parts.append(content)
+
+
+def _take_array(view: View, at: int, _depth: int) -> tuple[Any, int]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        raise ValueError("a numpy array came, but numpy is not imported here")
+    name, at = take_text(view, at + 1)
+    dtype = numpy.dtype(name)
+    if dtype.hasobject or dtype.names is not None or dtype.str != name:
+        raise ValueError(f"there are no numpy arrays of {name!r}")
+    shape, at = _take_shape(view, at)
+    content, at = take_bytes(view, at)
+    if math.prod(shape) * dtype.itemsize != len(content):
+        raise ValueError(f"an array of shape {shape} and {name} does not have {len(content)} bytes")
+    return numpy.frombuffer(bytearray(content), dtype).reshape(shape), at
+
+
+def _take_scalar(view: View, at: int, depth: int) -> tuple[Any, int]:
+    array, at = _take_array(view, at, depth)
+    return array[()], at
+
+
+def install() -> None:
+    """Fill in the tables."""
+    kinds = {
+        "A": _take_tensor,
+        "Y": _take_dtype,
+        "V": _take_device,
+        "X": _take_size,
+        "M": _take_array,
+        "m": _take_scalar,
+    }
+    for kind, decoder in kinds.items():
+        decoders[ord(kind)] = decoder

@@ -1,0 +1,245 @@
+"""Python's clocks, locks, queues and threads, as a thread of a simulation sees them.
+
+Programs need not know that they are simulated: `time.sleep`, `threading.Thread`, `queue.Queue`, loops of asyncio
+and what is made of them work, in virtual time. Every replacement first asks whether it is called by a task; other
+threads of the process get what they always get. It is all taken back when the last simulation has ended.
+"""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import selectors
+import sys
+import threading
+import time
+from asyncio.selector_events import BaseSelectorEventLoop
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from unisono.simulation.events import nanoseconds
+from unisono.simulation.locks import VirtualLock
+from unisono.simulation.tasks import Task, here, outside
+
+__all__ = ["EPOCH_S", "interposed"]
+
+EPOCH_S = 1_767_225_600
+"""What `time.time` reads when a simulation begins: the year 2026."""
+
+_Patch = tuple[Any, str, Any]
+
+
+class _Interposer:
+    """Puts the replacements in place while anybody wants them."""
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._users = 0
+        self._before: list[_Patch] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                patches = [*_clocks(), *_locks(), *_threads(), *_futures(), *_loops()]
+                self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+                for patch in patches:
+                    setattr(*patch)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for patch in self._before:
+                    setattr(*patch)
+
+
+_interposer = _Interposer()
+
+
+@contextmanager
+def interposed() -> Iterator[None]:
+    """While in here, tasks see virtual clocks, locks and threads."""
+    _interposer.enter()
+    try:
+        yield
+    finally:
+        _interposer.leave()
+
+
+# -- clocks ----------------------------------------------------------------------------------------
+def _clocks() -> list[_Patch]:
+    real_sleep = time.sleep
+
+    def sleep(seconds: float, /) -> None:
+        task = here()
+        if task is None:
+            return real_sleep(seconds)
+        if seconds < 0:
+            raise ValueError("sleep length must be non-negative")
+        task.scheduler.sleep(seconds)
+
+    found: list[_Patch] = [(time, "sleep", sleep)]
+    for name in ("monotonic", "perf_counter", "time"):
+        base_ns = EPOCH_S * 10**9 if name == "time" else 0
+        seconds, whole = _reader(name, base_ns), _reader(f"{name}_ns", base_ns, whole=True)
+        found += [(time, name, seconds), (time, f"{name}_ns", whole)]
+        if name == "monotonic":
+            # The names by which these modules have imported it.
+            found += [(owner, alias, seconds) for owner, alias in ((threading, "_time"), (queue, "time"))]
+    return [patch for patch in found if hasattr(patch[0], patch[1])]
+
+
+def _reader(name: str, base_ns: int, *, whole: bool = False) -> Callable[[], float]:
+    real: Callable[[], float] = getattr(time, name)
+
+    def read() -> float:
+        task = here()
+        if task is None:
+            return real()
+        task.scheduler.poll()
+        now = base_ns + task.scheduler.now
+        return now if whole else now / 1e9
+
+    return read
+
+
+# -- locks and queues ------------------------------------------------------------------------------
+def _locks() -> list[_Patch]:
+    real_lock, real_rlock, real_is_set = threading.Lock, threading.RLock, threading.Event.is_set
+    python_rlock: Any = threading._PyRLock  # type: ignore[attr-defined]  # not in the annotations of what it is
+    # Not in the annotations of what it is.
+    real_queue, python_queue = queue.SimpleQueue, queue._PySimpleQueue  # type: ignore[attr-defined]
+
+    def lock() -> Any:
+        return real_lock() if here() is None else VirtualLock()
+
+    def rlock() -> Any:
+        return real_rlock() if here() is None else python_rlock()
+
+    def is_set(event: threading.Event) -> bool:
+        task = here()
+        if task is not None and not real_is_set(event):
+            task.scheduler.poll()
+        return real_is_set(event)
+
+    class SimpleQueue:
+        def __new__(cls) -> Any:
+            return real_queue() if here() is None else python_queue()
+
+        def __class_getitem__(cls, item: object) -> type:
+            return cls
+
+    # Condition, Event, Semaphore, Barrier and queue.Queue are made of these.
+    return [
+        (threading, "Lock", lock),
+        (threading, "_allocate_lock", lock),
+        (threading, "RLock", rlock),
+        (threading.Event, "is_set", is_set),
+        (queue, "SimpleQueue", SimpleQueue),
+    ]
+
+
+# -- threads ---------------------------------------------------------------------------------------
+def _threads() -> list[_Patch]:
+    real_start, real_join, real_is_alive = threading.Thread.start, threading.Thread.join, threading.Thread.is_alive
+
+    def start(thread: threading.Thread) -> None:
+        parent = here()
+        if parent is None:
+            return real_start(thread)
+        # Not its own name: those of unnamed threads count all threads of the process.
+        parent.children += 1
+        task = Task(parent.scheduler, f"{parent.name}.{parent.children}", parent.rank, False)
+        task.thread = thread
+        run = thread.run
+        thread.__dict__.update(_unisono_task=task, run=lambda: parent.scheduler.live(task, run))
+        with outside():
+            # It was made by a task, and tells the parent for real that it has started.
+            thread.__dict__["_started"] = threading.Event()
+            real_start(thread)
+        parent.scheduler.admit(task)
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        me, task = here(), _task_of(thread)
+        if me is None or task is None:
+            return real_join(thread, timeout)
+        deadline = None if timeout is None else me.scheduler.now + nanoseconds(timeout)
+        while not task.done:
+            task.joiners.append(me)
+            if not me.scheduler.block(deadline):
+                return None
+        with outside():
+            real_join(thread)
+
+    def is_alive(thread: threading.Thread) -> bool:
+        task = _task_of(thread)
+        if here() is None or task is None:
+            return real_is_alive(thread)
+        return not task.done
+
+    return [
+        (threading.Thread, "start", start),
+        (threading.Thread, "join", join),
+        (threading.Thread, "is_alive", is_alive),
+    ]
+
+
+def _task_of(thread: threading.Thread) -> Task | None:
+    return thread.__dict__.get("_unisono_task")
+
+
+# -- torch -----------------------------------------------------------------------------------------
+def _futures() -> list[_Patch]:
+    """A future of torch waits inside of C++, where nobody else could run."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    kind: Any = torch.futures.Future
+    real_wait = kind.wait
+
+    def wait(future: Any) -> Any:
+        if here() is not None and not future.done():
+            done = threading.Event()
+            future.add_done_callback(lambda _: done.set())
+            done.wait()
+        return real_wait(future)
+
+    return [(kind, "wait", wait)]
+
+
+# -- asyncio ---------------------------------------------------------------------------------------
+def _loops() -> list[_Patch]:
+    """A loop waits in its selector, until its next timer, or until another thread writes to it."""
+    kind, loops = selectors.DefaultSelector, BaseSelectorEventLoop
+    real_select = kind.select
+    # Not in the annotations of what it is.
+    real_write = loops._write_to_self  # type: ignore[attr-defined]
+    waiting: dict[Any, Task] = {}
+
+    def select(selector: Any, timeout: float | None = None) -> Any:
+        task = here()
+        if task is None:
+            return real_select(selector, timeout)
+        found = real_select(selector, 0)
+        if found or (timeout is not None and timeout <= 0):
+            task.scheduler.poll()
+            return found
+        # What else a selector could wait for, such as sockets, is outside of the simulation.
+        waiting[selector] = task
+        task.hasty += 1
+        try:
+            task.scheduler.block(None if timeout is None else task.scheduler.now + nanoseconds(timeout))
+        finally:
+            task.hasty -= 1
+            del waiting[selector]
+        return real_select(selector, 0)
+
+    def write(loop: Any) -> None:
+        real_write(loop)
+        me, task = here(), waiting.get(loop._selector)
+        if me is not None and task is not None:
+            me.scheduler.wake(task)
+
+    return [(kind, "select", select), (loops, "_write_to_self", write)]

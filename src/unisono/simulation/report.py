@@ -1,0 +1,51 @@
+"""What ranks wait for when none can move, in words: who, in which call, on which line, for what."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+
+from unisono.simulation.tasks import Task
+
+__all__ = ["nobody_can_move"]
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARY = os.path.dirname(os.path.dirname(_HERE)) + os.sep
+_STANDARD = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
+_TORCH = f"{os.sep}torch{os.sep}"
+
+
+def nobody_can_move(tasks: Sequence[Task], now_s: float) -> tuple[str, dict[int, str]]:
+    """A sentence that names each rank, and the operation that each is in where that is known."""
+    frames = sys._current_frames()
+    told, places = [], {}
+    for task in sorted((task for task in tasks if task.main and not task.done), key=lambda task: task.rank or 0):
+        rank = task.rank or 0
+        operation, site = _place(frames.get(task.ident or 0))
+        if operation is not None:
+            places[rank] = operation
+        # A collective that was started earlier is waited for by another thread of the rank.
+        waits = [wait() for other in (task, *_helpers(tasks, task)) for wait in other.waits[-1:]]
+        where = (f" in {operation}" if operation else "") + (f" at {site}" if site else "")
+        told.append(f"rank {rank} waits{where} {'; '.join(waits) if waits else 'for something in its own process'}")
+    return f"nobody can move any more, at {now_s:.6f} s: {', and '.join(told)}", places
+
+
+def _helpers(tasks: Sequence[Task], main: Task) -> list[Task]:
+    return [task for task in tasks if task.rank == main.rank and task is not main and not task.done]
+
+
+def _place(frame: FrameType | None) -> tuple[str | None, str | None]:
+    """The library's operation that the user's program is in, and the line that called it."""
+    operation: str | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_LIBRARY):
+            operation = operation if file.startswith(_HERE) else frame.f_code.co_name
+        elif not (file.startswith(_STANDARD) and "site-packages" not in file) and _TORCH not in file:
+            return operation, f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None, None

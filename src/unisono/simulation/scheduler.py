@@ -1,0 +1,300 @@
+"""Who goes on, and what time it is: of many threads exactly one runs, and a seed says which."""
+
+from __future__ import annotations
+
+import _thread
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from random import Random
+
+from unisono.errors import CommTimeoutError, DeadlockError
+from unisono.simulation.events import NS, Action, Calendar, Timeout, Timer, nanoseconds
+from unisono.simulation.report import nobody_can_move
+from unisono.simulation.tasks import Task, being, here
+
+__all__ = ["EndedError", "Scheduler"]
+
+_POLLS = 100
+_POLL_NS = 1000
+_PATIENT = 0.9
+_LEAVE_S = 10.0
+_AWAY_S = 1e-4
+
+
+class EndedError(BaseException):
+    """Raised in threads that outlive their simulation, so that none is left behind."""
+
+
+class Scheduler:
+    """Runs tasks one at a time. Where one blocks or lets others run, the seed decides who goes on.
+
+    Time stands still while any task can run; then it jumps to the next event. So a run takes no longer
+    than its computation, and depends on the seed and on nothing else.
+
+    A deadlock is when only waits of (nearly) the default patience are left to end: then all ranks get
+    `DeadlockError` at once. Shorter waits, and those that are called hasty, end at their time.
+
+    Args:
+        seed: Of all choices.
+        patience_s: How long an operation waits by default, in virtual seconds.
+        stuck_s: Real seconds after which a task that neither ends nor blocks is taken for stuck.
+        on_rank: Called when a task of another rank than the last one goes on, with both ranks.
+        preempt: Chance that others may run before a lock is taken, though it is free.
+
+    Attributes:
+        now: Virtual time, in nanoseconds.
+        trace: What happened, a line each.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        patience_s: float,
+        stuck_s: float = 300.0,
+        on_rank: Callable[[int | None, int], object] = lambda old, new: None,
+        preempt: float = 0.0,
+    ) -> None:
+        self.seed, self.now = seed, 0
+        self.trace: list[str] = []
+        self._random = Random(seed)
+        self._patience = int(_PATIENT * patience_s * NS)
+        self._stuck_s, self._on_rank, self._preempt = stuck_s, on_rank, preempt
+        self._tasks: list[Task] = []
+        self._ready: list[Task] = []
+        self._calendar = Calendar(self._random)
+        self._due: list[Action] = []
+        self._rank: int | None = None
+        self._running: Task | None = None
+        self._turns = self._left = 0
+        self._over = False
+        self._failure: BaseException | None = None
+        self._driver = _thread.allocate_lock()
+        self._driver.acquire()
+        self._clock = self.start(self._tick, "clock", None)
+
+    # -- for whoever runs the simulation -----------------------------------------------------------
+    def start(self, run: Action, name: str, rank: int | None, *, main: bool = False) -> Task:
+        """A new task on a thread of its own, which is ready to run."""
+        task = Task(self, name, rank, main)
+        thread = threading.Thread(target=self.live, args=(task, run), name=name, daemon=True)
+        task.thread = thread
+        self.admit(task)
+        thread.start()
+        return task
+
+    def admit(self, task: Task) -> None:
+        """A task whose thread is about to call `live`."""
+        self._tasks.append(task)
+        self._ready.append(task)
+        self._left += task.main
+
+    def run(self) -> None:
+        """Until the last rank's program has ended. No thread is left when this returns, or raises.
+
+        Raises:
+            CommTimeoutError: A task is stuck: it computes without end, or waits for something real.
+        """
+        try:
+            self._pass_to(self._choose())
+            turns = -1
+            while not self._driver.acquire(timeout=self._stuck_s):
+                if turns == self._turns:
+                    raise self._stuck()
+                turns = self._turns
+            self._running = None
+        finally:
+            self._end()
+        if self._failure is not None:
+            raise self._failure
+
+    # -- for tasks ---------------------------------------------------------------------------------
+    def block(self, deadline: int | None = None) -> bool:
+        """Wait for a wake, or until the clock reads `deadline` (in nanoseconds); whether it was a wake."""
+        task = self._me()
+        task.number += 1
+        task.polls = 0
+        task.blocked, task.woken = True, False
+        if deadline is not None:
+            patient = deadline - self.now >= self._patience and not task.hasty
+            self._calendar.add(deadline, Timeout(task, patient))
+        self._hand_on(task)
+        return task.woken
+
+    def wake(self, task: Task) -> None:
+        """End a task's wait; nothing if it does not wait."""
+        if task.blocked:
+            task.blocked, task.woken = False, True
+            self._ready.append(task)
+
+    def throw(self, task: Task, error: BaseException) -> None:
+        """Raise an error where another task waits, now or next."""
+        task.pending = error
+        self.wake(task)
+
+    def pause(self) -> None:
+        """Let others run, if the seed says so."""
+        if not self._over:
+            task = self._me()
+            task.polls = 0
+            self._ready.append(task)
+            self._hand_on(task)
+
+    def before_lock(self) -> None:
+        """Somebody is about to take a lock: what was looked at before may change now."""
+        if self._preempt and not self._over and self._random.random() < self._preempt:
+            # As when the system takes the processor away for a while: messages may arrive meanwhile.
+            self.sleep(self._random.choice((0.0, _AWAY_S * self._random.random())))
+
+    def sleep(self, seconds: float) -> None:
+        """Let this much virtual time pass."""
+        task = self._me()
+        task.hasty += 1
+        try:
+            self.block(self.now + nanoseconds(seconds))
+        finally:
+            task.hasty -= 1
+
+    def poll(self) -> None:
+        """What a look at a clock or a flag costs: loops that only look get on, too."""
+        task = here()
+        if task is not None and not self._over:
+            task.polls += 1
+            if task.polls >= _POLLS:
+                self.sleep(_POLL_NS / NS)
+
+    def at(self, when: int, action: Action) -> None:
+        """Do something when the clock reads `when`; on a thread of its own, so it may wait for locks."""
+        self._calendar.add(when, Timer(self._clock, self._due, action))
+
+    def note(self, text: str) -> None:
+        """A line of the trace."""
+        task = here()
+        name = "nobody" if task is None else task.name
+        self.trace.append(f"{self.now / NS:.9f} {name}: {text}")
+
+    def pick(self, among: int) -> int:
+        """One of so many, by the seed."""
+        return self._random.randrange(among) if among > 1 else 0
+
+    def chance(self) -> float:
+        """A number from 0 to 1, by the seed."""
+        return self._random.random()
+
+    def of_rank(self, rank: int) -> list[Task]:
+        """The tasks of a rank that have not ended."""
+        return [task for task in self._tasks if task.rank == rank and not task.done]
+
+    def live(self, task: Task, run: Action) -> None:
+        """The whole life of a task, in its own thread."""
+        task.gate.acquire()
+        task.ident = _thread.get_ident()
+        try:
+            with being(task):
+                self._raise_pending(task)
+                run()
+        except EndedError:
+            pass
+        finally:
+            task.done = True
+            self._left -= task.main
+            for joiner in task.joiners:
+                self.wake(joiner)
+            self._pass_to(self._choose())
+
+    # -- the baton ---------------------------------------------------------------------------------
+    def _me(self) -> Task:
+        task = here()
+        assert task is not None, "only a task of the simulation waits in it"
+        if self._over:
+            raise EndedError
+        return task
+
+    def _hand_on(self, task: Task) -> None:
+        following = self._choose()
+        if following is not task:
+            self._pass_to(following)
+            task.gate.acquire()
+        self._raise_pending(task)
+
+    def _raise_pending(self, task: Task) -> None:
+        if task.pending is not None:
+            error, task.pending = task.pending, None
+            raise error
+
+    def _pass_to(self, task: Task | None) -> None:
+        self._running = task
+        (self._driver if task is None else task.gate).release()
+
+    def _choose(self) -> Task | None:
+        """Who goes on; None if the simulation is over."""
+        self._turns += 1
+        while not self._over and self._left:
+            if self._ready:
+                task = self._ready.pop(self.pick(len(self._ready)))
+                if task.rank is not None and task.rank != self._rank:
+                    self._on_rank(self._rank, task.rank)
+                    self._rank = task.rank
+                return task
+            self._advance()
+        return None
+
+    def _advance(self) -> None:
+        """Nobody can run: let time pass until somebody can."""
+        found = self._calendar.next()
+        if found is None:
+            self._break_deadlock()
+        else:
+            when, event = found
+            self.now = max(self.now, when)
+            event.fire(self.wake)
+
+    def _break_deadlock(self) -> None:
+        mains = [task for task in self._tasks if task.main and not task.done]
+        said, places = nobody_can_move(self._tasks, self.now / NS)
+        self.trace.append(f"{self.now / NS:.9f} nobody: {said}")
+        for task in mains:
+            assert task.rank is not None
+            size = sum(other.main for other in self._tasks)
+            error = DeadlockError(said, rank=task.rank, size=size, operation=places.get(task.rank))
+            self.throw(task, error)
+
+    def _tick(self) -> None:
+        """What the clock task does: all that is due."""
+        while True:
+            while self._due:
+                action = self._due.pop(0)
+                try:
+                    action()
+                except Exception as error:
+                    self._failure = self._failure or error
+                    self._over = True
+                    return
+            self.block()
+
+    # -- the end -----------------------------------------------------------------------------------
+    def _end(self) -> None:
+        """End every thread that is left, each where it waits."""
+        self._over = True
+        if self._running is not None and not self._driver.acquire(timeout=_LEAVE_S):
+            return
+        for task in self._tasks:
+            if not task.done:
+                task.pending = EndedError()
+                task.gate.release()
+                self._driver.acquire()
+        for task in self._tasks:
+            if task.thread is not None:
+                task.thread.join(_LEAVE_S)
+
+    def _stuck(self) -> CommTimeoutError:
+        task = self._running
+        frame = sys._current_frames().get(task.ident or 0) if task is not None else None
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "nowhere\n"
+        name = task.name if task is not None else "nobody"
+        return CommTimeoutError(
+            f"{name} has let nobody else run for {self._stuck_s:.0f} s of real time: it computes without end, or waits "
+            f"for something outside of the simulation. It is here:\n{stack}",
+            waited_s=self._stuck_s,
+        )

@@ -1,0 +1,95 @@
+"""Carry out a case on a rank, and say what is wrong with what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.core.types import Work
+from unisono.testing.cases import Case
+from unisono.testing.memory_layouts import LINEAR, Placed, place
+
+__all__ = ["Report", "check_case", "check_reports"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank found.
+
+    Attributes:
+        complaints: What is wrong, in words.
+        digest: A hash of the bits that the rank then holds.
+    """
+
+    complaints: tuple[str, ...]
+    digest: str
+
+
+def check_case(comm: Communicator, case: Case) -> Report:
+    """Make the call on this rank; compare the result, the inputs and the memory around both. Collective.
+
+    Example:
+        >>> case = Case("all_reduce", size=2, count=5, layout="every second", algorithm="ring")
+        >>> [report.complaints for report in un.launch(check_case, 2, "thread", args=(case,))]
+        [(), ()]
+    """
+    given, what = case.given(), case.what
+    # Where rows of the first dimension count, there is but this one, and each row is one element.
+    by_rows = what.returns or (what.packed and what.pairwise)
+    layout = "every second" if by_rows and case.layout not in LINEAR else case.layout
+    inputs = [place(tensor.to(comm.device), layout) for tensor in given[comm.rank]]
+    if what.in_place:
+        outputs = inputs
+    else:
+        blanks = (torch.ones(n, dtype=case.dtype, device=comm.device) for n in case.taken_lengths(comm.rank))
+        outputs = [place(blank, layout) for blank in blanks]
+    sides = _as_argument(outputs, what.gathers, what.packed), _as_argument(inputs, what.scatters, what.packed)
+    arguments = what.arguments(*sides, case.op, case.root) | case.splits(comm.rank)
+    how = {"algorithm": case.algorithm} | ({} if what.returns else {"async_op": case.async_op})
+    result = getattr(comm, case.call)(**arguments, **how)
+    if isinstance(result, Work):
+        result.wait()
+    found = [t.reshape(-1).cpu() for t in result] if what.returns else [placed.values() for placed in outputs]
+    complaints = []
+    for index, (expected, tensor) in enumerate(zip(case.expected(comm.rank, given), found, strict=True)):
+        complaints += [f"result {index}: {said}" for said in [expected.complaint(tensor)] if said]
+    if not what.in_place:
+        complaints += _changed(inputs, given[comm.rank])
+    for name, group in (("input", inputs), ("result", outputs)):
+        complaints += [f"memory around {name} {i} has changed" for i, placed in enumerate(group) if placed.spilled()]
+    return Report(tuple(f"rank {comm.rank}: {said}" for said in complaints), _digest(found))
+
+
+def check_reports(case: Case, reports: Sequence[Report]) -> None:
+    """Raise `AssertionError` if any rank has complained, or if bits differ that must be equal."""
+    complaints = [said for report in reports for said in report.complaints]
+    assert not complaints, f"{case}\n" + "\n".join(complaints)
+    if case.what.same_everywhere:
+        ends = {report.digest for report in reports}
+        assert len(ends) == 1, f"{case}\nranks hold {len(ends)} different results"
+
+
+def _as_argument(placed: list[Placed], many: bool, packed: bool) -> torch.Tensor | list[torch.Tensor] | None:
+    """One tensor, or one for each rank; None where a rank passes none."""
+    views = [one.view for one in placed]
+    if many and not packed:
+        return views or None
+    return views[0]
+
+
+def _changed(inputs: list[Placed], given: list[torch.Tensor]) -> list[str]:
+    before_and_after = zip(given, inputs, strict=True)
+    return [
+        f"input {index} has changed"
+        for index, (before, after) in enumerate(before_and_after)
+        if _digest([before]) != _digest([after.values()])
+    ]
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    data = b"".join(bytes(tensor.contiguous().view(torch.uint8).tolist()) for tensor in tensors)
+    return sha256(data).hexdigest()

@@ -1,0 +1,75 @@
+"""Laws of agreement: where ranks do not fit together, all of them get `MismatchError`, and nothing hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.errors import MismatchError
+from unisono.testing.conformance.world import World, numbers, together
+
+__all__ = ["different_calls_are_refused_on_every_rank"]
+
+
+def different_calls_are_refused_on_every_rank(world: World) -> None:
+    """In count, dtype, op, root, operation, algorithm, lengths or number of calls; the error quotes both sides."""
+    for difference, (call, quoted) in _DIFFERENCES.items():
+        for rank, said in enumerate(world.run(_program, call, size=3)):
+            missing = [word for word in quoted if word not in said]
+            assert not missing, f"ranks differ in {difference}; rank {rank} said nothing of {missing}: {said}"
+
+
+def _program(comm: Communicator, call: Callable[[Communicator, bool], object]) -> str:
+    part = comm.dup()
+    try:
+        # One rank differs from the other two.
+        call(part, part.rank == 1)
+    except MismatchError as error:
+        return str(error)
+    finally:
+        together(comm)
+    return "no error"
+
+
+def _sizes(comm: Communicator, odd: bool) -> object:
+    rows = [comm.rank] * 3
+    got = torch.zeros(sum(range(3)) + odd, device=comm.device)
+    return comm.all_to_all_single(got, torch.zeros(3 * comm.rank, device=comm.device), [0, 1, 2 + odd], rows)
+
+
+def _lengths(comm: Communicator, odd: bool) -> object:
+    got = [torch.zeros(3 if odd and rank == 0 else 2, device=comm.device) for rank in range(3)]
+    return comm.all_gather(got, numbers(comm, 0, 0))
+
+
+def _calls(comm: Communicator, odd: bool) -> object:
+    if not odd:
+        comm.broadcast(numbers(comm, 1), 0)
+    return comm.all_reduce(numbers(comm, 1))
+
+
+_DIFFERENCES: dict[str, tuple[Callable[[Communicator, bool], object], tuple[str, ...]]] = {
+    "count": (
+        lambda comm, odd: comm.all_reduce(torch.zeros(5 if odd else 4, device=comm.device)),
+        ("counts", "rank 1", "4 elements", "5 elements"),
+    ),
+    "dtype": (
+        lambda comm, odd: comm.all_reduce(numbers(comm, 1, dtype=torch.int32 if odd else torch.float32)),
+        ("dtype", "int32", "float32"),
+    ),
+    "op": (lambda comm, odd: comm.all_reduce(numbers(comm, 1), "max" if odd else "sum"), ("op", "max", "sum")),
+    "root": (lambda comm, odd: comm.broadcast(numbers(comm, 1), 2 if odd else 0), ("root", "root 2", "root 0")),
+    "operation": (
+        lambda comm, odd: comm.all_reduce(numbers(comm, 1)) if odd else comm.broadcast(numbers(comm, 1), 0),
+        ("operation", "all_reduce", "broadcast"),
+    ),
+    "the order of calls": (_calls, ("operation", "all_reduce", "broadcast")),
+    "algorithm": (
+        lambda comm, odd: comm.all_reduce(numbers(comm, 1), algorithm="ring" if odd else "direct"),
+        ("algorithm", "ring", "direct"),
+    ),
+    "rows of all_to_all": (_sizes, ("rank 2", "rank 1", "2", "3")),
+    "lengths of all_gather": (_lengths, ("counts", "rank 1")),
+}

@@ -1,0 +1,284 @@
+"""Laws of receives from any rank, and of probes. A backend that declares no `any_source` refuses both in a sentence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.errors import AbortedError, CommError, CommTimeoutError, MismatchError, PeerLostError
+from unisono.testing.conformance.world import Law, World, numbers, together
+
+__all__ = [
+    "a_lost_sender_is_told_to_a_receive_from_any_rank",
+    "a_probe_takes_nothing",
+    "a_receive_from_any_rank_completes_unaided",
+    "a_receive_from_any_rank_ends_with_an_error",
+    "a_receive_from_any_rank_names_who_has_not_sent",
+    "no_sender_keeps_the_others_out",
+    "receives_from_any_rank_are_served_in_order",
+    "receives_from_any_rank_get_each_message_once",
+    "tags_and_parts_do_not_mix_in_receives_from_any_rank",
+]
+
+_EACH = 5
+
+
+def _where_offered(law: Law) -> Law:
+    """The law; where receives from any rank are not offered, that this is said."""
+
+    def tried(world: World) -> None:
+        if all(world.run(_is_offered)):
+            law(world)
+
+    tried.__name__, tried.__doc__ = law.__name__, law.__doc__
+    return tried
+
+
+def _is_offered(comm: Communicator) -> bool:
+    refusal = _error_of(comm.iprobe, ValueError)
+    if "say from which to receive" not in refusal:
+        return True
+    assert _error_of(lambda: comm.irecv(numbers(comm, 0)), ValueError) == refusal
+    return False
+
+
+@_where_offered
+def receives_from_any_rank_get_each_message_once(world: World) -> None:
+    """What all others send arrives once each, in order for each sender, short or long; the caller gets the sender."""
+
+    def program(comm: Communicator, count: int) -> list[tuple[int, float]]:
+        got = []
+        if comm.rank > 0:
+            for n in range(_EACH):
+                comm.send(torch.full((count,), 100.0 * comm.rank + n, device=comm.device), 0)
+        for _ in range(_EACH * (comm.size - 1) if comm.rank == 0 else 0):
+            t = torch.zeros(count, device=comm.device)
+            source = comm.recv(t)
+            got.append((source, t.unique().item()))
+        together(comm)
+        return got
+
+    for size, count in ((2, 1), (4, 1), (4, 1 << 16)):
+        found = world.run(program, count, size=size)[0]
+        for sender in range(1, size):
+            brought = [value for source, value in found if source == sender]
+            assert brought == [100.0 * sender + n for n in range(_EACH)], (
+                f"rank {sender} is said to have sent {brought}"
+            )
+        assert len(found) == _EACH * (size - 1), found
+
+
+@_where_offered
+def no_sender_keeps_the_others_out(world: World) -> None:
+    """Ranks that have something to receive take turns, however much one of them has sent."""
+
+    def program(comm: Communicator, probes: bool) -> list[int]:
+        got: list[int] = []
+        if comm.rank > 0:
+            works = [comm.isend(numbers(comm, 0), 0) for _ in range(3 * _EACH if comm.rank == 1 else 2)]
+            for work in works:
+                work.wait()
+        else:
+            for turn in range(3 * _EACH + 2 * (comm.size - 2)):
+                for rank in range(1, comm.size) if turn in (0, comm.size - 1) else ():
+                    # All have something there; after the first round again.
+                    comm.probe(rank)
+                got.append(comm.recv(numbers(comm, 0), comm.probe() if probes else None))
+        return got
+
+    for probes in (False, True):
+        found = world.run(program, probes, size=4)[0]
+        rounds = [sorted(found[:3]), sorted(found[3:6])]
+        assert rounds == [[1, 2, 3], [1, 2, 3]], f"the messages came from {found}"
+
+
+@_where_offered
+def receives_from_any_rank_are_served_in_order(world: World) -> None:
+    """Those that wait before anything is sent are served first come, first served, whichever is waited for."""
+
+    def program(comm: Communicator) -> list[float]:
+        got = numbers(comm, *[-1] * _EACH)
+        if comm.rank == 0:
+            works = [comm.irecv(got[n]) for n in range(_EACH)]
+            comm.send(numbers(comm, 0), 1)
+            for work in reversed(works):
+                work.wait()
+            assert {work.source_rank() for work in works} == {1}
+        elif comm.rank == 1:
+            comm.recv(numbers(comm, 0))
+            for n in range(_EACH):
+                comm.send(numbers(comm, n), 0)
+        return got.tolist()
+
+    found = world.run(program, size=3)[0]
+    assert found == list(range(_EACH)), f"arrived in the order {found}"
+
+
+@_where_offered
+def a_probe_takes_nothing(world: World) -> None:
+    """It tells the sender, as often as it is asked, and the message can be received still, from that rank or any."""
+
+    def program(comm: Communicator) -> list[object]:
+        got, found = numbers(comm, -1), list[object]()
+        if comm.rank == 1:
+            comm.recv(numbers(comm, 0), 0)
+            for value in (7, 8):
+                comm.send(numbers(comm, value), 0, timeout=10 * world.timeout)
+        elif comm.rank == 0:
+            found += [comm.iprobe(), comm.iprobe(1)]
+            found.append(_error_of(lambda: comm.probe(timeout=0.05), CommTimeoutError))
+            comm.send(got, 1)
+            for source in (1, None):
+                found += [comm.probe(source), comm.probe(), comm.iprobe(2), comm.iprobe(1)]
+                found += [comm.recv(got, source), got.item()]
+            found.append(comm.iprobe())
+        return found
+
+    none, from_1, late, *rest = world.run(program, size=3)[0]
+    assert (none, from_1) == (None, None), "there was a message before any was sent"
+    assert "ranks 1, 2" in str(late), late
+    assert rest == [1, 1, None, 1, 1, 7, 1, 1, None, 1, 1, 8, None], rest
+
+
+@_where_offered
+def tags_and_parts_do_not_mix_in_receives_from_any_rank(world: World) -> None:
+    """A message of another tag, or of a part, is left alone; ranks are those of the part."""
+
+    def program(comm: Communicator) -> list[tuple[int, float]]:
+        got, part = numbers(comm, -1), comm.subgroup([2, 1, 0])
+        assert part is not None
+        found = []
+        if comm.rank == 0:
+            for where, tag in ((part, 1), (comm, 1), (part, 0), (comm, 0)):
+                source = where.recv(got, tag=tag)
+                found.append((source, got.item()))
+        else:
+            tag = comm.rank - 1
+            works = [comm.isend(numbers(comm, tag), 0, tag), part.isend(numbers(comm, 10 + tag), 2, tag)]
+            for work in works:
+                work.wait()
+        return found
+
+    found = world.run(program, size=3)[0]
+    assert found == [(0, 11), (2, 1), (1, 10), (1, 0)], found
+
+
+@_where_offered
+def a_receive_from_any_rank_completes_unaided(world: World) -> None:
+    """By its future, and by `is_completed`, without a wait; nothing has come before it was sent."""
+
+    def program(comm: Communicator, within_s: float) -> list[object]:
+        got = numbers(comm, -1, -1)
+        if comm.rank == 1:
+            comm.recv(numbers(comm, 0), 0)
+            for n in range(2):
+                comm.send(numbers(comm, n), 0)
+            return []
+        works = [comm.irecv(got[n]) for n in range(2)]
+        before = [works[0].is_completed(), works[0].source_rank()]
+        future = works[0].get_future()
+        comm.send(numbers(comm, 0), 1)
+        deadline = time.monotonic() + within_s
+        while not (future.done() and works[1].is_completed()):
+            assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"
+            time.sleep(0.001)
+        future.value()
+        return [*before, got.tolist(), works[1].source_rank(), works[1].exception()]
+
+    found = world.run(program, world.soon_s)[0]
+    assert found == [False, -1, [0, 1], 1, None], found
+
+
+@_where_offered
+def a_receive_from_any_rank_names_who_has_not_sent(world: World) -> None:
+    """A wait that ends at its time says which ranks were waited for; it may be repeated."""
+
+    def program(comm: Communicator) -> tuple[str, str, float]:
+        part, got = comm.dup(), numbers(comm, -1)
+        if comm.rank > 0:
+            comm.recv(got, 0)
+            if comm.rank == 1:
+                part.send(got, 0)
+            together(comm)
+            return "", "", -1
+        work = part.irecv(got)
+        first = _error_of(lambda: work.wait(0.05), CommTimeoutError)
+        for rank in range(1, comm.size):
+            comm.send(numbers(comm, 7), rank)
+        work.wait()
+        second = _error_of(lambda: part.recv(numbers(comm, 0), timeout=0.05), CommTimeoutError)
+        together(comm)
+        return first, second, got.item()
+
+    first, second, got = world.run(program, size=3)[0]
+    assert got == 7, f"the second wait brought {got}"
+    for said in (first, second):
+        assert "none has come from ranks 1, 2" in said, said
+
+
+@_where_offered
+def a_receive_from_any_rank_ends_with_an_error(world: World) -> None:
+    """At an abort; at a message that does not fit, which the sender may hear of; and when no other rank is left."""
+
+    def program(comm: Communicator, soon_s: float, never_s: float) -> list[str]:
+        aborted, unfit, left = comm.dup(), comm.dup(), comm.dup()
+        # Some backends connect two ranks by their first message, and do not notice before that one of them has left.
+        together(left)
+        if comm.rank == 0:
+            works = [aborted.irecv(numbers(comm, 0)), left.irecv(numbers(comm, 0))]
+        comm.barrier()
+        if comm.rank > 0:
+            aborted.abort("enough")
+            left.close()
+            unfit.isend(numbers(comm, 1, 2, 3), 0)
+            together(comm)
+            return []
+        started = time.monotonic()
+        said = [
+            _error_of(lambda: works[0].wait(never_s), AbortedError),
+            _error_of(lambda: unfit.recv(numbers(comm, 0), timeout=never_s), MismatchError),
+            _error_of(lambda: works[1].wait(never_s), PeerLostError),
+        ]
+        assert time.monotonic() - started < soon_s, "a wait went on"
+        together(comm)
+        return said
+
+    aborted, unfit, left = world.run(program, world.soon_s, world.never_s)[0]
+    assert "enough" in aborted, aborted
+    assert "rank 1 sent" in unfit, unfit
+    assert "rank 1" in left, left
+
+
+@_where_offered
+def a_lost_sender_is_told_to_a_receive_from_any_rank(world: World) -> None:
+    """A rank that fails ends the wait though others could send, and is the error's `peer`; for probes, too."""
+
+    def program(comm: Communicator, probes: bool, never_s: float) -> int:
+        if comm.rank == 1:
+            raise KeyError("my own mistake")
+        if probes:
+            return comm.probe(timeout=never_s)
+        return comm.recv(numbers(comm, 0), timeout=never_s)
+
+    for probes in (False, True):
+        # Ranks that an earlier failure has ended are started before the clock is.
+        world.run(together, size=3)
+        started = time.monotonic()
+        ends = world.run(program, probes, world.never_s, size=3, on_failure="continue")
+        assert time.monotonic() - started < world.soon_s, "the others were told late"
+        for end in (ends[0], ends[2]):
+            assert isinstance(end, PeerLostError), ends
+            assert end.peer == 1, f"{end!r} names rank {end.peer}"
+
+
+def _error_of(call: Callable[[], object], kind: type[Exception]) -> str:
+    """What the call raises, which must be of this kind."""
+    try:
+        call()
+    except kind as error:
+        unknown = isinstance(error, CommError) and error.rank is None
+        return f"{error!r}, which does not know its rank" if unknown else str(error)
+    return "nothing was raised"

@@ -1,0 +1,188 @@
+"""Laws of collectives: each equals its plain reference, whatever the arguments; see `unisono.testing.cases`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+
+import torch
+
+from unisono.collectives.algorithms import SCHEDULES
+from unisono.communicator import Communicator
+from unisono.core.collective import COLLECTIVES
+from unisono.core.types import ReduceOp
+from unisono.testing.cases import CALLS, Case
+from unisono.testing.check_case import Report, check_case, check_reports
+from unisono.testing.conformance.world import World, numbers
+from unisono.testing.memory_layouts import LAYOUTS
+from unisono.testing.reference import DTYPES, ops_for
+
+__all__ = [
+    "a_barrier_waits_for_everyone",
+    "equals_the_reference",
+    "every_op_and_dtype_equals_the_reference",
+    "objects_arrive_everywhere",
+    "parts_equal_the_reference_at_the_same_time",
+    "results_are_the_same_bits_everywhere_and_every_time",
+    "the_native_collective_has_a_name",
+]
+
+_SIZES = (1, 2, 3, 4)
+
+
+def equals_the_reference(call: str) -> Callable[[World], None]:
+    """Return the law of one collective: every algorithm, for some of all dtypes, ops, roots, counts and layouts."""
+
+    def law(world: World) -> None:
+        for size in _SIZES:
+            _hold(world, list(_sample(world, call, size)), size)
+
+    law.__name__ = f"{call}_equals_the_reference"
+    law.__doc__ = f"{call} by every algorithm, for some of all dtypes, ops, roots, counts and layouts."
+    return law
+
+
+def every_op_and_dtype_equals_the_reference(world: World) -> None:
+    """All pairs of an op and a dtype, each with and without NaN, by whatever algorithm the backend chooses."""
+    for size in (2, 3):
+        cases = [
+            Case("all_reduce", size, count, dtype, op, numbers=kind, seed=count)
+            for dtype in DTYPES
+            for op in ops_for(dtype)
+            for kind, count in (("any", 7), ("nan", 40))
+        ]
+        _hold(world, cases, size)
+
+
+def results_are_the_same_bits_everywhere_and_every_time(world: World) -> None:
+    """Rounding is the same on all ranks, and in the next run, by any algorithm."""
+    ops = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
+    for size in (3, 4):
+        cases = [
+            Case("all_reduce", size, 1500, torch.float32, op, algorithm=algorithm, numbers="any")
+            for algorithm in [None, *SCHEDULES["all_reduce"].names()]
+            for op in ops
+        ]
+        assert _hold(world, cases, size) == _hold(world, cases, size), "a second run gave other bits"
+
+
+def parts_equal_the_reference_at_the_same_time(world: World) -> None:
+    """Sub-groups of different sizes run different collectives; each has its own result."""
+    parts = [[0, 2, 3], [1]], [[0, 3], [2, 1]]
+    for groups in parts:
+        cases = {
+            len(groups[0]): [Case(call, len(groups[0]), 50, torch.int32) for call in ("all_reduce", "all_to_all")],
+            len(groups[1]): [Case(call, len(groups[1]), 21, torch.float64) for call in ("all_gather", "all_reduce")],
+        }
+
+        def program(comm: Communicator, groups: list[list[int]], cases: dict[int, list[Case]]) -> list[Report]:
+            color = 0 if comm.rank in groups[0] else 1
+            part = comm.split(color, key=groups[color].index(comm.rank))
+            return [check_case(part, case) for case in cases[part.size]]
+
+        found = world.run(program, groups, cases, size=4)
+        for group in groups:
+            for case, *reports in zip(cases[len(group)], *(found[rank] for rank in group), strict=True):
+                check_reports(case, reports)
+
+
+def the_native_collective_has_a_name(world: World) -> None:
+    """`algorithm="native"` gives what the reference does, or says that there is none and what there is."""
+
+    def program(comm: Communicator, case: Case) -> Report | str:
+        try:
+            return check_case(comm, case)
+        except ValueError as error:
+            return str(error)
+
+    for call in CALLS:
+        case = Case(call, 2, 10, algorithm="native")
+        found = world.run(program, case)
+        if isinstance(found[0], str):
+            known = SCHEDULES[COLLECTIVES[call].family].names()
+            assert all("no native" in said and known[0] in said for said in found), found
+        else:
+            check_reports(case, found)
+
+
+def a_barrier_waits_for_everyone(world: World) -> None:
+    """By any algorithm, nobody leaves before the last has come."""
+
+    def program(comm: Communicator, algorithm: str | None, last: int) -> tuple[float, float]:
+        others = [rank for rank in range(comm.size) if rank != last]
+        # The last to come knows that all others are about to be there.
+        if comm.rank == last:
+            for rank in others:
+                comm.recv(numbers(comm, 0), rank)
+        else:
+            comm.send(numbers(comm, 0), last)
+        came = time.monotonic()
+        comm.barrier(algorithm=algorithm)
+        return came, time.monotonic()
+
+    for algorithm in [None, *SCHEDULES["barrier"].names()]:
+        for last in range(4):
+            found = world.run(program, algorithm, last, size=4)
+            assert max(came for came, _ in found) <= min(left for _, left in found), f"{algorithm}: {found}"
+
+
+def objects_arrive_everywhere(world: World) -> None:
+    """Plain values of different lengths by the four object collectives, from and to each rank."""
+
+    def program(comm: Communicator) -> list[object]:
+        mine = {"rank": comm.rank, "text": "é" * comm.rank, "tensor": torch.arange(comm.rank), "nothing": None}
+        found: list[object] = [_plain(value) for value in comm.all_gather_object(mine)]
+        for root in range(comm.size):
+            gathered = comm.gather_object(mine, root)
+            assert (gathered is None) == (comm.rank != root)
+            parts = [[root, rank] for rank in range(comm.size)] if comm.rank == root else None
+            assert comm.scatter_object(parts, root) == [root, comm.rank]
+            found += [_plain(comm.broadcast_object(mine if comm.rank == root else None, root))]
+        return found
+
+    wanted = [(rank, "é" * rank, list(range(rank)), None) for rank in range(3)] * 2
+    for found in world.run(program, size=3):
+        assert found == wanted, found
+
+
+def _plain(value: dict[str, object]) -> tuple[object, ...]:
+    tensor = value["tensor"]
+    assert isinstance(tensor, torch.Tensor)
+    return value["rank"], value["text"], tensor.tolist(), value["nothing"]
+
+
+def _hold(world: World, cases: list[Case], size: int) -> list[str]:
+    """Check many cases in one program, which is much faster than one program each; the bits of rank 0."""
+    found = world.run(_check_all, cases, size=size)
+    for case, *reports in zip(cases, *found, strict=True):
+        check_reports(case, reports)
+    return [report.digest for report in found[0]]
+
+
+def _check_all(comm: Communicator, cases: list[Case]) -> list[Report]:
+    return [check_case(comm, case) for case in cases]
+
+
+def _sample(world: World, call: str, size: int) -> Iterator[Case]:
+    """For each algorithm every count that often goes wrong, with everything else by chance, the same every time."""
+    chance = Random(f"{call} {size}")
+    for algorithm in [None, *SCHEDULES[COLLECTIVES[call].family].names()]:
+        for seed, count in enumerate((0, 1, size - 1, size, size + 1, 12, 97, None)):
+            dtype = chance.choice(DTYPES)
+            # What enters twice, or not at all, shows in a sum; in a maximum it often does not.
+            ops = ops_for(dtype)[:1] if seed % 2 else ops_for(dtype)
+            yield Case(
+                call,
+                size,
+                world.chunk_bytes // dtype.itemsize + 1 if count is None else count,
+                dtype,
+                chance.choice(ops) if COLLECTIVES[call].reduces else ops[0],
+                chance.randrange(size) if COLLECTIVES[call].root else 0,
+                chance.choice(LAYOUTS),
+                algorithm,
+                async_op=chance.random() < 0.5,
+                uneven=seed % 4 > 1,
+                numbers=chance.choice(("whole", "any", "nan")),
+                seed=seed,
+            )

@@ -1,0 +1,178 @@
+"""Laws of failure: every wait ends, on every rank, with an error that says who and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
+from unisono.testing.conformance.world import World, numbers, together
+
+__all__ = [
+    "a_closed_communicator_refuses",
+    "a_failed_rank_is_named_in_parts_too",
+    "a_failed_rank_is_named_to_the_others",
+    "a_late_rank_is_named",
+    "abort_ends_every_wait",
+    "the_first_cause_stays",
+]
+
+_NOTHING = "nothing was raised"
+
+
+def abort_ends_every_wait(world: World) -> None:
+    """Whatever ranks are waiting for, they get `AbortedError` with the reason, and soon."""
+
+    def program(comm: Communicator, soon_s: float, never_s: float) -> tuple[str, str]:
+        part = comm.dup()
+        # Under way on every rank but the one that aborts, before it does so.
+        works = {
+            0: lambda: part.irecv(numbers(comm, 0), 3),
+            1: lambda: part.barrier(async_op=True),
+            2: lambda: part.isend(torch.zeros(1 << 20, device=comm.device), 3),
+        }
+        work = works[part.rank]() if part.rank in works else None
+        comm.barrier()
+        started = time.monotonic()
+        if work is None:
+            part.abort("enough")
+        said = "enough" if work is None else _error_of(lambda: work.wait(never_s), AbortedError)
+        assert time.monotonic() - started < soon_s, "the wait went on after the abort"
+        later = _error_of(part.barrier, AbortedError)
+        together(comm)
+        return said, later
+
+    for rank, (said, later) in enumerate(world.run(program, world.soon_s, world.never_s, size=4)):
+        # A send may have been over: buffered somewhere.
+        assert "enough" in said or (rank == 2 and said == _NOTHING), f"rank {rank}: {said}"
+        assert "enough" in later, f"rank {rank}: {later}"
+
+
+def a_closed_communicator_refuses(world: World) -> None:
+    """`ClosedError` for every call; to close it again is harmless."""
+
+    def program(comm: Communicator) -> list[str]:
+        part = comm.dup()
+        together(part)
+        part.close()
+        part.close()
+        calls: list[Callable[[], object]] = [
+            part.barrier,
+            lambda: part.send(numbers(comm, 0), 1 - part.rank),
+            lambda: part.irecv(numbers(comm, 0), 1 - part.rank),
+            lambda: part.split(0),
+        ]
+        return [_error_of(call, ClosedError) for call in calls]
+
+    for said in world.run(program):
+        assert all("closed" in sentence for sentence in said), said
+
+
+def a_failed_rank_is_named_to_the_others(world: World) -> None:
+    """A rank that ends by an error of its own is the `peer` of a `PeerLostError` on every rank that needs it."""
+
+    def program(comm: Communicator, collective: bool, never_s: float) -> str:
+        if comm.rank == 1:
+            raise KeyError("my own mistake")
+        if collective:
+            comm.all_reduce(numbers(comm, 1), timeout=never_s)
+        else:
+            comm.recv(numbers(comm, 0), 1, timeout=never_s)
+        return "nothing happened"
+
+    for collective in (True, False):
+        # Ranks that an earlier failure has ended are started before the clock is.
+        world.run(together, size=3)
+        started = time.monotonic()
+        ends = world.run(program, collective, world.never_s, size=3, on_failure="continue")
+        assert time.monotonic() - started < world.soon_s, "the others were told late"
+        assert isinstance(ends[1], KeyError), ends
+        for end in (ends[0], ends[2]):
+            assert isinstance(end, PeerLostError), ends
+            assert end.peer == 1, f"{end!r} names rank {end.peer}"
+            assert "my own mistake" in str(end), end
+
+
+def a_failed_rank_is_named_in_parts_too(world: World) -> None:
+    """Who waits for the rank in a part is told as well; the work knows the error, and so does its future."""
+
+    def program(comm: Communicator, never_s: float) -> list[BaseException | None]:
+        part = comm.dup()
+        if comm.rank == 1:
+            comm.barrier()
+            raise KeyError("my own mistake")
+        work = part.irecv(numbers(comm, 0), 1)
+        future = work.get_future()
+        # Only now may the other rank fail.
+        comm.barrier()
+        raised: list[BaseException | None] = []
+        waits: list[Callable[[], object]] = [
+            lambda: work.wait(never_s),
+            future.wait,
+            lambda: part.barrier(timeout=never_s),
+        ]
+        for wait in waits:
+            try:
+                wait()
+            except CommError as error:
+                raised.append(error)
+        return [*raised, work.exception()]
+
+    world.run(together)
+    started = time.monotonic()
+    found = world.run(program, world.never_s, size=2, on_failure="continue")[0]
+    assert time.monotonic() - started < world.soon_s, "the other was told late"
+    assert isinstance(found, list), found
+    assert len(found) == 4, f"of three waits, these raised: {found}"
+    for error in found:
+        assert isinstance(error, PeerLostError), found
+        assert error.peer == 1, f"{error!r} names rank {error.peer}"
+        assert "my own mistake" in str(error), error
+
+
+def a_late_rank_is_named(world: World) -> None:
+    """A collective that one rank never calls ends in `CommTimeoutError` that names this rank."""
+
+    def program(comm: Communicator) -> str:
+        part = comm.dup()
+        said = "" if comm.rank == 1 else _error_of(lambda: part.barrier(timeout=0.2), CommTimeoutError)
+        together(comm)
+        return said
+
+    found = world.run(program, size=3)
+    assert all("rank 1" in said for said in (found[0], found[2])), found
+
+
+def the_first_cause_stays(world: World) -> None:
+    """After a failure every call fails at once, on every rank, and quotes what came first."""
+
+    def program(comm: Communicator, soon_s: float, never_s: float) -> list[str]:
+        part = comm.dup()
+        if part.rank == 0:
+            part.abort("the first reason")
+        comm.barrier()
+        part.abort("a later reason")
+        started = time.monotonic()
+        said = [
+            _error_of(lambda: part.all_reduce(numbers(comm, 1), timeout=never_s), AbortedError),
+            _error_of(lambda: part.send(numbers(comm, 1), 1 - part.rank, timeout=never_s), AbortedError),
+        ]
+        assert time.monotonic() - started < soon_s, "a broken communicator waited"
+        return said
+
+    for said in world.run(program, world.soon_s, world.never_s):
+        assert all("the first reason" in sentence for sentence in said), said
+
+
+def _error_of(call: Callable[[], object], kind: type[CommError]) -> str:
+    """What the call raises, which must be of this kind and know its rank."""
+    try:
+        call()
+    except kind as error:
+        return str(error) if error.rank is not None else f"{error!r}, which does not know its rank"
+    except Exception as error:
+        return f"not {kind.__name__} but {error!r}"
+    return _NOTHING

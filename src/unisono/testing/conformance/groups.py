@@ -1,0 +1,110 @@
+"""Laws of sub-groups: each is a world of its own, at the same time as its parent and its siblings."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.testing.conformance.world import World, numbers, together
+
+__all__ = [
+    "a_closed_part_leaves_its_parent_alone",
+    "a_part_of_a_part_works",
+    "a_part_orders_its_ranks_by_key",
+    "parts_work_at_the_same_time",
+    "the_messages_of_parent_and_part_do_not_mix",
+    "who_is_not_in_a_part_gets_none",
+]
+
+
+def a_part_orders_its_ranks_by_key(world: World) -> None:
+    """Ranks of a part follow the keys; calls mean its own ranks."""
+
+    def program(comm: Communicator) -> tuple[int, list[float]]:
+        part = comm.split(0, key=-comm.rank)
+        got = [numbers(comm, -1) for _ in range(part.size)]
+        part.all_gather(got, numbers(comm, comm.rank))
+        return part.rank, [t.item() for t in got]
+
+    found = world.run(program, size=3)
+    assert found == [(2 - rank, [2, 1, 0]) for rank in range(3)], found
+
+
+def who_is_not_in_a_part_gets_none(world: World) -> None:
+    """`subgroup` keeps the order of its list, and gives None to the others; so does a color of None."""
+
+    def program(comm: Communicator) -> tuple[int | None, int | None]:
+        listed = comm.subgroup([3, 1])
+        colored = comm.split(None if comm.rank == 0 else 5)
+        for part in (listed, colored):
+            if part is not None:
+                together(part)
+        return listed and listed.rank, colored and colored.rank
+
+    found = world.run(program, size=4)
+    assert found == [(None, None), (1, 0), (None, 1), (0, 2)], found
+
+
+def parts_work_at_the_same_time(world: World) -> None:
+    """Siblings run different collectives while their parent's are under way."""
+
+    def program(comm: Communicator) -> tuple[float, float]:
+        part = comm.split(comm.rank % 2)
+        whole = torch.full((3000,), 1.0, device=comm.device)
+        work = comm.all_reduce(whole, algorithm="ring", async_op=True)
+        mine = torch.full((2000,), float(comm.rank), device=comm.device)
+        # One part makes more calls than the other.
+        for _ in range(1 + 2 * (comm.rank % 2)):
+            part.all_reduce(mine, "max", algorithm="ring")
+        work.wait()
+        together(comm)
+        return whole.mean().item(), mine.mean().item()
+
+    found = world.run(program, size=4)
+    assert found == [(4, 2), (4, 3), (4, 2), (4, 3)], found
+
+
+def the_messages_of_parent_and_part_do_not_mix(world: World) -> None:
+    """The same ranks, the same tag, two groups: a receive gets the message of its own group."""
+
+    def program(comm: Communicator) -> list[float]:
+        first, second = comm.dup(), comm.dup()
+        groups = (comm, first, second)
+        got = numbers(comm, -1, -1, -1)
+        if comm.rank == 0:
+            works = [group.isend(numbers(comm, n), 1) for n, group in enumerate(groups)]
+        else:
+            works = [groups[n].irecv(got[n], 0) for n in (2, 1, 0)]
+        for work in works:
+            work.wait()
+        return got.tolist()
+
+    found = world.run(program)[1]
+    assert found == [0, 1, 2], f"parent, part, part brought {found}"
+
+
+def a_part_of_a_part_works(world: World) -> None:
+    """To any depth; ranks are those of the communicator at hand."""
+
+    def program(comm: Communicator) -> float:
+        back = comm.split(0, key=-comm.rank)
+        half = back.split(back.rank // 2, key=-back.rank)
+        total = numbers(comm, comm.rank)
+        half.all_reduce(total)
+        for group in (half, back, comm):
+            together(group)
+        return total.item()
+
+    assert world.run(program, size=4) == [1, 1, 5, 5]
+
+
+def a_closed_part_leaves_its_parent_alone(world: World) -> None:
+    """And its siblings; the parent can be split again."""
+
+    def program(comm: Communicator) -> None:
+        first, second = comm.dup(), comm.dup()
+        first.close()
+        for group in (second, comm, comm.dup()):
+            together(group)
+
+    world.run(program, size=3)

@@ -1,0 +1,272 @@
+"""Laws of messages: what is sent arrives, in order, at the right place, and nothing else does."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.core.types import Message, Recv, Send
+from unisono.errors import MismatchError
+from unisono.testing.conformance.world import World, numbers, together
+from unisono.testing.memory_layouts import LAYOUTS, place
+from unisono.testing.reference import DTYPES
+
+__all__ = [
+    "a_batch_does_not_deadlock",
+    "a_batch_keeps_its_order",
+    "a_receive_that_does_not_fit_is_refused",
+    "empty_messages_arrive",
+    "every_dtype_arrives_bit_by_bit",
+    "long_messages_arrive",
+    "messages_and_collectives_do_not_mix",
+    "messages_of_one_tag_arrive_in_order",
+    "peers_do_not_mix",
+    "ranks_are_numbered",
+    "receives_match_in_the_order_posted",
+    "strided_messages_arrive",
+    "tags_do_not_mix",
+]
+
+_MANY = 20
+
+
+def ranks_are_numbered(world: World) -> None:
+    """Each rank knows its number, and how many there are."""
+    for size in (1, 2, 4):
+        found = world.run(lambda comm: (comm.rank, comm.size), size=size)
+        assert found == [(rank, size) for rank in range(size)], found
+
+
+def messages_of_one_tag_arrive_in_order(world: World) -> None:
+    """Messages that are under way at the same time are received as they were sent."""
+
+    def program(comm: Communicator) -> list[float]:
+        if comm.rank == 0:
+            for work in [comm.isend(numbers(comm, n), 1) for n in range(_MANY)]:
+                work.wait()
+        got = numbers(comm, *[-1] * _MANY)
+        if comm.rank == 1:
+            for n in range(_MANY):
+                comm.recv(got[n], 0)
+        return got.tolist()
+
+    found = world.run(program)[1]
+    assert found == list(range(_MANY)), f"arrived in the order {found}"
+
+
+def receives_match_in_the_order_posted(world: World) -> None:
+    """Receives that wait before anything is sent are served first come, first served."""
+
+    def program(comm: Communicator) -> list[float]:
+        got = numbers(comm, *[-1] * _MANY)
+        if comm.rank == 1:
+            works = [comm.irecv(got[n], 0) for n in range(_MANY)]
+            comm.send(numbers(comm, 0), 0)
+            for work in works:
+                work.wait()
+        else:
+            comm.recv(numbers(comm, 0), 1)
+            for n in range(_MANY):
+                comm.send(numbers(comm, n), 1)
+        return got.tolist()
+
+    found = world.run(program)[1]
+    assert found == list(range(_MANY)), f"arrived in the order {found}"
+
+
+def tags_do_not_mix(world: World) -> None:
+    """A receive gets a message of its own tag, whatever was sent before; a backend without tags says so."""
+
+    def program(comm: Communicator) -> list[float] | str:
+        tags = [0, 1, 7, 2**24 - 1]
+        got = numbers(comm, *[-1] * len(tags))
+        try:
+            if comm.rank == 0:
+                works = [comm.isend(numbers(comm, tag), 1, tag) for tag in tags]
+            else:
+                works = [comm.irecv(got[i], 0, tags[i]) for i in (2, 0, 3, 1)]
+        except ValueError as error:
+            return str(error)
+        for work in works:
+            work.wait()
+        return got.tolist()
+
+    found = world.run(program)[1]
+    if isinstance(found, str):
+        assert "no tags" in found, found
+    else:
+        assert found == [0, 1, 7, 2**24 - 1], f"tags 0, 1, 7 and 2**24 - 1 brought {found}"
+
+
+def peers_do_not_mix(world: World) -> None:
+    """A receive gets a message of the rank that it names, whoever sent first."""
+
+    def program(comm: Communicator) -> list[float]:
+        got = numbers(comm, -1, -1, -1, -1)
+        works = [comm.isend(numbers(comm, 10 * comm.rank + to), to) for to in range(comm.size) if to != comm.rank]
+        for source in reversed(range(comm.size)):
+            if source != comm.rank:
+                comm.recv(got[source], source)
+        for work in works:
+            work.wait()
+        return got.tolist()
+
+    for rank, found in enumerate(world.run(program, size=4)):
+        wanted = [10 * source + rank if source != rank else -1 for source in range(4)]
+        assert found == wanted, f"rank {rank} got {found}, not {wanted}"
+
+
+def messages_and_collectives_do_not_mix(world: World) -> None:
+    """A message that nobody has received yet is not taken for a part of a collective, and vice versa."""
+
+    def program(comm: Communicator) -> tuple[float, float, float]:
+        early, late, total = numbers(comm, -1), numbers(comm, -1), numbers(comm, 1)
+        if comm.rank == 0:
+            waiting = comm.isend(numbers(comm, 5), 1)
+        else:
+            waiting = comm.irecv(early, 0)
+            unsent = comm.irecv(late, 0)
+        for algorithm in ("ring", "direct", None):
+            comm.all_reduce(total, algorithm=algorithm)
+        if comm.rank == 0:
+            comm.send(numbers(comm, 6), 1)
+        else:
+            unsent.wait()
+        waiting.wait()
+        return early.item(), late.item(), total.item()
+
+    found = world.run(program)
+    assert found == [(-1, -1, 8), (5, 6, 8)], found
+
+
+def a_batch_does_not_deadlock(world: World) -> None:
+    """All ranks may send and receive at the same time, more than any buffer holds."""
+
+    def program(comm: Communicator) -> list[float]:
+        count = 1 << 18
+        sent = torch.full((count,), float(comm.rank), device=comm.device)
+        got = torch.full((count,), -1.0, device=comm.device)
+        comm.sendrecv(sent, (comm.rank + 1) % comm.size, got, (comm.rank - 1) % comm.size)
+        distinct: list[float] = got.unique().tolist()
+        return distinct
+
+    found = world.run(program, size=4)
+    assert found == [[3], [0], [1], [2]], found
+
+
+def a_batch_keeps_its_order(world: World) -> None:
+    """Messages to one rank in one batch arrive in the batch's order, among others to and from other ranks."""
+
+    def program(comm: Communicator) -> list[list[float]]:
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        got = {rank: numbers(comm, -1, -1, -1) for rank in others}
+        batch: list[Message] = [Recv(got[rank][n : n + 1], rank) for n in range(3) for rank in others]
+        batch += [Send(numbers(comm, 10 * comm.rank + n), rank) for n in range(3) for rank in others]
+        for work in comm.batch_isend_irecv(batch):
+            work.wait()
+        return [got[rank].tolist() for rank in others]
+
+    for rank, found in enumerate(world.run(program, size=3)):
+        wanted = [[10.0 * other + n for n in range(3)] for other in range(3) if other != rank]
+        assert found == wanted, f"rank {rank} got {found}, not {wanted}"
+
+
+def empty_messages_arrive(world: World) -> None:
+    """A message of no elements is a message: it keeps its place, and who waits for it waits."""
+
+    def program(comm: Communicator) -> float:
+        got = numbers(comm, -1)
+        for tensor in (numbers(comm), numbers(comm, comm.rank), numbers(comm)):
+            if comm.rank == 0:
+                comm.send(tensor, 1)
+            else:
+                comm.recv(got if tensor.numel() else tensor, 0)
+        work = comm.isend(numbers(comm), 1) if comm.rank == 0 else comm.irecv(numbers(comm), 0)
+        work.wait()
+        return got.item()
+
+    assert world.run(program)[1] == 0
+
+
+def every_dtype_arrives_bit_by_bit(world: World) -> None:
+    """Every pattern of bits, NaNs of all kinds among them, arrives as it was sent."""
+
+    def program(comm: Communicator) -> list[str]:
+        changed = []
+        for dtype in DTYPES:
+            pattern = torch.randint(256, (64 * dtype.itemsize,), generator=torch.Generator().manual_seed(0))
+            bits = (pattern % 2 if dtype is torch.bool else pattern).to(torch.uint8).to(comm.device)
+            if comm.rank == 0:
+                comm.send(bits.view(dtype), 1)
+            else:
+                got = torch.zeros(64, dtype=dtype, device=comm.device)
+                comm.recv(got, 0)
+                changed += [] if torch.equal(got.view(torch.uint8), bits) else [str(dtype)]
+        return changed
+
+    changed = world.run(program)[1]
+    assert not changed, f"bits have changed of {', '.join(changed)}"
+
+
+def long_messages_arrive(world: World) -> None:
+    """Lengths around those that backends treat in different ways."""
+
+    def program(comm: Communicator) -> list[int]:
+        wrong = []
+        for count in (1023, 1024, 1025, (1 << 14) + 1, (1 << 20) + 3):
+            sent = torch.arange(count, dtype=torch.int32, device=comm.device)
+            got = torch.full_like(sent, -1)
+            if comm.rank == 0:
+                comm.send(sent, 1)
+            else:
+                comm.recv(got, 0)
+                wrong += [] if torch.equal(got, sent) else [count]
+        return wrong
+
+    wrong = world.run(program)[1]
+    assert not wrong, f"messages of {wrong} elements have changed on their way"
+
+
+def strided_messages_arrive(world: World) -> None:
+    """Both ends may be views of any kind, and of different kinds; nothing outside of them is touched."""
+
+    def program(comm: Communicator) -> list[str]:
+        wrong = []
+        values = torch.arange(12.0) * (1 + 2j)
+        for layout in LAYOUTS:
+            for other in (layout, "every second"):
+                sent = place(values.to(comm.device), layout)
+                got = place(torch.zeros_like(values, device=comm.device), other)
+                if comm.rank == 0:
+                    comm.send(sent.view, 1)
+                else:
+                    comm.recv(got.view, 0)
+                    wrong += [] if torch.equal(got.values(), values) else [f"{layout} to {other}: wrong numbers"]
+                wrong += [f"{layout} to {other}: wrote outside"] if sent.spilled() or got.spilled() else []
+        return wrong
+
+    wrong = [said for found in world.run(program) for said in found]
+    assert not wrong, "; ".join(wrong)
+
+
+def a_receive_that_does_not_fit_is_refused(world: World) -> None:
+    """Another length or dtype than the sender's ends in `MismatchError` on the receiver, and no process dies."""
+
+    def program(comm: Communicator, sent: int, count: int, dtype: torch.dtype) -> str:
+        part = comm.dup()
+        try:
+            if part.rank == 0:
+                # The sender may learn of it, or be done already.
+                part.isend(torch.ones(sent, device=comm.device), 1)
+            else:
+                part.recv(torch.zeros(count, dtype=dtype, device=comm.device), 0)
+        except MismatchError as error:
+            return str(error)
+        finally:
+            together(comm)
+        return "nothing"
+
+    floats, ints = torch.float32, torch.int32
+    for sent, count, dtype in ((4, 3, floats), (4, 5, floats), (4, 5000, floats), (5000, 4, floats), (4, 4, ints)):
+        said = world.run(program, sent, count, dtype)[1]
+        assert f"rank 0 sent {sent}" in said, f"a receive of {count} {dtype} for {sent} of float32 said: {said}"

@@ -1,0 +1,188 @@
+"""Laws of works: what a handle of something under way tells, and when."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.core.types import Work
+from unisono.core.work import wait_any
+from unisono.errors import CommTimeoutError
+from unisono.testing.conformance.world import World, numbers
+
+__all__ = [
+    "a_collective_that_timed_out_may_be_repeated",
+    "a_future_completes_unaided",
+    "a_wait_that_timed_out_may_be_repeated",
+    "a_work_completes_unaided",
+    "a_work_knows_whether_it_is_done",
+    "collectives_may_be_waited_for_in_any_order",
+    "one_of_many_works_can_be_waited_for",
+    "works_may_be_waited_for_in_any_order",
+]
+
+
+def a_work_knows_whether_it_is_done(world: World) -> None:
+    """`is_completed` is false before the message is sent, and true, without an error, after `wait`."""
+
+    def program(comm: Communicator) -> tuple[bool, bool, BaseException | None] | None:
+        if comm.rank == 1:
+            comm.recv(numbers(comm, 0), 0)
+            comm.send(numbers(comm, 7), 0)
+            return None
+        work = comm.irecv(numbers(comm, -1), 1)
+        before = work.is_completed()
+        # Only now may the other rank send.
+        comm.send(numbers(comm, 1), 1)
+        work.wait()
+        return before, work.is_completed(), work.exception()
+
+    found = world.run(program)[0]
+    assert found == (False, True, None), f"done before, done after, error: {found}"
+
+
+def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
+    """The error names the rank that is waited for and how long; the message can still come."""
+
+    def program(comm: Communicator) -> tuple[str, int | None, float | None, float] | None:
+        if comm.rank == 1:
+            comm.recv(numbers(comm, 0), 0)
+            comm.send(numbers(comm, 7), 0)
+            return None
+        got = numbers(comm, -1)
+        work = comm.irecv(got, 1)
+        said, peer, waited = "nothing was raised", None, None
+        # No time at all is a time, too.
+        for timeout in (0.0, 0.05):
+            try:
+                work.wait(timeout)
+            except CommTimeoutError as error:
+                said, peer, waited = str(error), error.peer, error.waited_s
+        comm.send(numbers(comm, 1), 1)
+        work.wait()
+        return said, peer, waited, got.item()
+
+    said, peer, waited, got = world.run(program)[0]
+    assert "rank 1" in said, said
+    assert peer == 1, f"the error names rank {peer}"
+    assert waited is not None, said
+    assert waited >= 0.04, f"waited {waited} s of 0.05"
+    assert got == 7, f"the second wait brought {got}"
+
+
+def a_collective_that_timed_out_may_be_repeated(world: World) -> None:
+    """An asynchronous collective goes on when a wait for it has ended at its time."""
+
+    def program(comm: Communicator) -> list[float]:
+        total, waits = numbers(comm, comm.rank + 1), [-1.0]
+        if comm.rank == 1:
+            # The other has given up its first wait by then.
+            comm.recv(numbers(comm, 0), 0)
+        work = comm.all_reduce(total, async_op=True)
+        if comm.rank == 0:
+            try:
+                work.wait(0.05)
+            except CommTimeoutError as error:
+                waits = [error.waited_s or 0.0]
+            comm.send(numbers(comm, 0), 1)
+        work.wait()
+        return [*waits, total.item()]
+
+    (waited, total), (_, other) = world.run(program)
+    assert waited >= 0.04, f"waited {waited} s of 0.05"
+    assert (total, other) == (3, 3), f"the second wait brought {total} and {other}"
+
+
+def a_work_completes_unaided(world: World) -> None:
+    """`is_completed` turns true though nobody waits; the message is there then. For collectives, too."""
+
+    def program(comm: Communicator, within_s: float) -> tuple[float, float]:
+        got, total = numbers(comm, -1), numbers(comm, comm.rank + 1)
+        work = comm.isend(numbers(comm, 7), 1) if comm.rank == 0 else comm.irecv(got, 0)
+        _poll(work, within_s)
+        _poll(comm.all_reduce(total, async_op=True), within_s)
+        return got.item(), total.item()
+
+    assert world.run(program, world.soon_s) == [(-1, 3), (7, 3)]
+
+
+def a_future_completes_unaided(world: World) -> None:
+    """`get_future` completes though nobody waits for the work; the message is there then. For collectives, too."""
+
+    def program(comm: Communicator, within_s: float) -> tuple[float, float]:
+        got, total = numbers(comm, -1), numbers(comm, comm.rank + 1)
+        work = comm.isend(numbers(comm, 7), 1) if comm.rank == 0 else comm.irecv(got, 0)
+        seen = work.get_future().then(lambda future: (future.value(), got.item())[1])
+        summed = comm.all_reduce(total, async_op=True).get_future().then(lambda _: total.item())
+        return _value(seen, within_s), _value(summed, within_s)
+
+    assert world.run(program, world.soon_s) == [(-1, 3), (7, 3)]
+
+
+def works_may_be_waited_for_in_any_order(world: World) -> None:
+    """And by several threads' worth of calls: again, or after it is known to be done."""
+
+    def program(comm: Communicator) -> list[float]:
+        got = numbers(comm, *[-1] * 5)
+        if comm.rank == 0:
+            works = [comm.isend(numbers(comm, n), 1) for n in range(5)]
+        else:
+            works = [comm.irecv(got[n], 0) for n in range(5)]
+        for work in (*reversed(works), *works):
+            work.wait()
+        return got.tolist()
+
+    assert world.run(program)[1] == [0, 1, 2, 3, 4]
+
+
+def one_of_many_works_can_be_waited_for(world: World) -> None:
+    """`wait_any` returns the work that is done, not the first of the list."""
+
+    def program(comm: Communicator, within_s: float) -> int | None:
+        if comm.rank > 0:
+            comm.recv(numbers(comm, 0), 0)
+            comm.send(numbers(comm, comm.rank), 0)
+            return None
+        got = numbers(comm, -1, -1)
+        works = [comm.irecv(got[n], n + 1) for n in range(2)]
+        comm.send(numbers(comm, 0), 2)
+        first = wait_any(works, within_s)
+        comm.send(numbers(comm, 0), 1)
+        for work in works:
+            work.wait()
+        return first
+
+    assert world.run(program, world.soon_s, size=3)[0] == 1
+
+
+def collectives_may_be_waited_for_in_any_order(world: World) -> None:
+    """Collectives run in the order of calls, blocking ones among asynchronous ones, however they are waited for."""
+
+    def program(comm: Communicator) -> list[list[float]]:
+        tensors = [torch.full((1000,), float(comm.rank + n), device=comm.device) for n in range(6)]
+        works = [comm.all_reduce(t, algorithm="ring", async_op=True) for t in tensors[:4]]
+        comm.all_reduce(tensors[4])
+        works.append(comm.all_reduce(tensors[5], async_op=True))
+        for work in reversed(works):
+            work.wait()
+        return [t.unique().tolist() for t in tensors]
+
+    for found in world.run(program, size=3):
+        assert found == [[3.0 * n + 3] for n in range(6)], found
+
+
+def _poll(work: Work, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not work.is_completed():
+        assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"
+        time.sleep(0.001)
+
+
+def _value(future: torch.futures.Future[float], within_s: float) -> float:
+    deadline = time.monotonic() + within_s
+    while not future.done():
+        assert time.monotonic() < deadline, f"the future is not complete after {within_s} s"
+        time.sleep(0.001)
+    return future.value()

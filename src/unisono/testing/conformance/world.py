@@ -1,0 +1,82 @@
+"""Where a law is tried: ranks of one backend, to run programs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.core.transport import Transport
+from unisono.testing.pools import pool
+from unisono.testing.ranks import TIMEOUT_S
+
+__all__ = ["Law", "World", "numbers", "together"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Up to four ranks of one backend.
+
+    Attributes:
+        backend: A transport's name.
+        wrap: Applied to the transport of each rank.
+        timeout: Seconds for one operation.
+        chunk_bytes: Largest message of a schedule; small, so that short tensors are cut, too.
+        hosts: Which of the four ranks are taken for one host each; all share this one if None.
+        device: Where tensors live, as `launch` takes it; where the backend has them by default if None.
+
+    Example:
+        >>> World("thread").run(lambda comm: comm.rank, size=3)
+        [0, 1, 2]
+    """
+
+    backend: str = "thread"
+    wrap: Callable[[Transport], Transport] | None = None
+    timeout: float = TIMEOUT_S
+    chunk_bytes: int = 4096
+    hosts: tuple[tuple[int, ...], ...] | None = None
+    device: str | None = None
+
+    @property
+    def soon_s(self) -> float:
+        """Seconds in which what needs no waiting has long been done."""
+        return self.timeout / 2
+
+    @property
+    def never_s(self) -> float:
+        """Seconds for a wait that something else must end: longer than soon, shorter than any other wait."""
+        return 0.9 * self.timeout
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, size: int = 2, on_failure: Literal["end", "continue"] = "end"
+    ) -> list[Any]:
+        """Each rank's `fn(comm, *args)`; see `unisono.testing.RankPool.run`."""
+        options: dict[str, Any] = {"timeout": self.timeout, "chunk_bytes": self.chunk_bytes, "device": self.device}
+        if self.wrap is not None:
+            options["wrap"] = self.wrap
+        if self.hosts is not None:
+            options["hosts"] = self.hosts
+        return pool(self.backend, **options).run(fn, *args, size=size, on_failure=on_failure)
+
+
+Law = Callable[[World], None]
+"""Raises `AssertionError`, or an error of the ranks, if it does not hold."""
+
+
+def numbers(comm: Communicator, *values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """These numbers, where tensors of the communicator live."""
+    return torch.tensor(values, dtype=dtype, device=comm.device)
+
+
+def together(comm: Communicator) -> None:
+    """Assert that the communicator works: a sum over all ranks, and a message around the ring."""
+    total = numbers(comm, 1.0, comm.rank)
+    comm.all_reduce(total)
+    assert total.tolist() == [comm.size, comm.size * (comm.size - 1) / 2]
+    if comm.size > 1:
+        got, behind = numbers(comm, -1), (comm.rank - 1) % comm.size
+        comm.sendrecv(numbers(comm, comm.rank), (comm.rank + 1) % comm.size, got, behind)
+        assert got.item() == behind

@@ -1,0 +1,57 @@
+"""Measures collectives as nccl-tests do, against other ways to do them, side by side in one run.
+
+results = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=True)
+
+`interleave` times anything else in the same way: candidates in turn, ratios of neighbouring samples.
+"""
+
+from __future__ import annotations
+
+from unisono.tools.bench.peer import Peer
+from unisono.tools.bench.peers import PEERS
+from unisono.tools.bench.plot import check_plot, plot
+from unisono.tools.bench.ranks import on_ranks, run
+from unisono.tools.bench.report import machine, write_json
+from unisono.tools.bench.result import Against, Result
+from unisono.tools.bench.settings import Settings
+from unisono.tools.bench.sizes import parse_sizes, shown_size
+from unisono.tools.bench.table import heading, line, markdown, summary
+from unisono.tools.bench.targets import Finding, least_ratio, mean_ratio
+from unisono.tools.bench.timings import Sample, Spread, Timings, clock, interleave, timed
+from unisono.tools.bench.traffic import Traffic, counted
+from unisono.tools.bench.workload import COLLECTIVES, Slot, Workload, bus_factor
+
+__all__ = [
+    "COLLECTIVES",
+    "PEERS",
+    "Against",
+    "Finding",
+    "Peer",
+    "Result",
+    "Sample",
+    "Settings",
+    "Slot",
+    "Spread",
+    "Timings",
+    "Traffic",
+    "Workload",
+    "bus_factor",
+    "check_plot",
+    "clock",
+    "counted",
+    "heading",
+    "interleave",
+    "least_ratio",
+    "line",
+    "machine",
+    "markdown",
+    "mean_ratio",
+    "on_ranks",
+    "parse_sizes",
+    "plot",
+    "run",
+    "shown_size",
+    "summary",
+    "timed",
+    "write_json",
+]

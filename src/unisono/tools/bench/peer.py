@@ -1,0 +1,44 @@
+"""Interface of a peer: a way to do collectives that is measured."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+from unisono.communicator import Communicator
+from unisono.tools.bench.workload import Slot, Workload
+
+__all__ = ["Peer"]
+
+
+class Peer(ABC):
+    """A way to do collectives, on one rank. Every rank makes one, and its construction connects the ranks.
+
+    Attributes:
+        verified: Whether it does the collective, so that its results can be checked.
+        needs_mpirun: Whether it works only in ranks that mpirun has started.
+    """
+
+    verified: ClassVar[bool] = True
+    needs_mpirun: ClassVar[bool] = False
+
+    @classmethod
+    def obstacle(cls, workload: Workload) -> str | None:
+        """Return why this peer cannot do that, in a sentence that says what can be done; None if it can.
+
+        Called before ranks are started. Raises `UnavailableError` if something has to be installed.
+        """
+        return None
+
+    @abstractmethod
+    def __init__(self, comm: Communicator, folder: Path) -> None:
+        """Connect to the other ranks: over `comm`, or by an empty folder that all of them see."""
+
+    @abstractmethod
+    def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
+        """Return the collective on this memory, prepared as far as a program could keep it."""
+
+    def close(self) -> None:
+        """Release everything; no call is running."""

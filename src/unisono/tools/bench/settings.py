@@ -1,0 +1,126 @@
+"""Settings of a measurement, checked before the first rank starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from unisono.collectives.algorithms import SCHEDULES
+from unisono.core.collective import FAMILIES
+from unisono.core.reduce_op import check_reducible, parse_op
+from unisono.host.network import shm_obstacle
+from unisono.tools.bench.peers import PEERS
+from unisono.tools.bench.workload import COLLECTIVES, Workload
+from unisono.transports.hierarchical import transport_named
+
+__all__ = ["Settings"]
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+_DTYPES = (*_FLOATS, "int8", "int16", "int32", "int64", "uint8", "bool")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One run of the benchmark.
+
+    Attributes:
+        collective: One of `unisono.tools.bench.COLLECTIVES`.
+        backend: Of unisono; "auto" is shared memory, or gloo where there is none.
+        ranks: How many, all on this host.
+        sizes: Bytes of each message, as nccl-tests count them (see `Result.nbytes`).
+        dtype, op: Names, as in torch and in `ReduceOp`.
+        algorithm: As for the collective; None is its own choice.
+        registered: Whether unisono's tensors are made by `Communicator.empty`. The peers' never are.
+        cold: Whether each call meets memory that has left the caches.
+        against: Names of peers to measure in the same run.
+        seconds: About how long for each size, all candidates together.
+        least: Samples of each candidate at least.
+
+    Raises:
+        ValueError: Something that cannot be; the sentence says what can.
+        UnavailableError: A peer that is not installed; says how to get it.
+
+    Example:
+        >>> Settings(sizes=(8, 1024), ranks=4).workload(1024).count
+        256
+    """
+
+    collective: str = "all_reduce"
+    backend: str = "auto"
+    ranks: int = 2
+    sizes: tuple[int, ...] = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+    dtype: str = "float32"
+    op: str = "sum"
+    algorithm: str | None = None
+    registered: bool = False
+    cold: bool = False
+    against: tuple[str, ...] = ()
+    seconds: float = 2.0
+    least: int = 9
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        if self.collective not in COLLECTIVES:
+            raise ValueError(f"unknown collective {self.collective!r}; known: {', '.join(COLLECTIVES)}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}; known: {', '.join(_DTYPES)}")
+        op = parse_op(self.op)
+        if FAMILIES[self.collective].reduces:
+            check_reducible(op, self._dtype)
+        known = ["native", *SCHEDULES[self.collective].names()]
+        if self.algorithm is not None and self.algorithm not in known:
+            raise ValueError(f"unknown {self.collective} algorithm {self.algorithm!r}; known: {', '.join(known)}")
+        if self.chosen_backend == "nccl":
+            raise ValueError("the benchmark measures tensors in this host's memory; use shm, gloo or thread")
+        transport_named(self.chosen_backend)
+        if len(set(self.against)) != len(self.against):
+            raise ValueError(f"{', '.join(self.against)} names a peer twice")
+        for name in self.against:
+            obstacle = PEERS[name].obstacle(self.workload(self.sizes[0]))
+            if obstacle is not None:
+                raise ValueError(obstacle)
+        if self.started_by_mpi and transport_named(self.chosen_backend).in_process:
+            raise ValueError(f"MPI's ranks are processes, those of backend {self.backend!r} threads; use backend shm")
+
+    def _check_numbers(self) -> None:
+        for name, value in (("ranks", self.ranks), ("least", self.least)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if not self.sizes or min(self.sizes) < 1:
+            raise ValueError(f"sizes must be positive numbers of bytes, not {self.sizes}")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds must be a positive number, not {self.seconds}")
+
+    @property
+    def chosen_backend(self) -> str:
+        """The backend that "auto" means here."""
+        if self.backend != "auto":
+            return self.backend
+        return "shm" if shm_obstacle() is None else "gloo"
+
+    @property
+    def started_by_mpi(self) -> bool:
+        """Whether the ranks have to be started by mpirun, for a peer's sake."""
+        return any(PEERS[name].needs_mpirun for name in self.against)
+
+    @property
+    def workloads(self) -> list[Workload]:
+        """One for each size; a barrier has none, and is measured once."""
+        sizes = self.sizes[:1] if self.collective == "barrier" else self.sizes
+        return [self.workload(nbytes) for nbytes in sizes]
+
+    def workload(self, nbytes: int) -> Workload:
+        """The workload of one size."""
+        return Workload.of_bytes(self.collective, self.ranks, nbytes, self._dtype, parse_op(self.op))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can hold them."""
+        return asdict(self) | {"backend": self.chosen_backend}

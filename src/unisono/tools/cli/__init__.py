@@ -1,0 +1,82 @@
+"""The command line: `unisono <command>`, also as `python -m unisono <command>`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from unisono import __version__
+from unisono.core.registry import Registry
+from unisono.errors import CommError, UnavailableError
+from unisono.tools.cli.command import Command, Refusal
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: Registry[Command] = Registry("command", "unisono.tools.cli.commands")
+"""A new command is one new file, or an entry point `unisono.tools.cli.commands` of another package."""
+
+_FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command, and return the exit status.
+
+    0 is done, 1 failed, 2 asked for something that cannot be (one sentence on standard error says
+    what can), 130 interrupted.
+
+    Args:
+        argv: What follows the program's name; from the command line if None.
+
+    Raises:
+        SystemExit: As argparse does: after --help and --version, and for unknown options.
+
+    Example:
+        >>> main(["--version"])
+        Traceback (most recent call last):
+        ...
+        SystemExit: 0
+    """
+    words = sys.argv[1:] if argv is None else argv
+    parser = _parser(words[0] if words else None)
+    given = parser.parse_args(words)
+    if given.command is None:
+        parser.print_help(sys.stderr)
+        return _REFUSED
+    try:
+        status = COMMANDS[given.command].run(given)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except (Refusal, UnavailableError) as error:
+        return _complain(given.command, error, _REFUSED)
+    except CommError as error:
+        return _complain(given.command, error, _FAILED)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; at its end Python would try once more to write the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _parser(wanted: str | None) -> argparse.ArgumentParser:
+    """All commands; but if one of them is wanted, the others are not loaded, for some bring torch along."""
+    parser = argparse.ArgumentParser(prog="unisono", description="Distributed training for plain PyTorch loops.")
+    parser.add_argument("--version", action="version", version=f"unisono {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="<command>")
+    names = COMMANDS.names()
+    for name in names:
+        if wanted in names and name != wanted:
+            commands.add_parser(name)
+            continue
+        command = COMMANDS[name]
+        summary, _, _ = (command.__doc__ or "").partition("\n")
+        command.add_arguments(commands.add_parser(name, help=summary, description=command.__doc__))
+    return parser
+
+
+def _complain(command: str, error: Exception, status: int) -> int:
+    print(f"unisono {command}: {error}", file=sys.stderr)
+    return status

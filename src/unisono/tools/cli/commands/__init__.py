@@ -1,0 +1,1 @@
+"""The commands: one file each, see `unisono.tools.cli.command`."""

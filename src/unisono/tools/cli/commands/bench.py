@@ -1,0 +1,92 @@
+"""Measure collectives on ranks of this host, side by side with gloo, MPI and the host's memory.
+
+The columns are those of nccl-tests. For each peer there are its time, and how many times as fast
+unisono was: the median of neighbouring samples, and the quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from unisono.tools import bench
+from unisono.tools.bench import Settings
+from unisono.tools.cli.command import Refusal
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options; see `unisono.tools.bench.Settings`."""
+    normal = Settings()
+    peers = ", ".join(bench.PEERS.names())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--collective", default=normal.collective, help=f"{', '.join(bench.COLLECTIVES)} (%(default)s)")
+    add("--backend", default=normal.backend, help="of unisono: shm, gloo, thread; auto is shm where it works")
+    add("--ranks", type=int, default=normal.ranks, help="how many, one thread each (%(default)s)")
+    add(
+        "--sizes",
+        default=",".join(map(str, normal.sizes)),
+        help="of the messages in bytes: a list such as 8,4K,1M, or a range such as 8:128M:*4 (%(default)s)",
+    )
+    add("--dtype", default=normal.dtype, help="of the elements (%(default)s)")
+    add("--op", default=normal.op, help="of reductions: sum, avg, product, min, max, band, bor, bxor (%(default)s)")
+    add("--algorithm", help="native, or a schedule such as ring (what unisono chooses)")
+    add("--registered", action="store_true", help="take unisono's buffers from Communicator.empty")
+    add("--cold", action="store_true", help="rotate buffers, so that each call meets memory outside the caches")
+    add("--against", default="", metavar="PEERS", help=f"measured in the same run, between commas: {peers}")
+    add("--roofline", action="store_true", help="the same as --against roofline: all ranks copy as many bytes")
+    add("--seconds", type=float, default=normal.seconds, help="for each size, about (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write settings, machine and results there")
+    add("--plot", type=Path, metavar="FILE", help="draw bandwidths and ratios there (.png, .svg, .pdf)")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Measure and print; 1 if any result was wrong."""
+    with _refusing():
+        if given.plot:
+            bench.check_plot()
+            if given.collective == "barrier":
+                raise ValueError("a barrier has no sizes to draw; leave out --plot")
+        for path in filter(None, (given.json, given.plot)):
+            if not path.parent.is_dir():
+                raise ValueError(f"there is no directory {path.parent}; make it first")
+        settings = _settings(given)
+    results = bench.run(settings, shown=True)
+    print(bench.summary(results))
+    with _refusing():
+        if given.json:
+            bench.write_json(given.json, settings, results)
+        if given.plot:
+            bench.plot(results, given.plot)
+    return 1 if any(result.wrong for result in results) else 0
+
+
+def _settings(given: argparse.Namespace) -> Settings:
+    peers = [name.strip() for name in given.against.split(",") if name.strip()]
+    if given.roofline and "roofline" not in peers:
+        peers.append("roofline")
+    return Settings(
+        collective=given.collective,
+        backend=given.backend,
+        ranks=given.ranks,
+        sizes=bench.parse_sizes(given.sizes),
+        dtype=given.dtype,
+        op=given.op,
+        algorithm=given.algorithm,
+        registered=given.registered,
+        cold=given.cold,
+        against=tuple(peers),
+        seconds=given.seconds,
+    )
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise Refusal(str(error)) from error

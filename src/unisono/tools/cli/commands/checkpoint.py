@@ -1,0 +1,109 @@
+"""Look at a checkpoint, verify every byte of it, compare two, or convert from and to other formats."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from unisono import checkpoint
+from unisono.checkpoint.convert import convert, differences
+from unisono.checkpoint.formats import FORMATS
+from unisono.tools.cli.command import Refusal
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is to be done, and with which."""
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="show|verify|diff|convert", required=True)
+    show = actions.add_parser("show", help="list what is in it")
+    show.add_argument("path", metavar="PATH")
+    verify = actions.add_parser("verify", help="compare every byte with what was saved; 1 if it is damaged")
+    verify.add_argument("path", metavar="PATH")
+    diff = actions.add_parser("diff", help="say what two differ in; 1 if they do")
+    diff.add_argument("path", metavar="PATH")
+    diff.add_argument("other", metavar="OTHER")
+    other = actions.add_parser("convert", help="read any known format, and write another")
+    other.add_argument("path", metavar="PATH")
+    other.add_argument("target", metavar="TARGET", type=Path)
+    other.add_argument("--to", choices=FORMATS.names(), help="the format, if TARGET's name does not say it")
+    other.add_argument("--trusted", action="store_true", help="let pickles in PATH run their code")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Do it; 1 if something differs or is damaged."""
+    return _ACTIONS[given.action](given)
+
+
+def _show(given: argparse.Namespace) -> int:
+    with checkpoint.open(given.path) as archive:
+        manifest = archive.manifest
+        for name, entry in manifest.tensors.items():
+            kind = str(entry.dtype).removeprefix("torch.")
+            print(f"{name:48} {kind:10} {'x'.join(map(str, entry.shape)) or '()':20} {_amount(entry.nbytes):>10}")
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(manifest.created_ns / 1e9))
+        extra = ", ".join(f"{key} {value}" for key, value in manifest.extra.items())
+        print(
+            f"{len(manifest.tensors)} tensors, {_amount(manifest.nbytes)} in {len(manifest.files)} files, "
+            f"saved by {manifest.ranks} ranks on {when} UTC ({extra})"
+        )
+    return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    with _bar("verifying") as progress:
+        manifest = checkpoint.verify(given.path, progress=progress)
+    print(f"{given.path} is whole: {len(manifest.tensors)} tensors, {_amount(manifest.nbytes)}")
+    return 0
+
+
+def _diff(given: argparse.Namespace) -> int:
+    with checkpoint.open(given.path) as first, checkpoint.open(given.other) as second:
+        found = differences(first, second)
+    print("\n".join(found) if found else "they hold the same")
+    return 1 if found else 0
+
+
+def _convert(given: argparse.Namespace) -> int:
+    if given.target.exists():
+        raise Refusal(f"{given.target} is there already; give another name")
+    convert(given.path, given.target, to=given.to, trusted=given.trusted)
+    print(f"written: {given.target}")
+    return 0
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "show": _show,
+    "verify": _verify,
+    "diff": _diff,
+    "convert": _convert,
+}
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar where somebody watches and rich is there."""
+    if not sys.stdout.isatty():
+        yield None
+        return
+    try:
+        from rich.progress import Progress
+    except ImportError:
+        yield None
+        return
+    with Progress() as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _amount(nbytes: float) -> str:
+    """Bytes in the largest unit that leaves a number of at least 1."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"

@@ -1,0 +1,38 @@
+"""Train a small network on real handwritten digits on several ranks, and prove that it equals one rank."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from unisono.tools.cli.command import Refusal
+from unisono.tools.demo import Settings, prepare, show
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the demonstration can be told; see `unisono.tools.demo.Settings`."""
+    normal = Settings()
+    add = parser.add_argument
+    add("--ranks", type=int, default=normal.ranks, help="how many (%(default)s)")
+    add("--backend", default=normal.backend, help="shm, gloo, thread, ...; auto is the best one here")
+    add("--epochs", type=int, default=normal.epochs, help="passes over the pictures (%(default)s)")
+    add(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="an own folder with a sub-folder of images for each class, or an "
+        ".npz file of arrays x and y, or images and labels",
+    )
+    add("--device", choices=("cpu", "cuda"), default=normal.device, help="where to train (%(default)s)")
+    add("--seed", type=int, default=normal.seed, help="of weights, partitions and order (%(default)s)")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run it; 1 if the proof fails."""
+    try:
+        ready = prepare(Settings(given.ranks, given.backend, given.epochs, given.data, given.device, given.seed))
+    except (ValueError, OSError) as error:
+        raise Refusal(str(error)) from error
+    return show(ready)

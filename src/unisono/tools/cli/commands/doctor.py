@@ -1,0 +1,91 @@
+"""Examine this host: which transports work, what stands in the way of ranks, and what mends it.
+
+Ends with status 1 if anything is wrong (a cross), and prints a block to paste into an issue. With
+--hosts, start it on each of the hosts, with the same list: they then reduce together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from unisono.tools.cli.command import Refusal
+from unisono.tools.doctor import CHECKS, PORT, Finding, Patient, examine
+from unisono.tools.doctor.launcher_env import launched
+from unisono.tools.doctor.report import as_json, for_issue, lines, marks
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is examined; see `unisono.tools.doctor.Patient`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("checks", nargs="*", metavar="CHECK", help=f"only these: {', '.join(CHECKS.names())}")
+    add("--backend", help="what your program passes to un.init, such as mpi; only what that needs is examined")
+    add("--ranks", type=int, metavar="N", help="how many you want on this host (what the launcher says)")
+    add("--hosts", default="", metavar="A,B", help="names or addresses; run the same command on each of them")
+    add("--rank", type=int, metavar="I", help="which of the hosts this one is, from 0 (found out by its addresses)")
+    add("--port", type=int, default=PORT, help="of the first host, where they meet (%(default)s)")
+    add("--timeout", type=float, default=60.0, metavar="S", help="seconds for all of it (%(default)s)")
+    add("--json", action="store_true", help="print it for programs")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Examine and print; 1 if there is a cross."""
+    patient = _patient(given)
+    local_rank = launched().local_rank
+    if local_rank:
+        # Started by a launcher, once for each rank: one examines the host.
+        return 0
+    names = given.checks or None
+    signs = marks(sys.stdout.encoding)
+    found: list[tuple[str, list[Finding]]] = []
+    if patient.hosts:
+        print(f"Run this on each of {', '.join(patient.hosts)} at the same time.", file=sys.stderr, flush=True)
+    for name, findings in examine(patient, names):
+        found.append((name, findings))
+        if not given.json:
+            print("\n".join(lines(name, findings, signs)), end="\n" if findings else "", flush=True)
+    crosses = sum(finding.state == "cross" for _, findings in found for finding in findings)
+    if given.json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        print(f"\n{crosses or 'Nothing'} to mend. To paste into an issue:\n\n{for_issue(found)}")
+    return 1 if crosses else 0
+
+
+def _patient(given: argparse.Namespace) -> Patient:
+    hosts = tuple(host.strip() for host in given.hosts.split(",") if host.strip())
+    unknown = [name for name in given.checks if name not in CHECKS]
+    if unknown:
+        raise Refusal(f"there is no check {unknown[0]!r}; known: {', '.join(CHECKS.names())}")
+    backends = _backends()
+    unknown = [name for name in (given.backend or "auto").split("+") if backends and name not in backends]
+    if unknown:
+        raise Refusal(
+            f"there is no backend {unknown[0]!r}; known: {', '.join(backends)}, and two of them as in shm+gloo"
+        )
+    if given.hosts and len(hosts) < 2:
+        raise Refusal("--hosts takes two or more, with commas between them: --hosts 10.1.1.20,10.1.1.21")
+    if given.rank is not None and not hosts:
+        raise Refusal("--rank says which of --hosts this one is: give them too; for how many ranks, there is --ranks")
+    if given.rank is not None and not 0 <= given.rank < len(hosts):
+        raise Refusal(f"--rank {given.rank} is not among 0 to {len(hosts) - 1}, the numbers of --hosts")
+    if given.ranks is not None and given.ranks < 1:
+        raise Refusal(f"--ranks has to be at least 1, not {given.ranks}")
+    if not 0 < given.port < 65536:
+        raise Refusal(f"--port has to be from 1 to 65535, not {given.port}")
+    if not given.timeout > 0:
+        raise Refusal(f"--timeout has to be a positive number of seconds, not {given.timeout}")
+    return Patient(given.backend, given.ranks, hosts, given.rank, given.port, given.timeout)
+
+
+def _backends() -> list[str]:
+    """What `init` takes; nothing where torch is broken, which is to be examined all the same."""
+    try:
+        from unisono.transports import TRANSPORTS
+    except (ImportError, OSError):
+        return []
+    return ["auto", *TRANSPORTS.names()]

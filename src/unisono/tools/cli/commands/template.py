@@ -1,0 +1,41 @@
+"""Print a commented file to start from: for Slurm, torchrun, mpirun, Kubernetes, SkyPilot, Ray.
+
+Each starts a script train.py that calls un.init(), as it is: unisono template slurm > slurm.sh
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from unisono.tools.cli.command import Refusal
+
+__all__ = ["add_arguments", "run", "templates"]
+
+
+def templates() -> dict[str, Traversable]:
+    """The files to start from, by name. A new one is one new file in `unisono/cli/templates`.
+
+    Example:
+        >>> sorted(templates())
+        ['kubernetes', 'mpirun', 'ray', 'skypilot', 'slurm', 'torchrun']
+    """
+    return {file.name.partition(".")[0]: file for file in (files("unisono.tools.cli") / "templates").iterdir()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which one."""
+    parser.add_argument("name", nargs="?", help=f"{', '.join(sorted(templates()))}; their list if left out")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print it; without a name, the names."""
+    known = templates()
+    if given.name is None:
+        print("\n".join(sorted(known)))
+    elif given.name in known:
+        print(known[given.name].read_text(), end="")
+    else:
+        raise Refusal(f"there is no template {given.name!r}; known: {', '.join(sorted(known))}")
+    return 0

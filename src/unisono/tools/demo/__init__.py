@@ -1,0 +1,7 @@
+"""The demonstration: train a small network on several ranks, and prove that it equals one rank."""
+
+from __future__ import annotations
+
+from unisono.tools.demo.run import Ready, Settings, prepare, show
+
+__all__ = ["Ready", "Settings", "prepare", "show"]

@@ -1,0 +1,162 @@
+"""The demonstration from beginning to end, and what it says on the way."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unisono as un
+from unisono.host.network import shm_obstacle
+from unisono.tools.demo.batches import Batches
+from unisono.tools.demo.data import Pictures, load, split
+from unisono.tools.demo.equivalence import difference, largest, one_rank, ring_error, several_ranks
+from unisono.tools.demo.model import accuracy, build
+from unisono.tools.demo.train import train
+from unisono.transports.hierarchical import transport_named
+
+__all__ = ["Ready", "Settings", "prepare", "show"]
+
+_TOLERANCE = 1e-10
+_TIMEOUT_S = 120.0
+_PROOF_STEPS = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user may choose; see `unisono demo --help`."""
+
+    ranks: int = 2
+    backend: str = "auto"
+    epochs: int = 12
+    data: Path | None = None
+    device: str = "cpu"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Settings that were found to be possible, and the pictures."""
+
+    settings: Settings
+    backend: str
+    training: Pictures
+    held_out: Pictures
+
+    def launch(self, program: Any, *args: Any) -> list[Any]:
+        """Each rank's result of a program."""
+        chosen = self.settings
+        return un.launch(
+            program, chosen.ranks, self.backend, args=args, device=chosen.device, threads=1, timeout=_TIMEOUT_S
+        )
+
+
+def prepare(settings: Settings) -> Ready:
+    """Load the pictures and check everything that can be checked before the first rank starts.
+
+    Raises:
+        ValueError: A setting that cannot be; the sentence says what can.
+        UnavailableError: A package is missing; says how to get it.
+    """
+    for name, value, least in (
+        ("ranks", settings.ranks, 1),
+        ("epochs", settings.epochs, 1),
+        ("seed", settings.seed, 0),
+    ):
+        if value < least:
+            raise ValueError(f"--{name} must be at least {least}, not {value}")
+    backend = _backend(settings)
+    training, held_out = split(load(settings.data), settings.seed)
+    if settings.ranks > len(training):
+        raise ValueError(
+            f"--ranks {settings.ranks} is more than the {len(training)} pictures to train on: each rank needs one"
+        )
+    return Ready(settings, backend, training, held_out)
+
+
+def _backend(settings: Settings) -> str:
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch sees no GPU here: leave out --device cuda")
+    if settings.backend == "nccl" and settings.device == "cpu":
+        raise ValueError("--backend nccl carries tensors of GPUs only: add --device cuda")
+    if settings.backend != "auto":
+        # An unknown name is an error that lists the known ones.
+        transport_named(settings.backend)
+        return settings.backend
+    # NCCL wants a GPU for each rank; the others let ranks share one.
+    enough = settings.device == "cuda" and torch.cuda.device_count() >= settings.ranks
+    return "nccl" if enough else "gloo" if shm_obstacle() else "shm"
+
+
+def show(ready: Ready) -> int:
+    """Train, prove, and print; the exit status: 0, or 1 if the proof failed."""
+    # So small a network is fastest on one core, and more would hinder each other: also in ranks that are threads.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _show(ready)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _show(ready: Ready) -> int:
+    settings, training = ready.settings, ready.training
+    steps = Batches(training, settings.ranks, settings.seed).steps
+    total = len(training) + len(ready.held_out)
+    _say(f"{total} {training.name} in {training.classes} classes: {len(training)} to train on, the others held out")
+    _say(
+        f"{_ranks(settings.ranks)}, backend {ready.backend}, {settings.device}; {settings.epochs} epochs of {steps} "
+        f"steps, each of about {len(training) / steps:.0f} pictures over all ranks"
+    )
+    trained = ready.launch(train, training, settings.epochs, settings.seed)
+    _say(
+        f"trained in {trained[0].seconds:.1f} s; in communication, waiting included: "
+        f"{trained[0].communication_s:.1f} s on rank 0"
+    )
+    proved = _prove(ready, min(settings.epochs * steps, _PROOF_STEPS))
+    model = build(training, settings.seed)
+    model.load_state_dict(trained[0].weights)
+    _say(f"test accuracy: {100 * accuracy(model, ready.held_out):.1f} %")
+    _say(f"next: {_next(settings)}")
+    return 0 if proved else 1
+
+
+def _prove(ready: Ready, steps: int) -> bool:
+    """Print how far several ranks are from one, and the ring from the sum; whether both are near enough."""
+    settings = ready.settings
+    finished = ready.launch(several_ranks, ready.training, steps, settings.seed)
+    reference = one_rank(ready.training, steps, settings.seed, settings.ranks)
+    apart = largest(difference(weights, reference) for weights in finished)
+    ring = largest(ready.launch(ring_error, settings.seed))
+    _say(
+        f"proof: after {steps} steps in float64, no weight differs between 1 rank and {_ranks(settings.ranks)} "
+        f"by more than {apart:.1e}{_verdict(apart)}"
+    )
+    _say(f'proof: all_reduce(algorithm="ring") differs from the plain sum by at most {ring:.1e}{_verdict(ring)}')
+    return apart <= _TOLERANCE and ring <= _TOLERANCE
+
+
+def _verdict(error: float) -> str:
+    # Written so that "not a number" fails.
+    return "" if error <= _TOLERANCE else f": FAILED, {_TOLERANCE:.0e} is allowed"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def _next(settings: Settings) -> str:
+    """A command that this user can type here."""
+    python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
+    options = ["--ranks", "4"] if settings.ranks != 4 else ["--ranks", "3", "--backend", "thread"]
+    return shlex.join([python, "-m", "unisono", "demo", *options])
+
+
+def _say(line: str) -> None:
+    # Ranks write to the same terminal, so nothing may wait in a buffer.
+    print(line, flush=True)

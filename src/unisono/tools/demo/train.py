@@ -1,0 +1,107 @@
+"""Synchronous distributed SGD: the training loop, and what one rank does with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import unisono as un
+from unisono.tools.demo.batches import Batches, Share
+from unisono.tools.demo.data import Pictures
+from unisono.tools.demo.model import build
+from unisono.tools.demo.progress import progress
+
+__all__ = ["Trained", "Weights", "descend", "train"]
+
+Weights = dict[str, torch.Tensor]
+
+_LEARNING_RATE, _MOMENTUM = 0.1, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What training gave on one rank.
+
+    Attributes:
+        weights: On the CPU.
+        seconds: From the first step to the last.
+        communication_s: Of these, the ones inside the library; waiting for slower ranks is among them.
+    """
+
+    weights: Weights
+    seconds: float
+    communication_s: float
+
+
+def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int) -> Trained:
+    """Train on this rank's partition, together with all other ranks. The program of each rank."""
+    batches = Batches(pictures, comm.size, seed)
+    # Each rank draws weights of its own; rank 0's are then given to all.
+    model = build(pictures, seed + comm.rank).to(comm.device)
+    clock = _Clock(comm.device)
+    with progress(epochs, batches.steps, shown=comm.rank == 0) as tell, _Clock(comm.device) as whole:
+        with clock:
+            un.broadcast_parameters(model, comm)
+        steps = descend(
+            model,
+            pictures,
+            (batches.of(comm.rank, epoch) for epoch in range(epochs)),
+            clock.around(lambda: un.average_gradients(model, comm)),
+        )
+        for loss in steps:
+            tell(loss)
+    weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    return Trained(weights, whole.seconds, clock.seconds)
+
+
+def descend(
+    model: nn.Module, pictures: Pictures, epochs: Iterable[list[Share]], average: Callable[[], None]
+) -> Iterator[torch.Tensor]:
+    """Plain SGD that calls `average` between `backward` and `step`; yields each step's loss.
+
+    Works in the model's dtype, on its device.
+    """
+    like = next(model.parameters())
+    x, y = pictures.x.to(like), pictures.y.to(like.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
+    for shares in epochs:
+        for share in shares:
+            indices = share.indices.to(like.device)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x[indices]), y[indices], reduction="sum") / share.divisor
+            loss.backward()
+            average()
+            optimizer.step()
+            yield loss.detach()
+
+
+class _Clock:
+    """Sums up the time inside its `with`; a GPU's work under way there is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._start = device, 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> _Clock:
+        self._start = self._now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += self._now() - self._start
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def around(self, action: Callable[[], None]) -> Callable[[], None]:
+        def timed() -> None:
+            with self:
+                action()
+
+        return timed

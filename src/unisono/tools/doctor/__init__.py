@@ -1,0 +1,12 @@
+"""Examines a host: whether it can run ranks, by which transports, and if not, what mends it.
+
+A check is one file in `unisono.tools.doctor.checks`; it is found by its name. Nothing here needs torch to work.
+"""
+
+from __future__ import annotations
+
+from unisono.tools.doctor.finding import Finding
+from unisono.tools.doctor.runner import CHECKS, examine
+from unisono.tools.doctor.target import PORT, Patient
+
+__all__ = ["CHECKS", "PORT", "Finding", "Patient", "examine"]

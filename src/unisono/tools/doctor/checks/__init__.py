@@ -1,0 +1,1 @@
+"""The checks: one file each, see `unisono.tools.doctor.target.Check`."""

@@ -1,0 +1,66 @@
+"""Whether two ranks of this host sum rightly, by each transport that is there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from unisono.host.mpi_library import find_mpirun
+from unisono.host.network import shm_obstacle
+from unisono.tools.doctor.finding import Finding, note
+from unisono.tools.doctor.mpi import find_library, mpi_environment
+from unisono.tools.doctor.smoke_test_runner import tried
+from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.torch_import import load_torch
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 70
+# Two ranks, and what starts them; with fewer the times would say nothing.
+_CORES_EACH = 4
+
+_Trial = Callable[[float], list[Finding]]
+
+
+def check(patient: Patient) -> Iterator[Finding]:
+    """Run them for real, in processes of their own."""
+    trials: list[_Trial] = [partial(_launched, patient)]
+    if patient.wants("mpi"):
+        trials.append(_mpi)
+    deadline = time.monotonic() + patient.limit_s
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // _CORES_EACH)) as pool:
+        for found in pool.map(lambda trial: trial(max(1.0, deadline - time.monotonic())), trials):
+            yield from found
+
+
+def _launched(patient: Patient, limit_s: float) -> list[Finding]:
+    """Those that start their ranks themselves."""
+    obstacles = {"thread": None, "shm": shm_obstacle(), "gloo": None, "nccl": _no_nccl()}
+    wanted = {name: obstacle for name, obstacle in obstacles.items() if patient.wants(name)}
+    fixes = {
+        name: f"unisono doctor all_reduce --backend {name} --timeout 300"
+        for name, obstacle in wanted.items()
+        if obstacle is None
+    }
+    remarks = [note(f"{name}: not tried, {obstacle}") for name, obstacle in wanted.items() if obstacle is not None]
+    return (tried(fixes, limit_s) if fixes else []) + remarks
+
+
+def _no_nccl() -> str | None:
+    count = load_torch().cuda.device_count()
+    return None if count >= 2 else f"for it wants a GPU for each rank, and there is {count or 'none'}"
+
+
+def _mpi(limit_s: float) -> list[Finding]:
+    library = find_library(limit_s)
+    if isinstance(library, str):
+        return [note(f"mpi: not tried, {library}")]
+    starter = find_mpirun()
+    if starter is None:
+        return [note("mpi: not tried, because there is neither mpiexec nor mpirun")]
+    fix = f"{starter} -n 2 {sys.executable} -m unisono.tools.doctor.smoke_test mpi"
+    return tried({"mpi": fix}, limit_s, before=[starter, "-n", "2"], environment=mpi_environment())

@@ -1,0 +1,64 @@
+"""Whether the hosts of `--hosts` reach each other, and sum rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from unisono.host.network import is_loopback
+from unisono.tools.doctor.finding import Finding, cross
+from unisono.tools.doctor.network import addresses, is_own, own_addresses
+from unisono.tools.doctor.smoke_test_runner import tried
+from unisono.tools.doctor.target import Patient
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 80
+
+
+def check(patient: Patient) -> Iterator[Finding]:
+    """Be one rank of as many as there are hosts. The same command runs on each of them meanwhile."""
+    if not patient.hosts:
+        return
+    found = {host: addresses(host) for host in patient.hosts}
+    unknown = [host for host, places in found.items() if not places]
+    if unknown:
+        yield cross(f"{unknown[0]} leads to no address here", f"getent hosts {unknown[0]}   # or give its address")
+        return
+    rank = _own_number(patient, found)
+    if isinstance(rank, Finding):
+        yield rank
+        return
+    inward = [host for host, places in found.items() if all(map(is_loopback, places))]
+    if inward and len(inward) < len(found):
+        yield cross(
+            f"{inward[0]} is the loopback, {found[inward[0]][0]}, here: the other hosts cannot reach it there",
+            f"unisono doctor --hosts {','.join(patient.hosts)}   # with addresses in the place of names",
+        )
+        return
+    first = patient.hosts[0]
+    others = " and ".join(host for number, host in enumerate(patient.hosts) if number != rank)
+    fix = (
+        f"unisono doctor --hosts {','.join(patient.hosts)}   # on {others} at the same time, with the same "
+        f"UNISONO_SECRET; open port {patient.port} of {first} (or --port), and ports from 1024 on between all hosts"
+    )
+    options = ["--meet", _url(first, patient.port), "--rank", str(rank), "--size", str(len(patient.hosts))]
+    for finding in tried({"gloo": fix}, patient.limit_s, options):
+        yield replace(finding, text=f"this is host {rank} of {len(patient.hosts)}; {finding.text}")
+
+
+def _own_number(patient: Patient, found: dict[str, list[str]]) -> int | Finding:
+    if patient.rank is not None:
+        return patient.rank
+    own = [rank for rank, host in enumerate(patient.hosts) if any(map(is_own, found[host]))]
+    if len(own) == 1:
+        return own[0]
+    command = f"unisono doctor --hosts {','.join(patient.hosts)} --rank 0   # and 1, ... on the others"
+    if own:
+        return cross(f"{' and '.join(patient.hosts[rank] for rank in own)} are all this host", command)
+    here = ", ".join(own_addresses())
+    return cross(f"none of {', '.join(patient.hosts)} is an address of this host, which has {here}", command)
+
+
+def _url(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,33 @@
+"""Whether the native core is there, without which calls on shared memory take longer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+from unisono.core.native import NO_EXTENSIONS, native
+from unisono.tools.doctor.finding import Finding, note, tick
+from unisono.tools.doctor.target import Patient
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 11
+_COST = "all works, and without it short calls on shared memory take ten times as long"
+
+
+def check(_patient: Patient) -> Iterator[Finding]:
+    """Ask for it."""
+    if native() is not None:
+        yield tick("the native core of shared memory is there")
+    elif os.environ.get(NO_EXTENSIONS):
+        yield note(
+            f"{NO_EXTENSIONS} is set: {_COST}",
+            f"unset {NO_EXTENSIONS}",
+        )
+    else:
+        yield note(
+            f"the native core of shared memory is not there: {_COST}",
+            f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir --no-binary unisono unisono   "
+            "# where a C++ compiler and Python's headers are",
+        )

@@ -1,0 +1,28 @@
+"""Whether torch can use gloo."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from unisono.tools.doctor.finding import Finding, cross, tick
+from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.torch_import import load_torch
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 20
+
+
+def check(patient: Patient) -> Iterator[Finding]:
+    """Ask torch."""
+    if not patient.wants("gloo"):
+        return
+    dist = load_torch().distributed
+    if dist.is_available() and dist.is_gloo_available():
+        yield tick("torch has it")
+    else:
+        yield cross(
+            "this torch was built without gloo; ranks of one host can use shm, those of several cannot meet",
+            f"{sys.executable} -m pip install --force-reinstall torch",
+        )

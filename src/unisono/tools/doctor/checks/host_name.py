@@ -1,0 +1,47 @@
+"""Whether this host's name leads to an address by which others reach it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+from unisono.host.network import address_outward, is_loopback
+from unisono.tools.doctor.finding import Finding, cross, tick
+from unisono.tools.doctor.network import addresses, is_own, own_addresses
+from unisono.tools.doctor.target import Patient
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 50
+_WHY = (
+    "torchrun gives that address to the ranks of other hosts, which then find nobody there "
+    "(ranks of this host alone do not mind)"
+)
+
+
+def check(_patient: Patient) -> Iterator[Finding]:
+    """Look it up."""
+    name = socket.gethostname()
+    found = addresses(name)
+    own = address_outward() or next((address for address in own_addresses() if not is_loopback(address)), None)
+    if not found:
+        yield cross(f"the host name {name} leads to no address; mpirun and torchrun look it up", _entry(name, own))
+    elif all(map(is_loopback, found)):
+        yield cross(f"the host name {name} resolves to the loopback, {', '.join(found)}: {_WHY}", _entry(name, own))
+    elif not any(is_own(address) for address in found):
+        yield cross(
+            f"the host name {name} resolves to {', '.join(found)}, which is no address of this host", _entry(name, own)
+        )
+    else:
+        yield tick(f"{name} is {', '.join(found)}")
+
+
+def _entry(name: str, own: str | None) -> str:
+    if own is None:
+        return f"echo 'ADDRESS {name}' >> /etc/hosts   # as root, when this host has a network, with its address there"
+    # Written in place, since the file of a container cannot be replaced.
+    entries = f'"127.0.0.1 localhost" "{own} {name}"'
+    return (
+        f'hosts=$(grep -vw {name} /etc/hosts); printf "%s\\n" "$hosts" {entries} > /etc/hosts'
+        f"   # as root; or leave the file, and say: torchrun --local-addr {own} ..."
+    )

@@ -1,0 +1,52 @@
+"""Which network interface leads to the other hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from unisono.host.network import (
+    address_of,
+    address_outward,
+    address_towards,
+    interface_of,
+    interface_wanted,
+    is_loopback,
+)
+from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.network import addresses
+from unisono.tools.doctor.target import Patient
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 51
+_NCCL = "NCCL_SOCKET_IFNAME"
+
+
+def check(patient: Patient) -> Iterator[Finding]:
+    """Take what was set by hand, as `init` does; else follow the route to the first host, or outward."""
+    wanted = interface_wanted()
+    if wanted is None:
+        yield _way(patient)
+        if os.environ.get(_NCCL):
+            yield cross(f"{_NCCL} {os.environ[_NCCL]} fits no interface of this host", f"unset {_NCCL}")
+        return
+    name, variable = wanted
+    try:
+        yield tick(f"{address_of(name)} of {name}, which {variable} names")
+    except ValueError as error:
+        yield cross(f"{variable} names {name}: {error}", f"unset {variable}")
+
+
+def _way(patient: Patient) -> Finding:
+    master = patient.hosts[0] if patient.hosts else os.environ.get("MASTER_ADDR", "")
+    towards = [address for address in addresses(master) if not is_loopback(address)] if master else []
+    try:
+        address = address_towards(towards[0]) if towards else address_outward()
+    except OSError as error:
+        return cross(f"there is no way from here to {master} ({towards[0]}): {error}", f"ping -c 1 {towards[0]}")
+    if address is None:
+        return note("there is no network but the loopback: ranks of this host only")
+    name = interface_of(address)
+    where = f" to {master}" if towards else " outward"
+    return tick(f"{address}{f' of {name}' if name else ''} is the way{where}")

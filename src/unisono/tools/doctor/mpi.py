@@ -1,0 +1,64 @@
+"""The MPI library that mpi4py loads, and the environment of ranks that are tried with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from unisono.host.mpi_library import mpirun_environment
+from unisono.tools.doctor.subprocesses import clean_environment, run
+
+__all__ = ["Library", "find_library", "mpi_environment"]
+
+# In a process of its own: a library that does not fit may end the process, and MPI starts but once.
+_PROBE = """
+import json, mpi4py
+from unisono.host.mpi_library import imported, name_of
+mpi = imported()
+try:
+    files = {line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line}
+except OSError:
+    files = set()
+print(json.dumps([mpi4py.__version__, name_of(mpi), min(files, default=None)]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What mpi4py has loaded.
+
+    Attributes:
+        mpi4py: Its own version.
+        name: Of the library, with its version.
+        file: Its path, if the system says.
+    """
+
+    mpi4py: str
+    name: str
+    file: str | None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_open_mpi(self) -> bool:
+        return self.name.startswith("Open MPI")
+
+
+def find_library(limit_s: float) -> Library | str:
+    """The library, or why there is none."""
+    if find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    ended = run([sys.executable, "-c", _PROBE], limit_s, clean_environment())
+    if ended.status == 0:
+        return Library(*json.loads(ended.out.strip().splitlines()[-1]))
+    return f"mpi4py finds no MPI library that it can load: {ended.why}"
+
+
+def mpi_environment() -> dict[str, str]:
+    """Make the environment of ranks on trial: as many as wanted on few cores, also by Open MPI 4."""
+    return mpirun_environment(
+        clean_environment(OMP_NUM_THREADS="1", OMPI_MCA_rmaps_base_oversubscribe="1"), crowded=True
+    )

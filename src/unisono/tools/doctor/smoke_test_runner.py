@@ -1,0 +1,76 @@
+"""Runs `unisono.tools.doctor.smoke_test`, and makes findings of what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unisono.tools.doctor.finding import Finding, cross, tick
+from unisono.tools.doctor.subprocesses import Ended, clean_environment, run
+
+__all__ = ["tried"]
+
+# For the trial to say what it waited for, before it is ended.
+_LAST_WORDS_S = 4.0
+
+
+def tried(
+    fixes: Mapping[str, str],
+    limit_s: float,
+    options: Sequence[str] = (),
+    before: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> list[Finding]:
+    """For each backend a tick if ranks sum rightly, else a cross that says why.
+
+    Args:
+        fixes: The backends, in their order; and what to do if one fails.
+        limit_s: Seconds in all.
+        options: Of the trial's command line.
+        before: What the command begins with, such as mpiexec and its options.
+        environment: Of the ranks; this one's without its launcher's if None.
+    """
+    # By the clock on the wall, for Python and torch may take long to start.
+    deadline = str(time.time() + limit_s - _LAST_WORDS_S)
+    command = [
+        *before,
+        sys.executable,
+        "-m",
+        "unisono.tools.doctor.smoke_test",
+        *fixes,
+        *options,
+        "--deadline",
+        deadline,
+    ]
+    ended = run(command, limit_s, clean_environment(OMP_NUM_THREADS="1") if environment is None else environment)
+    said = _said(ended)
+    return [_judged(backend, said.get(backend, []), ended, fix) for backend, fix in fixes.items()]
+
+
+def _said(ended: Ended) -> dict[str, list[dict[str, Any]]]:
+    """Each rank's line, by backend; others may have printed between them."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in ended.out.splitlines():
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(said, dict) and "backend" in said:
+            found.setdefault(said["backend"], []).append(said)
+    return found
+
+
+def _judged(backend: str, said: Sequence[dict[str, Any]], ended: Ended, fix: str) -> Finding:
+    errors = [one["error"] for one in said if "error" in one]
+    if errors or not said:
+        return cross(f"{backend}: {errors[0] if errors else ended.why}", fix)
+    if not all(one["right"] for one in said):
+        return cross(f"{backend}: the sum was wrong", fix)
+    first = said[0]
+    return tick(
+        f"{backend}: {first['size']} ranks sum rightly, about {first['small_s'] * 1e6:.0f} us for 8 B and "
+        f"{first['large_s'] * 1e3:.2g} ms for 1 MiB"
+    )

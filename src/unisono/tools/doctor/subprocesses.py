@@ -1,0 +1,93 @@
+"""Programs that are run to see what they do: never longer than they may, and with nothing left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unisono.host.mpi_library import unlaunched
+
+__all__ = ["Ended", "clean_environment", "run"]
+
+_GRACE_S = 2.0
+# What launchers tell their ranks, beside MPI's; a program that is started here is none of those.
+_LAUNCHERS = ("TORCHELASTIC_", "SLURM", "ROLE_", "GROUP_")
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended.
+
+    Attributes:
+        status: Its exit status, negative for a signal; None if it had not ended in time.
+        out, err: What it printed.
+    """
+
+    status: int | None
+    out: str
+    err: str
+
+    @property
+    def why(self) -> str:
+        """Its last words, for a message."""
+        lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
+        last = lines[-1] if lines else "it said nothing"
+        if self.status is None:
+            return f"it had not ended in time ({last})"
+        if self.status < 0:
+            return f"it was ended by {signal.Signals(-self.status).name} ({last})"
+        return f"exit status {self.status}: {last}"
+
+
+def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> Ended:
+    """Run a program, and end all of its processes if it takes longer than `limit_s` seconds."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        return Ended(127, "", f"{command[0]} cannot be run: {error.strerror or error}")
+    with process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+            return Ended(process.returncode, out, err)
+        except subprocess.TimeoutExpired:
+            # Asked politely first, mpiexec ends its ranks.
+            for how in (signal.SIGTERM, signal.SIGKILL):
+                _signal_all(process.pid, how)
+                try:
+                    out, err = process.communicate(timeout=_GRACE_S)
+                    return Ended(None, out, err)
+                except subprocess.TimeoutExpired:
+                    continue
+            # What still holds the pipes has left the session; it is not waited for.
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+            return Ended(None, "", "")
+        finally:
+            _signal_all(process.pid, signal.SIGKILL)
+
+
+def _signal_all(session: int, how: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, how)
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's environment, without what a launcher has told it, and with `more`."""
+    kept = unlaunched(os.environ)
+    told = [name for name in kept if name in _RANKS or name.startswith(_LAUNCHERS)]
+    return {name: text for name, text in kept.items() if name not in told} | more

@@ -1,0 +1,94 @@
+"""Two transports by one name, "inner+outer": the inner one within each host, the outer one between hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from unisono.core.control import Control
+from unisono.core.group import Group
+from unisono.core.transport import Options, Transport
+from unisono.transports import TRANSPORTS
+from unisono.transports.hierarchical.transport import Hosts, over
+
+__all__ = ["Connectable", "Pair", "find_hosts", "transport_named"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What connects as a transport class does.
+
+    Attributes:
+        inner: The name of the transport within a host.
+        outer: The name of the one between hosts.
+    """
+
+    inner: str
+    outer: str
+
+    @property
+    def simulated(self) -> bool:
+        """Whether these take turns on a virtual clock."""
+        return TRANSPORTS[self.inner].simulated or TRANSPORTS[self.outer].simulated
+
+    @property
+    def in_process(self) -> bool:
+        """Whether ranks are threads of one process."""
+        return TRANSPORTS[self.inner].in_process or TRANSPORTS[self.outer].in_process
+
+    @property
+    def launcher(self) -> str:
+        """What starts the ranks: what either of the two needs."""
+        launchers = [TRANSPORTS[name].launcher for name in (self.inner, self.outer)]
+        return next((launcher for launcher in launchers if launcher != Transport.launcher), Transport.launcher)
+
+    def connect(self, group: Group, control: Control, options: Options) -> Transport:
+        """As `Transport.connect`. Which ranks share a host is in the options, or is found out."""
+        hosts = options.hosts or find_hosts(self.inner, group, control, options.timeout_s)
+        return over(
+            group,
+            control,
+            options,
+            _within(hosts, group.size),
+            lambda part: TRANSPORTS[self.inner].connect(part, control, replace(options, backend=self.inner)),
+            lambda part: TRANSPORTS[self.outer].connect(part, control, replace(options, backend=self.outer)),
+            lambda new: self.connect(new, control, replace(options, hosts=None)),
+        )
+
+
+Connectable = type[Transport] | Pair
+"""What `transport_named` returns."""
+
+
+def transport_named(name: str) -> Connectable:
+    """A transport of the registry, or a pair of them.
+
+    Raises:
+        ValueError: There is no such transport; lists those that are there.
+
+    Example:
+        >>> transport_named("shm+gloo")
+        Pair(inner='shm', outer='gloo')
+        >>> transport_named("shm+glue")
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown transport 'glue'; known: ...
+    """
+    inner, plus, outer = name.partition("+")
+    if not plus:
+        return TRANSPORTS[name]
+    for part in (inner, outer):
+        TRANSPORTS[part]
+    return Pair(inner, outer)
+
+
+def find_hosts(name: str, group: Group, control: Control, timeout: float) -> Hosts:
+    """For each host, the ranks that a transport of this name connects there, by proof. Collective."""
+    control.join(group)
+    return TRANSPORTS[name].neighbours(group, control, timeout)
+
+
+def _within(hosts: Hosts, size: int) -> Hosts:
+    """The hosts, if they are made of these ranks."""
+    if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
+        raise ValueError(f"hosts={[list(ranks) for ranks in hosts]} must name each of the ranks 0 to {size - 1} once")
+    return tuple(tuple(ranks) for ranks in hosts)

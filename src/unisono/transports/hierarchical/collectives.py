@@ -1,0 +1,247 @@
+"""Long collectives over several hosts: what crosses the line between hosts crosses it once.
+
+An all_reduce of S bytes is a reduce-scatter inside each host, an all-reduce of each share with the peers on the other
+hosts, and an all-gather inside (Mikami et al., arXiv:1811.05233, do so on a torus of GPUs). Each of N hosts sends
+2(N-1)/N S over its line, where a ring over all p ranks sends 2(p-1)/p S: with two hosts of two, that is two thirds.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Self
+
+import torch
+
+from unisono.collectives.chunk_layout import even_edges
+from unisono.core.threads import Crew
+from unisono.core.transport import Transport
+from unisono.core.types import Call
+from unisono.core.work import Completion
+from unisono.transports.hierarchical.subset import Carrier, Some
+
+__all__ = ["Bulk"]
+
+_AHEAD = 1
+"""Tiles that are between hosts while the next one is reduced inside."""
+_PARTS = 4
+_SAY_S = 5.0
+
+_crew = Crew("unisono between hosts")
+
+
+class Bulk:
+    """One group's long collectives. All ranks have agreed on each call before it comes here.
+
+    All but reduce_scatter and all_gather are right for any numbers of ranks a host; these want equal ones.
+
+    As many ranks of each host carry data between hosts as the smallest host has: the first has its peers in the
+    first ranks of the other hosts, and so on. Those beyond give to, and take from, the carriers of their host.
+
+    Args:
+        outer: All ranks.
+        inside: Carries calls among the ranks of this host; None if there is but this one.
+        hosts: For each host, its ranks.
+        chunk_bytes: Largest message of a schedule.
+        timeout_s: How long a wait takes at most, beyond its own deadline.
+    """
+
+    def __init__(
+        self,
+        outer: Transport,
+        inside: Carrier | None,
+        hosts: Sequence[Sequence[int]],
+        chunk_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._outer, self._inside, self._hosts = outer, inside, hosts
+        self._chunk_bytes, self._timeout_s = chunk_bytes, timeout_s
+        rank = outer.rank
+        self._here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
+        self._place = hosts[self._here].index(rank)
+        self._carriers = min(len(ranks) for ranks in hosts)
+        rail = [ranks[self._place] for ranks in hosts] if self._place < self._carriers else None
+        # Smaller messages than tiles, so that the last sum of one tile hardly holds up the next one.
+        self._rail = Carrier(Some(outer, rail), max(1, chunk_bytes // _PARTS)) if rail is not None else None
+        self._across: dict[tuple[int, ...], Carrier] = {}
+
+    # -- all_reduce ----------------------------------------------------------------------------
+    def all_reduce(self, call: Call, deadline: float) -> None:
+        """Tile by tile: while one is between hosts, the next one is reduced inside."""
+        tensor = call.outputs[0]
+        usual = self._carriers * self._chunk_bytes // tensor.element_size()
+        tiles = tensor.split(_tiles(tensor.numel(), max(1, usual)))
+        if self._inside is None or len(tiles) == 1:
+            for tile in tiles:
+                share = self._scattered(call, tile, deadline)
+                self._exchange(call, share, deadline)
+                self._gathered(tile, share, deadline)
+            return
+        with _Line(self._timeout_s) as line:
+            ahead: deque[tuple[torch.Tensor, torch.Tensor, Completion]] = deque()
+            for tile in tiles:
+                share = self._scattered(call, tile, deadline)
+                ahead.append((tile, share, line.run(partial(self._exchange, call, share, deadline))))
+                if len(ahead) > _AHEAD:
+                    self._finish(*ahead.popleft(), deadline)
+            while ahead:
+                self._finish(*ahead.popleft(), deadline)
+
+    def _finish(self, tile: torch.Tensor, share: torch.Tensor, exchanged: Completion, deadline: float) -> None:
+        # It keeps to the deadline itself; what it says when that is over, it says a little later.
+        exchanged.wait(max(0.0, deadline - time.monotonic()) + _SAY_S)
+        self._gathered(tile, share, deadline)
+
+    def _shares(self, tile: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What each rank of a host reduces of a tile; nothing, if it is no carrier."""
+        edges = even_edges(tile.numel(), self._carriers)
+        edges += [edges[-1]] * (len(self._hosts[self._here]) - self._carriers)
+        return tuple(tile[low:high] for low, high in pairwise(edges))
+
+    def _scattered(self, call: Call, tile: torch.Tensor, deadline: float) -> torch.Tensor:
+        """This rank's share of the host's sum."""
+        if self._inside is None:
+            return tile
+        shares = self._shares(tile)
+        share = torch.empty_like(shares[self._place])
+        inner = Call(name="reduce_scatter", inputs=shares, outputs=(share,), op=call.op, whole=tile)
+        self._inside(inner, deadline)
+        return share
+
+    def _exchange(self, call: Call, share: torch.Tensor, deadline: float) -> None:
+        """Sum a share over the hosts, in place."""
+        if self._rail is not None and share.numel():
+            self._rail(Call(name="all_reduce", inputs=(share,), outputs=(share,), op=call.op), deadline)
+
+    def _gathered(self, tile: torch.Tensor, share: torch.Tensor, deadline: float) -> None:
+        if self._inside is not None:
+            self._inside(Call(name="all_gather", inputs=(share,), outputs=self._shares(tile), whole=tile), deadline)
+
+    # -- the others ----------------------------------------------------------------------------
+    def broadcast(self, call: Call, deadline: float) -> None:
+        """To one rank of each host, and from there to the others."""
+        root = _root(call)
+        one = self._one_each(root)
+        if self._outer.rank in one:
+            self._between(one)(_moved(call, one.index(root), root == self._outer.rank), deadline)
+        if self._inside is not None:
+            source = self._hosts[self._here].index(one[self._here])
+            self._inside(_moved(call, source, source == self._place), deadline)
+
+    def reduce(self, call: Call, deadline: float) -> None:
+        """On one rank of each host, and of those on the root."""
+        root, tensor = _root(call), call.inputs[0]
+        one = self._one_each(root)
+        if self._inside is not None:
+            into = self._hosts[self._here].index(one[self._here])
+            outputs = (tensor,) if into == self._place else ()
+            self._inside(Call(name="reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=into), deadline)
+        if self._outer.rank in one:
+            outputs = (tensor,) if root == self._outer.rank else ()
+            inner = Call(name="reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=one.index(root))
+            self._between(one)(inner, deadline)
+
+    def _one_each(self, root: int) -> tuple[int, ...]:
+        """A rank for each host: the root on its own, the first on the others."""
+        return tuple(root if root in ranks else ranks[0] for ranks in self._hosts)
+
+    def _between(self, ranks: tuple[int, ...]) -> Carrier:
+        found = self._across.get(ranks)
+        if found is None:
+            found = self._across[ranks] = Carrier(Some(self._outer, ranks), self._chunk_bytes)
+        return found
+
+    def all_gather(self, call: Call, deadline: float) -> None:
+        """Each rank fetches the tensors of its peers on the other hosts, and hands them on inside."""
+        assert self._rail is not None
+        assert self._inside is not None
+        rail = tuple(call.outputs[ranks[self._place]] for ranks in self._hosts)
+        self._rail(Call(name="all_gather", inputs=call.inputs, outputs=rail), deadline)
+        for ranks in self._hosts:
+            outputs = tuple(call.outputs[rank] for rank in ranks)
+            self._inside(Call(name="all_gather", inputs=(outputs[self._place],), outputs=outputs), deadline)
+
+    def reduce_scatter(self, call: Call, deadline: float) -> None:
+        """For each host a reduce-scatter inside; then each rank sums its own with its peers on the other hosts."""
+        assert self._rail is not None
+        assert self._inside is not None
+        lengths = [call.inputs[ranks[self._place]].numel() for ranks in self._hosts]
+        partly = call.outputs[0].new_empty(sum(lengths))
+        rail = partly.split(lengths)
+        for ranks, share in zip(self._hosts, rail, strict=True):
+            inputs, whole = _consecutive([call.inputs[rank] for rank in ranks])
+            self._inside(
+                Call(name="reduce_scatter", inputs=inputs, outputs=(share,), op=call.op, whole=whole), deadline
+            )
+        self._rail(Call(name="reduce_scatter", inputs=rail, outputs=call.outputs, op=call.op, whole=partly), deadline)
+
+
+def _tiles(count: int, usual: int) -> list[int]:
+    """How many elements each tile has: few at both ends, where nothing goes on beside them, and many between.
+
+    Example:
+        >>> _tiles(100, 16)
+        [4, 8, 16, 32, 20, 10, 5, 4, 1]
+    """
+    least, size, left = max(1, usual // 4), max(1, usual // 4), count
+    found = []
+    while left:
+        found.append(min(size, max(least, left // 2), left))
+        left -= found[-1]
+        size = min(2 * size, 2 * usual)
+    return found
+
+
+def _root(call: Call) -> int:
+    assert call.root is not None
+    return call.root
+
+
+def _moved(call: Call, root: int, here: bool) -> Call:
+    """The same broadcast, among other ranks."""
+    target = call.outputs[0]
+    return Call(name="broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
+
+
+def _consecutive(parts: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """The parts, and a tensor of which they are consecutive slices: schedules speak of runs."""
+    whole = torch.cat(list(parts))
+    return whole.split([part.numel() for part in parts]), whole
+
+
+class _Line:
+    """Does things one after another, in another thread, for as long as the block lasts."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._things: queue.SimpleQueue[tuple[Callable[[], None], Completion] | None] = queue.SimpleQueue()
+        self._inference = torch.is_inference_mode_enabled()
+
+    def run(self, thing: Callable[[], None]) -> Completion:
+        """Do this after all that came before."""
+        done = Completion(self._timeout_s)
+        self._things.put((thing, done))
+        return done
+
+    def __enter__(self) -> Self:
+        _crew.run(self._work)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._things.put(None)
+
+    def _work(self) -> None:
+        with torch.no_grad(), torch.inference_mode(self._inference):
+            while (item := self._things.get()) is not None:
+                thing, done = item
+                error: BaseException | None = None
+                try:
+                    thing()
+                except Exception as raised:
+                    # Whoever waits for it raises it.
+                    error = raised
+                done.complete(error)

@@ -1,0 +1,239 @@
+"""What ranks of several hosts agree on before data moves: within a host first, then between hosts, then back.
+
+A host's first rank speaks for it. A short reduction travels with the agreement: its result is there when all agree.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from hashlib import blake2b
+
+import torch
+
+from unisono.core.control import Control
+from unisono.core.fingerprint import Fingerprint, explain
+from unisono.core.group import Group
+from unisono.core.reduce_op import combine_all
+from unisono.core.types import Call, ReduceOp
+from unisono.errors import CommError, CommTimeoutError, MismatchError
+from unisono.transports.hierarchical.host_links import Lanes, Packet
+from unisono.transports.hierarchical.subset import Carrier
+
+__all__ = ["Agreement"]
+
+_HEAD_BYTES = 16
+_DIFFERENT, _AGREED, _LATE = range(3)
+_SAY_S = 2.0
+_WITHOUT = bytes(_HEAD_BYTES)
+"""What a host says whose own ranks differ: no digest of anything."""
+
+_ROLL_CALL_S = 0.5, 5.0
+_QUOTE_S = 10.0
+
+
+class Agreement:
+    """One group's; every rank calls the same methods in the same order.
+
+    Args:
+        group: All ranks.
+        control: This rank's handle.
+        hosts: How many there are.
+        inside: Carries calls among the ranks of this host; None if there is but this one.
+        lanes: To the other hosts, on the first rank of each.
+        here: The number of this host.
+        short_bytes: Most of a reduction that travels with the agreement, to one other host; less of it to several.
+        timeout_s: For telling each other what differs.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        control: Control,
+        hosts: int,
+        inside: Carrier | None,
+        lanes: Lanes | None,
+        here: int,
+        short_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._group, self._control, self._inside, self._lanes = group, control, inside, lanes
+        self._hosts, self._here, self._timeout_s = hosts, here, timeout_s
+        self._calls = 0
+        self.short_bytes = short_bytes // (hosts - 1)
+        # The first rank of a host has room for what each host says, its own partial result among them.
+        self._rooms = [_Room(self.short_bytes) for _ in range(hosts if lanes is not None else 1)]
+        self._own = here if lanes is not None else 0
+
+    def agree(self, mine: Fingerprint, deadline: float) -> None:
+        """Return when all ranks are about to do the same.
+
+        Raises:
+            MismatchError: On every rank, quoting all sides.
+            CommTimeoutError: Naming who has not come.
+        """
+        self._calls += 1
+        if mine.sends or mine.receives:
+            # Rows that must fit each other, pair by pair: no digest tells.
+            self._explain(mine, f"call {self._calls}", max(0.0, deadline - time.monotonic()))
+            return
+        self._settle(mine, self._alike(mine, deadline), None, deadline)
+
+    def reduce(self, call: Call, mine: Fingerprint, deadline: float) -> None:
+        """As `agree`, of an all_reduce of at most `short_bytes`, which is done when this returns."""
+        self._calls += 1
+        target = call.outputs[0]
+        partial = self._rooms[self._own].like(target)
+        partial.copy_(target)
+        partly = Call(name=call.name, inputs=(partial,), outputs=(partial,), op=call.op, average=call.average)
+        self._settle(mine, self._summed(partly, mine, deadline), partly, deadline)
+        target.copy_(self._rooms[0].like(target))
+
+    def roll_call(self, error: CommTimeoutError, timeout: float) -> BaseException:
+        """The error of a wait that took too long, naming who has not come at all, if that can be found out.
+
+        Who waits for a host cannot know which of its ranks is late; all who wait come here.
+        """
+        shortest, longest = _ROLL_CALL_S
+        try:
+            self._control.exchange(
+                self._group, f"the roll call of call {self._calls}", None, min(max(timeout, shortest), longest)
+            )
+        except CommTimeoutError as named:
+            # Without a rank, it tells of the control plane itself, which is no better off.
+            return error if named.peer is None else named
+        except CommError as first:
+            return first
+        return error
+
+    # -- within this host ----------------------------------------------------------------------
+    def _alike(self, mine: Fingerprint, deadline: float) -> bool:
+        """Whether all ranks of this host are about to do the same."""
+        if self._inside is None:
+            return True
+        transport = self._inside.transport
+        if not transport.checks:
+            return self._compared(mine, deadline)
+        asked = replace(mine, algorithm=f"{mine.algorithm} between hosts", sends=(), receives=())
+        try:
+            transport.begin(asked, max(0.0, deadline - time.monotonic()))
+        except MismatchError:
+            return False
+        return True
+
+    def _summed(self, partly: Call, mine: Fingerprint, deadline: float) -> bool:
+        """Reduce what the ranks of this host have, if they are about to do the same; whether they are."""
+        if self._inside is None:
+            return True
+        transport = self._inside.transport
+        if not transport.checks and not self._compared(mine, deadline):
+            return False
+        try:
+            if transport.checks:
+                transport.begin(mine, max(0.0, deadline - time.monotonic()))
+            self._inside(partly, deadline)
+        except MismatchError:
+            return False
+        return True
+
+    def _compared(self, mine: Fingerprint, deadline: float) -> bool:
+        assert self._inside is not None
+        own = torch.frombuffer(bytearray(_digest(mine)), dtype=torch.uint8)
+        all_of_them = tuple(torch.empty_like(own) for _ in range(self._inside.transport.size))
+        self._inside(Call(name="all_gather", inputs=(own,), outputs=all_of_them), deadline)
+        return all(torch.equal(own, other) for other in all_of_them)
+
+    # -- between hosts, and back ---------------------------------------------------------------
+    def _settle(self, mine: Fingerprint, alike: bool, partly: Call | None, deadline: float) -> None:
+        """Compare between hosts, and let all ranks know; with the partial results of a reduction, if there is one."""
+        nbytes = 0 if partly is None else partly.outputs[0].nbytes
+        first = self._rooms[0]
+        error: CommTimeoutError | None = None
+        first.verdict = _DIFFERENT
+        if self._lanes is not None:
+            try:
+                if self._swapped(self._lanes, mine, alike, nbytes, deadline):
+                    first.verdict = _AGREED
+                    self._combine(partly)
+            except CommTimeoutError as late:
+                first.verdict, first.late, error = _LATE, late.peer or 0, late
+        if self._inside is not None and alike:
+            whole = first.whole(nbytes)
+            given = (whole,) if self._lanes is not None else ()
+            # Who waits for another host tells the others of its own when it gives up, a little after its time.
+            self._inside(Call(name="broadcast", inputs=given, outputs=(whole,), root=0), deadline + _SAY_S)
+        if first.verdict == _LATE:
+            raise error or _late(first.late, deadline)
+        if first.verdict != _AGREED:
+            self._explain(mine, f"mismatch in call {self._calls}", min(self._timeout_s, _QUOTE_S))
+            raise MismatchError("ranks differ in what they are about to do. Nothing was sent")
+
+    def _swapped(self, lanes: Lanes, mine: Fingerprint, alike: bool, nbytes: int, deadline: float) -> bool:
+        """Whether all hosts are about to do the same."""
+        digest = _digest(mine) if alike else _WITHOUT
+        packet = Packet(digest, self._rooms[self._own].content(nbytes if alike else 0))
+        theirs = {host: room.content(nbytes) for host, room in enumerate(self._rooms) if host != self._own}
+        return lanes.swap(packet, theirs, deadline) and alike
+
+    def _combine(self, partly: Call | None) -> None:
+        """In the order of hosts, on every host: so the bits agree."""
+        if partly is not None:
+            shares = [room.like(partly.outputs[0]) for room in self._rooms]
+            combine_all(partly.op or ReduceOp.SUM, shares, shares[0])
+
+    def _explain(self, mine: Fingerprint, topic: str, timeout: float) -> None:
+        values = self._control.exchange(self._group, topic, mine.values(), timeout)
+        problem = explain([Fingerprint(*value) for value in values])
+        if problem:
+            raise MismatchError(f"{problem}. Nothing was sent")
+
+
+class _Room:
+    """Memory for one packet, seen as bytes and as tensors: whether all agree, and a partial result."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = bytearray(_HEAD_BYTES + nbytes)
+        self._bytes = memoryview(self._memory)
+        with torch.inference_mode(mode=False):
+            self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    @property
+    def verdict(self) -> int:
+        """What the hosts have come to."""
+        return self._bytes[0]
+
+    @verdict.setter
+    def verdict(self, word: int) -> None:
+        self._bytes[0] = word
+
+    @property
+    def late(self) -> int:
+        """The rank that was waited for in vain."""
+        return int.from_bytes(self._bytes[8:_HEAD_BYTES], "little")
+
+    @late.setter
+    def late(self, rank: int) -> None:
+        self._bytes[8:_HEAD_BYTES] = rank.to_bytes(8, "little")
+
+    def content(self, nbytes: int) -> memoryview:
+        return self._bytes[_HEAD_BYTES : _HEAD_BYTES + nbytes]
+
+    def whole(self, nbytes: int) -> torch.Tensor:
+        return self._tensor[: _HEAD_BYTES + nbytes]
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The content, as a tensor of the same length and dtype."""
+        return self._tensor[_HEAD_BYTES : _HEAD_BYTES + tensor.nbytes].view(tensor.dtype)
+
+
+def _late(rank: int, deadline: float) -> CommTimeoutError:
+    over_s = max(0.0, time.monotonic() - deadline)
+    return CommTimeoutError(
+        f"the host of rank {rank} has not said a word in time (this was told {over_s:.1f} s later by the first rank of "
+        "this host). Is it alive, can it be reached, did it skip a call?",
+        peer=rank,
+    )
+
+
+def _digest(mine: Fingerprint) -> bytes:
+    return blake2b(repr(mine.compared()).encode(), digest_size=_HEAD_BYTES).digest()

@@ -1,0 +1,58 @@
+"""Hosts find each other: every first rank of a host reaches every other one, or all ranks learn who cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.control.mesh import Mesh
+from unisono.core.control import Control
+from unisono.core.group import Group
+from unisono.errors import CommError
+from unisono.transports.hierarchical.host_links.exchange import Lanes
+
+__all__ = ["check_ways", "meet"]
+
+_REACH_WITHIN_S = 10.0
+
+
+def meet(group: Group, control: Control, hosts: Sequence[Sequence[int]], address: str, timeout: float) -> Lanes | None:
+    """The lines from this host to the others, on its first rank; None on its other ranks. Collective.
+
+    The host of a lower number listens, at its own address; the others connect, and prove that they know a secret that
+    the first rank has published over the control plane.
+
+    Args:
+        group: Who meets; joined here.
+        control: This rank's handle.
+        hosts: For each host, its ranks in the group.
+        address: Of this host, for others.
+        timeout: Seconds for the others to come. An address that does not answer is given up after 10 s.
+
+    Raises:
+        CommError: On every rank: who could not reach whom, at which address, and what to set.
+    """
+    control.join(group)
+    firsts = [ranks[0] for ranks in hosts]
+
+    def conclude(problems: list[CommError]) -> None:
+        """Learn what went wrong anywhere."""
+        text = ". ".join(problem.message for problem in problems)
+        found = [text for text in control.exchange(group, "ways between hosts", text, patience_s) if text]
+        if found:
+            raise CommError(". ".join(found), rank=group.rank, size=group.size)
+
+    within_s, patience_s = min(timeout, _REACH_WITHIN_S), timeout + _REACH_WITHIN_S
+    if group.rank not in firsts:
+        conclude([])
+        return None
+    links = Mesh(group, control, f"{group.name}/lanes", firsts, address).connect(timeout, within_s, conclude)
+    where = {rank: "{}:{}".format(*peer.getpeername()[:2]) for rank, (peer, _) in links.items()}
+    peers = {firsts.index(rank): peer for rank, (peer, _) in links.items()}
+    return Lanes(peers, firsts, [where.get(rank, "") for rank in firsts])
+
+
+def check_ways(group: Group, control: Control, hosts: Sequence[Sequence[int]], address: str, timeout: float) -> None:
+    """Raise as `meet` does, and keep no connection."""
+    lanes = meet(group, control, hosts, address, timeout)
+    if lanes is not None:
+        lanes.close()

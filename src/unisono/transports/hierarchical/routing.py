@@ -1,0 +1,104 @@
+"""Messages by way of two transports: those of this host by the inner one, all others by the outer one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from unisono.core.combined_work import ChainedWork, WorkGroup
+from unisono.core.fingerprint import Fingerprint
+from unisono.core.transport import Transport
+from unisono.core.types import Call, Message, Work
+from unisono.errors import CommError
+from unisono.wrappers.base import Wrapper
+
+__all__ = ["Renumbered", "Routes"]
+
+_POLL_S = 0.01
+_RANKS = re.compile(r"\b(ranks?) (\d+(?:, \d+)*)")
+
+
+class Renumbered(Wrapper):
+    """A transport whose errors speak of its ranks in the numbers of a larger group.
+
+    Args:
+        inner: The transport.
+        ranks: For each of its ranks, the number to be told.
+    """
+
+    def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
+        super().__init__(inner)
+        self.native, self._ranks = inner.native, tuple(ranks)
+        self._cause: BaseException | None = None
+
+    def rewrap(self, inner: Transport) -> Renumbered:
+        return Renumbered(inner, range(inner.size))
+
+    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+        try:
+            super().begin(fingerprint, timeout)
+        except CommError as error:
+            raise self.told(error) from error
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return ChainedWork(super().post(batch), translate=self.told)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        try:
+            return super().iprobe(peer, tag)
+        except CommError as error:
+            raise self.told(error) from error
+
+    def collective(self, call: Call) -> Work:
+        return ChainedWork(super().collective(call), translate=self.told)
+
+    def abort(self, cause: BaseException) -> None:
+        self._cause = self._cause or cause
+        super().abort(cause)
+
+    def told(self, error: BaseException) -> BaseException:
+        """The error in the other numbers."""
+        if error is self._cause or not isinstance(error, CommError):
+            # What the whole was aborted for has its own numbers already.
+            return error
+        told = type(error)(_RANKS.sub(self._rename, error.message), nbytes=error.nbytes, waited_s=error.waited_s)
+        told.peer = None if error.peer is None else self._number(error.peer)
+        return told
+
+    def _rename(self, found: re.Match[str]) -> str:
+        return f"{found[1]} {', '.join(str(self._number(int(number))) for number in found[2].split(', '))}"
+
+    def _number(self, place: int) -> int:
+        return self._ranks[place] if place < len(self._ranks) else place
+
+
+class Routes:
+    """Where a rank's messages go.
+
+    Args:
+        inner: The ranks of this host, or None if there is but this one.
+        outer: All ranks, with the numbers of the whole.
+        here: The ranks of this host, in the order of the inner one's.
+        timeout_s: Of a wait that is not told its own.
+    """
+
+    def __init__(self, inner: Transport | None, outer: Transport, here: Sequence[int], timeout_s: float) -> None:
+        self._inner, self._outer, self._timeout_s = inner, outer, timeout_s
+        self._place = {rank: place for place, rank in enumerate(here)}
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        """As `Transport.post`."""
+        near = [m for m in batch if m.peer in self._place]
+        if self._inner is None or not near:
+            return self._outer.post(batch)
+        inside = self._inner.post([type(m)(m.tensor, self._place[m.peer], m.tag) for m in near])
+        if len(near) == len(batch):
+            return inside
+        far = [m for m in batch if m.peer not in self._place]
+        return WorkGroup([inside, self._outer.post(far)], self._timeout_s, _POLL_S)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        """As `Transport.iprobe`."""
+        if self._inner is None or peer not in self._place:
+            return self._outer.iprobe(peer, tag)
+        return self._inner.iprobe(self._place[peer], tag)

@@ -1,0 +1,75 @@
+"""One collective over some ranks of a transport: by its own collective, or by the cheapest schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from unisono.collectives.algorithm import run_algorithm
+from unisono.collectives.executor import Spare
+from unisono.collectives.plan import message_bytes
+from unisono.collectives.selection import choose
+from unisono.core.group import Group
+from unisono.core.transport import Transport
+from unisono.core.types import Call, Message, Work
+
+__all__ = ["Carrier", "Some"]
+
+
+class Some(Transport):
+    """Some ranks of another transport, renumbered, for schedules: it carries messages, and nothing else.
+
+    Args:
+        whole: The other transport.
+        ranks: Of that one, the caller among them; their order gives the new numbers.
+    """
+
+    def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
+        self._whole, self._ranks = whole, tuple(ranks)
+        self.group = whole.group.child("some", self._ranks)
+        self.latency_s, self.second_per_byte = whole.latency_s, whole.second_per_byte
+        self.devices, self.staged = whole.devices, whole.staged
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self._whole.post([_to(message, self._ranks[message.peer]) for message in batch])
+
+    def split(self, group: Group) -> Transport:
+        raise NotImplementedError("the transport that these ranks are part of is split, not this view of it")
+
+    def close(self) -> None:
+        """The whole is closed by whoever made it."""
+
+    def abort(self, cause: BaseException) -> None:
+        """Likewise."""
+
+
+def _to(message: Message, peer: int) -> Message:
+    return type(message)(message.tensor, peer, message.tag)
+
+
+class Carrier:
+    """Carries out calls, one at a time, on the memory that they name.
+
+    Args:
+        transport: Whose ranks take part.
+        chunk_bytes: Largest message of a schedule.
+    """
+
+    def __init__(self, transport: Transport, chunk_bytes: int) -> None:
+        self.transport, self._chunk_bytes = transport, chunk_bytes
+        self._spare = Spare()
+
+    def __call__(self, call: Call, deadline: float) -> None:
+        """Return when this rank's part is done. What a schedule reduces, it reduces in the call's inputs."""
+        transport = self.transport
+        if transport.carries(call):
+            transport.collective(call).wait(max(0.0, deadline - time.monotonic()))
+            return
+        run_algorithm(
+            transport,
+            call,
+            choose(transport, call, message_bytes(call, transport.size)),
+            segment_bytes=self._chunk_bytes,
+            timeout=max(0.0, deadline - time.monotonic()),
+            spare=self._spare,
+        )

@@ -1,0 +1,247 @@
+"""A transport of several hosts, made of one within each host and one between hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NoReturn
+
+import torch
+
+from unisono.core.control import Control
+from unisono.core.fingerprint import Fingerprint
+from unisono.core.group import Group
+from unisono.core.lazy_work import Deferred
+from unisono.core.mailbox import Mailbox
+from unisono.core.transport import Options, Transport
+from unisono.core.types import Call, Message, Work
+from unisono.errors import ClosedError, CommTimeoutError, UnavailableError
+from unisono.transports.hierarchical.collectives import Bulk
+from unisono.transports.hierarchical.consistency import Agreement
+from unisono.transports.hierarchical.host_links import meet
+from unisono.transports.hierarchical.routing import Renumbered, Routes
+from unisono.transports.hierarchical.subset import Carrier
+
+__all__ = ["Hierarchical", "Hosts", "over"]
+
+Hosts = tuple[tuple[int, ...], ...]
+"""For each host, its ranks."""
+
+_SHORT_BYTES, _SHORT_PART = 128 << 10, 16
+"""Up to which length a reduction is done at once: of `chunk_bytes`, that share, but no more than this."""
+
+_ANYWHERE = frozenset({"all_reduce", "barrier", "broadcast", "reduce"})
+_IF_EVEN = frozenset({"all_gather", "reduce_scatter"})
+
+
+class Hierarchical(Transport):
+    """Messages go by the inner transport to ranks of this host, and by the outer one to all others.
+
+    Collectives are put together of both; what is not is made of messages. Before each one, all ranks agree on what
+    they are about to do, over lanes of its own; an all_reduce of up to 128 KiB (less with more than two hosts) is
+    done by the same packets. There are several hosts, and at least one has several ranks: else one of the two
+    transports is all that is needed, and `over` returns that.
+
+    Args:
+        group: All ranks.
+        control: This rank's handle.
+        options: As `connect` was given them.
+        hosts: For each host, its ranks in the group.
+        inner: Made for the group of this host's ranks, if there are several.
+        outer: Made for all ranks.
+        anew: Makes a transport of the same kinds for other ranks, with nothing of this one.
+    """
+
+    checks = True
+    background = True
+
+    def __init__(
+        self,
+        group: Group,
+        control: Control,
+        options: Options,
+        hosts: Hosts,
+        inner: Callable[[Group], Transport],
+        outer: Callable[[Group], Transport],
+        anew: Callable[[Group], Transport],
+    ) -> None:
+        self._anew = anew
+        self.group, self._control, self._options, self._hosts = group, control, options, hosts
+        self._broken: BaseException | None = None
+        self._now: Fingerprint | None = None
+        here = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
+        self._here = hosts[here]
+        with ExitStack() as undo:
+            self._lanes = meet(group, control, hosts, options.address, options.timeout_s)
+            if self._lanes is not None:
+                undo.callback(self._lanes.close)
+            inside_group = group.child(f"host {here}", self._here)
+            control.join(inside_group)
+            undo.callback(control.leave, inside_group)
+            self.inner = self._numbered(inner(inside_group)) if len(self._here) > 1 else None
+            if self.inner is not None:
+                undo.callback(self.inner.close)
+            self.outer = outer(group.child("between hosts", range(group.size)))
+            undo.callback(self.outer.close)
+            self._declare()
+            self._undo = undo.pop_all()
+        chunk_bytes, timeout_s = options.chunk_bytes, options.timeout_s
+        inside = Carrier(self.inner, chunk_bytes) if self.inner is not None else None
+        short = min(_SHORT_BYTES, chunk_bytes // _SHORT_PART)
+        self._routes = Routes(self.inner, self.outer, self._here, timeout_s)
+        self._agreement = Agreement(group, control, len(hosts), inside, self._lanes, here, short, timeout_s)
+        self._bulk = Bulk(self.outer, inside, hosts, chunk_bytes, timeout_s)
+
+    def _numbered(self, inner: Transport) -> Transport:
+        same = self._here == tuple(range(len(self._here)))
+        return inner if same else Renumbered(inner, self._here)
+
+    def _declare(self) -> None:
+        inner, outer = self.inner, self.outer
+        even = len({len(ranks) for ranks in self._hosts}) == 1
+        self.native = _ANYWHERE | _IF_EVEN if even else _ANYWHERE
+        self.latency_s, self.second_per_byte = outer.latency_s, outer.second_per_byte
+        self.tags, self.any_source = outer.tags, outer.any_source
+        self.devices, self.staged = outer.devices, outer.staged
+        if inner is not None:
+            self.tags = inner.tags and outer.tags
+            self.any_source = inner.any_source and outer.any_source
+            self.devices = _common(inner, outer)
+            self.staged = inner.staged & self.devices
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self._routes.post(batch)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        return self._routes.iprobe(peer, tag)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return super().empty(shape, dtype) if self.inner is None else self.inner.empty(shape, dtype)
+
+    # -- collectives ---------------------------------------------------------------------------
+    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+        """What goes by a schedule is compared here; what is native, with its own first packet."""
+        self._now = fingerprint
+        if fingerprint.algorithm != "native":
+            with self._told_of(timeout):
+                self._agreement.agree(fingerprint, time.monotonic() + timeout)
+
+    def collective(self, call: Call) -> Work:
+        fingerprint = self._now
+        assert fingerprint is not None
+        return Deferred(lambda deadline: self._run(call, fingerprint, deadline), self._options.timeout_s)
+
+    def _run(self, call: Call, fingerprint: Fingerprint, deadline: float) -> None:
+        with self._told_of(deadline - time.monotonic()):
+            if call.name == "all_reduce" and call.outputs[0].nbytes <= self._agreement.short_bytes:
+                self._agreement.reduce(call, fingerprint, deadline)
+                return
+            self._agreement.agree(fingerprint, deadline)
+            if call.name != "barrier":
+                getattr(self._bulk, call.name)(call, deadline)
+
+    @contextmanager
+    def _told_of(self, timeout: float) -> Iterator[None]:
+        """A timeout names who is missing, though who waits for a host cannot know which of its ranks is late."""
+        try:
+            yield
+        except CommTimeoutError as error:
+            if self._broken is not None:
+                raise self._broken from error
+            raise self._agreement.roll_call(error, timeout) from error
+
+    # -- parts ---------------------------------------------------------------------------------
+    def split(self, group: Group) -> Transport:
+        """Of the same two kinds, or of one of them where the other is not needed."""
+        ranks = {member: rank for rank, member in enumerate(self.group.members)}
+        chosen = [ranks[member] for member in group.members]
+        hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in place) for place in self._hosts)
+        inner, outer = self.inner, self.outer
+        return over(
+            group,
+            self._control,
+            self._options,
+            tuple(place for place in hosts if place),
+            inner=lambda part: outer.split(part) if inner is None else _bare(inner).split(part),
+            outer=outer.split,
+            anew=self._anew,
+        )
+
+    def mailbox(self, group: Group) -> Mailbox:
+        # The outer transport reaches everybody, and one place for messages can be waited at, two cannot.
+        return self.outer.mailbox(group)
+
+    def renew(self, group: Group) -> Transport:
+        """Where everybody is, newcomers too, is found out again."""
+        return self._anew(group)
+
+    def leave(self) -> None:
+        if self.inner is not None:
+            self.inner.leave()
+        self.outer.leave()
+
+    def die(self, error: BaseException) -> NoReturn:
+        self.outer.die(error)
+
+    def close(self) -> None:
+        self._end(ClosedError("the communicator is closed"))
+        self._undo.close()
+
+    def abort(self, cause: BaseException) -> None:
+        self._end(cause)
+        if self.inner is not None:
+            self.inner.abort(cause)
+        self.outer.abort(cause)
+
+    def _end(self, cause: BaseException) -> None:
+        self._broken = self._broken or cause
+        if self._lanes is not None:
+            self._lanes.abort(cause)
+
+
+def over(
+    group: Group,
+    control: Control,
+    options: Options,
+    hosts: Hosts,
+    inner: Callable[[Group], Transport],
+    outer: Callable[[Group], Transport],
+    anew: Callable[[Group], Transport],
+) -> Transport:
+    """The transport of these hosts: of both kinds, or of one of them if that is all that is needed.
+
+    Args:
+        group: All ranks, which all call this.
+        control, options: Of this rank.
+        hosts: For each host, its ranks in the group.
+        inner: Makes the transport of the ranks of one host.
+        outer: Makes one of ranks of several hosts.
+        anew: Makes one of the same kinds for ranks of which nothing is known.
+    """
+    if len(hosts) == 1:
+        return inner(group)
+    if len(hosts) == group.size:
+        return outer(group)
+    return Hierarchical(group, control, options, _in_order(hosts), inner, outer, anew)
+
+
+def _in_order(hosts: Hosts) -> Hosts:
+    """Ranks of a host by number, hosts by their first ranks: the same on all ranks."""
+    return tuple(sorted(tuple(sorted(ranks)) for ranks in hosts))
+
+
+def _bare(inner: Transport) -> Transport:
+    return inner.inner if isinstance(inner, Renumbered) else inner
+
+
+def _common(inner: Transport, outer: Transport) -> frozenset[str]:
+    """Types of devices that both carry, in the same way: straight, or by way of the CPU's memory."""
+    both = {kind for kind in inner.devices & outer.devices if (kind in inner.staged) == (kind in outer.staged)}
+    if not both:
+        raise UnavailableError(
+            f"{type(inner).__name__} carries tensors of {', '.join(sorted(inner.devices))}, {type(outer).__name__} of "
+            f"{', '.join(sorted(outer.devices))}; take two backends for the same devices, such as 'shm+gloo'"
+        )
+    return frozenset(both)

@@ -1,0 +1,1 @@
+"""Mailboxes over point-to-point messages and over TCP."""

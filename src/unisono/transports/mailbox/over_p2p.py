@@ -1,0 +1,216 @@
+"""A mailbox over any transport: what one rank posts, another has posted a receive for already."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.core.mailbox import Mail, Mailbox
+from unisono.core.types import Message, Recv, Send, Work
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
+
+if TYPE_CHECKING:
+    from unisono.core.transport import Transport
+
+__all__ = ["PostMailbox"]
+
+_ENVELOPE_BYTES = 2048
+_FIXED = struct.Struct("<II")
+_LOOK_EVERY_S = 0.05
+
+
+class _Incoming:
+    """What comes from one rank: an envelope, then what did not fit into it, then the next envelope."""
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
+        self.rest: list[torch.Tensor] | None = None
+        self.head = b""
+        self.long_head: torch.Tensor | None = None
+        self.bodies: list[torch.Tensor] = []
+        self.work: Work | None = None
+
+    def wanted(self) -> list[Message]:
+        """The receives to post next."""
+        return [Recv(tensor, self.peer) for tensor in (self.rest or [self.envelope])]
+
+    def arrived(self) -> Mail | None:
+        """What was posted has come: the message, if it is whole."""
+        if self.rest is None:
+            self._open()
+            if self.rest:
+                return None
+        elif self.long_head is not None:
+            self.head = _bytes(self.long_head)
+        mail = Mail(self.peer, self.head, self.bodies)
+        self.rest, self.long_head, self.bodies = None, None, []
+        return mail
+
+    def _open(self) -> None:
+        content = _bytes(self.envelope)
+        length, count = _FIXED.unpack_from(content)
+        sizes = struct.Struct(f"<{count}Q")
+        start = _FIXED.size
+        if count > _most_inline():
+            raise CommError(f"a message with {count} bodies came, which no rank sends", peer=self.peer)
+        lengths = sizes.unpack_from(content, start)
+        start += sizes.size
+        self.bodies = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths]
+        self.rest = [body for body in self.bodies if body.numel()]
+        if start + length <= _ENVELOPE_BYTES:
+            self.head = content[start : start + length]
+        else:
+            self.long_head = torch.empty(length, dtype=torch.uint8, device="cpu")
+            self.rest.insert(0, self.long_head)
+
+
+class PostMailbox(Mailbox):
+    """For every ordered pair of ranks a stream of messages of tag 0: an envelope of 2 KiB, and what is longer apart.
+
+    Needs nothing of a transport but `post` and the futures of its works, and so keeps what wrappers do to
+    messages. Cost: as the transport's messages, and two hand-overs between threads.
+
+    Args:
+        transport: Of a group of its own, that nobody else uses. Closed with the mailbox.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport.group)
+        self._transport = transport
+        self._bell: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._rung: list[int] = []
+        self._locks = [threading.Lock() for _ in range(transport.size)]
+        self._incoming = {peer: _Incoming(peer) for peer in range(transport.size) if peer != transport.rank}
+        # Some transports connect two ranks with their first message, one pair after another: all in one order, then.
+        for peer in _partners(transport.rank, transport.size):
+            hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
+            transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()
+        for incoming in self._incoming.values():
+            self._post(incoming)
+
+    def _post(self, incoming: _Incoming) -> None:
+        incoming.work = self._transport.post(incoming.wanted())
+        peer = incoming.peer
+        incoming.work.get_future().add_done_callback(lambda _: self._bell.put(peer))
+
+    def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
+        fixed = _FIXED.pack(len(head), len(bodies)) + struct.pack(f"<{len(bodies)}Q", *(b.numel() for b in bodies))
+        if len(bodies) > _most_inline():
+            raise ValueError(f"a message carries at most {_most_inline()} bodies, not {len(bodies)}")
+        inline = len(fixed) + len(head) <= _ENVELOPE_BYTES
+        content = fixed + head if inline else fixed
+        envelope = _tensor(content.ljust(_ENVELOPE_BYTES, b"\0"))
+        batch: list[Message] = [Send(envelope, peer)]
+        if not inline:
+            batch.append(Send(_tensor(head), peer))
+        batch += [Send(body, peer) for body in bodies if body.numel()]
+        self.check(peer)
+        # Messages of one pair arrive in the order posted, so the batch is posted as one.
+        with self._locks[peer]:
+            work = self._transport.post(batch)
+        try:
+            self._see_through(work, peer, timeout)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
+            # Nobody knows any more whether it arrives. A timeout is no such thing: what was posted goes on.
+            self.lose_half_way(peer, error)
+            raise
+
+    def _see_through(self, work: Work, peer: int, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        patience = min(timeout, _LOOK_EVERY_S)
+        while True:
+            try:
+                return work.wait(patience)
+            except CommTimeoutError:
+                self.on_stall()
+                self.check(peer)
+                patience = min(deadline - time.monotonic(), _LOOK_EVERY_S)
+                if patience <= 0:
+                    raise
+            except CommError as error:
+                # The other end has closed, or is about to be called lost.
+                self.lose(peer, error)
+                raise PeerLostError(f"rank {peer} has gone: {error.message}", peer=peer) from error
+
+    def poll(self) -> list[Mail]:
+        while True:
+            try:
+                self._rung.append(self._bell.get_nowait())
+            except queue.Empty:
+                break
+        mails: list[Mail] = []
+        while self._rung:
+            peer = self._rung.pop(0)
+            if peer >= 0:
+                self._advance(self._incoming[peer], mails)
+        return mails
+
+    def _advance(self, incoming: _Incoming, mails: list[Mail]) -> None:
+        if self.closed or incoming.peer in self.lost or incoming.work is None:
+            return
+        error = incoming.work.exception()
+        if error is not None:
+            incoming.work = None
+            self.lose(incoming.peer, error)
+            return
+        try:
+            mail = incoming.arrived()
+            self._post(incoming)
+        except (CommError, TypeError, RuntimeError, MemoryError, struct.error) as failure:
+            self.lose(incoming.peer, failure)
+            return
+        if mail is not None:
+            mails.append(mail)
+
+    def wait(self, timeout: float) -> None:
+        if not self._rung:
+            try:
+                self._rung.append(self._bell.get(timeout=max(timeout, 0.0)))
+            except queue.Empty:
+                return
+
+    def nudge(self) -> None:
+        # A SimpleQueue may be used in a finalizer.
+        self._bell.put(-1)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._transport.close()
+        super().close()
+
+
+def _partners(rank: int, size: int) -> list[int]:
+    """The other ranks, in an order in which all ranks can meet two by two: as teams of a league do."""
+    even = size + size % 2
+    found = []
+    for day in range(even - 1):
+        if rank == even - 1:
+            partner = next(other for other in range(even - 1) if 2 * other % (even - 1) == day)
+        else:
+            partner = (day - rank) % (even - 1)
+            partner = even - 1 if partner == rank else partner
+        if partner < size:
+            found.append(partner)
+    return found
+
+
+def _most_inline() -> int:
+    """How many bodies a message may have: their lengths stand in the envelope."""
+    return (_ENVELOPE_BYTES - _FIXED.size) // 8
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())

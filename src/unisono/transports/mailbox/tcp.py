@@ -1,0 +1,242 @@
+"""A mailbox over connections of its own, for transports whose messages cannot be watched, as those of gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from unisono.control.auth_channel import Channel
+from unisono.control.sockets import close_after_fork
+from unisono.core.control import Control
+from unisono.core.group import Group
+from unisono.core.mailbox import Mail, Mailbox
+from unisono.core.tensors import view_of
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
+from unisono.transports.mailbox.tcp_connect import meet
+
+__all__ = ["TcpMailbox"]
+
+_SIZE = struct.Struct("<I")
+_COUNT = struct.Struct("<I")
+_READ_BYTES = 64 << 10
+_MOST_HEAD = 80 << 20
+_SLICE_S = 0.1
+_PART_S = 0.3
+_MOST_VECTORS = 64
+
+
+class _Stream:
+    """What comes from one rank: the length of a sealed head, the head, and bodies into memory of their own."""
+
+    def __init__(self, peer: int, line: socket.socket, channel: Channel) -> None:
+        self.peer, self.line, self._channel = peer, line, channel
+        self._arrived = bytearray()
+        self._head = b""
+        self._bodies: list[torch.Tensor] | None = None
+        self._gaps: list[memoryview] = []
+
+    def read(self, mails: list[Mail]) -> bool:
+        """Take what is there; False at the end of the connection. Raises ValueError for what no rank sends."""
+        while True:
+            try:
+                if self._gaps:
+                    count = self.line.recv_into(self._gaps[0])
+                    if count:
+                        self._fill(count)
+                else:
+                    data = self.line.recv(_READ_BYTES)
+                    count = len(data)
+                    self._arrived += data
+            except BlockingIOError:
+                return True
+            if not count:
+                return False
+            while self._parse(mails):
+                pass
+            if not self._gaps and count < _READ_BYTES:
+                return True
+
+    def _fill(self, count: int) -> None:
+        self._gaps[0] = self._gaps[0][count:]
+        if not self._gaps[0]:
+            self._gaps.pop(0)
+
+    def _parse(self, mails: list[Mail]) -> bool:
+        """One step on; whether there was one."""
+        if self._bodies is None:
+            if len(self._arrived) < _SIZE.size:
+                return False
+            (length,) = _SIZE.unpack_from(self._arrived)
+            if length > _MOST_HEAD:
+                raise ValueError("a head is too long")
+            end = _SIZE.size + length
+            if len(self._arrived) < end:
+                return False
+            (content,) = self._channel.open(bytes(self._arrived[_SIZE.size : end]))
+            del self._arrived[:end]
+            self._open(content)
+        while self._gaps and self._arrived:
+            step = min(len(self._gaps[0]), len(self._arrived))
+            self._gaps[0][:step] = self._arrived[:step]
+            del self._arrived[:step]
+            self._fill(step)
+        if self._gaps:
+            return False
+        assert self._bodies is not None
+        mails.append(Mail(self.peer, self._head, self._bodies))
+        self._bodies = None
+        return True
+
+    def _open(self, content: bytes) -> None:
+        (count,) = _COUNT.unpack_from(content)
+        sizes = struct.unpack_from(f"<{count}Q", content, _COUNT.size)
+        self._head = content[_COUNT.size + 8 * count :]
+        self._bodies = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        self._gaps = [view_of(body) for body in self._bodies if body.numel()]
+
+
+class TcpMailbox(Mailbox):
+    """A connection for each pair of ranks, made once, between ranks that have proved to know the job's secret.
+
+    What names functions and sizes is authenticated, message by message (as on the control plane); the bytes of long
+    tensors are not, and nothing is encrypted. No port is open once all are connected.
+
+    Cost: one system call to send, and two to receive.
+    """
+
+    def __init__(self, group: Group, control: Control, address: str, timeout_s: float) -> None:
+        super().__init__(group)
+        links = meet(group, control, address, timeout_s)
+        self._links = links
+        self._locks = {peer: threading.Lock() for peer in links}
+        self._streams = {line.fileno(): _Stream(peer, line, channel) for peer, (line, channel) in links.items()}
+        self._bell, self._ear = socket.socketpair()
+        self._watch = select.poll()
+        for line in (self._bell, self._ear):
+            line.setblocking(False)
+        for number in (self._ear.fileno(), *self._streams):
+            self._watch.register(number, select.POLLIN)
+        self._ready: list[int] = []
+        close_after_fork(self)
+
+    # -- sending -------------------------------------------------------------------------------
+    def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
+        line, channel = self._links[peer]
+        sizes = struct.pack(f"<I{len(bodies)}Q", len(bodies), *(body.numel() for body in bodies))
+        with self._locks[peer]:
+            self.check(peer)
+            sealed = channel.seal(sizes + head)
+            content = _SIZE.pack(len(sealed)) + sealed
+            try:
+                # All at once: the receiver is woken once, and finds more than a head.
+                self._send_all(line, peer, [memoryview(content), *(view_of(b) for b in bodies if b.numel())], timeout)
+            except BaseException as error:
+                if isinstance(error, OSError) and not isinstance(error, CommError):
+                    self.lose(peer, PeerLostError(f"the connection to rank {peer} has ended: {error}", peer=peer))
+                    self.check(peer)
+                self.lose_half_way(peer, error)
+                raise
+
+    def _send_all(self, line: socket.socket, peer: int, rest: list[memoryview], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while rest:
+            try:
+                sent = line.sendmsg(rest[:_MOST_VECTORS])
+            except BlockingIOError:
+                self._make_room(line, peer, deadline)
+                continue
+            while sent:
+                step = min(sent, len(rest[0]))
+                rest[0] = rest[0][step:]
+                sent -= step
+                if not rest[0]:
+                    rest.pop(0)
+
+    def _make_room(self, line: socket.socket, peer: int, deadline: float) -> None:
+        """Wait until the receiver has taken something."""
+        self.on_stall()
+        watch = select.poll()
+        if line.fileno() >= 0:
+            watch.register(line.fileno(), select.POLLOUT)
+        if not watch.poll(_SLICE_S * 1000):
+            self.check(peer)
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)
+
+    # -- receiving -----------------------------------------------------------------------------
+    def poll(self) -> list[Mail]:
+        mails: list[Mail] = []
+        if self.closed:
+            return mails
+        ready, self._ready = self._ready, []
+        for number in ready or [number for number, _ in self._watch.poll(0)]:
+            if number == self._ear.fileno():
+                with contextlib.suppress(BlockingIOError):
+                    self._ear.recv(4096)
+            elif number in self._streams:
+                self._read(number, mails)
+        return mails
+
+    def _read(self, number: int, mails: list[Mail]) -> None:
+        stream = self._streams[number]
+        try:
+            if stream.read(mails):
+                return
+            error = PeerLostError(
+                f"rank {stream.peer} has closed its connection: it died, or shut down", peer=stream.peer
+            )
+        except (OSError, ValueError, TypeError, RuntimeError, MemoryError, struct.error) as failure:
+            error = PeerLostError(f"the connection to rank {stream.peer} has failed: {failure}", peer=stream.peer)
+        self._watch.unregister(number)
+        del self._streams[number]
+        self.lose(stream.peer, error)
+
+    def wait(self, timeout: float) -> None:
+        if not self._ready and not self.closed:
+            self._ready = [number for number, _ in self._watch.poll(max(timeout, 0.0) * 1000)]
+
+    def nudge(self) -> None:
+        # A full bell rings as well; one that is gone need not.
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+
+    # -- end -----------------------------------------------------------------------------------
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._part()
+        super().close()
+
+    def _part(self) -> None:
+        """Say that nothing more comes, and hear the others out: hanging up at once may cut off what was sent last."""
+        lines = {line.fileno(): line for line, _ in self._links.values()}
+        watch = select.poll()
+        for number, line in lines.items():
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_WR)
+            watch.register(number, select.POLLIN)
+        deadline = time.monotonic() + _PART_S
+        while lines and (left := deadline - time.monotonic()) > 0:
+            for number, _ in watch.poll(left * 1000):
+                try:
+                    over = not lines[number].recv(_READ_BYTES)
+                except OSError:
+                    over = True
+                if over:
+                    watch.unregister(number)
+                    del lines[number]
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close every descriptor."""
+        for line, _ in self._links.values():
+            line.close()
+        self._bell.close()
+        self._ear.close()

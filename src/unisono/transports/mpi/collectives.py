@@ -1,0 +1,234 @@
+"""MPI's own collectives on tensors: which calls they carry, and how each is made.
+
+A rank looks alone at where its lists of tensors lie, since MPI wants one piece of memory: lists within 2 GiB
+of addresses are described to MPI as they lie, others take one copy. All else depends on the call alone, so
+that all ranks make the same call of MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from unisono.core.collective import FAMILIES
+from unisono.core.types import Call
+from unisono.transports.mpi.communicators import Comms
+from unisono.transports.mpi.reduce_op import Reductions, reducible
+from unisono.transports.mpi.requests import LONGEST, memory
+from unisono.transports.mpi.watchdog import Watch
+
+__all__ = ["NATIVE", "Native", "carries", "in_one_call", "too_long"]
+
+_MOST_BYTES = 2**31 - 1
+_LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
+
+
+def carries(call: Call, size: int) -> bool:
+    """Whether MPI gives the right result; the same answer on every rank."""
+    if FAMILIES[call.name].reduces:
+        assert call.op is not None
+        if not reducible(call.inputs[0].dtype, call.op):
+            return False
+    if call.name not in _LISTS:
+        return call.name in NATIVE
+    if call.name in ("gather", "scatter"):
+        tensor = (call.inputs if call.name == "gather" else call.outputs)[0]
+        return tensor.nbytes * size <= _MOST_BYTES
+    return sum(t.nbytes for t in (call.outputs if call.name == "all_gather" else call.inputs)) <= _MOST_BYTES
+
+
+def in_one_call(nbytes: int) -> bool:
+    """Whether MPI can count so many bytes."""
+    return nbytes <= _MOST_BYTES
+
+
+def too_long(sends: Sequence[int], receives: Sequence[int], dtype: str | None) -> bool:
+    """Whether what a rank gives or gets in an all_to_all is more than MPI can count; other ranks may have less."""
+    return bool(dtype) and max(sum(sends), sum(receives)) * getattr(torch, str(dtype)).itemsize > _MOST_BYTES
+
+
+class Native:
+    """Makes the calls. Each returns when this rank's part is done.
+
+    Args:
+        comms: Whose ranks take part.
+        watch: Told of each call's time limit, since MPI knows none.
+    """
+
+    def __init__(self, comms: Comms, watch: Watch) -> None:
+        self._comms, self._mpi, self._comm, self.watch = comms, comms.mpi, comms.own, watch
+        self.reductions = Reductions(comms.mpi)
+        self._rank = self._comm.Get_rank()
+
+    def run(self, call: Call, deadline: float) -> None:
+        """Every rank has reached this call."""
+        # In an all_to_all, one rank may have nothing where others have.
+        if call.name != "all_to_all" and not any(t.numel() for t in (*call.inputs, *call.outputs)):
+            return
+        self._comms.deadline = deadline
+        self.watch.enrol()
+        try:
+            with self._comms.turn:
+                _RUN[call.name](self, call)
+        except self._mpi.Exception as error:
+            raise self._comms.error_of(error) from error
+        finally:
+            self._comms.deadline = None
+
+    def _described(self, tensor: torch.Tensor, kind: Any = None, start: int = 0, stop: int | None = None) -> list[Any]:
+        """Elements of a tensor as MPI takes them; its bytes, if no kind of element is given."""
+        if kind is None:
+            return [memory(self._comms, tensor), self._mpi.BYTE]
+        width, stop = tensor.itemsize, tensor.numel() if stop is None else stop
+        return [memory(self._comms, tensor, start * width, (stop - start) * width), stop - start, kind]
+
+    # -- reductions ----------------------------------------------------------------------------
+    def _reduce_all(self, call: Call) -> None:
+        assert call.op is not None
+        tensor, kind, op = self.reductions.prepare(call.outputs[0], call.op)
+        for start, stop in _cuts(tensor.numel()):
+            self._comm.Allreduce(self._mpi.IN_PLACE, self._described(tensor, kind, start, stop), op)
+        self.reductions.finish(call.outputs[0], call.op)
+
+    def _reduce(self, call: Call) -> None:
+        assert call.op is not None
+        root, here = call.root, call.root == self._rank
+        tensor, kind, op = self.reductions.prepare(call.inputs[0], call.op)
+        for start, stop in _cuts(tensor.numel()):
+            given = self._described(tensor, kind, start, stop)
+            self._comm.Reduce(self._mpi.IN_PLACE if here else given, given if here else None, op, root)
+        if here:
+            self.reductions.finish(call.outputs[0], call.op)
+
+    def _reduce_scatter(self, call: Call) -> None:
+        assert call.op is not None
+        assert call.whole is not None
+        target = call.outputs[0]
+        whole, kind, op = self.reductions.prepare(call.whole, call.op)
+        factor = whole.numel() // max(1, call.whole.numel())
+        counts = [t.numel() * factor for t in call.inputs]
+        given, into = memory(self._comms, whole), [memory(self._comms, target), target.numel() * factor, kind]
+        if len(set(counts)) > 1:
+            self._comm.Reduce_scatter([given, whole.numel(), kind], into, counts, op)
+        else:
+            self._comm.Reduce_scatter_block([given, kind], into, op)
+        self.reductions.finish(target, call.op)
+
+    # -- what only moves -----------------------------------------------------------------------
+    def _broadcast(self, call: Call) -> None:
+        tensor = call.outputs[0]
+        for start, stop in _cuts(tensor.nbytes):
+            self._comm.Bcast([memory(self._comms, tensor, start, stop - start), self._mpi.BYTE], call.root)
+
+    def _gather(self, call: Call) -> None:
+        if call.root != self._rank:
+            self._comm.Gatherv(self._described(call.inputs[0]), None, call.root)
+            return
+        _place(call.outputs[self._rank], call.inputs[0])
+        pieces = _Pieces(self._comms, call.outputs)
+        pieces.copy_in(self._rank)
+        self._comm.Gatherv(self._mpi.IN_PLACE, pieces.described(), call.root)
+        pieces.copy_out()
+
+    def _scatter(self, call: Call) -> None:
+        if call.root != self._rank:
+            self._comm.Scatterv(None, self._described(call.outputs[0]), call.root)
+            return
+        pieces = _Pieces(self._comms, call.inputs)
+        pieces.copy_in()
+        self._comm.Scatterv(pieces.described(), self._mpi.IN_PLACE, call.root)
+        _place(call.outputs[0], call.inputs[self._rank])
+
+    def _all_gather(self, call: Call) -> None:
+        # MPI wants all ranks to say that theirs lies in place, or none.
+        given = call.inputs[0]
+        if call.outputs and call.outputs[self._rank].data_ptr() == given.data_ptr():
+            given = given.clone()
+        if call.whole is not None:
+            self._comm.Allgather(self._described(given), self._described(call.whole))
+            return
+        pieces = _Pieces(self._comms, call.outputs)
+        self._comm.Allgatherv(self._described(given), pieces.described())
+        pieces.copy_out()
+
+    def _all_to_all(self, call: Call) -> None:
+        _place(call.outputs[self._rank], call.inputs[self._rank])
+        sent, received = (_Pieces(self._comms, tensors, without=self._rank) for tensors in (call.inputs, call.outputs))
+        sent.copy_in()
+        self._comm.Alltoallv(sent.described(), received.described())
+        received.copy_out()
+
+    def _barrier(self, call: Call) -> None:
+        # That all have come is known by now.
+        return
+
+
+class _Pieces:
+    """Tensors, one a rank, as one piece of memory with a place for each."""
+
+    def __init__(self, comms: Comms, tensors: Sequence[torch.Tensor], without: int | None = None) -> None:
+        self._comms, self._tensors = comms, list(tensors)
+        self._counts = [0 if rank == without else t.nbytes for rank, t in enumerate(tensors)]
+        places = [(t.data_ptr(), n) for t, n in zip(tensors, self._counts, strict=True) if n]
+        first = min((place for place, _ in places), default=0)
+        self._extent = max((place + n for place, n in places), default=0) - first
+        self._first = first
+        self._places = [t.data_ptr() - first if n else 0 for t, n in zip(tensors, self._counts, strict=True)]
+        self._stage: torch.Tensor | None = None
+        if self._extent > _MOST_BYTES:
+            self._extent = sum(self._counts)
+            self._places = [0, *accumulate(self._counts[:-1])]
+            self._stage = torch.empty(self._extent, dtype=torch.uint8, device="cpu")
+            self._first = self._stage.data_ptr()
+
+    def described(self) -> list[Any]:
+        mpi = self._comms.mpi
+        return [mpi.buffer.fromaddress(self._first, self._extent), self._counts, self._places, mpi.BYTE]
+
+    def copy_in(self, only: int | None = None) -> None:
+        """Before: what is read from here, if the memory is not the tensors' own."""
+        for rank, part in self._parts():
+            if only in (None, rank):
+                part.copy_(self._tensors[rank].view(torch.uint8))
+
+    def copy_out(self) -> None:
+        """After: what was written here, likewise."""
+        for rank, part in self._parts():
+            self._tensors[rank].view(torch.uint8).copy_(part)
+
+    def _parts(self) -> list[tuple[int, torch.Tensor]]:
+        if self._stage is None:
+            return []
+        ends = [place + count for place, count in zip(self._places, self._counts, strict=True)]
+        return [
+            (rank, self._stage[place:end])
+            for rank, (place, end) in enumerate(zip(self._places, ends, strict=True))
+            if end > place
+        ]
+
+
+def _cuts(count: int) -> list[tuple[int, int]]:
+    return [(start, min(count, start + LONGEST)) for start in range(0, count, LONGEST)]
+
+
+def _place(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+_RUN: dict[str, Callable[[Native, Call], None]] = {
+    "all_gather": Native._all_gather,
+    "all_reduce": Native._reduce_all,
+    "all_to_all": Native._all_to_all,
+    "barrier": Native._barrier,
+    "broadcast": Native._broadcast,
+    "gather": Native._gather,
+    "reduce": Native._reduce,
+    "reduce_scatter": Native._reduce_scatter,
+    "scatter": Native._scatter,
+}
+
+NATIVE = frozenset(_RUN)

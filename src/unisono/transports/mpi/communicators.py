@@ -1,0 +1,188 @@
+"""The MPI communicators of one group: one for users' messages, one for collectives; and what MPI's errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import xxhash
+
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
+from unisono.host.mpi_library import library, until
+
+__all__ = ["Base", "Comms"]
+
+_NOTICED_S = 1.0
+
+# Where MPI allows one thread at a time, all of this process's communicators take turns.
+_turns = threading.RLock()
+_unused: list[Any] = []
+
+
+class Base:
+    """A communicator of our own, from which those of groups are made, and on which nothing else is ever sent.
+
+    Open MPI takes messages of its own, by which it makes a communicator from another one, for messages to a
+    receive of any tag that the owner of the other one has posted there.
+
+    Args:
+        comm: Freed when nothing is left that was made of it.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def __del__(self) -> None:
+        _unused.append(self.comm)
+
+    @classmethod
+    def twin(cls, comm: Any, deadline: float) -> Base:
+        """Of the same ranks as another one, all of which call this. `CommTimeoutError` if not all have in time."""
+        made, request = comm.Idup()
+        if not until(request.Test, deadline, spins=1):
+            raise CommTimeoutError(
+                f"not all of the {comm.Get_size()} ranks of the MPI communicator have come in time. "
+                "Are they alive, and does each of them make the call?"
+            )
+        return cls(made)
+
+    @classmethod
+    def part(cls, comm: Any, ranks: Sequence[int], tag: int) -> Base:
+        """Of some of the ranks of another one, who all call this."""
+        whole = comm.Get_group()
+        members = whole.Incl(list(ranks))
+        made = comm.Create_group(members, tag)
+        members.Free()
+        whole.Free()
+        return cls(made)
+
+    def dead(self) -> set[int]:
+        """The ranks that MPI knows to be dead; none, if this MPI does not outlive them."""
+        mpi = library()
+        with contextlib.suppress(mpi.Exception):
+            # MPI takes notice of the dead only while it looks for messages.
+            self.comm.Iprobe()
+        try:
+            failed, whole = self.comm.Get_failed(), self.comm.Get_group()
+            return set(failed.Translate_ranks(list(range(failed.Get_size())), whole))
+        except (NotImplementedError, mpi.Exception):
+            return set()
+
+    def shrunk(self) -> Base:
+        """Of those that live, in their order, who all call this."""
+        return Base(self.comm.Shrink())
+
+
+class Comms:
+    """Two communicators of the same ranks, which nobody else uses.
+
+    Args:
+        base: Of which these ranks are members.
+        ranks: Of the base, in the order that they have here. All of them call this, and nobody else does.
+        name: Of the group, by which those that are made at the same time are told apart.
+
+    Attributes:
+        mpi: The module.
+        users: For users' messages.
+        own: For collectives, and the messages that they are made of.
+        turn: To be held while MPI is called.
+        broken: The first cause of a failure, after which no call is made.
+        deadline: Of MPI's collective that is under way, on the monotonic clock, for `Watch`.
+        largest_tag: That users may give; each message takes two of MPI's.
+    """
+
+    def __init__(self, base: Base, ranks: Sequence[int], name: str) -> None:
+        mpi = self.mpi = library()
+        several = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        self.turn: AbstractContextManager[object] = nullcontext() if several else _turns
+        self.broken: BaseException | None = None
+        self.deadline: float | None = None
+        with self.turn:
+            _free_unused()
+            # The least that every MPI has for tags is 32767.
+            tag = 2 * (xxhash.xxh3_64_intdigest(name.encode()) % 16000)
+            whole = base.comm.Get_group()
+            members = whole.Incl(list(ranks))
+            self.users = base.comm.Create_group(members, tag)
+            self.own = base.comm.Create_group(members, tag + 1)
+            for comm in (self.users, self.own):
+                comm.Set_errhandler(mpi.ERRORS_RETURN)
+            members.Free()
+            whole.Free()
+        self.largest_tag = (mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - 1) // 2
+        self._base, self._ranks = base, list(ranks)
+        self._ours = [self.users, self.own]
+        self._ended_by: BaseException | None = None
+
+    def part(self, ranks: Sequence[int], name: str) -> Comms:
+        """The communicators of some of these ranks, who all call this. These ones may be broken."""
+        return Comms(self._base, [self._ranks[rank] for rank in ranks], name)
+
+    def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> Comms:
+        """As `part`, where the others of the base may have died.
+
+        Args:
+            ranks: Those that live and go on.
+            name: Of their group.
+            union: What any of these ranks knows, from what this one knows.
+        """
+        going_on = {self._ranks[rank] for rank in ranks}
+        missing = set(range(self._base.comm.Get_size())) - going_on
+        until(lambda: self._base.dead() >= missing, time.monotonic() + _NOTICED_S, spins=1)
+        if not missing or union(sorted(self._base.dead())) < missing:
+            # Somebody lives but does not go on: MPI can do without only those who call.
+            return self.part(ranks, name)
+        order = sorted(going_on)
+        return Comms(self._base.shrunk(), [order.index(self._ranks[rank]) for rank in ranks], name)
+
+    def free(self) -> None:
+        """Let go of them, soon: nothing is under way any more. From any thread, at any moment."""
+        # Whoever makes the next ones frees these: MPI may be in use by the thread that was interrupted.
+        ours, self._ours = self._ours, []
+        _unused.extend(ours)
+
+    def revoke(self, cause: BaseException) -> None:
+        """End every wait of every member in these communicators, where MPI outlives the death of ranks."""
+        self._ended_by = cause
+        for comm in (self.users, self.own):
+            with contextlib.suppress(NotImplementedError, self.mpi.Exception):
+                comm.Revoke()
+
+    def error_of(self, error: Any, peer: int | None = None) -> CommError:
+        """An exception of mpi4py as one of ours.
+
+        Args:
+            error: The exception.
+            peer: Whom the message was to or from, if it was one.
+        """
+        mpi, kind = self.mpi, error.Get_error_class()
+        if kind == mpi.ERR_REVOKED and isinstance(self._ended_by, CommError):
+            return self._ended_by
+        text = f"MPI says: {error.Get_error_string().strip()}"
+        if kind not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
+            return CommError(text, peer=peer)
+        # After a revocation the control plane will tell whose fault it was.
+        lost = self._lost()
+        return PeerLostError(f"rank {lost} was lost: {text}" if lost is not None else text, peer=lost)
+
+    def _lost(self) -> int | None:
+        """The first rank that MPI knows to be dead."""
+        try:
+            with self.turn:
+                dead, all_ranks = self.own.Get_failed(), self.own.Get_group()
+                found = dead.Translate_ranks(list(range(dead.Get_size())), all_ranks)
+        except (NotImplementedError, self.mpi.Exception):
+            return None
+        return min(found) if found else None
+
+
+def _free_unused() -> None:
+    mpi = library()
+    while _unused:
+        comm = _unused.pop()
+        with contextlib.suppress(mpi.Exception):
+            comm.Free()

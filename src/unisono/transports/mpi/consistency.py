@@ -1,0 +1,120 @@
+"""Before a collective moves anything: have all ranks come, and to the same call? One small reduction tells."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from unisono.errors import CommTimeoutError, PeerLostError
+from unisono.host.mpi_library import until
+from unisono.transports.mpi.communicators import Comms
+
+__all__ = ["Agreement"]
+
+_WORD = 2**64
+_LAST_WORD_S = 0.02
+_LOOKS = 100
+_WORDS = struct.Struct("=3Q")
+
+
+class Agreement:
+    """Sum of three words of 64 bits over all ranks.
+
+    The first stands for the call: if the sum is as many times this rank's word as there are ranks, all words
+    are equal, but for a chance of about 2**-60 that different ones add up to the same. The second, where each
+    rank has a number for each other one, sums what is given with one sign and what is expected with the other,
+    each pair with an odd factor of its own: it is 0 if all fit. The third counts ranks.
+
+    No rank has to be there in time: each looks again and again whether the sum is there, so that its
+    wait ends at a deadline, by an abort, or when a rank is lost.
+
+    Args:
+        comms: Whose ranks agree.
+        look: Called in long waits, with all other ranks; may raise.
+        spins: How often to ask MPI before giving way.
+
+    Attributes:
+        number: How often ranks have tried to agree; the same on all of them.
+        counted: How many ranks counted the last time.
+    """
+
+    def __init__(self, comms: Comms, look: Callable[[Sequence[int]], object], spins: int) -> None:
+        mpi = comms.mpi
+        self._comms, self._spins, self._look = comms, spins, look
+        self._rank, self._size = comms.own.Get_rank(), comms.own.Get_size()
+        self._words = bytearray(_WORDS.size)
+        self._arguments = (mpi.IN_PLACE, [self._words, 3, mpi.UINT64_T], mpi.SUM)
+        self._test: Callable[[], bool] = _yes
+        self._others = [rank for rank in range(self._size) if rank != self._rank]
+        self._given: list[int] = []
+        self._taken: list[int] = []
+        self.number, self.counted = 0, 0
+
+    def reach(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
+        """Whether all ranks are at this call, and their rows fit.
+
+        Args:
+            word: 64 bits that stand for this rank's call.
+            deadline: On the monotonic clock.
+            rows: As of `rows_of`.
+            count: 1 if this rank counts, for `counted`.
+
+        Raises:
+            CommTimeoutError: Not all have come until the deadline. There is no second try.
+        """
+        comms = self._comms
+        if comms.broken is not None:
+            raise comms.broken
+        self.number += 1
+        _WORDS.pack_into(self._words, 0, word, rows, count)
+        try:
+            with comms.turn:
+                self._test = comms.own.Iallreduce(*self._arguments).Test if self._size > 1 else _yes
+                # Most often the others come at about the same time.
+                over = any(self._test() for _ in range(_LOOKS))
+            if not over:
+                self._wait(deadline)
+        except comms.mpi.Exception as error:
+            raise comms.error_of(error) from error
+        if comms.broken is not None:
+            raise comms.broken
+        sum_of_words, sum_of_rows, self.counted = _WORDS.unpack(self._words)
+        return sum_of_words == word * self._size % _WORD and not sum_of_rows
+
+    def _wait(self, deadline: float) -> None:
+        turn, began = self._comms.turn, time.monotonic()
+
+        def done() -> bool:
+            with turn:
+                return bool(self._test())
+
+        try:
+            over = until(done, deadline, lambda: self._look(self._others), self._spins)
+        except PeerLostError:
+            # Its last word may have come before it left.
+            if not until(done, time.monotonic() + _LAST_WORD_S, spins=self._spins):
+                raise
+            return
+        if not over:
+            waited = time.monotonic() - began
+            raise CommTimeoutError(f"waited {waited:.1f} s for the other ranks", waited_s=waited)
+
+    def rows_of(self, sends: Sequence[int], receives: Sequence[int]) -> int:
+        """What stands for this rank's counts to and from each other one."""
+        if not self._given:
+            self._given = [_factor(self._rank, other) for other in range(self._size)]
+            self._taken = [_factor(other, self._rank) for other in range(self._size)]
+        given = sum(factor * count for factor, count in zip(self._given, sends, strict=True))
+        taken = sum(factor * count for factor, count in zip(self._taken, receives, strict=True))
+        return (given - taken) % _WORD
+
+
+def _yes() -> bool:
+    return True
+
+
+def _factor(source: int, target: int) -> int:
+    return xxhash.xxh3_64_intdigest(b"%d to %d" % (source, target)) | 1

@@ -1,0 +1,132 @@
+"""Blocking collectives on the caller's own tensors, one call of MPI each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from unisono.core.collective import Collective
+from unisono.core.fingerprint import Fingerprint, hash_of
+from unisono.core.reduce_op import check_reducible
+from unisono.core.tensors import as_flat, put_back
+from unisono.core.transport import Status
+from unisono.core.types import Call, ReduceOp
+from unisono.transports.mpi.collectives import in_one_call
+from unisono.transports.mpi.consistency import Agreement
+from unisono.transports.mpi.reduce_op import prepares, reducible
+
+__all__ = ["MpiFastPath"]
+
+_OPS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp if op is not ReduceOp.AVG}
+
+
+class MpiFastPath:
+    """The fast path of one group: calls with one tensor to write that MPI takes as it is.
+
+    Lists of tensors, averages, and what MPI cannot reduce in place take the general path, which makes the same calls
+    of MPI.
+
+    Args:
+        agreement: Compares the calls of all ranks.
+        run: Makes a call that all ranks have reached, until a deadline.
+        rank, size: This rank, and how many there are.
+        mismatch: Raises the error of ranks whose calls differ.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        run: Callable[[Call, float], None],
+        rank: int,
+        size: int,
+        mismatch: Callable[[Fingerprint], NoReturn],
+    ) -> None:
+        self._agreement, self._run, self._rank, self._size = agreement, run, rank, size
+        self.mismatch = mismatch
+
+    def collective(self, what: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float) -> Status:
+        """As of `FastPath`."""
+        if what.root is not None and not (type(root) is int and 0 <= root < self._size):
+            return Status.REFUSED
+        if not what.moves:
+            word = hash_of((what.name, ReduceOp.BOR.value, None, None, (), None, "native"))
+            return Status.OK if self._agreement.reach(word, deadline) else Status.DIFFERS
+        if not (what.in_place or what.packed):
+            return Status.REFUSED
+        writes = what.writes(self._rank, root)
+        target = as_flat(output, what.output, written=writes)
+        source = target if what.in_place else as_flat(input, what.input)
+        if target is None or source is None or not self._fits(what, target, source, input, output):
+            return Status.REFUSED
+        operation, dtype = None, str(target.dtype).removeprefix("torch.")
+        if what.reduces:
+            operation = _OPS.get(op) if isinstance(op, str) else None
+            if operation is None or not reducible(target.dtype, operation) or prepares(target.dtype, operation):
+                return Status.REFUSED
+            check_reducible(operation, target.dtype)
+        read, written = _parts(source, what.scatters, self._size), _parts(target, what.gathers, self._size)
+        call = self._call(what, target, source, operation, root, read, written)
+        counts = what.compared_counts(read, written)
+        word = hash_of((what.name, operation and operation.value, root, dtype, counts, "cpu", "native"))
+        rows = self._agreement.rows_of(read, written) if what.pairwise else 0
+        if not self._agreement.reach(word, deadline, rows):
+            return Status.DIFFERS
+        self._run(call, deadline)
+        if writes and target is not output:
+            put_back(output, target)
+        return Status.OK
+
+    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
+        """As of `FastPath`: never, since a message is an envelope and its contents."""
+        return False
+
+    def message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
+        """As of `FastPath`."""
+        return Status.REFUSED
+
+    def _fits(
+        self, what: Collective, target: torch.Tensor, source: torch.Tensor, input: torch.Tensor, output: torch.Tensor
+    ) -> bool:
+        """Whether two tensors go together, lie apart, and are not too long for one call of MPI."""
+        if what.in_place:
+            return True
+        read, written = source.nbytes, target.nbytes
+        if what.pairwise:
+            rows = *input.shape[:1], *output.shape[:1]
+            fits = len(rows) == 2 and rows[0] % self._size == 0 == rows[1] % self._size and read == written
+        else:
+            fits = read == written * self._size if what.scatters else written == read * self._size
+        start, into = source.data_ptr(), target.data_ptr()
+        apart = start + read <= into or into + written <= start
+        return fits and apart and in_one_call(max(read, written)) and source.dtype is target.dtype
+
+    def _call(
+        self,
+        what: Collective,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        op: ReduceOp | None,
+        root: int | None,
+        read: list[int],
+        written: list[int],
+    ) -> Call:
+        """The call as it passes the door; parts of equal length are told by the whole alone."""
+        inputs: tuple[torch.Tensor, ...] = (source,)
+        outputs: tuple[torch.Tensor, ...] = (target,)
+        whole = None
+        if what.in_place:
+            outputs = outputs if what.receives(self._rank, root or 0) else ()
+        elif what.pairwise:
+            inputs, outputs = source.view(-1).split(read), target.view(-1).split(written)
+        elif what.gathers:
+            outputs, whole = (), target
+        else:
+            inputs, whole = (), source
+        return Call(name=what.family, inputs=inputs, outputs=outputs, op=op, root=root, whole=whole)
+
+
+def _parts(tensor: torch.Tensor, many: bool, size: int) -> list[int]:
+    """Elements of each part of a tensor."""
+    return [tensor.numel() // size] * size if many else [tensor.numel()]

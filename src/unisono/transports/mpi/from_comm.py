@@ -1,0 +1,48 @@
+"""A transport on an MPI communicator that someone else made and owns, with a control plane of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from unisono.bootstrap.mpi import find_on
+from unisono.core.control import Control
+from unisono.core.group import Group
+from unisono.core.transport import Options
+from unisono.host.mpi_library import library
+from unisono.transports.mpi.communicators import Base, Comms
+from unisono.transports.mpi.transport import MpiTransport
+
+__all__ = ["adopt"]
+
+
+def adopt(comm: Any, timeout_s: float, chunk_bytes: int) -> tuple[MpiTransport, Control, Options, Callable[[], None]]:
+    """The transport, control handle and options of this rank, and what to do at the end.
+
+    Messages travel on communicators of our own of the same ranks, so that they never meet the owner's. Rank 0
+    hosts the control plane, and tells its address and secret over `comm`.
+
+    Raises:
+        TypeError: It is no communicator of mpi4py.
+        ValueError: It is none of MPI's intracommunicators, or null.
+    """
+    mpi = library()
+    if not isinstance(comm, mpi.Comm):
+        raise TypeError(f"comm must be a communicator of mpi4py, such as MPI.COMM_WORLD, not {type(comm).__name__}")
+    if comm == mpi.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this process is not in it; only its members call from_mpi")
+    if comm.Is_inter():
+        raise ValueError("comm is an intercommunicator; merge its two groups first: comm.Merge()")
+    rank, size = comm.Get_rank(), comm.Get_size()
+    deadline = time.monotonic() + timeout_s
+    base = Base.twin(comm, deadline)
+    place = find_on(base.comm, f"rank {rank} of {size} of an MPI communicator", deadline)
+    try:
+        options = Options("mpi", "cpu", timeout_s, place.address, chunk_bytes)
+        comms = Comms(base, range(size), place.name)
+        transport = MpiTransport(Group.world(rank, size, place.name), comms, place.control, options)
+    except BaseException:
+        place.close()
+        raise
+    return transport, place.control, options, place.close

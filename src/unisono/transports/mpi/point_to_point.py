@@ -1,0 +1,222 @@
+"""Messages by MPI's own sends and receives, on the tensors' memory; a user's long one is told of before.
+
+MPI calls it an error if a message is longer than its receive, and Open MPI 5 writes past the end of the
+receive then. So nothing is ever received before its length is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from unisono.core.threads import Crew
+from unisono.core.types import COLLECTIVE_TAG, Message, Recv
+from unisono.core.work import Countdown, late
+from unisono.errors import CommError, PeerLostError
+from unisono.host.mpi_library import until
+from unisono.transports.mpi.communicators import Comms
+from unisono.transports.mpi.requests import Bare, Part, Received, Sent
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LAST_LOOKS", "Messages", "Posted", "keep"]
+
+_MANY = 64
+LAST_LOOKS = 100
+_BYTES_A_ROUND = 1 << 20
+_FOREVER_S = 1e9
+_crew = Crew("unisono MPI messages")
+
+# What MPI may still read or write though nobody waits for it any more. MPI's requests outlive communicators.
+_limbo: dict[int, tuple[Any, object]] = {}
+_sweeping = threading.Lock()
+
+
+class Messages:
+    """Posts messages, and keeps what is under way.
+
+    A user's message is an envelope with the number of elements, their dtype, and up to 4056 bytes of them. What is
+    longer follows by itself, once the receiver has seen that it fits. The messages of collectives have lengths
+    that both ends know; they go as they are, by tags that say the length, so that ones of different lengths
+    never meet. What is longer than 1 GiB is cut.
+
+    Args:
+        comms: Where they travel.
+        timeout_s: Of works that are waited for without a limit.
+        look: Called in long waits with the ranks that are waited for; may raise.
+        spins: How often to ask MPI before giving way.
+
+    Attributes:
+        numbers: Of long messages of users.
+    """
+
+    def __init__(self, comms: Comms, timeout_s: float, look: Callable[[Sequence[int]], object], spins: int) -> None:
+        self.comms, self.timeout_s, self.look, self.spins = comms, timeout_s, look, spins
+        self._open: set[Posted] = set()
+        self.numbers = itertools.count()
+
+    def __del__(self) -> None:
+        # The memory of what is under way must not go before it has arrived.
+        for work in self.__dict__.get("_open", ()):
+            work.keep()
+
+    def post(self, batch: Sequence[Message]) -> Posted:
+        """Start all of them."""
+        work = Posted(self, [self._part(message) for message in batch], batch)
+        if not work.move():
+            # MPI may touch a tensor that its owner has forgotten: the work is kept as long as it is under way.
+            self._open.add(work)
+            work.when_done(lambda: self._open.discard(work))
+            if len(self._open) > _MANY:
+                self.move()
+        return work
+
+    def _part(self, message: Message) -> Part:
+        if message.tag == COLLECTIVE_TAG:
+            return Bare(self.comms, message)
+        if isinstance(message, Recv):
+            return Received(self.comms, message)
+        return Sent(self.comms, message, next(self.numbers) % self.comms.largest_tag)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        """Whether MPI has the envelope of a user's message of this tag, and no receive for it."""
+        comms = self.comms
+        try:
+            with comms.turn:
+                return bool(comms.users.Iprobe(peer, 2 * tag))
+        except comms.mpi.Exception as error:
+            raise comms.error_of(error, peer) from error
+
+    def spins_for(self, nbytes: int) -> int:
+        """How often to ask before giving way: while a message of this length travels, since asking moves it along."""
+        return self.spins * (1 + nbytes // _BYTES_A_ROUND)
+
+    def end(self, cause: BaseException) -> None:
+        """All that is not done fails."""
+        for work in list(self._open):
+            work.give_up(cause)
+
+    def move(self) -> None:
+        """See what has come of all that is under way: to be called in every long wait, whatever it is for.
+
+        A long message arrives in two steps, and the second is posted here: others may wait for this rank to take it.
+        """
+        for work in list(self._open):
+            work.move()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        self.move()
+        return not self._open
+
+
+class Posted(Countdown):
+    """The messages of one batch: who waits for them, or asks, moves them along."""
+
+    def __init__(self, messages: Messages, parts: list[Part], batch: Sequence[Message]) -> None:
+        super().__init__(messages.timeout_s, batch)
+        self._all, self._moving = messages, threading.Lock()
+        self._parts = parts
+        with self._failing(), messages.comms.turn:
+            for part in parts:
+                part.start()
+
+    def move(self) -> bool:
+        """See what has come; whether all is over."""
+        if not self._done.is_set() and self._moving.acquire(blocking=False):
+            try:
+                with self._failing(), self._all.comms.turn:
+                    for part in list(self._parts):
+                        self._advance(part)
+            finally:
+                self._moving.release()
+        return self._done.is_set()
+
+    def _advance(self, part: Part) -> None:
+        if part.move():
+            self._parts.remove(part)
+            self.arrived(part.message)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong ends the work."""
+        try:
+            yield
+        except self._all.comms.mpi.Exception as error:
+            self.keep()
+            self.complete(self._all.comms.error_of(error))
+        except CommError as error:
+            self.keep()
+            self.complete(error)
+
+    def keep(self) -> None:
+        """Hold on to the memory of what is under way, though nobody waits for it any more."""
+        parts, self._parts = self._parts, []
+        keep([(request, part.held) for part in parts for request in part.requests], self._all.comms.turn)
+
+    def give_up(self, cause: BaseException) -> None:
+        """End it, whatever has come."""
+        self.complete(cause)
+        with self._moving, self._all.comms.turn:
+            self.keep()
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._done.is_set():
+            started = time.monotonic()
+            limit = self.timeout_s if timeout is None else timeout
+            try:
+                spins = self._all.spins_for(sum(message.tensor.nbytes for message in self._messages))
+                over = until(self.move, started + limit, self._look, spins)
+            except PeerLostError:
+                # What it sent before it left may be here.
+                over = any(self.move() for _ in range(LAST_LOOKS))
+                if not over:
+                    raise
+            if not over:
+                raise late(self._messages, time.monotonic() - started)
+        super().wait(0.0)
+
+    def _look(self) -> None:
+        self._all.look([message.peer for message in self._messages])
+
+    def is_completed(self) -> bool:
+        return self.move()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        if not self._done.is_set():
+            _crew.run(self._see_through)
+        return super().get_future()
+
+    def _see_through(self) -> None:
+        with contextlib.suppress(CommError):
+            self.wait(_FOREVER_S)
+
+
+def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object]) -> None:
+    """Hold on to the memory of what is under way, until it is done: MPI's requests, and what each of them touches."""
+    for request, touched in held:
+        _limbo[id(request)] = request, touched
+    # From any thread, and from a destructor in the middle of this: whoever is at it already is left to it.
+    if _limbo and _sweeping.acquire(blocking=False):
+        try:
+            with turn:
+                for request, _ in list(_limbo.values()):
+                    if _is_done(request):
+                        del _limbo[id(request)]
+        finally:
+            _sweeping.release()
+
+
+def _is_done(request: Any) -> bool:
+    try:
+        return bool(request.Test())
+    except Exception:
+        # What it failed by has been told already, or does not matter any more.
+        return True

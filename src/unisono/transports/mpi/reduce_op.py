@@ -1,0 +1,154 @@
+"""Which of MPI's types and operations reduce a tensor rightly, and what torch's have that MPI's lack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from unisono.core.reduce_op import combine
+from unisono.core.types import ReduceOp
+
+__all__ = ["Reductions", "prepares", "reducible"]
+
+_TYPES = {
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.float16: "INT16_T",
+    torch.bfloat16: "INT16_T",
+    torch.complex64: "FLOAT",
+    torch.complex128: "DOUBLE",
+    torch.bool: "UINT8_T",
+}
+_OPS = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.PRODUCT: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.BAND: "BAND",
+    ReduceOp.BOR: "BOR",
+    ReduceOp.BXOR: "BXOR",
+}
+# On 0 and 1, the only values of a bool, these are what torch's bool arithmetic gives.
+_BOOLEAN = {
+    ReduceOp.SUM: "MAX",
+    ReduceOp.BOR: "MAX",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.PRODUCT: "MIN",
+    ReduceOp.BAND: "MIN",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.BXOR: "BXOR",
+}
+# Sums and products that MPI has not, or has wrongly, and the dtype that torch forms them in: of equal bits.
+_CALLED_BACK = {
+    torch.float16: torch.float16,
+    torch.bfloat16: torch.bfloat16,
+    torch.uint8: torch.uint8,
+    torch.int8: torch.uint8,
+    torch.int16: torch.int16,
+    torch.uint16: torch.int16,
+}
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
+
+
+def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Whether MPI's result is right, and the same bits on all ranks."""
+    if dtype not in _TYPES:
+        return False
+    if dtype.is_complex:
+        # A product's rounding may depend on the order of its factors, and MPI chooses that.
+        return op is ReduceOp.SUM
+    return op in _OPS
+
+
+def prepares(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Whether elements are overwritten before MPI reduces them."""
+    return dtype.is_floating_point and op in _EXTREMES
+
+
+class Reductions:
+    """Prepares tensors for a reduction by MPI.
+
+    Sums and products of float16 and bfloat16, which MPI does not know, are by an operation of ours, which
+    MPI calls back: nothing is converted, and two bytes an element travel. So are those of integers of 8 and 16
+    bits, whose sums Open MPI 5 cuts off at the largest number, where torch's wrap. The minimum and maximum
+    of floats are taken of integers in the same order, since MPI's lose NaN, and keep either zero; NaN goes before all.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+
+    def prepare(self, tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, Any, Any]:
+        """The elements to be reduced, which may be overwritten, their type for MPI, and MPI's operation.
+
+        Args:
+            tensor: Its memory is that of the elements.
+            op: What `reducible` allows.
+        """
+        dtype = tensor.dtype
+        kind = getattr(self._mpi, _TYPES[dtype])
+        if dtype.is_complex:
+            return torch.view_as_real(tensor).view(-1), kind, self._mpi.SUM
+        if prepares(dtype, op):
+            _to_keys(tensor, op)
+            return tensor, getattr(self._mpi, _TYPES[_WHOLE[dtype.itemsize]]), getattr(self._mpi, _OPS[op])
+        return tensor, kind, self._op(dtype, op)
+
+    def finish(self, result: torch.Tensor, op: ReduceOp) -> None:
+        """Turn what MPI has reduced into the result, where `prepare` has changed the elements."""
+        if prepares(result.dtype, op):
+            _swap(result.view(_WHOLE[result.itemsize]))
+
+    def _op(self, dtype: torch.dtype, op: ReduceOp) -> Any:
+        if dtype in _CALLED_BACK and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+            return _own(op, _CALLED_BACK[dtype])
+        return getattr(self._mpi, (_BOOLEAN if dtype is torch.bool else _OPS)[op])
+
+
+def _may_have_nan(tensor: torch.Tensor) -> bool:
+    """False if there is none: a sum tells it, by far the fastest, though opposite infinities add up to NaN, too."""
+    return math.isnan(tensor.sum().item())
+
+
+def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
+    """Floats become integers, in place, of which a larger one stands for a larger float, and an extreme one for NaN."""
+    bits = tensor.view(_WHOLE[tensor.itemsize])
+    info, lost = torch.iinfo(bits.dtype), tensor.isnan() if _may_have_nan(tensor) else None
+    _swap(bits)
+    if lost is not None:
+        bits.masked_fill_(lost, info.max if op is ReduceOp.MAX else info.min)
+
+
+def _swap(bits: torch.Tensor) -> None:
+    """Floats' bits to integers of the same order, and back: the magnitude of negative ones is turned round."""
+    info = torch.iinfo(bits.dtype)
+    bits ^= (bits >> (info.bits - 1)) & info.max
+
+
+# MPI keeps an operation for the whole process, and mpi4py only a few of them.
+@cache
+def _own(op: ReduceOp, dtype: torch.dtype) -> Any:
+    from mpi4py import MPI
+
+    def reduce(given: Any, total: Any, _type: Any) -> None:
+        # MPI also has nothing reduced, now and then; an exception in here would end the process.
+        if not len(given):
+            return
+        with torch.inference_mode():
+            low, high = torch.frombuffer(given, dtype=dtype), torch.frombuffer(total, dtype=dtype)
+            combine(op, low, high, high)
+
+    call: Callable[[Any, Any, Any], None] = reduce
+    return MPI.Op.Create(call, commute=True)

@@ -1,0 +1,162 @@
+"""One message each: how it becomes requests of MPI."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from unisono.core.types import Message, Recv, Send
+from unisono.core.work import elements, misfit
+from unisono.transports.mpi.communicators import Comms
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ENVELOPE_BYTES",
+    "INLINE_BYTES",
+    "LONGEST",
+    "Bare",
+    "Part",
+    "Received",
+    "Sent",
+    "memory",
+    "name_of",
+    "opened",
+]
+
+LONGEST = 1 << 30
+"""Bytes, or elements, of one call of MPI at most: many libraries count in 32 bits."""
+
+_HEADER = struct.Struct("<qq24s")
+"""Before the first elements of a message: how many there are, its number, and the name of their dtype."""
+
+ENVELOPE_BYTES = 4096
+INLINE_BYTES = ENVELOPE_BYTES - _HEADER.size
+
+
+def memory(comms: Comms, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> Any:
+    """Some bytes of a tensor's memory, as MPI takes them. Copies nothing."""
+    return comms.mpi.buffer.fromaddress(tensor.data_ptr() + start, tensor.nbytes if nbytes is None else nbytes)
+
+
+class Part(ABC):
+    """One message, as requests of MPI.
+
+    Attributes:
+        message: As it was posted.
+        requests: Those under way, in the order in which they are done.
+        held: What must not go before they are.
+    """
+
+    message: Message
+    requests: list[Any]
+    held: object
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin."""
+
+    def move(self) -> bool:
+        """See what has come; whether all is over. Raises as `arrived`."""
+        while self.requests:
+            if not self.requests[0].Test():
+                return False
+            del self.requests[0]
+            self.arrived()
+        return True
+
+    def arrived(self) -> None:
+        """The first of the requests is done. Raises `MismatchError` if what comes does not fit."""
+
+
+class Bare(Part):
+    """A message of a collective."""
+
+    def __init__(self, comms: Comms, message: Message) -> None:
+        self._comms, self.message = comms, message
+        self.requests = []
+        self.held = message.tensor
+
+    def start(self) -> None:
+        start = self._comms.own.Irecv if isinstance(self.message, Recv) else self._comms.own.Isend
+        for part, nbytes in _cut(self._comms, self.message.tensor):
+            self.requests.append(start(part, self.message.peer, nbytes % self._comms.largest_tag))
+
+
+class Sent(Part):
+    """A user's message on its way out."""
+
+    def __init__(self, comms: Comms, message: Send, number: int) -> None:
+        self._comms, self.message = comms, message
+        tensor, self._number = message.tensor, number
+        self._envelope = _HEADER.pack(tensor.numel(), number, name_of(tensor.dtype))
+        self._inline = tensor.nbytes <= INLINE_BYTES
+        if self._inline:
+            self._envelope += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        self.requests = []
+        self.held = (tensor, self._envelope)
+
+    def start(self) -> None:
+        send, message, byte = self._comms.users.Isend, self.message, self._comms.mpi.BYTE
+        self.requests.append(send([self._envelope, byte], message.peer, 2 * message.tag))
+        if not self._inline:
+            for part, _ in _cut(self._comms, message.tensor):
+                self.requests.append(send(part, message.peer, 2 * self._number + 1))
+
+
+class Received(Part):
+    """A user's message on its way in."""
+
+    def __init__(self, comms: Comms, message: Recv) -> None:
+        self._comms, self.message = comms, message
+        self._envelope = bytearray(ENVELOPE_BYTES)
+        self._opened = False
+        self.requests = []
+        self.held = (message.tensor, self._envelope)
+
+    def start(self) -> None:
+        receive, message = self._comms.users.Irecv, self.message
+        self.requests.append(receive([self._envelope, self._comms.mpi.BYTE], message.peer, 2 * message.tag))
+
+    def arrived(self) -> None:
+        if self._opened:
+            return
+        self._opened = True
+        message, tensor = self.message, self.message.tensor
+        number = opened(self._comms, self._envelope, message)
+        if tensor.nbytes <= INLINE_BYTES:
+            content = bytes(memoryview(self._envelope)[_HEADER.size : _HEADER.size + tensor.nbytes])
+            ctypes.memmove(tensor.data_ptr(), content, tensor.nbytes)
+            return
+        for part, _ in _cut(self._comms, tensor):
+            self.requests.append(self._comms.users.Irecv(part, message.peer, 2 * number + 1))
+
+
+def opened(comms: Comms, envelope: bytearray, message: Message) -> int:
+    """The number of the message whose envelope has come; `MismatchError` if it is not what is to be received."""
+    tensor, peer = message.tensor, message.peer
+    numel, number, name = _HEADER.unpack_from(envelope)
+    if numel != tensor.numel() or name.rstrip(b"\0") != name_of(tensor.dtype):
+        sent, expected = elements(numel, name.rstrip(b"\0").decode()), elements(tensor.numel(), str(tensor.dtype))
+        raise misfit(peer, sent, comms.own.Get_rank(), expected, message.tag, peer)
+    found: int = number
+    return found
+
+
+@cache
+def name_of(dtype: torch.dtype) -> bytes:
+    """Return the name of a dtype, without "torch."."""
+    return str(dtype).removeprefix("torch.").encode()
+
+
+def _cut(comms: Comms, tensor: torch.Tensor) -> Iterator[tuple[list[Any], int]]:
+    """A tensor's memory in pieces that MPI can count, at least one."""
+    total = tensor.nbytes
+    for at in range(0, total, LONGEST) if total else (0,):
+        nbytes = min(LONGEST, total - at)
+        yield [memory(comms, tensor, at, nbytes), comms.mpi.BYTE], nbytes

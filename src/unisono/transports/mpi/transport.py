@@ -1,0 +1,237 @@
+"""MPI through mpi4py: ranks that mpirun has started, over whatever network the MPI library knows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from unisono.core.failure import LEFT, Cause, error_of
+from unisono.core.fingerprint import Fingerprint, explain, hash_of
+from unisono.core.group import Group
+from unisono.core.lazy_work import Deferred
+from unisono.core.transport import Options, Transport
+from unisono.core.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
+from unisono.core.work import Completion
+from unisono.diagnostics.hang_report import hang_report
+from unisono.errors import ClosedError, CommError, MismatchError, PeerLostError, UnavailableError
+from unisono.host.cpu_count import cores
+from unisono.host.mpi_library import check_world, library
+from unisono.transports.mpi.collectives import NATIVE, Native, carries, too_long
+from unisono.transports.mpi.communicators import Base, Comms
+from unisono.transports.mpi.consistency import Agreement
+from unisono.transports.mpi.fast_path import MpiFastPath
+from unisono.transports.mpi.point_to_point import LAST_LOOKS, Messages
+from unisono.transports.mpi.watchdog import Watch
+
+if TYPE_CHECKING:
+    from unisono.core.control import Control
+
+__all__ = ["TRANSPORT", "MpiTransport"]
+
+_QUOTE_S = 10.0
+_LOOK_EVERY_S = 0.2
+_SPINS, _CROWDED_SPINS = 1000, 5
+
+
+class MpiTransport(Transport):
+    """MPI's messages and collectives, on tensors' own memory.
+
+    Each collective begins with a sum of 24 bytes, by which ranks learn that all have come, and to the same
+    call; that wait has a limit. What follows is MPI's own blocking collective. CUDA tensors go by way of
+    pinned memory.
+
+    Args:
+        group: As for every transport.
+        comms: MPI's communicators of its ranks.
+        control: This rank's handle to the control plane.
+        options: As for every transport.
+    """
+
+    launcher = "mpirun"
+    native = NATIVE
+    any_source = checks = True
+    devices = frozenset({"cpu", "cuda"})
+    staged = frozenset({"cuda"})
+    latency_s = 3e-6
+    second_per_byte = 2e-10
+
+    def __init__(self, group: Group, comms: Comms, control: Control, options: Options) -> None:
+        self.group, self._comms, self._control, self._options = group, comms, control, options
+        self._fingerprint: Fingerprint | None = None
+        self._looked_s = 0.0
+        self._gone: set[int] = set()
+        crowded = group.size > cores()
+        spins = _CROWDED_SPINS if crowded else _SPINS
+        self._messages = Messages(comms, options.timeout_s, self._look, spins)
+        self._agreement = Agreement(comms, self._look, spins)
+        self._watch = Watch(comms.mpi, comms, self._give_up)
+        self._native = Native(comms, self._watch)
+        self.fast_path = MpiFastPath(self._agreement, self._run, group.rank, group.size, self._differ)
+
+    @classmethod
+    def connect(cls, group: Group, control: Control, options: Options) -> MpiTransport:
+        mpi = library()
+        check_world(mpi, group.size)
+        if group.size == 1:
+            return cls(group, Comms(Base.part(mpi.COMM_SELF, [0], 0), [0], group.name), control, options)
+        world = mpi.COMM_WORLD
+        control.join(group)
+        cards = control.exchange(group, "MPI's world", (world.Get_rank(), world.Get_size()), options.timeout_s)
+        ranks, sizes = [rank for rank, _ in cards], {size for _, size in cards}
+        if len(set(ranks)) < len(ranks) or len(sizes) > 1:
+            raise UnavailableError(
+                f"these {group.size} ranks are not of one MPI world (their ranks in it: {ranks}, its sizes: "
+                f"{sorted(sizes)}); start all of them by one mpirun"
+            )
+        if group.size < world.Get_size():
+            base = Base.part(world, ranks, 0)
+            ranks = list(range(group.size))
+        else:
+            base = Base.twin(world, time.monotonic() + options.timeout_s)
+        return cls(group, Comms(base, ranks, group.name), control, options)
+
+    def split(self, group: Group) -> MpiTransport:
+        ranks = [self.group.members.index(member) for member in group.members]
+        return MpiTransport(group, self._comms.part(ranks, group.name), self._control, self._options)
+
+    def renew(self, group: Group) -> MpiTransport:
+        def union(mine: list[int]) -> set[int]:
+            return {rank for known in self._control.exchange(group, "MPI's dead", mine, timeout) for rank in known}
+
+        timeout = self._options.timeout_s
+        self._control.join(group)
+        ranks = [self.group.members.index(member) for member in group.members]
+        comms = self._comms.renewed(ranks, group.name, union)
+        return MpiTransport(group, comms, self._control, self._options)
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        if self._comms.broken is not None:
+            work = Completion(0.0)
+            work.complete(self._comms.broken)
+            return work
+        for message in batch:
+            if message.tag > self._comms.largest_tag:
+                raise ValueError(f"tag={message.tag} is more than this MPI carries: up to {self._comms.largest_tag}")
+        return self._messages.post(batch)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        if self._messages.iprobe(peer, tag):
+            return True
+        try:
+            self._look([peer])
+        except PeerLostError:
+            # What it sent before it left may be here.
+            if any(self._messages.iprobe(peer, tag) for _ in range(LAST_LOOKS)):
+                return True
+            raise
+        return False
+
+    # -- collectives ---------------------------------------------------------------------------
+    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+        self._fingerprint, deadline = fingerprint, time.monotonic() + timeout
+        word, sends, receives = hash_of(fingerprint.compared()[1:]), fingerprint.sends, fingerprint.receives
+        if sends or receives:
+            rows = self._agreement.rows_of(sends, receives)
+            self._agree(word, deadline, rows, too_long(sends, receives, fingerprint.dtype))
+        else:
+            self._agree(word, deadline)
+
+    def _agree(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> None:
+        """Return when all ranks have come to the same call."""
+        if not self._agreement.reach(word, deadline, rows, count):
+            assert self._fingerprint is not None
+            self._differ(self._fingerprint)
+
+    def carries(self, call: Call) -> bool:
+        return call.name in self.native and carries(call, self.size)
+
+    def collective(self, call: Call) -> Work:
+        return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
+
+    def _run(self, call: Call, deadline: float) -> None:
+        if call.name != "all_to_all" or not self._agreement.counted:
+            self._native.run(call, deadline)
+            return
+        # For some rank it is more than MPI can count; our own messages are cut.
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        call.outputs[self.rank].copy_(call.inputs[self.rank])
+        batch: list[Message] = [Recv(call.outputs[rank], rank, COLLECTIVE_TAG) for rank in others]
+        batch += [Send(call.inputs[rank], rank, COLLECTIVE_TAG) for rank in others]
+        self.post(batch).wait(max(0.0, deadline - time.monotonic()))
+
+    def _differ(self, mine: Fingerprint) -> NoReturn:
+        """Words differ, which all ranks see: quote what each was about to do."""
+        topic, patience = f"mismatch in call {self._agreement.number}", min(self._options.timeout_s, _QUOTE_S)
+        # That all ranks are at the same call is known.
+        values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), patience)
+        problem = explain([Fingerprint(*value) for value in values])
+        raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
+
+    # -- long waits ----------------------------------------------------------------------------
+    def _look(self, peers: Sequence[int]) -> None:
+        """In a long wait: go on with messages; raise if it is in vain, as this is broken or one of the ranks left."""
+        if self._comms.broken is not None:
+            raise self._comms.broken
+        self._messages.move()
+        now = time.monotonic()
+        if now >= self._looked_s + _LOOK_EVERY_S:
+            self._looked_s = now
+            with suppress(ClosedError):
+                if self._control.check([self._left()]):
+                    here = set(range(self.size)) - self._gone
+                    self._gone |= {rank for rank in here if self._control.check([self._left(rank)])}
+        for peer in peers:
+            if peer in self._gone:
+                raise PeerLostError(f"rank {peer} {LEFT}", peer=peer)
+
+    def _left(self, rank: int | None = None) -> str:
+        """The key that is set when a rank has left; when any has."""
+        return f"{self.group.name}/MPI left" + ("" if rank is None else f" {rank}")
+
+    def _give_up(self) -> None:
+        """A collective has begun on all ranks, and does not end."""
+        said = f"rank {self.rank} gave up: all ranks had come to a collective, which then did not end in time"
+        # Asked and told here, since this rank's own thread may never come back.
+        hang = hang_report(self._control, self.group)
+        about = hang.missing[0] if hang.missing else self.rank
+        said += f": {hang.verdict}{hang.report}" if hang.missing else hang.report
+        first = self._control.fail(self.group, Cause("CommTimeoutError", about, said))
+        self.abort(error_of(first, self.group))
+
+    # -- end -----------------------------------------------------------------------------------
+    def leave(self) -> None:
+        if self._comms.broken is None and self.size > 1:
+            with suppress(CommError):
+                self._control.set(self._left(self.rank), b"")
+                self._control.set(self._left(), b"")
+
+    def close(self) -> None:
+        if self._comms.mpi.Is_finalized() or isinstance(self._comms.broken, ClosedError):
+            return
+        self._let_go()
+        self._comms.broken = self._comms.broken or ClosedError("the communicator is closed")
+        self._messages.end(self._comms.broken)
+
+    def __del__(self) -> None:
+        if "_messages" in self.__dict__ and not self._comms.mpi.Is_finalized():
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of MPI's communicators, unless something may be under way there: then they are kept for good."""
+        if self._comms.broken is None and self._messages.idle:
+            self._comms.free()
+
+    def abort(self, cause: BaseException) -> None:
+        if self._comms.broken is None:
+            self._comms.broken = cause
+        self._messages.end(cause)
+        if self._comms.deadline is not None:
+            # Nothing else ends a collective that has begun.
+            self._comms.revoke(cause)
+
+
+TRANSPORT = MpiTransport

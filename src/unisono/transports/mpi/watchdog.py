@@ -1,0 +1,99 @@
+"""An eye on collectives that MPI has begun: nothing but the end of the job ends them, if a rank stops in the middle."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from unisono.host.mpi_library import survives
+from unisono.transports.mpi.communicators import Comms
+
+__all__ = ["Watch"]
+
+_EVERY_S = 0.1
+_GRACE_S = 3.0
+
+_watched: weakref.WeakSet[Watch] = weakref.WeakSet()
+_patrols: list[threading.Thread] = []
+_lock = threading.Lock()
+
+
+class Watch:
+    """Whoever enters a blocking call of MPI sets `deadline` of its communicators, and takes it back afterwards.
+
+    A daemon thread of the process looks ten times a second. What is late is given up, as by an abort; where MPI can
+    revoke a communicator, that ends the call. If nothing has ended it 3 s after the communicator broke, the job
+    is ended; only this rank, where the others go on without it.
+
+    Args:
+        mpi: The module.
+        comms: The communicators.
+        give_up: Breaks it, for want of time.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        comms: Comms,
+        give_up: Callable[[], object],
+    ) -> None:
+        self._mpi, self._comms, self._give_up = mpi, comms, give_up
+        self._since: float | None = None
+        self.enrolled = False
+
+    def enrol(self) -> None:
+        """Be looked at from now on."""
+        if not self.enrolled:
+            self.enrolled = True
+            _enrol(self)
+
+    def look(self) -> None:
+        """What the thread does."""
+        now, deadline, cause = time.monotonic(), self._comms.deadline, self._comms.broken
+        if deadline is None:
+            self._since = None
+        elif cause is None:
+            if now > deadline:
+                self._give_up()
+        elif self._since is None:
+            # It may have begun while the communicator broke.
+            self._since = now
+            self._comms.revoke(cause)
+        elif now > self._since + _GRACE_S:
+            self._end(cause)
+
+    def _end(self, cause: BaseException) -> None:
+        what = "this rank" if survives() else "the job"
+        sys.stderr.write(f"{cause}\nMPI does not let go of a collective that has begun: {what} is ended.\n")
+        sys.stderr.flush()
+        if survives():
+            os._exit(1)
+        self._mpi.COMM_WORLD.Abort(1)
+
+
+def _enrol(watch: Watch) -> None:
+    with _lock:
+        _watched.add(watch)
+        if not any(thread.is_alive() for thread in _patrols):
+            _patrols[:] = [threading.Thread(target=_patrol, name="unisono MPI watch", daemon=True)]
+            _patrols[0].start()
+
+
+def _patrol() -> None:
+    """The thread: as long as there is anything to watch."""
+    while True:
+        time.sleep(_EVERY_S)
+        with _lock:
+            # Others may enrol meanwhile.
+            watched = list(_watched)
+        while watched:
+            watched.pop().look()
+        with _lock:
+            if not _watched:
+                _patrols.clear()
+                return

@@ -1,0 +1,7 @@
+"""Transport between processes of one host, over shared memory."""
+
+from __future__ import annotations
+
+from unisono.transports.shm.transport import TRANSPORT, ShmTransport
+
+__all__ = ["TRANSPORT", "ShmTransport"]

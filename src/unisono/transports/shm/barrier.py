@@ -1,0 +1,194 @@
+"""What ranks tell each other in shared memory: counters and marks, each written by one rank alone."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from unisono.core.failure import LEFT
+from unisono.errors import CommTimeoutError, PeerLostError
+from unisono.host.cpu_count import cores
+
+__all__ = ["Board", "late"]
+
+_LINE = 8
+_LINES = 4
+_STRIDE = _LINE * _LINES
+_ARRIVED, _REDUCED, _LEFT = 0, 1, 2
+_MARKS = (1 * _LINE, 2 * _LINE)
+_ASLEEP, _BELL = 3 * _LINE, 3 * _LINE + 1
+
+_SPINS = 200
+_YIELDS = 100
+_NAP_S = 0.002
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
+_ALL = 0x7FFFFFFF
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_NAP = _Timespec(0, int(_NAP_S * 1e9))
+
+
+def late(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
+    """The error of a wait for ranks that has lasted too long."""
+    return CommTimeoutError(
+        f"waited {waited_s:.1f} s for rank {', '.join(map(str, ranks))}. Is it alive, or did it skip a call?",
+        peer=ranks[0] if ranks else None,
+        waited_s=waited_s,
+    )
+
+
+class Board:
+    """Counters of every rank, 256 bytes each, and the wait for them.
+
+    A rank writes its own counters only, as aligned 64-bit words, which x86 stores whole and in
+    order. `arrive` counts rounds: a rank that has arrived in round n has finished reading what the others
+    wrote for round n - 1, so that two buffers used in turn need no further agreement. With the arrival
+    go a few words, the mark, that tell what the rank is about to do.
+
+    Waiting: read again some hundred times, then give the processor away, then sleep until rung up (at
+    most 2 ms, so that nothing depends on the bell).
+
+    Args:
+        words: The memory as 64-bit words.
+        address: Of its first byte.
+        rank: Whose board this is.
+        size: How many ranks there are.
+        crowded: Whether there are more ranks than processors: then waiting gives way at once.
+    """
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Memory that a board of `size` ranks takes."""
+        return size * _STRIDE * 8
+
+    def __init__(self, words: memoryview, address: int, rank: int, size: int) -> None:
+        self._words, self._address, self.rank, self.size = words, address, rank, size
+        self._base = [r * _STRIDE for r in range(size)]
+        self._bases = [base for r, base in enumerate(self._base) if r != rank]
+        self._own = self._base[rank]
+        self._spins = _SPINS if size <= cores() else 3
+        self.broken: BaseException | None = None
+
+    # -- rounds --------------------------------------------------------------------------------
+    @property
+    def round(self) -> int:
+        """The number of the last round; the native core counts in the same words."""
+        return self._words[self._own]
+
+    def arrive(
+        self,
+        deadline: float,
+        mark: tuple[int, int, int, int] | None = None,
+    ) -> bool:
+        """Tell that this rank's part of the next round lies ready, and wait for all the others' parts.
+
+        Returns whether any rank's mark differs from this one's in its first three words.
+        """
+        words, own = self._words, self._own
+        number = self.round + 1
+        if mark is None:
+            words[own] = number
+            self._wait(_ARRIVED, number, deadline)
+            return False
+        offset = _MARKS[number & 1]
+        place = own + offset
+        words[place], words[place + 1], words[place + 2], words[place + 3] = mark
+        words[own] = number
+        self._wait(_ARRIVED, number, deadline)
+        first, second, third, _ = mark
+        for base in self._bases:
+            place = base + offset
+            if words[place] != first or words[place + 1] != second or words[place + 2] != third:
+                return True
+        return False
+
+    def extras(self) -> list[int]:
+        """The fourth word of each rank's mark of this round."""
+        words, offset = self._words, _MARKS[self.round & 1] + 3
+        return [words[base + offset] for base in self._base]
+
+    def reduced(self, deadline: float) -> None:
+        """Tell that this rank's share of the round is reduced, and wait for all the others' shares."""
+        self._words[self._own + _REDUCED] = number = self._words[self._own + _REDUCED] + 1
+        self._wait(_REDUCED, number, deadline)
+
+    def _wait(self, counter: int, number: int, deadline: float) -> None:
+        """Wake who sleeps, and wait until everybody's counter has come to a number."""
+        words = self._words
+        for base in self._bases:
+            if words[base + _ASLEEP]:
+                self.ring(base // _STRIDE)
+        for base in self._bases:
+            place = base + counter
+            if words[place] >= number:
+                continue
+            spins = self._spins
+            while words[place] < number and spins:
+                spins -= 1
+            if words[place] < number:
+                self._wait_for(base // _STRIDE, place, number, deadline)
+
+    def _wait_for(self, rank: int, place: int, number: int, deadline: float) -> None:
+        words = self._words
+        self.wait_until(lambda: words[place] >= number, deadline, lambda: [rank])
+
+    # -- waiting -------------------------------------------------------------------------------
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        deadline: float,
+        missing: Callable[[], Sequence[int]],
+    ) -> None:
+        """Give way until something is so.
+
+        Raises as `check`, or `CommTimeoutError`.
+        """
+        words, own, started = self._words, self._own, time.monotonic()
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if ready():
+                return
+        while not ready():
+            self.check(ready, missing)
+            if time.monotonic() > deadline:
+                raise late(time.monotonic() - started, missing())
+            heard = words[own + _BELL]
+            words[own + _ASLEEP] = 1
+            if not ready():
+                address = ctypes.c_void_p(self._address + (own + _BELL) * 8)
+                _libc.syscall(
+                    _SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(heard & 0xFFFFFFFF), ctypes.byref(_NAP), None, 0
+                )
+            words[own + _ASLEEP] = 0
+
+    def check(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Raise what keeps something from ever being so: the abort's cause, or that one of the missing has left."""
+        if self.broken is not None:
+            raise self.broken
+        for rank in missing():
+            # It may have come before it left; and another thread may have taken what it sent.
+            if self._words[self._base[rank] + _LEFT] and not ready() and rank in missing():
+                raise PeerLostError(f"rank {rank} {LEFT}", peer=rank)
+
+    def leave(self) -> None:
+        """Tell that this rank will take no further part."""
+        self._words[self._own + _LEFT] = 1
+        for base in self._bases:
+            self.ring(base // _STRIDE)
+
+    def ring(self, rank: int) -> None:
+        """Wake one rank if it sleeps."""
+        base = self._base[rank]
+        if self._words[base + _ASLEEP]:
+            self._words[base + _BELL] = (self._words[base + _BELL] + 1) & 0xFFFFFFFF
+            address = ctypes.c_void_p(self._address + (base + _BELL) * 8)
+            _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL, None, None, 0)

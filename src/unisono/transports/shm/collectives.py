@@ -1,0 +1,157 @@
+"""Collectives in shared memory, as rounds: reductions, and what moves data from one rank to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unisono.core.types import Call
+from unisono.transports.shm.reductions import Reductions, root_of
+from unisono.transports.shm.signature import Mark
+
+__all__ = ["Rounds"]
+
+
+class Rounds(Reductions):
+    """The collectives of one group."""
+
+    # -- movements, as bytes -------------------------------------------------------------------
+    def barrier(self, mark: Mark, deadline: float) -> None:
+        self.first(mark, deadline)
+
+    def broadcast(self, call: Call, mark: Mark, deadline: float) -> None:
+        target, root = call.outputs[0].view(torch.uint8), root_of(call)
+        for start in range(0, max(1, target.numel()), self.stage_bytes):
+            part = target[start : start + self.stage_bytes]
+            view = self.heads(self._next_half(), torch.uint8, part.numel())[root]
+            if self.rank == root:
+                view.copy_(part)
+            self._arrive(mark if start == 0 else None, deadline)
+            if self.rank != root:
+                part.copy_(view)
+
+    def all_gather(self, call: Call, mark: Mark, deadline: float) -> None:
+        self._collect(call.inputs[0], call.outputs, range(self.size), mark, deadline, read=True)
+
+    def gather(self, call: Call, mark: Mark, deadline: float) -> None:
+        here = self.rank == root_of(call)
+        self._collect(
+            call.inputs[0], call.outputs, range(self.size) if here else range(0), mark, deadline, read=not here
+        )
+
+    def _collect(
+        self,
+        source: torch.Tensor,
+        targets: Sequence[torch.Tensor],
+        ranks: range,
+        mark: Mark,
+        deadline: float,
+        *,
+        read: bool,
+    ) -> None:
+        """Whose tensor is read by others lays it ready, piece by piece; who wants them reads them."""
+        given = source.view(torch.uint8)
+        taken = [t.view(torch.uint8) for t in targets]
+        longest = max([given.numel(), *(t.numel() for t in taken)])
+        for start in range(0, max(1, longest), self.stage_bytes):
+            half = self._next_half()
+            part = given[start : start + self.stage_bytes]
+            if read and part.numel():
+                self.stages[self.rank][half][: part.numel()].copy_(part)
+            self._arrive(mark if start == 0 else None, deadline)
+            for r in ranks:
+                into = taken[r][start : start + self.stage_bytes]
+                if into.numel():
+                    into.copy_(part if r == self.rank else self.stages[r][half][: into.numel()])
+
+    def scatter(self, call: Call, mark: Mark, deadline: float) -> None:
+        target, root = call.outputs[0].view(torch.uint8), root_of(call)
+        sources = [t.view(torch.uint8) for t in call.inputs]
+        piece = self.piece(1)
+        for start in range(0, max(1, target.numel()), piece):
+            stage = self.stages[root][self._next_half()]
+            self._lay_pieces(stage, sources, start, piece)
+            self._arrive(mark if start == 0 else None, deadline)
+            part = target[start : start + piece]
+            if self.rank == root:
+                part.copy_(sources[root][start : start + piece])
+            else:
+                part.copy_(stage[self.rank * piece : self.rank * piece + part.numel()])
+
+    def _lay_pieces(self, stage: torch.Tensor, sources: Sequence[torch.Tensor], start: int, piece: int) -> None:
+        """For each other rank a piece of what is for that one."""
+        for r, given in enumerate(sources):
+            part = given[start : start + piece]
+            if r != self.rank and part.numel():
+                stage[r * piece : r * piece + part.numel()].copy_(part)
+
+    def all_to_all(self, call: Call, mark: Mark, deadline: float) -> None:
+        """Rows may be uneven. Where all of them are as long, on all ranks, their first pieces are there at once."""
+        sources = [t.view(torch.uint8) for t in call.inputs]
+        targets = [t.view(torch.uint8) for t in call.outputs]
+        counts = [t.numel() for t in (*call.inputs, *call.outputs)]
+        piece, level = self.piece(1), counts[0] + 1 if len(set(counts)) == 1 else 0
+        half = self._next_half()
+        if level:
+            self._lay_pieces(self.stages[self.rank][half], sources, 0, piece)
+        self.first((*mark[:3], level), deadline)
+        if level and self._board.extras() == [level] * self.size:
+            self._take_pieces(half, sources, targets, 0, piece)
+            self._exchange(sources, targets, piece, counts[0] * call.inputs[0].element_size(), deadline)
+        else:
+            self.uneven(call, deadline)
+
+    def uneven(self, call: Call, deadline: float) -> None:
+        """The rest of an all_to_all, where what ranks said is not that all rows are as long."""
+        counts = [t.numel() for t in (*call.inputs, *call.outputs)]
+        longest = self._longest_row(counts, deadline) * call.inputs[0].element_size()
+        sources, targets = ([t.view(torch.uint8) for t in side] for side in (call.inputs, call.outputs))
+        self._exchange(sources, targets, 0, longest, deadline)
+
+    def _exchange(
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        start: int,
+        longest: int,
+        deadline: float,
+    ) -> None:
+        """Each rank's pieces for each other one, from a byte on."""
+        piece = self.piece(1)
+        for at in range(start, longest, piece):
+            half = self._next_half()
+            self._lay_pieces(self.stages[self.rank][half], sources, at, piece)
+            self._board.arrive(deadline)
+            self._take_pieces(half, sources, targets, at, piece)
+
+    def _take_pieces(
+        self, half: int, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], start: int, piece: int
+    ) -> None:
+        place = self.rank * piece
+        for r, target in enumerate(targets):
+            part = target[start : start + piece]
+            if r == self.rank:
+                part.copy_(sources[r][start : start + piece])
+            elif part.numel():
+                part.copy_(self.stages[r][half][place : place + part.numel()])
+
+    def pairs(self, own: Sequence[int], mark: Mark, deadline: float) -> None:
+        """Compare what ranks are about to do, and what each gives another one with what that one expects.
+
+        Args:
+            own: How many elements this rank gives each one, and then how many it expects.
+            mark, deadline: Of a round of its own.
+        """
+        self.first(mark, deadline)
+        self._longest_row(own, deadline)
+
+    def _longest_row(self, own: Sequence[int], deadline: float) -> int:
+        """The most elements that any rank gives another one, once that was compared."""
+        views, size = self.heads(self._next_half(), torch.int64, len(own)), self.size
+        views[self.rank].copy_(torch.tensor(own, dtype=torch.int64, device="cpu"))
+        self._board.arrive(deadline)
+        rows: list[list[int]] = [view.tolist() for view in views]
+        if any(rows[a][b] != rows[b][size + a] for a in range(size) for b in range(size)):
+            self._differ()
+        return max(max(row) for row in rows)

@@ -1,0 +1,194 @@
+"""Collectives and blocking messages of shared memory by the native core: one call for each, whatever its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from unisono.core.collective import FAMILIES, Collective
+from unisono.core.failure import LEFT
+from unisono.core.fingerprint import Fingerprint
+from unisono.core.tensors import as_flat, put_back
+from unisono.core.transport import Status
+from unisono.core.types import MAX_TAG, Call, ReduceOp
+from unisono.errors import PeerLostError
+from unisono.transports.shm.barrier import Board, late
+from unisono.transports.shm.p2p_ring import Rings
+from unisono.transports.shm.signature import DTYPE_CODES, DTYPES, OP_CODES
+
+__all__ = ["ShmFastPath"]
+
+_OF_BARRIER = OP_CODES["bor"]
+_OPS = (str, ReduceOp)
+
+
+class ShmFastPath:
+    """The native calls of one group. Those that need more than the core does are refused, and take the general path.
+
+    Args:
+        module: The native core.
+        board: The counters that the core shares with Python.
+        words, stages, rings: The addresses of these, of two stages a rank, and of the rings for messages.
+        stage_bytes: The length of a stage.
+        crowded: Whether there are more ranks than processors: then a wait yields immediately.
+        queues: The memory of the rings.
+        mismatch: Raises the error of ranks whose calls differ.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        board: Board,
+        words: int,
+        stages: int,
+        rings: int,
+        stage_bytes: int,
+        crowded: bool,
+        queues: memoryview,
+        mismatch: Callable[[Fingerprint], NoReturn],
+    ) -> None:
+        known = [(str(dtype).removeprefix("torch."), dtype.itemsize) for dtype in DTYPES]
+        self.core = module.Core(words, stages, rings, stage_bytes, board.rank, board.size, crowded, known)
+        self.mismatch, self.rings = mismatch, Rings(board, queues, self.core)
+        self._board, self._rank, self._size = board, board.rank, board.size
+
+    # -- calls as the caller made them ---------------------------------------------------------------
+    def collective(self, what: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float) -> Status:
+        """As of `FastPath`."""
+        if what.root is not None and not (type(root) is int and 0 <= root < self._size):
+            return Status.REFUSED
+        operation, root = 0, -1 if root is None else root
+        if not what.moves:
+            return self._ended(self.core.call(what.number, _OF_BARRIER, 0, root, 0, 0, 0, 0, deadline))
+        if what.reduces:
+            operation = OP_CODES.get(op, 0) if type(op) in _OPS else 0
+            if not operation:
+                return Status.REFUSED
+        sides = self._single if what.packed or what.in_place else self._lists
+        return sides(what, output, input, operation, root, deadline)
+
+    def _single(self, what: Collective, output: Any, input: Any, operation: int, root: int, deadline: float) -> Status:
+        # A root whose tensor is broadcast only reads it; a rank that is not the root of a reduce does so, too.
+        written = root < 0 or (self._rank == root) == (what.root == "dst")
+        target, address, count = as_flat(output, what.output, written=written), 0, 0
+        if target is None:
+            return Status.REFUSED
+        if what.packed:
+            source = as_flat(input, what.input)
+            if source is None or source.dtype is not target.dtype:
+                return Status.REFUSED
+            # Each rank's part is some of the rows; the core looks at lengths.
+            if what.pairwise and not (
+                input.dim() and output.dim() and input.shape[0] % self._size == 0 == output.shape[0] % self._size
+            ):
+                return Status.REFUSED
+            address, count = source.data_ptr(), source.numel()
+        dtype = DTYPE_CODES[target.dtype]
+        status = self.core.call(
+            what.number, operation, dtype, root, target.data_ptr(), target.numel(), address, count, deadline
+        )
+        if target is not output and written and status == Status.OK:
+            put_back(output, target)
+        return Status.OK if status == Status.OK else self._ended(status)
+
+    def _lists(self, what: Collective, output: Any, input: Any, operation: int, root: int, deadline: float) -> Status:
+        dtype, flats = None, list[tuple[list[torch.Tensor], Sequence[torch.Tensor]]]()
+        for given, many, name, written in (
+            (output, what.gathers, what.output, True),
+            (input, what.scatters, what.input, False),
+        ):
+            tensors = (given,) if not many else () if given is None and what.root is not None else given
+            if type(tensors) not in (tuple, list):
+                return Status.REFUSED
+            flat: list[torch.Tensor] = []
+            for tensor in tensors:
+                found = as_flat(tensor, name, written=written)
+                if found is None or (dtype is not None and found.dtype is not dtype):
+                    return Status.REFUSED
+                dtype = found.dtype
+                flat.append(found)
+            flats.append((flat, tensors))
+        if dtype is None:
+            return Status.REFUSED
+        (targets, outputs), (sources, _) = flats
+        places = *_memory(targets), *_memory(sources)
+        status = self.core.call_lists(what.number, operation, DTYPE_CODES[dtype], root, *places, True, deadline)
+        if status == Status.OK:
+            for tensor, result in zip(outputs, targets, strict=True):
+                if result is not tensor:
+                    put_back(tensor, result)
+        return self._ended(status)
+
+    # -- calls of the general path -------------------------------------------------------------------
+    def carry(self, call: Call, deadline: float) -> Status:
+        """Make a call as it passes the door; `REFUSED`, with nothing done, if there is no kernel for it."""
+        tensors = (*call.inputs, *call.outputs)
+        number, operation = FAMILIES[call.name].number, 0 if call.asked is None else OP_CODES[call.asked]
+        root, dtype = -1 if call.root is None else call.root, DTYPE_CODES[tensors[0].dtype] if tensors else 0
+        places = *_memory(call.outputs), *_memory(call.inputs)
+        return self._ended(self.core.call_lists(number, operation, dtype, root, *places, False, deadline))
+
+    def compare(self, digest: int, counts: Sequence[int], deadline: float) -> Status:
+        """Compare a hash in a round of its own, and, if there are any counts, what ranks send each other."""
+        return self._ended(self.core.compare(digest, list(counts), deadline))
+
+    # -- messages ------------------------------------------------------------------------------------
+    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
+        """As of `FastPath`: while no other messages are under way, which the rings advance."""
+        return (
+            self.rings.idle
+            and type(peer) is int
+            and 0 <= peer < self._size
+            and peer != self._rank
+            and type(tag) is int
+            and 0 <= tag <= MAX_TAG
+            and isinstance(tensor, torch.Tensor)
+        )
+
+    def message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
+        """As of `FastPath`. A receive is refused if another message comes first."""
+        rings, receives = self.rings, name == "recv"
+        flat = as_flat(tensor, "tensor", written=receives)
+        if flat is None or (receives and tag in rings.early[peer]):
+            return Status.REFUSED
+        move = self.core.receive if receives else self.core.send
+        with rings.lock:
+            rings.held = True
+            try:
+                status = move(peer, tag, DTYPE_CODES[flat.dtype], flat.data_ptr(), flat.numel(), deadline)
+            finally:
+                rings.held = False
+        if receives and flat is not tensor and status == Status.OK:
+            put_back(tensor, flat)
+        return self._ended(status)
+
+    # -- ends ----------------------------------------------------------------------------------------
+    def abort(self) -> None:
+        """End every wait, from any thread."""
+        self.core.abort()
+
+    def _ended(self, status: int) -> Status:
+        """Return how a call has ended, or raise its error."""
+        if status == Status.OK:
+            return Status.OK
+        if status in (Status.REFUSED, Status.DIFFERS):
+            return Status(status)
+        missing = self.core.missing
+        if status == Status.LATE:
+            raise late(self.core.waited_s, [missing])
+        if status == Status.LEFT:
+            raise PeerLostError(f"rank {missing} {LEFT}", peer=missing)
+        if status == Status.ABORTED and self._board.broken is not None:
+            raise self._board.broken
+        raise RuntimeError(f"the native core ended a call with status {status}")
+
+
+def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Addresses and numbers of elements, by loops: comprehensions are calls of their own in Python 3.11."""
+    addresses, counts = [], []
+    for tensor in tensors:
+        addresses.append(tensor.data_ptr())
+        counts.append(tensor.numel())
+    return addresses, counts

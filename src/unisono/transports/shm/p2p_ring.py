@@ -1,0 +1,299 @@
+"""Tagged messages between two ranks in shared memory: a ring of bytes for each direction of each pair."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from unisono.core.tensors import view_of
+from unisono.core.types import Message, Recv, Send
+from unisono.core.work import Countdown, elements, misfit
+from unisono.errors import CommError
+from unisono.transports.shm.barrier import Board
+from unisono.transports.shm.barrier import late as late_by
+from unisono.transports.shm.byte_ring import Ring, nbytes_of, rings_of
+from unisono.transports.shm.ring_work import RingWork
+from unisono.transports.shm.signature import DTYPE_CODES, DTYPES
+
+__all__ = ["Rings"]
+
+ItemT = TypeVar("ItemT")
+
+_RING_BYTES = 128 << 10
+_HEADER = struct.Struct("<qqq")
+"""Tag, number of elements, and code of the dtype: the first part of each message. Its content is the second."""
+_SLICE_S = 0.02
+"""The longest wait of the native core; after it failures and the deadline are checked."""
+
+
+class _Outgoing:
+    """Sends to one peer, in their order; the first one is being written.
+
+    Attributes:
+        pending: How many are not done.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring, self.pending = ring, 0
+        self._queue: deque[tuple[Send, Countdown]] = deque()
+        self._rest: memoryview | None = None
+
+    def works(self) -> list[Countdown]:
+        """Works of the sends that are not done."""
+        return [work for _, work in self._queue]
+
+    def post(self, message: Send, work: Countdown) -> None:
+        """Send after those that were posted before."""
+        self._queue.append((message, work))
+        self.pending += 1
+
+    def move(self) -> bool:
+        """Write as much as there is room for; return whether anything was."""
+        moved = False
+        while self._queue:
+            message, work = self._queue[0]
+            if self._rest is None:
+                tensor = message.tensor
+                header = _HEADER.pack(message.tag, tensor.numel(), DTYPE_CODES[tensor.dtype])
+                if not self._ring.write(header, more=True):
+                    break
+                self._rest, moved = view_of(tensor), True
+            step = self._ring.write(self._rest)
+            if step < len(self._rest):
+                self._rest = self._rest[step:]
+                if not step:
+                    break
+            else:
+                self._rest = None
+                self._queue.popleft()
+                self.pending -= 1
+                work.arrived(message)
+            moved = True
+        return moved
+
+
+class _Incoming:
+    """Messages from one peer, and the receives that wait for them, by tag.
+
+    Attributes:
+        pending: How many receives are not done, and one more while a message is put aside.
+        early: Messages that were put aside, by tag.
+        sought: The tag that is looked for, if any is.
+    """
+
+    def __init__(self, ring: Ring, peer: int, rank: int) -> None:
+        self._ring, self._peer, self._rank, self.pending = ring, peer, rank, 0
+        self._posted: dict[int, deque[tuple[Recv, Countdown]]] = {}
+        self.early: dict[int, deque[torch.Tensor]] = {}
+        self.sought: int | None = None
+        self._tag = 0
+        self._target: torch.Tensor | None = None
+        self._rest = memoryview(b"")
+        self._end: tuple[Recv, Countdown] | None = None
+
+    def works(self) -> list[Countdown]:
+        """Works of the receives that are not done."""
+        waiting = [work for queue in self._posted.values() for _, work in queue]
+        return waiting + ([self._end[1]] if self._end is not None else [])
+
+    def post(self, message: Recv, work: Countdown) -> None:
+        """Receive a message that was put aside, or the next one of its tag."""
+        if message.tag not in self.early:
+            self._posted.setdefault(message.tag, deque()).append((message, work))
+            self.pending += 1
+            return
+        early = _next(self.early, message.tag)
+        if early.dtype is not message.tensor.dtype or early.numel() != message.tensor.numel():
+            self._refuse(message, work, early.numel(), early.dtype)
+        else:
+            view_of(message.tensor)[:] = view_of(early)
+            increment_version(message.tensor)
+            work.arrived(message)
+
+    def move(self) -> bool:
+        """Read as much as there are receives for; return whether anything was."""
+        moved = False
+        while (self.pending or self.sought is not None) and self._ring.available:
+            if self._target is None and not self._begin():
+                break
+            moved = True
+            step = self._ring.read(self._rest)
+            if step < len(self._rest):
+                self._rest = self._rest[step:]
+            else:
+                self._finish()
+        return moved
+
+    def _begin(self) -> bool:
+        """Read a header, and choose where the message goes; False if it is the one sought, which stays in the ring."""
+        if not self._posted and self._next_tag() == self.sought:
+            return False
+        tag, numel, code = _HEADER.unpack_from(self._ring.peek())
+        self._ring.skip(_HEADER.size)
+        dtype = DTYPES[code - 1]
+        if tag in self._posted:
+            self._end = _next(self._posted, tag)
+        else:
+            # A later message, of another tag, is waited for or sought: this one has to step aside.
+            self._end, self.pending = None, self.pending + 1
+        target = None if self._end is None else self._end[0].tensor
+        if target is None or target.dtype is not dtype or target.numel() != numel:
+            target = torch.empty(numel, dtype=dtype, device="cpu")
+            if self._end is not None:
+                self._refuse(*self._end, numel, dtype)
+        self._tag, self._target, self._rest = tag, target, view_of(target)
+        return True
+
+    def _next_tag(self) -> int:
+        """Return the tag of the message that comes next in the ring."""
+        tag: int = _HEADER.unpack_from(self._ring.peek())[0]
+        return tag
+
+    def _finish(self) -> None:
+        end, content = self._end, self._target
+        assert content is not None
+        self._target = self._end = None
+        self.pending -= 1
+        increment_version(content)
+        if end is not None:
+            end[1].arrived(end[0])
+            return
+        self.early.setdefault(self._tag, deque()).append(content)
+        if self._tag in self._posted:
+            # This receive was posted meanwhile.
+            self.pending -= 1
+            self.post(*_next(self._posted, self._tag))
+
+    def _refuse(self, message: Recv, work: Countdown, numel: int, dtype: torch.dtype) -> None:
+        """Fail a receive, because another number of elements or another dtype was sent."""
+        sent = elements(numel, str(dtype))
+        expected = elements(message.tensor.numel(), str(message.tensor.dtype))
+        work.complete(misfit(self._peer, sent, self._rank, expected, message.tag, self._peer))
+
+    def holds(self, tag: int) -> bool:
+        """Whether a message of a tag is here that no receive waits for."""
+        return tag in self.early or (self._target is None and self._ring.available > 0 and self._next_tag() == tag)
+
+
+_End = _Outgoing | _Incoming
+
+
+def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
+    """Take out the first of a tag. An empty queue goes: a program may use each tag once."""
+    queue = queues[tag]
+    first = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return first
+
+
+class Rings:
+    """All messages of one rank. A thread that waits moves those of all peers; there is no thread beside.
+
+    Args:
+        board: For waiting and waking where there is no core, and for failures.
+        memory: The part of the shared memory that holds the rings.
+        core: The native core, or None.
+
+    Attributes:
+        early: For each peer, by tag, the messages that have been taken out of its ring, and wait for a receive.
+        lock: Held while bytes are moved.
+        idle: Whether nothing is under way here, so that the native core may move the next message by itself.
+        held: Whether it is doing so.
+    """
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Memory that the rings of `size` ranks take."""
+        return nbytes_of(size, _RING_BYTES)
+
+    def __init__(self, board: Board, memory: memoryview, core: Any) -> None:
+        self._board, self._core = board, core
+        self._wake: Callable[[int], object] = board.ring if core is None else core.wake
+        self.lock, self.idle, self.held = threading.RLock(), True, False
+        outgoing, incoming = rings_of(board.rank, board.size, memory, _RING_BYTES)
+        self._out = [_Outgoing(ring) for ring in outgoing]
+        self._in = [_Incoming(ring, peer, board.rank) for peer, ring in enumerate(incoming)]
+        self._sending: dict[int, _End] = {}
+        self._receiving: dict[int, _End] = {}
+        self.early = [end.early for end in self._in]
+
+    def post(self, batch: Sequence[Message], timeout_s: float) -> Countdown:
+        """Start messages; they are moved as far as possible, and further by whoever waits for the work."""
+        work = RingWork(timeout_s, batch, self)
+        if self._board.broken is not None:
+            work.complete(self._board.broken)
+            return work
+        with self.lock:
+            if self.held:
+                raise CommError("a message was begun inside another one, as by a signal handler")
+            for message in batch:
+                peer = message.peer
+                if isinstance(message, Send):
+                    self._sending[peer] = self._out[peer]
+                    self._out[peer].post(message, work)
+                else:
+                    self._receiving[peer] = self._in[peer]
+                    self._in[peer].post(message, work)
+            self.move()
+        return work
+
+    def pending(self) -> list[Countdown]:
+        """The works that are not done."""
+        with self.lock:
+            ends: list[_End] = [*self._out, *self._in]
+            return [work for end in ends for work in end.works()]
+
+    def holds(self, peer: int, tag: int) -> bool:
+        """Move what can be moved; whether a message of a tag from a rank is here that no receive waits for."""
+        with self.lock:
+            self._receiving[peer] = end = self._in[peer]
+            end.sought = tag
+            self.move()
+            end.sought = None
+            return end.holds(tag)
+
+    def move(self) -> bool:
+        """Move what can be moved; return whether anything was."""
+        moved = False
+        with self.lock:
+            for ends in (self._sending, self._receiving):
+                for peer, end in list(ends.items()):
+                    if end.move():
+                        moved = True
+                        self._wake(peer)
+                    if not end.pending:
+                        ends.pop(peer, None)
+            self.idle = not self._sending and not self._receiving
+        return moved
+
+    def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Wait until messages have moved, or `done` is true.
+
+        Raises as `Board.wait_until`.
+        """
+        if self._core is None:
+            self._board.wait_until(lambda: self.move() or done(), deadline, missing)
+            return
+        # Another thread may move the very messages that this one waits for: its moves are counted.
+        moves, started = self._core.moves, time.monotonic()
+        if done():
+            return
+        limit = min(deadline, started + _SLICE_S)
+        self._core.wait_rings(list(self._sending), list(self._receiving), moves, limit)
+        if not self.move() and not done():
+            self._board.check(lambda: self.move() or done(), missing)
+            if time.monotonic() > deadline:
+                raise late_by(time.monotonic() - started, missing())
+
+    def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Move what can be moved; raise as `Board.check` if the rest never can be."""
+        if not self.move() and not done():
+            self._board.check(lambda: self.move() or done(), missing)

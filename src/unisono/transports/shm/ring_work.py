@@ -1,0 +1,67 @@
+"""A batch of messages in the rings of shared memory, as a work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.core.threads import Crew
+from unisono.core.types import Message
+from unisono.core.work import Countdown, late, patience
+from unisono.errors import CommError, CommTimeoutError
+
+if TYPE_CHECKING:
+    from unisono.transports.shm.p2p_ring import Rings
+
+__all__ = ["RingWork"]
+
+_FOREVER_S = 1e9
+
+_crew = Crew("unisono shared memory")
+
+
+class RingWork(Countdown):
+    """A batch of messages in rings, which are moved by the thread that waits for them, or asks."""
+
+    def __init__(self, timeout_s: float, messages: Sequence[Message], rings: Rings) -> None:
+        self._rings, self._seen_through = rings, False
+        super().__init__(timeout_s, messages)
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._done.is_set():
+            started, limit = time.monotonic(), patience(timeout, self.timeout_s)
+            try:
+                while not self._done.is_set():
+                    self._rings.wait(started + limit, self._done.is_set, self._awaited)
+            except CommTimeoutError:
+                raise late(self._messages, time.monotonic() - started) from None
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        if not self._done.is_set():
+            try:
+                self._rings.check(self._done.is_set, self._awaited)
+            except CommError as error:
+                self.complete(error)
+        return self._done.is_set()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        with self._lock:
+            first, self._seen_through = not self._seen_through, True
+        if first and not self._done.is_set():
+            _crew.run(self._see_through)
+        return super().get_future()
+
+    def _see_through(self) -> None:
+        try:
+            self.wait(_FOREVER_S)
+        except CommError as error:
+            # There is no caller to raise it to; the future reports it.
+            self.complete(error)
+
+    def _awaited(self) -> list[int]:
+        return [message.peer for message in self._messages]

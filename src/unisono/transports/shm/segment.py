@@ -1,0 +1,141 @@
+"""Memory that the ranks of one host share: anonymous files, found by number, gone with their last user."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TypeVar
+
+from unisono.core.control import Control
+from unisono.core.failure import Cause, error_of
+from unisono.core.group import Group
+from unisono.errors import MismatchError, UnavailableError
+from unisono.host.network import host_identity, shm_obstacle
+
+__all__ = ["PAGE_BYTES", "meet", "neighbours"]
+
+T = TypeVar("T")
+_Trouble = tuple[str, str] | None
+"""Why a rank has no memory: the class of the error, and its words."""
+
+PAGE_BYTES = 4096
+_CARD = struct.Struct("<qqq16s")
+_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def meet(group: Group, control: Control, name: str, nbytes: int, timeout: float, mapped: Callable[[int, int], T]) -> T:
+    """The same zeroed memory on every rank of a group. Collective.
+
+    Rank 0 makes an anonymous file and tells its process and descriptor; the others open it through
+    /proc. A random number in it proves that they found the right one, and so that they share a host.
+    The memory goes when the last process has unmapped it, however that ends.
+
+    Args:
+        group, control, timeout: Who meets, by what, and within what time.
+        name: The same on every rank.
+        nbytes: How much; the same on every rank.
+        mapped: Makes memory of a descriptor, which is closed afterwards, and of the number of its bytes.
+
+    Raises:
+        MismatchError: Not all ranks ask for as much; on every rank.
+        UnavailableError, CommError: One rank cannot have it; on every rank.
+    """
+    with ExitStack() as kept:
+        card, trouble = _tried(group, lambda: kept.enter_context(_shown(name, nbytes)) if group.rank == 0 else b"")
+        told = control.exchange(group, f"memory: {name}", (nbytes, card, trouble), timeout)
+        _check(group, [other for *_, other in told])
+        if len({wanted for wanted, *_ in told}) > 1:
+            found = ", ".join(f"{wanted} on rank {rank}" for rank, (wanted, *_) in enumerate(told))
+            raise MismatchError(f"ranks ask for other amounts of memory, in bytes of all ranks together: {found}")
+        memory, trouble = _tried(group, lambda: _opened(told[0][1], mapped))
+        # Until all have it, it is shown.
+        _check(group, control.exchange(group, f"memory: {name} is there", trouble, timeout))
+    assert memory is not None
+    return memory
+
+
+def _tried(group: Group, action: Callable[[], T]) -> tuple[T | None, _Trouble]:
+    """What it returns; or why it does not, for all ranks."""
+    try:
+        return action(), None
+    except UnavailableError as error:
+        return None, (type(error).__name__, error.message)
+    except (OSError, RuntimeError, ValueError) as error:
+        return None, ("CommError", f"shared memory cannot be had on rank {group.rank}: {error}")
+
+
+def _check(group: Group, troubles: Sequence[_Trouble]) -> None:
+    for rank, trouble in enumerate(troubles):
+        if trouble is not None:
+            raise error_of(Cause(trouble[0], rank, trouble[1]), group)
+
+
+def _opened(card: bytes, mapped: Callable[[int, int], T]) -> T:
+    try:
+        descriptor, nbytes = _found(card)
+    except OSError as error:
+        if error.errno in _USED_UP:
+            raise
+        raise UnavailableError(
+            f"rank 0's shared memory cannot be opened ({error}): the ranks are on different hosts or in different "
+            "containers. Use backend='gloo'"
+        ) from error
+    try:
+        return mapped(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _found(card: bytes) -> tuple[int, int]:
+    """A descriptor of the file that a card tells of, and its bytes."""
+    pid, number, nbytes, proof = _CARD.unpack(card)
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    if os.pread(descriptor, len(proof), 0) != proof:
+        os.close(descriptor)
+        raise OSError("another file was found in its place")
+    return descriptor, nbytes
+
+
+def neighbours(group: Group, control: Control, timeout: float) -> tuple[tuple[int, ...], ...]:
+    """Who can map whose memory. The first of those who seem to share a host shows a random number in memory of its own.
+
+    Who does not find it there (in another container, say, under the same kernel) counts as a host of its own.
+    """
+    usable = shm_obstacle() is None
+    seen = control.exchange(group, "who seems to be where", (host_identity(), usable), timeout)
+    mine = seen[group.rank]
+    first = next(rank for rank, other in enumerate(seen) if other == mine)
+    with _shown("neighbours", PAGE_BYTES) if usable and first == group.rank else nullcontext(b"") as card:
+        cards = control.exchange(group, "what is shown in memory", card, timeout)
+        found = usable and _sees(cards[first])
+        proven = control.exchange(group, "what was found in memory", found, timeout)
+    parts: dict[tuple[object, ...], list[int]] = {}
+    for rank, (other, proof) in enumerate(zip(seen, proven, strict=True)):
+        parts.setdefault((*other,) if proof else (rank,), []).append(rank)
+    return tuple(tuple(ranks) for ranks in parts.values())
+
+
+@contextmanager
+def _shown(name: str, nbytes: int) -> Iterator[bytes]:
+    """Anonymous memory with a random number in it for as long as this lasts: where others find it."""
+    proof = secrets.token_bytes(16)
+    descriptor = os.memfd_create(f"unisono {name}"[:200], os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        os.pwrite(descriptor, proof, 0)
+        yield _CARD.pack(os.getpid(), descriptor, nbytes, proof)
+        os.pwrite(descriptor, bytes(len(proof)), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _sees(card: bytes) -> bool:
+    try:
+        os.close(_found(card)[0])
+    except (OSError, struct.error):
+        return False
+    return True

@@ -1,0 +1,26 @@
+"""What ranks compare when they arrive in the first round of a collective: a few numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.core.collective import FAMILIES
+from unisono.core.fingerprint import hash_of
+from unisono.core.tensors import numels
+from unisono.core.types import Call, ReduceOp
+
+__all__ = ["DTYPES", "DTYPE_CODES", "OP_CODES", "Mark", "mark_of"]
+
+OP_CODES: dict[str, int] = {op.value: code for code, op in enumerate(ReduceOp, 1)}
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
+
+Mark = tuple[int, int, int, int]
+
+
+def mark_of(call: Call) -> Mark:
+    """Return the mark of a call without the native core, which makes marks of its own."""
+    read, written = numels(call.inputs), numels(call.outputs)
+    dtype = next((t.dtype for t in (*call.inputs, *call.outputs)), None)
+    counts = FAMILIES[call.name].compared_counts(read, written)
+    return hash_of((call.name, call.asked, dtype, call.root, counts)), 0, 0, 0

@@ -1,0 +1,226 @@
+"""Ranks of one host through shared memory: no copy into the kernel, no other thread."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from unisono.core.collective import FAMILIES
+from unisono.core.fingerprint import Fingerprint, explain, hash_of
+from unisono.core.group import Group
+from unisono.core.lazy_work import Deferred
+from unisono.core.mailbox import Mailbox
+from unisono.core.native import native
+from unisono.core.transport import Options, Status, Transport
+from unisono.core.types import Call, Message, ReduceOp, Work
+from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
+from unisono.host.cpu_count import cores
+from unisono.host.network import shm_obstacle
+from unisono.transports.shm.barrier import Board
+from unisono.transports.shm.collectives import Rounds
+from unisono.transports.shm.fast_path import ShmFastPath
+from unisono.transports.shm.mailbox import ShmMailbox
+from unisono.transports.shm.p2p_ring import Rings
+from unisono.transports.shm.segment import PAGE_BYTES, meet, neighbours
+from unisono.transports.shm.signature import mark_of
+from unisono.transports.shm.symmetric_memory import Arenas
+
+if TYPE_CHECKING:
+    from unisono.core.control import Control
+
+__all__ = ["TRANSPORT", "ShmTransport"]
+
+_STAGE_BYTES = 1 << 20
+_QUOTE_S = 10.0
+_CARDS = 64
+_CARD = struct.Struct("<?15s")
+"""What ranks say of themselves in the page that proves to be the right one: whether there is a core to spare, and which
+build of the native core they have, if any."""
+
+
+class ShmTransport(Transport):
+    """Shared memory of one group: a board of counters, two stages a rank, and rings for messages.
+
+    Memory of p ranks: 2 MiB for each rank and 128 KiB for each ordered pair, taken when first
+    touched, and given back with the last process; messages of any length pass through it.
+    A wait is seen through by whoever waits; there is no thread. `background` is set if each rank, when they met, had
+    a core beside those of torch's threads.
+    """
+
+    native = frozenset(FAMILIES)
+    any_source = checks = True
+    devices = frozenset({"cpu", "cuda"})
+    staged = frozenset({"cuda"})
+    latency_s = 10e-6
+    second_per_byte = 2e-10
+
+    def __init__(self, group: Group, control: Control, options: Options, *, spare: bool) -> None:
+        self.group, self._control, self._options = group, control, options
+        self._fingerprint: Fingerprint | None = None
+        self._native: ShmFastPath | None = None
+        module, size = native(), group.size
+        board = -(-(_CARDS + _CARD.size * size) // PAGE_BYTES) * PAGE_BYTES
+        stages = board + -(-Board.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
+        rings = stages + size * 2 * _STAGE_BYTES
+
+        def mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+            memory = mmap.mmap(descriptor, nbytes)
+            build = "" if module is None else module.BUILD
+            _CARD.pack_into(memory, _CARDS + _CARD.size * group.rank, spare, build.encode()[:15])
+            return memory
+
+        memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s, mapped)
+        said = [_CARD.unpack_from(memory, _CARDS + _CARD.size * rank) for rank in range(size)]
+        self.background = all(spares for spares, _ in said)
+        with torch.inference_mode(mode=False):
+            words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
+        self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
+        # Memory is unmapped when its last user goes, so nothing may refer to this in a circle.
+        differ = _weakly(self._differ)
+        queues, core = memoryview(memory)[rings:], None
+        if module is not None and _all_native([build for _, build in said], group):
+            begin = data.data_ptr()
+            where = begin + board, begin + stages, begin + rings
+            self._native = ShmFastPath(module, self._board, *where, _STAGE_BYTES, size > cores(), queues, differ)
+            self.fast_path, core = self._native, self._native.core
+        self._rings = Rings(self._board, queues, None) if self._native is None else self._native.rings
+        self._arenas = Arenas(group, control, options.timeout_s, core)
+        halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
+        pairs = [(half[0], half[1]) for half in halves]
+        self._rounds = Rounds(self._board, pairs, self._arenas, differ)
+        self._memory = memory
+
+    @classmethod
+    def connect(cls, group: Group, control: Control, options: Options) -> ShmTransport:
+        obstacle = shm_obstacle()
+        if obstacle is not None:
+            raise UnavailableError(obstacle)
+        # The communicator will be told of failures; memory is met for as members only.
+        control.join(group)
+        return cls(group, control, options, spare=cores() >= group.size * (torch.get_num_threads() + 1))
+
+    @classmethod
+    def neighbours(cls, group: Group, control: Control, timeout: float) -> tuple[tuple[int, ...], ...]:
+        return neighbours(group, control, timeout)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._arenas.empty(shape, dtype)
+
+    def split(self, group: Group) -> ShmTransport:
+        # Whether others than the ranks of a part compute too is not known there.
+        return ShmTransport(group, self._control, self._options, spare=self.background)
+
+    def mailbox(self, group: Group) -> Mailbox:
+        return ShmMailbox(group, self._control, self._options.timeout_s)
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self._rings.post(batch, self._options.timeout_s)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        def here() -> bool:
+            return self._rings.holds(peer, tag)
+
+        found = here()
+        if not found:
+            self._board.check(here, lambda: [peer])
+        return found
+
+    # -- collectives ---------------------------------------------------------------------------
+    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+        """Native calls are compared with their first round, at no cost; schedules by a round of their own."""
+        self._fingerprint = fingerprint
+        deadline = time.monotonic() + timeout
+        if fingerprint.algorithm == "native":
+            return
+        digest, pairs = hash_of(fingerprint.compared()[1:]), [*fingerprint.sends, *fingerprint.receives]
+        if self._native is not None:
+            if self._native.compare(digest, pairs, deadline) is Status.DIFFERS:
+                self._differ()
+        elif pairs:
+            self._rounds.pairs(pairs, (digest, 0, 0, 0), deadline)
+        else:
+            self._rounds.barrier((digest, 0, 0, 0), deadline)
+
+    def collective(self, call: Call) -> Work:
+        return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
+
+    def _run(self, call: Call, deadline: float) -> None:
+        if self._native is not None:
+            status = self._native.carry(call, deadline)
+            if status is Status.DIFFERS:
+                self._differ()
+            if status is Status.OK:
+                return
+        rounds, mark = self._rounds, mark_of(call)
+        if call.name == "all_reduce":
+            rounds.all_reduce(call.outputs[0], call.op or ReduceOp.SUM, mark, deadline)
+        elif call.name == "barrier":
+            rounds.barrier(mark, deadline)
+        else:
+            getattr(rounds, call.name)(call, mark, deadline)
+
+    def _differ(self, fingerprint: Fingerprint | None = None) -> NoReturn:
+        """Ranks' marks differ, which all of them see: quote what each was about to do."""
+        mine = fingerprint or self._fingerprint
+        assert mine is not None
+        topic, patience = f"mismatch in round {self._board.round}", min(self._options.timeout_s, _QUOTE_S)
+        # Calls of the fast path are not numbered here; the rounds have shown that all ranks are at the same call.
+        values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), patience)
+        problem = explain([Fingerprint(*value) for value in values])
+        raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
+
+    # -- end -----------------------------------------------------------------------------------
+    def leave(self) -> None:
+        if self._board.broken is None:
+            self._board.leave()
+
+    def close(self) -> None:
+        self.leave()
+        self.abort(ClosedError("the communicator is closed"))
+
+    def abort(self, cause: BaseException) -> None:
+        if self._board.broken is None:
+            self._board.broken = cause
+            if self._native is not None:
+                self._native.abort()
+        for work in () if self._rings.idle else self._rings.pending():
+            work.complete(cause)
+
+
+def _all_native(builds: Sequence[bytes], group: Group) -> bool:
+    """Whether every rank has the native core; all of them, or none, use it."""
+    found = {build.rstrip(b"\0").decode() for build in builds}
+    if len(found - {""}) > 1:
+        quoted = ", ".join(f"{build.rstrip(bytes(1)).decode() or 'none'} on rank {r}" for r, build in enumerate(builds))
+        raise CommError(f"ranks have different builds of unisono's native core: {quoted}. Install the same one for all")
+    without = [rank for rank, build in enumerate(builds) if not build.strip(b"\0")]
+    having = set(range(group.size)) - set(without)
+    if without and having and group.rank == min(having):
+        text = f"rank {without[0]} has no native core, so all ranks do without it, and short calls take longer"
+        warnings.warn(text, stacklevel=2)
+    return not without
+
+
+def _weakly(method: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """Return what calls a method of an object without holding the object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> NoReturn:
+        found = reference()
+        if found is not None:
+            found(*given)
+        raise ClosedError("the communicator is closed")
+
+    return call
+
+
+TRANSPORT = ShmTransport

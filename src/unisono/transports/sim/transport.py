@@ -1,0 +1,154 @@
+"""Ranks in virtual time: one runs at a time, a seed says which, and messages take as long as the network says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from unisono.control.simulated import SimulatedControl
+from unisono.core.control import Control
+from unisono.core.group import Group
+from unisono.core.transport import Options
+from unisono.core.types import Message, Send, Work
+from unisono.core.work import Countdown, describe, readable
+from unisono.errors import ClosedError, PeerLostError, UnavailableError
+from unisono.simulation import EndedError, Scheduler, here, waiting
+from unisono.transports.sim.network import Link, Network
+from unisono.transports.thread import Letter, Mail, ThreadTransport
+
+__all__ = ["TRANSPORT", "Link", "Network", "SimTransport"]
+
+
+class _Post(Mail):
+    """Messages that wait for their counterpart, and those on their way. Shared by all ranks."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+        self.on_the_way: list[tuple[str, Letter]] = []
+        self.dead: set[int] = set()
+        self._free_at: dict[tuple[int, int], int] = {}
+        self._arrived_at: dict[tuple[int, int], int] = {}
+
+    def arrival(self, wire: tuple[int, int], nbytes: int, scheduler: Scheduler) -> int:
+        """When a message that leaves now arrives, in nanoseconds; the link is taken until then, or nearly."""
+        link = self.network.of(*wire)
+        self._free_at[wire] = max(scheduler.now, self._free_at.get(wire, 0)) + round(
+            nbytes * link.second_per_byte * 1e9
+        )
+        latency_s = link.latency_s * (1 + self.network.jitter * scheduler.chance())
+        # Nothing overtakes on a link.
+        earliest = self._arrived_at.get(wire, 0) + 1
+        self._arrived_at[wire] = max(earliest, self._free_at[wire] + round(latency_s * 1e9))
+        return self._arrived_at[wire]
+
+
+class SimTransport(ThreadTransport):
+    """Ranks of one process that take turns. For `un.simulate`, or `un.launch(fn, nprocs, "sim")`.
+
+    As with threads, a send completes only when it has been received. The message leaves when both ends
+    have been posted, and is read from the sender's tensor when it arrives: a buffer that is changed too
+    early is found out. What it costs in real time: a few switches between threads a message.
+    """
+
+    simulated = True
+    devices = frozenset({"cpu"})
+
+    _mail: _Post
+    _control: Control
+
+    @classmethod
+    def connect(cls, group: Group, control: Control, options: Options) -> SimTransport:
+        if here() is None and group.size > 1:
+            raise UnavailableError("simulated ranks take turns: use un.simulate(fn, nprocs) to run them")
+        network = options.extra.get("network") or Network()
+        return cls(group, control.share("sim/post", lambda: _Post(network)), options.timeout_s)._under(control)
+
+    def _under(self, control: Control) -> SimTransport:
+        self._control = control
+        link = self._mail.network.link
+        self.latency_s, self.second_per_byte = link.latency_s, link.second_per_byte
+        return self
+
+    def split(self, group: Group) -> SimTransport:
+        return type(self)(group, self._mail, self._timeout_s)._under(self._control)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        scheduler = _scheduler()
+        if self._is_dead:
+            raise ClosedError("this rank was killed")
+        for message in batch:
+            way = f"to rank {message.peer}" if isinstance(message, Send) else f"from rank {message.peer}"
+            scheduler.note(f"{self.group.name}: {readable(message.tensor.nbytes)} {way} (tag {message.tag})")
+        scheduler.pause()
+        return super().post(batch)
+
+    def _work(self, batch: Sequence[Message]) -> Countdown:
+        return _SimWork(self._timeout_s, batch)
+
+    def _deliver(self, letter: Letter) -> None:
+        """Let it leave."""
+        scheduler, name = _scheduler(), self.group.name
+        wire = self.group.members[letter.source], self.group.members[letter.target]
+        self._mail.on_the_way.append((name, letter))
+        arrival = self._mail.arrival(wire, letter.sent.tensor.nbytes, scheduler)
+        scheduler.at(arrival, lambda: self._arrive(name, letter))
+
+    def _arrive(self, group: str, letter: Letter) -> None:
+        self._mail.on_the_way.remove((group, letter))
+        size, tag = readable(letter.sent.tensor.nbytes), letter.sent.tag
+        _scheduler().note(f"{group}: {size} from rank {letter.source} reach rank {letter.target} (tag {tag})")
+        letter.deliver()
+
+    @property
+    def _is_dead(self) -> bool:
+        return self.group.members[self.rank] in self._mail.dead
+
+    def close(self) -> None:
+        if not self._is_dead:
+            super().close()
+
+    def abort(self, cause: BaseException) -> None:
+        super().abort(cause)
+        for group, letter in self._mail.on_the_way:
+            if group == self.group.name and letter.source == self.rank:
+                # Its owner may do with it what he likes from now on.
+                letter.sent = replace(letter.sent, tensor=letter.sent.tensor.clone())
+                letter.send.complete(cause)
+            elif group == self.group.name and letter.target == self.rank:
+                letter.expected = replace(letter.expected, tensor=letter.expected.tensor.clone())
+                letter.recv.complete(cause)
+
+    def die(self, error: BaseException) -> NoReturn:
+        """No thread of this rank goes on but its program, which raises `error`; it reaches nobody any more."""
+        task, control = here(), self._control
+        if task is None or task.rank is None or not isinstance(control, SimulatedControl):
+            raise error
+        self._mail.dead.add(self.group.members[self.rank])
+        control.die()
+        for other in task.scheduler.of_rank(task.rank):
+            if other is not task:
+                task.scheduler.throw(other, error if other.main else EndedError())
+        raise error if task.main else EndedError
+
+
+class _SimWork(Countdown):
+    """Says what it waits for; who waits lets others run."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        task = here()
+        if task is not None:
+            task.scheduler.pause()
+        with waiting(lambda: describe(self._messages)):
+            super().wait(timeout)
+
+
+def _scheduler() -> Scheduler:
+    task = here()
+    if task is None:
+        raise PeerLostError("the simulation that this rank was a part of has ended")
+    return task.scheduler
+
+
+TRANSPORT = SimTransport

@@ -1,0 +1,147 @@
+"""Torch's own collectives: which calls they carry rightly, and how each is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.core.collective import FAMILIES
+from unisono.core.types import Call, ReduceOp
+
+__all__ = ["NATIVE", "carries", "start"]
+
+_NUMBERS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_NUMBERS |= {torch.int8, torch.uint8, torch.int32, torch.int64}
+_ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+# On 0 and 1, the only values of a bool, these are what torch's bool arithmetic gives.
+_BOOLEAN = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.BOR: ReduceOp.MAX,
+    ReduceOp.MAX: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.BAND: ReduceOp.MIN,
+    ReduceOp.MIN: ReduceOp.MIN,
+}
+
+
+def carries(call: Call, cuda: bool) -> bool:
+    """Whether torch's collective gives the right result; the same answer on every rank."""
+    if call.name == "all_gather":
+        return len({t.numel() for t in call.outputs}) == 1
+    if call.name == "reduce_scatter" and len({t.numel() for t in call.inputs}) != 1:
+        return False
+    return not FAMILIES[call.name].reduces or _reduces(call, cuda)
+
+
+def _reduces(call: Call, cuda: bool) -> bool:
+    assert call.op is not None
+    dtype = call.inputs[0].dtype
+    if dtype is torch.bool:
+        return call.op in _BOOLEAN and (call.name != "reduce_scatter" or cuda)
+    if dtype.is_complex:
+        return call.op is ReduceOp.SUM
+    if dtype not in _NUMBERS:
+        return False
+    if call.name == "reduce_scatter" and not cuda and call.op is not ReduceOp.SUM:
+        # Torch 2.8's gloo sums here, whatever it is asked for.
+        return False
+    if call.op in _BITWISE:
+        return not cuda
+    # Torch's backends lose NaN in the minimum and maximum of floats.
+    return call.op in _ARITHMETIC or not dtype.is_floating_point
+
+
+def start(backend: Any, call: Call) -> Any:
+    """Torch's work of this call; None if there is nothing to move."""
+    tensors = (*call.inputs, *call.outputs)
+    if tensors and not any(t.numel() for t in tensors):
+        return None
+    return _START[call.name](backend, call)
+
+
+def _all_reduce(backend: Any, call: Call) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = _torch_op(call)
+    return backend.allreduce([_plain(call.outputs[0])], options)
+
+
+def _reduce(backend: Any, call: Call) -> Any:
+    options = dist.ReduceOptions()
+    options.reduceOp, options.rootRank, options.rootTensor = _torch_op(call), _root(call), 0
+    return backend.reduce([_plain(call.inputs[0])], options)
+
+
+def _reduce_scatter(backend: Any, call: Call) -> Any:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _torch_op(call)
+    return backend.reduce_scatter([_plain(call.outputs[0])], [[_plain(t) for t in call.inputs]], options)
+
+
+def _broadcast(backend: Any, call: Call) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = _root(call), 0
+    return backend.broadcast([_bytes(call.outputs[0])], options)
+
+
+def _gather(backend: Any, call: Call) -> Any:
+    options = dist.GatherOptions()
+    options.rootRank = _root(call)
+    outputs = [[_bytes(t) for t in call.outputs]] if call.outputs else []
+    return backend.gather(outputs, [_bytes(call.inputs[0])], options)
+
+
+def _scatter(backend: Any, call: Call) -> Any:
+    options = dist.ScatterOptions()
+    options.rootRank = _root(call)
+    inputs = [[_bytes(t) for t in call.inputs]] if call.inputs else []
+    return backend.scatter([_bytes(call.outputs[0])], inputs, options)
+
+
+def _all_gather(backend: Any, call: Call) -> Any:
+    return backend.allgather([[_bytes(t) for t in call.outputs]], [_bytes(call.inputs[0])])
+
+
+def _barrier(backend: Any, call: Call) -> Any:
+    return backend.barrier()
+
+
+_START: dict[str, Callable[[Any, Call], Any]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_gather": _all_gather,
+    "barrier": _barrier,
+}
+
+NATIVE = frozenset(_START)
+"""An all_to_all is not among them: torch's wants even parts or one tensor; the schedule takes any."""
+
+
+def _torch_op(call: Call) -> Any:
+    assert call.op is not None
+    op = _BOOLEAN[call.op] if call.inputs[0].dtype is torch.bool else call.op
+    return getattr(dist.ReduceOp, op.name)
+
+
+def _root(call: Call) -> int:
+    assert call.root is not None
+    return call.root
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a dtype that torch's backends reduce."""
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8)
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: what is only moved needs no dtype."""
+    return tensor.view(torch.uint8)

@@ -1,0 +1,24 @@
+"""Torch's errors as ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from unisono.core.types import Message
+from unisono.core.work import late
+from unisono.errors import CommError, PeerLostError
+
+__all__ = ["translated"]
+
+
+def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float = 0.0) -> CommError:
+    """Torch's error as one of ours. Gloo never names the rank that is gone; the control plane does."""
+    text = str(error)
+    if re.search(r"[Tt]imed? ?out|timeout", text):
+        return late(messages, waited_s)
+    peer = messages[0].peer if len(messages) == 1 else None
+    if re.search(r"[Cc]onnection (closed|reset|refused)|Broken pipe|closure|EOF", text):
+        # Whether that rank was the first to fail, the control plane will tell.
+        return PeerLostError(f"the connection to {'a rank' if peer is None else f'rank {peer}'} was lost")
+    return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)

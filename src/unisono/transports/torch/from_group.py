@@ -1,0 +1,116 @@
+"""A transport on a process group that someone else made and owns, with a control plane of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono import serialization
+from unisono.control.client import SocketControl
+from unisono.control.server import Server
+from unisono.core.group import Group
+from unisono.core.transport import Options
+from unisono.errors import CommError, CommTimeoutError
+from unisono.host.network import address_towards, host_identity
+from unisono.transports.torch.errors import translated
+from unisono.transports.torch.transport import TorchTransport
+
+__all__ = ["adopt"]
+
+_CARD_BYTES = 256
+
+
+def adopt(
+    group: dist.ProcessGroup | None, timeout_s: float, chunk_bytes: int
+) -> tuple[TorchTransport, SocketControl, Options, Callable[[], None]]:
+    """The transport, control handle and options of this rank, and what to do at the end.
+
+    Rank 0 hosts the control plane; its address and secret travel over the group itself. The group is
+    used as it is, never closed; sub-groups are made on the control plane's store.
+
+    Raises:
+        TypeError: It is no process group.
+        ValueError: There is no default group, or this process is not in the group.
+        CommError: The group's backend is one that cannot be wrapped.
+        CommTimeoutError: Not all members have come in time.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("torch has no default group yet: call dist.init_process_group, or pass a group")
+        group = dist.distributed_c10d._get_default_group()
+    _check_group(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(group) else torch.device("cpu")
+    backend = group._get_backend(device)
+    kind = backend.name().lower()
+    if device.type not in TorchTransport.declared(kind).devices:
+        raise CommError(f"a group of backend {kind!r} for {device.type} cannot be wrapped; those of gloo and nccl can")
+    rank, size = group.rank(), group.size()
+    tell = partial(_all_gather, backend, size, device, time.monotonic() + timeout_s)
+    hosts = [_text(card) for card in tell(host_identity().encode())]
+    server: Server | None = None
+    card = b""
+    with contextlib.ExitStack() as undo:
+        if rank == 0:
+            # For ranks of several hosts, the address towards the job's master, which the other hosts can reach too.
+            far = None if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR", "192.0.2.1")
+            server = Server(secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_towards(far))
+            undo.callback(server.close)
+            card = serialization.encode((*server.address, secret, f"adopted/{secrets.token_hex(4)}"))
+        host, port, secret, name = serialization.decode(tell(card)[0])
+        control = SocketControl((host, port), secret, timeout_s, host_rank=0)
+        undo.callback(control.close)
+        options = Options(kind, str(device), timeout_s, control.local_host, chunk_bytes)
+        transport = TorchTransport(Group.world(rank, size, name), backend, control, options, owned=False)
+        return transport, control, options, undo.pop_all().close
+
+
+def _check_group(group: object) -> None:
+    if isinstance(group, dist.ProcessGroup):
+        return
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in the group; only its members call from_group")
+    raise TypeError(f"group must be a torch.distributed.ProcessGroup, not {type(group).__name__}")
+
+
+def _on_cuda(group: dist.ProcessGroup) -> bool:
+    kinds = {device.type for device in group._device_types}
+    if not kinds & {"cpu", "cuda"}:
+        raise CommError(f"a group for {sorted(kinds)} cannot be wrapped; only cpu and cuda groups can")
+    return "cpu" not in kinds
+
+
+def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, data: bytes) -> list[bytes]:
+    """Each rank's few bytes, by torch's own collective: there is nothing else yet."""
+    if len(data) >= _CARD_BYTES:
+        raise CommError(f"{len(data)} bytes do not fit on a card of {_CARD_BYTES}")
+    padded = bytes([len(data)]) + data.ljust(_CARD_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+    outputs = [torch.empty_like(mine) for _ in range(size)]
+    try:
+        # A wait of zero would mean one without end.
+        backend.allgather([outputs], [mine]).wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except RuntimeError as error:
+        found = translated(error, [])
+        # A timer may ring a little early.
+        if not isinstance(found, CommTimeoutError) and time.monotonic() < deadline:
+            raise found from error
+        raise CommTimeoutError(
+            f"not all of the {size} ranks of the torch group have come in time. "
+            "Are they alive, and does each of them call from_group?"
+        ) from error
+    raw = [ctypes.string_at(here.data_ptr(), here.numel()) for here in (t.cpu() for t in outputs)]
+    return [card[1 : 1 + card[0]] for card in raw]
+
+
+def _text(card: bytes) -> str:
+    return card.decode()

@@ -1,0 +1,167 @@
+"""Users' messages over gloo: in envelopes, so that one that does not fit is an error and not the end of the process."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.core.threads import Crew
+from unisono.core.types import Message, Recv, Send, Work
+from unisono.core.work import Countdown, elements, misfit
+from unisono.errors import CommTimeoutError
+from unisono.transports.torch.errors import translated
+
+if TYPE_CHECKING:
+    from unisono.transports.torch.transport import TorchTransport
+
+__all__ = ["Envelopes"]
+
+_HEADER = struct.Struct("<q24s")
+_ENVELOPE_BYTES = 4096
+_INLINE_BYTES = _ENVELOPE_BYTES - _HEADER.size
+_FIRST_TAG = (1 << 28) + 1
+_DAY = timedelta(days=1)
+
+_Stream = tuple[type[Message], int, int]
+
+
+class Envelopes:
+    """Each message is an envelope of 4 KiB, with length, dtype and up to 4064 bytes, and a rest if it is longer.
+
+    Gloo's waits cannot be interrupted, nor tried again, and its sends may wait for a connection that the
+    peer makes only when it receives. So both are done by threads, one for each peer, tag and direction;
+    what the user waits for is completed by those.
+    """
+
+    def __init__(self, transport: TorchTransport) -> None:
+        self._transport = transport
+        self._crew = Crew(f"unisono messages {transport.group.name}")
+        self._lock = threading.Lock()
+        self._streams: defaultdict[_Stream, deque[tuple[Message, Countdown]]] = defaultdict(deque)
+        self._open: set[Countdown] = set()
+        self._ahead: dict[_Stream, Future[torch.Tensor]] = {}
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        work = Countdown(self._transport.timeout_s, batch)
+        with self._lock:
+            self._open.add(work)
+        work.when_done(lambda: self._open.discard(work))
+        for message in batch:
+            self._enqueue(message, work)
+        return work
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        """As `Transport.iprobe`. Gloo cannot be asked: so an envelope is received, and kept for the next receive.
+
+        While none comes, that takes a thread for each rank and tag that was asked about.
+        """
+        stream = (Recv, peer, tag)
+        with self._lock:
+            if stream in self._streams:
+                return False
+            if stream not in self._ahead:
+                self._ahead[stream] = Future()
+                self._crew.run(partial(self._fetch, peer, tag, self._ahead[stream]))
+            if not self._ahead[stream].done():
+                return False
+            error = self._ahead[stream].exception()
+            if isinstance(error, CommTimeoutError):
+                # The peer has not made the connection yet.
+                del self._ahead[stream]
+        if error is not None and not isinstance(error, CommTimeoutError):
+            raise error
+        return error is None
+
+    def close(self, cause: BaseException) -> None:
+        """What is not done fails."""
+        with self._lock:
+            left = list(self._open)
+        for work in left:
+            work.complete(cause)
+
+    # -- the threads ---------------------------------------------------------------------------
+    def _enqueue(self, message: Message, work: Countdown) -> None:
+        """Messages of a stream are served in order, by one thread at a time."""
+        stream = (type(message), message.peer, message.tag)
+        with self._lock:
+            waiting = self._streams[stream]
+            waiting.append((message, work))
+            served = len(waiting) > 1
+        if not served:
+            self._crew.run(lambda: self._serve(stream))
+
+    def _serve(self, stream: _Stream) -> None:
+        while True:
+            with self._lock:
+                message, work = self._streams[stream][0]
+            try:
+                error = self._give(message) if isinstance(message, Send) else self._take(message)
+            except Exception as raised:
+                error = raised
+            if error is None:
+                work.arrived(message)
+            else:
+                work.complete(error)
+            with self._lock:
+                self._streams[stream].popleft()
+                if not self._streams[stream]:
+                    del self._streams[stream]
+                    return
+
+    def _give(self, message: Send) -> BaseException | None:
+        tensor, tag = message.tensor, _FIRST_TAG + 2 * message.tag
+        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
+        header = _HEADER.pack(tensor.numel(), str(tensor.dtype).removeprefix("torch.").encode())
+        envelope[: _HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        inline = tensor.nbytes <= _INLINE_BYTES
+        if inline:
+            envelope[_HEADER.size : _HEADER.size + tensor.nbytes] = tensor.view(torch.uint8)
+        started = [self._transport.start(Send(envelope, message.peer), tag)]
+        if not inline:
+            started.append(self._transport.start(message, tag + 1))
+        return self._wait(started, message)
+
+    def _take(self, message: Recv) -> BaseException | None:
+        tensor, tag = message.tensor, _FIRST_TAG + 2 * message.tag
+        with self._lock:
+            ahead = self._ahead.pop((Recv, message.peer, message.tag), None)
+        envelope = self._envelope(message.peer, message.tag) if ahead is None else ahead.result()
+        numel, name = _HEADER.unpack(bytes(envelope[: _HEADER.size].tolist()))
+        sent = elements(numel, name.rstrip(b"\0").decode())
+        expected = elements(tensor.numel(), str(tensor.dtype))
+        if sent != expected:
+            return misfit(message.peer, sent, self._transport.rank, expected, message.tag, message.peer)
+        if tensor.nbytes <= _INLINE_BYTES:
+            tensor.view(torch.uint8).copy_(envelope[_HEADER.size : _HEADER.size + tensor.nbytes])
+            return None
+        return self._wait([self._transport.start(message, tag + 1)], message)
+
+    def _fetch(self, peer: int, tag: int, ahead: Future[torch.Tensor]) -> None:
+        try:
+            ahead.set_result(self._envelope(peer, tag))
+        except Exception as error:
+            ahead.set_exception(error)
+
+    def _envelope(self, peer: int, tag: int) -> torch.Tensor:
+        """The next one of a stream."""
+        message = Recv(torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu"), peer, tag)
+        error = self._wait([self._transport.start(message, _FIRST_TAG + 2 * tag)], message)
+        if error is not None:
+            raise error
+        return message.tensor
+
+    def _wait(self, started: list[Any], message: Message) -> BaseException | None:
+        for work in started:
+            try:
+                work.wait(_DAY)
+            except RuntimeError as error:
+                return translated(error, [message])
+        return None

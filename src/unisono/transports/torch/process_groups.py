@@ -1,0 +1,95 @@
+"""Process groups of torch's own classes, met over the control plane's store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.control.torch_store import ControlStore
+from unisono.core.control import Control
+from unisono.core.failure import error_of
+from unisono.core.group import Group
+from unisono.core.threads import Crew
+from unisono.core.transport import Options
+from unisono.errors import UnavailableError
+from unisono.transports.torch.gloo_sockets import Sockets
+
+__all__ = ["backend_of"]
+
+_LOOK_EVERY_S = 0.02
+_crew = Crew("unisono torch meets")
+
+
+def backend_of(
+    group: Group, control: Control, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool
+) -> Any:
+    """A process group of torch's.
+
+    Args:
+        group: Whose ranks meet.
+        control: Tells of those that are lost meanwhile.
+        store: Where they meet.
+        options: As for every transport.
+        sockets: Told of gloo's connections.
+        lazy: Whether gloo is to connect when it is first used.
+
+    Raises:
+        RuntimeError: Torch's own, if not all have come.
+    """
+    timeout = timedelta(seconds=options.timeout_s)
+    if options.backend == "gloo":
+        if not dist.is_gloo_available():
+            raise UnavailableError("this build of torch has no gloo; use backend='thread', or another build of torch")
+        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's annotations
+        settings._timeout = timeout
+        settings._devices = [sockets.listening(lambda: _gloo_device(options.address, lazy))]
+        settings._threads = 2
+        return _met(group, control, lambda: dist.ProcessGroupGloo(store, group.rank, group.size, settings))
+    if options.backend == "nccl":
+        if not dist.is_nccl_available() or not torch.cuda.is_available():
+            raise UnavailableError("nccl needs a build of torch with CUDA and a GPU for each rank; use backend='gloo'")
+        torch.cuda.set_device(options.device)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, group.rank, group.size, nccl)
+    creator = dist.Backend._plugins.get(options.backend.upper())
+    if creator is None:
+        raise UnavailableError(f"this build of torch has no backend {options.backend!r}; use 'gloo' or 'thread'")
+    return creator.creator_fn(store, group.rank, group.size, timeout)
+
+
+def _gloo_device(address: str, lazy: bool) -> Any:
+    create = dist.ProcessGroupGloo.create_device
+    try:
+        return create(hostname=address, lazy_init=lazy)
+    except TypeError:
+        # Older builds: every pair is connected at once.
+        return create(hostname=address)
+
+
+def _met(group: Group, control: Control, make: Callable[[], Any]) -> Any:
+    """What `make` makes. Gloo waits there for who dies meanwhile until its time is up: then it is left to itself."""
+    made: list[Any] = []
+    raised: list[BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            raised.append(error)
+        ended.set()
+
+    _crew.run(run)
+    while not ended.wait(_LOOK_EVERY_S):
+        cause = control.cause(group)
+        if cause is not None:
+            raise error_of(cause, group)
+    if raised:
+        raise raised[0]
+    return made[0]

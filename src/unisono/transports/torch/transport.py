@@ -1,0 +1,295 @@
+"""Whatever torch.distributed has: gloo, nccl and other backends, without torch's global groups."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from unisono.control.sockets import close_after_fork
+from unisono.control.torch_store import ControlStore
+from unisono.core.control import Control
+from unisono.core.group import Group
+from unisono.core.mailbox import Mailbox
+from unisono.core.threads import Crew
+from unisono.core.transport import Declared, Options, Transport
+from unisono.core.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
+from unisono.core.work import Completion
+from unisono.errors import ClosedError, CommError
+from unisono.transports.mailbox.tcp import TcpMailbox
+from unisono.transports.torch.collectives import NATIVE, carries, start
+from unisono.transports.torch.errors import translated
+from unisono.transports.torch.gloo_sockets import Sockets
+from unisono.transports.torch.point_to_point import Envelopes
+from unisono.transports.torch.process_groups import backend_of
+
+__all__ = ["TRANSPORT", "TorchTransport"]
+
+_SLICE_S = 0.1
+_crew = Crew("unisono torch")
+_FIRST_TAG = 1 << 28
+"""Above the tags that the owner of a wrapped group is likely to use."""
+
+
+class TorchTransport(Transport):
+    """A process group of torch, driven directly: no default group, no names registered with torch.
+
+    With gloo, users' messages travel in an envelope that tells their length and dtype, since a
+    receive that does not fit ends the process there. Collectives need none: they are compared before.
+    """
+
+    native = NATIVE
+    overlaps = True
+    latency_s = 150e-6
+    second_per_byte = 1e-9
+
+    def __init__(self, group: Group, backend: Any, control: Control, options: Options, *, owned: bool = True) -> None:
+        self.group, self._backend, self._control, self._options = group, backend, control, options
+        self._owned = owned
+        self._upward: Any = None
+        self._sockets = Sockets()
+        self._flying: list[Any] = []
+        self._lock = threading.Lock()
+        self._stores: list[ControlStore] = []
+        declared = self.declared(options.backend)
+        self.devices, self.staged = declared.devices, declared.staged
+        self._cuda = "cpu" not in self.devices
+        self.tags = self.any_source = not self._cuda
+        self._broken: BaseException | None = None
+        self._envelopes = Envelopes(self)
+        close_after_fork(self)
+
+    def let_go(self) -> None:
+        """In a forked child: kept for good, since at their end torch's backends wait for the parent's threads."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._backend, self._upward)))
+
+    @classmethod
+    def declared(cls, backend: str) -> Declared:
+        if backend in ("gloo", "mpi"):
+            return Declared(frozenset({"cpu", "cuda"}), frozenset({"cuda"}), cls.native)
+        return Declared(frozenset({"cuda"}), frozenset(), cls.native)
+
+    @classmethod
+    def connect(cls, group: Group, control: Control, options: Options) -> TorchTransport:
+        made = cls._made(group, control, options, lazy=False)
+        if options.backend == "gloo":
+            # Gloo writes a message in the caller's thread, under a lock of the connection, if its receive is known
+            # already. Meanwhile its own thread cannot take in what comes over that connection, and spins, with
+            # few cores for a whole tick of the scheduler. So what comes and what goes take different ones.
+            store = ControlStore(control, f"torch/{group.name}/upward", group=group)
+            made._upward = _backend(group, control, store, options, made._sockets, lazy=False)
+            made._stores.append(store)
+        made._sockets.look()
+        return made
+
+    @classmethod
+    def _made(cls, group: Group, control: Control, options: Options, *, lazy: bool) -> TorchTransport:
+        store = ControlStore(control, f"torch/{group.name}", group=group)
+        sockets = Sockets()
+        made = cls(group, _backend(group, control, store, options, sockets, lazy=lazy), control, options)
+        made._sockets = sockets
+        # C++ holds only its part of a store, which fails without the Python part.
+        made._stores.append(store)
+        return made
+
+    def split(self, group: Group) -> TorchTransport:
+        return self._made(group, self._control, self._options, lazy=True)
+
+    def mailbox(self, group: Group) -> Mailbox:
+        # Gloo's waits cannot be polled, so messages that nobody waits for get connections of their own.
+        return TcpMailbox(group, self._control, self._options.address, self._options.timeout_s)
+
+    def renew(self, group: Group) -> TorchTransport:
+        return self.connect(group, self._control, self._options)
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        if self._broken is not None:
+            work = Completion(0.0)
+            work.complete(self._broken)
+            return work
+        if self._cuda:
+            return self._post_grouped(batch)
+        if batch and batch[0].tag != COLLECTIVE_TAG:
+            return self._envelopes.post(batch)
+        ordered = batch if self._upward is not None else sorted(batch, key=_sends_first)
+        moving = [(m, self.start(m, _FIRST_TAG, self._way(m))) for m in ordered if m.tensor.numel()]
+        return _Waits(moving, self._options.timeout_s)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        return self._envelopes.iprobe(peer, tag)
+
+    def _way(self, message: Message) -> Any:
+        """Of two sets of connections, the one for what a schedule sends in this direction, if there are two."""
+        upward = (message.peer > self.group.rank) == isinstance(message, Send)
+        return self._backend if self._upward is None or not upward else self._upward
+
+    def start(self, message: Message, wire_tag: int, backend: Any = None) -> Any:
+        """Torch's own work of one message."""
+        backend = backend or self._backend
+        try:
+            if isinstance(message, Recv):
+                return backend.recv([message.tensor], message.peer, wire_tag)
+            return backend.send([message.tensor], message.peer, wire_tag)
+        except RuntimeError as error:
+            raise translated(error, [message]) from error
+
+    def _post_grouped(self, batch: Sequence[Message]) -> Work:
+        """NCCL's way: all of a batch is one launch on the device's stream."""
+        self._backend._start_coalescing()
+        for message in batch:
+            self.start(message, 0)
+        return _Waits([(batch[0], self._backend._end_coalescing())] if batch else [], self._options.timeout_s)
+
+    @property
+    def timeout_s(self) -> float:
+        return self._options.timeout_s
+
+    # -- native collectives --------------------------------------------------------------------
+    def carries(self, call: Call) -> bool:
+        return call.name in self.native and carries(call, self._cuda)
+
+    def collective(self, call: Call) -> Work:
+        return self._flown(partial(start, self._backend, call)) or _Waits([], self._options.timeout_s)
+
+    def _flown(self, begin: Callable[[], Any]) -> Work | None:
+        """What is under way now, if anything is."""
+        # An abort, which comes from another thread, has to see what is under way.
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            try:
+                work = begin()
+            except RuntimeError as error:
+                raise translated(error, []) from error
+            if work is None:
+                return None
+            if self._owned:
+                self._flying = [known for known in self._flying if not known.is_completed()] + [work]
+        # Who is lost before a connection to it was made is waited for in vain, and only our own wait can be ended.
+        return _Waits([(None, work)], self._options.timeout_s, lambda: self._broken)
+
+    # -- end -----------------------------------------------------------------------------------
+    def close(self) -> None:
+        self._end(ClosedError("the communicator is closed"), lambda: False)
+
+    def abort(self, cause: BaseException) -> None:
+        # Ends gloo's own waits, here and at the peers.
+        self._end(cause, self._sockets.shut)
+
+    def _end(self, cause: BaseException, shut: Callable[[], bool]) -> None:
+        """A group of gloo's that is let go of while it waits holds everything up until it waits no more."""
+        self._envelopes.close(cause)
+        with self._lock:
+            self._broken = self._broken or cause
+            works = [work for work in self._flying if not work.is_completed()]
+            if shut() or works:
+                _crew.run(partial(self._sockets.bury, (self._backend, self._upward), works))
+            # Works keep what they work with.
+            self._flying = []
+            if self._upward is not None:
+                self._upward = _Gone(cause)
+            if self._owned:
+                self._backend = _Gone(cause)
+
+
+def _sends_first(message: Message) -> bool:
+    """Where all goes over one connection, data should meet no writing caller: both ends send before they receive."""
+    return isinstance(message, Recv)
+
+
+class _Gone:
+    """What is left of a backend after an abort."""
+
+    def __init__(self, cause: BaseException) -> None:
+        self._cause = cause
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._cause
+
+
+class _Waits(Work):
+    """Torch's works of one batch. Waiting is the only thing that gloo lets one do with a message."""
+
+    def __init__(
+        self,
+        works: Sequence[tuple[Message | None, Any]],
+        timeout_s: float,
+        broken: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        self._works, self._timeout_s, self._broken = works, timeout_s, broken
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._wait(timeout, self._works)
+        self._works = []
+
+    def wait_received(self, timeout: float | None = None) -> None:
+        self._wait(timeout, [item for item in self._works if isinstance(item[0], Recv)])
+        self._works = [item for item in self._works if not isinstance(item[0], Recv)]
+
+    def _wait(self, timeout: float | None, works: Sequence[tuple[Message | None, Any]]) -> None:
+        if self._error is not None:
+            raise self._error
+        started = time.monotonic()
+        deadline = started + (self._timeout_s if timeout is None else timeout)
+        for message, work in works:
+            try:
+                _wait_for(work, deadline, None if message is not None else self._broken)
+            except CommError as error:
+                self._error = error
+                raise
+            except RuntimeError as error:
+                waited = time.monotonic() - started
+                self._error = translated(error, [message] if message is not None else [], waited)
+                raise self._error from error
+
+    def is_completed(self) -> bool:
+        return self._error is not None or all(work.is_completed() for _, work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def get_future(self) -> torch.futures.Future[None]:
+        raise NotImplementedError("collectives' inner messages are waited for, not watched")
+
+
+def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | None] | None) -> None:
+    """A message's wait that ends too early breaks its connection; a collective can be waited for again and again."""
+    while True:
+        left = deadline - time.monotonic()
+        last = broken is None or left <= _SLICE_S or work.is_completed()
+        try:
+            # A wait of zero would mean one without end.
+            work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
+        except CommError:
+            # Of our own store, at which lazy connections meet. Torch cannot raise it twice.
+            raise
+        except RuntimeError:
+            if last:
+                raise
+            cause = broken() if broken is not None else None
+            if cause is not None:
+                raise cause from None
+        else:
+            return
+
+
+def _backend(
+    group: Group, control: Control, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool
+) -> Any:
+    try:
+        return backend_of(group, control, store, options, sockets, lazy=lazy)
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise translated(error, []) from error
+
+
+TRANSPORT = TorchTransport

@@ -1,9 +1,0 @@
-"""Virtual time: whole programs whose threads take turns by a seed, on a clock that nobody has to wait for."""
-
-from __future__ import annotations
-
-from unisono.virtual.interposing import interposed
-from unisono.virtual.scheduler import EndedError, Scheduler
-from unisono.virtual.tasks import Task, here, outside, waiting
-
-__all__ = ["EndedError", "Scheduler", "Task", "here", "interposed", "outside", "waiting"]

@@ -1,0 +1,74 @@
+"""The base of all wrappers: a transport that passes everything on to another one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NoReturn, Self
+
+import torch
+
+from unisono.core.fingerprint import Fingerprint
+from unisono.core.group import Group
+from unisono.core.transport import Transport
+from unisono.core.types import Call, Message, Work
+
+__all__ = ["Wrapper"]
+
+
+class Wrapper(Transport):
+    """Passes everything on, except native collectives: those would bypass a wrapper that watches `post`.
+
+    A wrapper that handles `collective` itself declares so by setting `native` to the inner one's.
+    A new one overrides what it changes, and `rewrap`, by which it follows into sub-groups.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.group = inner.group
+        self.tags, self.any_source, self.checks = inner.tags, inner.any_source, inner.checks
+        self.staged = inner.staged
+        self.devices, self.latency_s, self.second_per_byte = inner.devices, inner.latency_s, inner.second_per_byte
+
+    @abstractmethod
+    def rewrap(self, inner: Transport) -> Self:
+        """The same wrapper around the transport of a sub-group."""
+
+    def split(self, group: Group) -> Transport:
+        return self.rewrap(self.inner.split(group))
+
+    def renew(self, group: Group) -> Transport:
+        return self.rewrap(self.inner.renew(group))
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self.inner.post(batch)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        return self.inner.iprobe(peer, tag)
+
+    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+        self.inner.begin(fingerprint, timeout)
+
+    def end(self, fingerprint: Fingerprint, call: Call, timeout: float) -> None:
+        self.inner.end(fingerprint, call, timeout)
+
+    def carries(self, call: Call) -> bool:
+        return call.name in self.native and self.inner.carries(call)
+
+    def collective(self, call: Call) -> Work:
+        return self.inner.collective(call)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self.inner.empty(shape, dtype)
+
+    def leave(self) -> None:
+        self.inner.leave()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def abort(self, cause: BaseException) -> None:
+        self.inner.abort(cause)
+
+    def die(self, error: BaseException) -> NoReturn:
+        self.inner.die(error)

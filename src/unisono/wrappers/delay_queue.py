@@ -1,0 +1,111 @@
+"""Sends that are held back until their time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unisono.core.threads import Crew
+from unisono.core.transport import Transport
+from unisono.core.types import Send, Work
+from unisono.core.work import Countdown
+
+__all__ = ["Held", "Late", "Stream"]
+
+Stream = tuple[int, int]
+"""A rank and a tag: what a backend keeps in order."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A message that is sent later.
+
+    Attributes:
+        send: The message.
+        due: When, on the monotonic clock.
+        swap: Whether the next one of its stream goes first, if it comes before that time.
+    """
+
+    send: Send
+    due: float
+    swap: bool = False
+
+
+class Late:
+    """Sends messages when they are due, those to one rank with one tag in the order in which they came.
+
+    One thread for each stream that has a message waiting; none when idle for 5 s.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self._crew = Crew(f"unisono late messages {inner.group.name}")
+        self._changed = threading.Condition()
+        self._streams: dict[Stream, deque[tuple[Held, Countdown]]] = {}
+        self._cause: BaseException | None = None
+
+    def queued(self, stream: Stream) -> bool:
+        """Whether a message of this stream has not been sent yet."""
+        with self._changed:
+            return stream in self._streams
+
+    def post(self, messages: Sequence[Held]) -> Work:
+        """Send each in its time. The work ends when all are received, each at the latest by the inner timeout."""
+        work = Countdown(threading.TIMEOUT_MAX, [held.send for held in messages])
+        for held in messages:
+            stream = (held.send.peer, held.send.tag)
+            with self._changed:
+                waiting = self._streams.setdefault(stream, deque())
+                waiting.append((held, work))
+                served = len(waiting) > 1
+                self._changed.notify_all()
+            if not served:
+                # Mypy cannot type a lambda's default.
+                self._crew.run(lambda stream=stream: self._serve(stream))  # type: ignore[misc]
+        return work
+
+    def _serve(self, stream: Stream) -> None:
+        while True:
+            held, work = self._next(stream)
+            try:
+                if self._cause is not None:
+                    raise self._cause
+                self._inner.post([held.send]).wait()
+            except BaseException as error:
+                # Whoever sent it is told.
+                work.complete(error)
+            else:
+                work.arrived(held.send)
+            with self._changed:
+                self._streams[stream].popleft()
+                if not self._streams[stream]:
+                    del self._streams[stream]
+                    return
+
+    def _next(self, stream: Stream) -> tuple[Held, Countdown]:
+        """The message to be sent now, which stays at the head of its stream."""
+        with self._changed:
+            waiting = self._streams[stream]
+            while True:
+                held, work = waiting[0]
+                if held.swap and len(waiting) > 1:
+                    waiting[0], waiting[1] = waiting[1], waiting[0]
+                    for passing in (held, waiting[0][0]):
+                        passing.swap, passing.due = False, 0.0
+                    continue
+                left_s = held.due - time.monotonic()
+                if left_s <= 0 or self._cause is not None:
+                    return held, work
+                self._changed.wait(left_s)
+
+    def stop(self, cause: BaseException) -> None:
+        """End at once what has not been sent."""
+        with self._changed:
+            self._cause = self._cause or cause
+            waiting = [work for stream in self._streams.values() for _, work in stream]
+            self._changed.notify_all()
+        for work in waiting:
+            work.complete(self._cause)

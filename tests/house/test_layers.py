@@ -1,0 +1,59 @@
+"""The floors hold, and the contracts that say so would notice if they did not."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# The tree's own `src` comes first, so that an installed package is not looked at instead.
+LINT = """
+import sys
+sys.path.insert(0, "src")
+from importlinter.cli import lint_imports
+sys.exit(lint_imports(cache_dir=None, no_logo=True))
+"""
+
+
+def lint(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LINT]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_floors_hold() -> None:
+    done = lint(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def spoil(root: Path, module: str, line: str) -> str:
+    """What is said of a copy of the tree in which one module has one line more."""
+    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    with (root / "src" / "unisono" / module).open("a") as file:
+        file.write(f"\n{line}\n")
+    done = lint(root)
+    assert done.returncode != 0
+    return " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "importer", "imported"),
+    [
+        ("core/group.py", "unisono.core", "unisono.control"),
+        ("transports/bad.py", "unisono.transports", "unisono.communicator"),
+        ("wrappers/bad.py", "unisono.wrappers", "unisono.transports"),
+        ("collectives/executor.py", "unisono.collectives", "unisono.communicator"),
+        ("collectives/algorithms/all_reduce/bad.py", "unisono.collectives.algorithms", "torch"),
+        ("data/bad.py", "unisono.data", "unisono.core.transport"),
+    ],
+)
+def test_a_wrong_import_is_noticed(tmp_path: Path, module: str, importer: str, imported: str) -> None:
+    assert f"{importer} is not allowed to import {imported}" in spoil(tmp_path, module, f"import {imported}")
+
+
+def test_a_module_without_a_floor_is_noticed(tmp_path: Path) -> None:
+    assert "not listed as layers: - unisono.newcomer" in spoil(tmp_path, "newcomer.py", "")

@@ -1,0 +1,84 @@
+"""The line in which collectives wait: order, errors, and callbacks that call again."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from unisono.interop.serial_queue import Line
+
+
+def test_jobs_are_done_in_order_one_at_a_time() -> None:
+    line, done = Line("test"), list[int]()
+    gate = threading.Event()
+    first = line.start(lambda: gate.wait(10))
+    works = [line.start(lambda n=n: done.append(n)) for n in range(100)]
+    assert not first.is_completed()
+    assert done == []
+    gate.set()
+    line.run(lambda: done.append(100))
+    assert done == list(range(101))
+    assert all(work.is_completed() for work in works)
+
+
+def test_an_empty_line_needs_no_thread() -> None:
+    line, found = Line("test"), list[int]()
+    line.run(lambda: found.append(threading.get_ident()))
+    assert found == [threading.get_ident()]
+
+
+def test_what_waits_behind_a_caller_is_done_after_it() -> None:
+    line, done = Line("test"), list[str]()
+    work = []
+
+    def job() -> None:
+        thread = threading.Thread(target=lambda: work.append(line.start(lambda: done.append("behind"))))
+        thread.start()
+        thread.join(10)
+        done.append("caller")
+
+    line.run(job)
+    work[0].wait(10)
+    assert done == ["caller", "behind"]
+
+
+def test_errors_go_to_who_waits_and_nowhere_else() -> None:
+    line = Line("test")
+
+    def fail() -> None:
+        raise KeyError("boom")
+
+    with pytest.raises(KeyError, match="boom"):
+        line.run(fail)
+    work = line.start(fail)
+    with pytest.raises(KeyError, match="boom"):
+        work.wait(10)
+    after = list[int]()
+    line.run(lambda: after.append(1))
+    assert after == [1]
+
+
+def test_a_callback_goes_before_what_waits() -> None:
+    line, done = Line("test"), list[str]()
+    gate = threading.Event()
+
+    def call_again() -> None:
+        line.run(lambda: done.append("called and waited for"))
+        line.start(lambda: done.append("called")).wait(10)
+
+    first = line.start(lambda: gate.wait(10))
+    first.when_done(call_again)
+    line.start(lambda: done.append("waiting"))
+    gate.set()
+    assert line.finish(10)
+    assert done == ["called and waited for", "called", "waiting"]
+
+
+def test_finishing_has_a_limit() -> None:
+    line, gate = Line("test"), threading.Event()
+    assert line.finish(0.0)
+    line.start(lambda: gate.wait(10))
+    assert not line.finish(0.01)
+    gate.set()
+    assert line.finish(10)

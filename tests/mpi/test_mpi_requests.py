@@ -1,0 +1,237 @@
+"""The parts of the MPI backend that need no MPI: what launchers tell, what is compared, how floats are ordered."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unisono.core.fingerprint import hash_of
+from unisono.core.types import ReduceOp
+from unisono.errors import PeerLostError, UnavailableError
+from unisono.host import mpi_library
+from unisono.host.mpi_library import check_world, launched, name_of, unlaunched, until
+from unisono.testing.reference import reduced
+from unisono.transports.mpi import point_to_point
+from unisono.transports.mpi.consistency import Agreement
+from unisono.transports.mpi.reduce_op import Reductions, reducible
+
+
+class Request:
+    """As mpi4py has them; done when it says so, after `meanwhile`."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def Test(self) -> bool:  # noqa: N802  # MPI's name
+        self.meanwhile()
+        return self.done
+
+
+def test_what_is_given_up_while_another_thread_looks_keeps_its_memory() -> None:
+    first, second, memory = Request(), Request(), torch.zeros(1)
+    forsaken, number = weakref.ref(memory), 0
+
+    def keep(request: Request, held: object) -> None:
+        point_to_point.keep([(request, held)], nullcontext())
+
+    def other() -> None:
+        nonlocal number
+        number += 1
+        if number == 1:
+            thread = threading.Thread(target=keep, args=(second, forsaken()))
+            thread.start()
+            thread.join()
+
+    first.meanwhile, first.done = other, True
+    keep(first, None)
+    del memory
+    gc.collect()
+    assert forsaken() is not None
+    second.done = True
+    point_to_point.keep([], nullcontext())
+    gc.collect()
+    assert forsaken() is None
+
+
+NAMES = "INT8_T INT16_T INT32_T INT64_T UINT8_T UINT16_T UINT32_T UINT64_T FLOAT DOUBLE SUM PROD MIN MAX BAND BOR BXOR"
+FAKE = SimpleNamespace(**{name: name for name in NAMES.split()})
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "size"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "3"}, 3, 4),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 0, 2),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, 1, 2),
+        ({"PMIX_RANK": "1"}, 1, None),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "0", "MPI_LOCALNRANKS": "2"}, 1, 2),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "0"}, 1, 2),
+    ],
+)
+def test_launchers_are_known_by_what_they_tell(environment: dict[str, str], rank: int, size: int | None) -> None:
+    found = launched(environment)
+    assert found is not None
+    assert (found.rank, found.size) == (rank, size)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"RANK": "0", "WORLD_SIZE": "2"}, {"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_PROCID": "0"}],
+)
+def test_nobody_elses_variables_are_taken_for_theirs(environment: dict[str, str]) -> None:
+    assert launched(environment) is None
+
+
+def test_what_a_launcher_has_told_is_not_passed_on() -> None:
+    theirs = {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "PMI_SIZE": "2", "PRTE_LAUNCHED": "1"}
+    users = {"OMPI_MCA_btl": "tcp", "PMIX_MCA_gds": "hash", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PATH": "/bin"}
+    assert unlaunched(theirs | users) == users
+
+
+def fake_mpi(size: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        COMM_WORLD=SimpleNamespace(Get_size=lambda: size), Get_library_version=lambda: "MPICH Version:\t5.0.2\nmore"
+    )
+
+
+def test_a_world_of_one_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_world(fake_mpi(1), 1)
+    check_world(fake_mpi(2), 2)
+    assert name_of(fake_mpi(1)) == "MPICH 5.0.2"
+    monkeypatch.setattr(mpi_library, "launched", lambda: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    with pytest.raises(UnavailableError, match=r"torchrun knows nothing of MPI.*mpirun -n 4"):
+        check_world(fake_mpi(1), 4)
+    monkeypatch.setattr(mpi_library, "launched", lambda: mpi_library.Launched("some mpiexec", 0, 4))
+    with pytest.raises(UnavailableError, match=r"some mpiexec has started 4 .* MPICH 5\.0\.2.* -n 4"):
+        check_world(fake_mpi(1), 4)
+
+
+@pytest.mark.parametrize(
+    ("by", "name", "fits"),
+    [
+        ("Open MPI's mpirun", "Open MPI v5.0.11, package: x", True),
+        ("Open MPI's mpirun", "MPICH Version: 5.0.2", False),
+        ("mpiexec of MPICH or Intel MPI", "Intel(R) MPI Library 2021.14 for Linux", True),
+        ("mpiexec of MPICH or Intel MPI", "Open MPI v5.0.11, package: x", False),
+        ("a launcher that speaks PMIx", "MPICH Version: 5.0.2", True),
+    ],
+)
+def test_the_launcher_is_compared_before_mpi_starts(
+    monkeypatch: pytest.MonkeyPatch, by: str, name: str, fits: bool
+) -> None:
+    started = []
+    mpi = SimpleNamespace(
+        Is_finalized=lambda: False,
+        Is_initialized=lambda: False,
+        Get_library_version=lambda: name,
+        Init_thread=started.append,
+        THREAD_MULTIPLE=3,
+    )
+    monkeypatch.setattr(mpi_library, "imported", lambda: mpi)
+    monkeypatch.setattr(mpi_library, "launched", lambda: mpi_library.Launched(by, 0, 2))
+    if fits:
+        assert mpi_library.library() is mpi
+    else:
+        with pytest.raises(UnavailableError, match="this launcher does not belong"):
+            mpi_library.library()
+    assert started == ([3] if fits else [])
+
+
+def test_a_wait_ends_at_its_deadline_or_by_what_it_looks_at() -> None:
+    asked = 0
+
+    def never() -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    assert not until(never, time.monotonic() + 0.01, spins=3)
+    assert asked > 3
+    assert until(lambda: True, time.monotonic() - 1)
+
+    def broken() -> None:
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        until(never, time.monotonic() + 60, broken, spins=1)
+
+
+def agreements(size: int) -> list[Agreement]:
+    """Of ranks that have no MPI: only what they would sum is looked at."""
+    found = []
+    for rank in range(size):
+        own = SimpleNamespace(Get_rank=lambda rank=rank: rank, Get_size=lambda: size, Iallreduce=None)
+        comms = SimpleNamespace(mpi=SimpleNamespace(IN_PLACE=0, UINT64_T=0, SUM=0), own=own, turn=None)
+        found.append(Agreement(comms, lambda peers: None, 1))  # type: ignore[arg-type]  # wrong or narrower on purpose
+    return found
+
+
+def test_rows_that_fit_sum_to_nothing_and_others_do_not() -> None:
+    sends = [[0, 3, 5], [2, 0, 7], [2**40, 1, 9]]
+    receives = [[row[rank] for row in sends] for rank in range(3)]
+    ranks = agreements(3)
+    total = sum(one.rows_of(sends[r], receives[r]) for r, one in enumerate(ranks))
+    assert total % 2**64 == 0
+    # Two mistakes that would cancel each other in a plain sum.
+    receives[1][0] += 1
+    receives[2][0] -= 1
+    total = sum(one.rows_of(sends[r], receives[r]) for r, one in enumerate(ranks))
+    assert total % 2**64 != 0
+
+
+def test_words_differ_where_calls_differ() -> None:
+    calls = [("all_reduce", "sum", None, "float32", (4,)), ("all_reduce", "max", None, "float32", (4,)), ("barrier",)]
+    assert len({hash_of(call) for call in calls}) == 3
+    assert hash_of(calls[0]) == hash_of(tuple(calls[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+def test_the_order_of_floats_is_kept_by_integers(dtype: torch.dtype, op: ReduceOp) -> None:
+    values = [0.0, -0.0, 1.0, -1.0, 3e-5, -3e-5, 100.0, torch.inf, -torch.inf, torch.nan]
+    left = torch.tensor([a for a in values for _ in values], dtype=dtype)
+    right = torch.tensor([b for _ in values for b in values], dtype=dtype)
+    wanted = reduced([left, right], op)
+    found = []
+    for first, second in ((left.clone(), right.clone()), (right.clone(), left.clone())):
+        reductions = Reductions(FAKE)
+        reductions.prepare(second, op)
+        tensor, kind, by = reductions.prepare(first, op)
+        whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        assert (kind, by) == (f"INT{8 * dtype.itemsize}_T", op.name)
+        pick = torch.minimum if op is ReduceOp.MIN else torch.maximum
+        tensor.view(whole).copy_(pick(tensor.view(whole), second.view(whole)))
+        reductions.finish(first, op)
+        assert not wanted.complaint(first)
+        found.append(first.view(torch.uint8))
+    assert torch.equal(*found), "the bits depend on the order of ranks"
+
+
+def test_what_mpi_does_wrongly_is_left_to_messages() -> None:
+    assert not reducible(torch.complex64, ReduceOp.PRODUCT)
+    assert not reducible(torch.complex32, ReduceOp.SUM)
+    assert reducible(torch.bfloat16, ReduceOp.SUM)
+
+
+def test_who_asks_very_often_looks_up_now_and_then() -> None:
+    looks = []
+
+    def look() -> None:
+        looks.append(time.monotonic())
+        if len(looks) == 3:
+            raise PeerLostError("rank 1 is lost")
+
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 1 is lost"):
+        until(lambda: False, began + 60, look, spins=10**9)
+    assert not until(lambda: False, began, spins=10**9)

@@ -1,0 +1,18 @@
+"""A barrier one round short: some rank may leave before another has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.barrier import dissemination
+from unisono.collectives.algorithms.barrier.dissemination import cost
+from unisono.collectives.algorithms.step import Step
+
+__all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
+
+COLLECTIVE = "barrier"
+COMPLAINT = r"of the contributions to chunk 0 it lacks that of rank"
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from list(dissemination.steps(rank, size))[:-1]

@@ -1,0 +1,22 @@
+"""Two ranks that exchange, each of which will send only when it has received."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.all_reduce import direct
+from unisono.collectives.algorithms.all_reduce.direct import chunks, cost
+from unisono.collectives.algorithms.step import Step
+
+__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+
+COLLECTIVE = "all_reduce"
+COMPLAINT = (
+    r"deadlock, these wait: rank 0 .* to receive chunk 0 from rank 1, .*; rank 1 .* to receive chunk 0 from rank 0"
+)
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    for step in direct.steps(rank, size):
+        yield Step(recv=step.recv, reduce=True)
+        yield Step(send=step.send)

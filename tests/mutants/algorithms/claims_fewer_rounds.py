@@ -1,0 +1,16 @@
+"""A right ring that claims to be over in half the rounds."""
+
+from __future__ import annotations
+
+from unisono.collectives.algorithms.all_reduce import ring
+from unisono.collectives.algorithms.all_reduce.ring import steps
+from unisono.collectives.algorithms.step import Cost
+
+__all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
+
+COLLECTIVE = "all_reduce"
+COMPLAINT = r"cost says 1 rounds; counted are 2"
+
+
+def cost(size: int) -> Cost:
+    return Cost(size - 1, ring.cost(size).sent)

@@ -1,0 +1,14 @@
+"""A gather with two chunks for what one rank gives."""
+
+from __future__ import annotations
+
+from unisono.collectives.algorithms.gather.binomial import cost, steps
+
+__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+
+COLLECTIVE = "gather"
+COMPLAINT = r"among 2 ranks there are 4 chunks; it needs 2"
+
+
+def chunks(size: int) -> int:
+    return 2 * size

@@ -1,0 +1,22 @@
+"""Doubling round a circle: between powers of two, the last round brings some contributions again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.barrier import dissemination
+from unisono.collectives.algorithms.barrier.dissemination import cost
+from unisono.collectives.algorithms.step import Step
+
+__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+
+COLLECTIVE = "all_reduce"
+COMPLAINT = r"rank 0 of 3.*of the contributions to chunk 0 it twice has that of rank 0"
+
+
+def chunks(size: int) -> int:
+    return 1
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from dissemination.steps(rank, size)

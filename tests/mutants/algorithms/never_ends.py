@@ -1,0 +1,19 @@
+"""A barrier that goes on telling for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+
+from unisono.collectives.algorithms.barrier import dissemination
+from unisono.collectives.algorithms.barrier.dissemination import cost
+from unisono.collectives.algorithms.step import Step
+
+__all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
+
+COLLECTIVE = "barrier"
+COMPLAINT = r"that is more steps than any schedule needs; does it ever end\?"
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from repeat(next(dissemination.steps(rank, size)))

@@ -1,0 +1,18 @@
+"""A direct all-reduce that does not leave itself out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.all_reduce.direct import chunks, cost
+from unisono.collectives.algorithms.step import Move, Step
+
+__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+
+COLLECTIVE = "all_reduce"
+COMPLAINT = r"step 1: peer \d is not another one of \d ranks"
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    everyone = tuple(Move(peer, 0, 1) for peer in range(size))
+    yield Step(everyone, everyone, reduce=True)

@@ -1,0 +1,40 @@
+"""Every schedule in `mutants/schedules/` is wrong, and the prover says in which way."""
+
+from __future__ import annotations
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+import pytest
+
+from unisono.collectives.algorithms import Schedule
+from unisono.collectives.verify.prover import ScheduleError, prove
+
+MUTANTS = sorted(Path(__file__).with_name("schedules").glob("*.py"))
+
+
+def load(path: Path) -> ModuleType:
+    spec = spec_from_file_location(f"mutant_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
+def test_the_prover_kills(path: Path) -> None:
+    mutant = load(path)
+
+    def prove_small_sizes() -> None:
+        for size in range(2, 9):
+            prove(mutant.COLLECTIVE, cast(Schedule, mutant), size)
+
+    with pytest.raises(ScheduleError, match=mutant.COMPLAINT):
+        prove_small_sizes()
+
+
+def test_there_are_mutants() -> None:
+    assert len(MUTANTS) >= 20

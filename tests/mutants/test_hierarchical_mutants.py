@@ -1,0 +1,89 @@
+"""Composed transports that are wrong in one place, each killed by a law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from unisono.core.reduce_op import combine_all
+from unisono.core.types import Call, ReduceOp
+from unisono.errors import CommError
+from unisono.testing.conformance import LAWS, World
+from unisono.transports.hierarchical import Hierarchical
+from unisono.transports.hierarchical.collectives import Bulk
+from unisono.transports.hierarchical.consistency import Agreement
+from unisono.transports.hierarchical.routing import Routes
+
+BY_NAME = {law.__name__: law for law in LAWS}
+TWO = World("thread+thread", timeout=1.0, hosts=((0, 2), (1, 3)))
+THREE = World("thread+thread", timeout=1.0, hosts=((0, 2), (1,), (3,)))
+UNEVEN = World("thread+thread", timeout=1.0, hosts=((1, 2, 3), (0,)))
+
+
+def own_host_first(self: Any, partly: Call | None) -> None:
+    """Adds the own host's partial result first, so that hosts round in other ways."""
+    if partly is not None:
+        shares = [room.like(partly.outputs[0]) for room in self._rooms]
+        ordered = [shares[self._own], *(share for host, share in enumerate(shares) if host != self._own)]
+        total = ordered[0].clone()
+        combine_all(partly.op or ReduceOp.SUM, [total, *ordered[1:]], total)
+        shares[0].copy_(total)
+
+
+def nobody_compares(self: Any, lanes: Any, mine: Any, alike: bool, nbytes: int, deadline: float) -> bool:
+    """Swaps packets that are the same whatever ranks are about to do."""
+    swapped = SWAPPED(self, lanes, type(mine)(0, "anything"), alike, nbytes, deadline)
+    return swapped and alike
+
+
+def only_this_host_is_summed(self: Any, call: Call, share: torch.Tensor, deadline: float) -> None:
+    """Leaves the share as the own host summed it."""
+
+
+def nothing_is_handed_on(self: Any, tile: torch.Tensor, share: torch.Tensor, deadline: float) -> None:
+    """Leaves each rank with its own share of the result."""
+    self._shares(tile)[self._place].copy_(share)
+
+
+def root_last_of_its_host(self: Any, call: Call, deadline: float) -> None:
+    """Reduces on the first rank of each host, and forgets the way from there to the root."""
+    BULK_REDUCE(self, replace(call, root=self._hosts[0][0]), deadline)
+
+
+def all_by_one_way(self: Any, batch: Any) -> Any:
+    """Sends what is for this host by the numbers of the whole."""
+    near = [m for m in batch if m.peer in self._place]
+    return self._inner.post(near) if self._inner is not None and near else self._outer.post(batch)
+
+
+def even_if_not(self: Any) -> None:
+    """Says that it gathers also where hosts have different numbers of ranks."""
+    DECLARE(self)
+    self.native |= {"all_gather", "reduce_scatter"}
+
+
+SWAPPED, DECLARE, BULK_REDUCE = Agreement._swapped, Hierarchical._declare, Bulk.reduce
+MUTANTS: list[tuple[type, str, Callable[..., Any], str, World]] = [
+    (Agreement, "_combine", own_host_first, "all_reduce_equals_the_reference", THREE),
+    (Agreement, "_swapped", nobody_compares, "different_calls_are_refused_on_every_rank", TWO),
+    (Bulk, "_exchange", only_this_host_is_summed, "all_reduce_equals_the_reference", TWO),
+    (Bulk, "_gathered", nothing_is_handed_on, "all_reduce_equals_the_reference", TWO),
+    (Bulk, "reduce", root_last_of_its_host, "reduce_equals_the_reference", TWO),
+    (Routes, "post", all_by_one_way, "peers_do_not_mix", TWO),
+    (Hierarchical, "_declare", even_if_not, "all_gather_equals_the_reference", UNEVEN),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "law", "world"), MUTANTS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_law_kills(
+    owner: type, name: str, mutant: Callable[..., Any], law: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises((AssertionError, CommError, IndexError, RuntimeError)):
+        BY_NAME[law](world)

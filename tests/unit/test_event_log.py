@@ -1,0 +1,202 @@
+"""Events survive the process; `unisono autopsy` merges them; `unisono status` asks a running job."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unisono as un
+from unisono.control.client import SocketControl
+from unisono.control.inspect_socket import Door, find_control
+from unisono.control.server import Server
+from unisono.diagnostics import event_log as events
+from unisono.diagnostics.event_log import Record, read_events
+from unisono.errors import CommError
+from unisono.tools.cli import main
+
+
+def test_the_last_events_are_kept_in_order(tmp_path: Path) -> None:
+    record = Record(tmp_path / "a.events", rank=3, kept=4)
+    for number in range(10):
+        record.put("enter", "world", 3, number or None, f"call {number}")
+    pid, rank, events = read_events(tmp_path / "a.events")
+    assert (pid, rank) == (os.getpid(), 3)
+    assert [(e.number, e.call, e.text) for e in events] == [(n + 1, n, f"call {n}") for n in range(6, 10)]
+
+
+def test_long_texts_are_cut_and_control_characters_are_shown_harmless(tmp_path: Path) -> None:
+    record = Record(tmp_path / "a.events", rank=0)
+    record.put("enter", "g" * 100, 0, None, "\x1b[31m" + "t" * 1000)
+    event = read_events(tmp_path / "a.events")[2][0]
+    assert event.group == "g" * 48
+    assert event.text.startswith("?[31mttt")
+    assert event.call is None
+
+
+def test_any_text_is_kept(tmp_path: Path) -> None:
+    record = Record(tmp_path / "a.events", rank=0)
+    record.put("error", "world", 0, None, "no file '\udcff'")
+    assert read_events(tmp_path / "a.events")[2][0].text == "no file '?'"
+
+
+def test_where_no_events_can_be_kept_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("UNISONO_EVENTS", str(tmp_path / "file"))
+    assert un.launch(lambda comm: comm.rank, 2, "thread") == [0, 1]
+    assert "no events are kept in UNISONO_EVENTS=" in caplog.text
+
+
+def test_a_disk_that_is_full_is_met_before_anything_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        Record(tmp_path / "a.events", rank=0)
+
+
+def test_autopsy_of_equal_and_impossible_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, time_s in enumerate((5.0, 5.0, 1e300, float("nan"))):
+        monkeypatch.setattr(events.time, "time", lambda time_s=time_s: time_s)
+        Record(tmp_path / f"{number}.events", rank=0).put("end", "world", 0, None, f"text {number}")
+    monkeypatch.undo()
+    assert main(["autopsy", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "text 0" in said
+    assert "text 1" in said
+    assert "text 2" not in said
+    assert main(["autopsy", str(tmp_path), "--last", "0"]) == 0
+    assert "text" not in capsys.readouterr().out
+
+
+@given(data=st.binary(max_size=2000))
+def test_a_hostile_file_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("events") / "x.events"
+    Record(path, 0, kept=4).put("enter", "world", 0, 1, "text")
+    whole = bytearray(path.read_bytes())
+    whole[: len(data)] = data
+    for content in (data, bytes(whole[: len(path.read_bytes())])):
+        path.write_bytes(content)
+        try:
+            events = read_events(path)[2]
+        except ValueError:
+            continue
+        assert all(event.text.isprintable() for event in events)
+
+
+def crash(comm: Any) -> None:
+    comm.all_reduce(torch.ones(2))
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.barrier()
+
+
+def test_autopsy_names_the_rank_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UNISONO_EVENTS", str(tmp_path / "events"))
+    un.launch(crash, 3, "shm", on_failure="continue", threads=1)
+    assert main(["autopsy", str(tmp_path / "events")]) == 1
+    said = capsys.readouterr().out
+    assert "look at rank 1, which was the first to stop: it ended outside of any call, after all_reduce #1" in said
+    assert "test_events.py:" in said
+    assert "rank 0 (process" in said
+    assert "failed: PeerLostError" in said
+
+
+def test_autopsy_of_a_run_that_went_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UNISONO_EVENTS", str(tmp_path))
+    un.launch(lambda comm: comm.barrier(), 2, "thread")
+    assert main(["autopsy", str(tmp_path)]) == 0
+    assert "ended in peace" in capsys.readouterr().out
+
+
+def test_autopsy_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["autopsy", str(tmp_path / "none")]) == 2
+    assert main(["autopsy", str(tmp_path)]) == 2
+    (tmp_path / "x.events").write_bytes(b"x" * 100)
+    assert main(["autopsy", str(tmp_path)]) == 2
+    assert "holds no events of unisono" in capsys.readouterr().err
+
+
+JOB = """
+import threading, time, torch
+import unisono as un
+
+def program(comm):
+    comm.all_reduce(torch.ones(2))
+    if comm.rank == 0:
+        print("ready", flush=True)
+    if comm.rank == 1:
+        time.sleep(60)  # here
+    comm.barrier()
+
+if __name__ == "__main__":
+    un.launch(program, 2, "shm", threads=1)
+"""
+
+
+def test_status_asks_a_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    line = 1 + next(i for i, text in enumerate(JOB.splitlines()) if "# here" in text)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "ready\n"
+            assert main(["status", str(job.pid), "--stacks", "--patience", "5"]) == 0
+            said = capsys.readouterr().out
+            assert "2 ranks at the control plane" in said
+            assert "its last was all_reduce #1 (sum, float32, (2,)) at job.py:6" in said
+            assert f"its thread is at job.py:{line} in program" in said
+            assert f"{script}:{line} in program" in said
+            ranks = [int(text.split("process ")[1].split(")")[0]) for text in said.splitlines() if "(process" in text]
+            assert main(["status", str(ranks[0])]) == 0
+        finally:
+            job.terminate()
+
+
+def test_status_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "1"]) == 1
+    assert "process 1 has no part in a job of unisono" in capsys.readouterr().err
+
+
+def test_a_door_tells_where_the_control_plane_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This process may have a part in other jobs, whose doors come first.
+    monkeypatch.setattr("unisono.control.inspect_socket._name", lambda pid, number: f"\0unisono test/{pid}/{number}")
+    with (
+        closing(Server(b"of the tests")) as server,
+        closing(SocketControl(server.address, b"of the tests", 10.0)) as me,
+    ):
+        assert find_control(os.getpid()) == (server.address, b"of the tests")
+        me.set("x", b"y")
+        assert find_control(os.getpid())[0] == server.address
+    with pytest.raises(CommError, match="has no part in a job"):
+        find_control(os.getpid())
+
+
+def test_a_door_answers_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.control.inspect_socket._is_this_user", lambda other: False)
+    door = Door(("127.0.0.1", 1), b"secret")
+    try:
+        with pytest.raises(CommError):
+            find_control(os.getpid())
+    finally:
+        door.close()

@@ -1,0 +1,229 @@
+"""The parts between a call and its messages: layout, staging, choice, and the interpreter's pipelining."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from meta_tensors import Hollow
+
+import unisono as un
+from unisono.collectives.algorithms import SCHEDULES
+from unisono.collectives.chunk_layout import Flat, Pieces, even_edges
+from unisono.core.reduce_op import check_reducible, parse_op
+from unisono.core.tensors import Staging, check_apart, check_tensor
+from unisono.core.types import Message, ReduceOp, Work
+from unisono.transports import TRANSPORTS
+from unisono.transports.thread import ThreadTransport
+
+CPU = frozenset({"cpu"})
+
+
+def test_even_edges_cover_and_balance() -> None:
+    for numel in (0, 1, 5, 16, 17):
+        for parts in (1, 2, 5, 16):
+            edges = even_edges(numel, parts)
+            sizes = [b - a for a, b in itertools.pairwise(edges)]
+            assert (edges[0], edges[-1], len(sizes)) == (0, numel, parts)
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_regions_cover_a_run_in_segments() -> None:
+    t = torch.arange(10.0)
+    regions = Flat.even(t, 5).regions(1, 4, segment_bytes=16)
+    assert [(r.start, r.stop) for r in regions] == [(2, 6), (6, 8)]
+    assert torch.cat([r.tensor for r in regions]).tolist() == [2, 3, 4, 5, 6, 7]
+
+
+def test_pieces_make_what_is_missing_of_the_right_kind() -> None:
+    like = torch.zeros(3, dtype=torch.int16)
+    (region,) = Pieces({}, like).regions(2, 3, 100)
+    assert (region.tensor.dtype, region.tensor.numel()) == (torch.int16, 3)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(3).expand(2, 3), torch.zeros(1).expand(4), torch.zeros(9).as_strided((3, 3), (1, 1))],
+)
+def test_overlapping_targets_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="share memory"):
+        check_tensor(tensor, "t", CPU, written=True)
+    check_tensor(tensor, "t", CPU, written=False)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 6).t(),
+        torch.zeros(4, 6)[:, ::2],
+        torch.zeros(9).as_strided((2, 3), (3, 2)),
+        torch.zeros(1, 5).expand(1, 5),
+        torch.zeros(()),
+        torch.zeros(0, 3),
+    ],
+)
+def test_strided_targets_are_fine(tensor: torch.Tensor) -> None:
+    check_tensor(tensor, "t", CPU, written=True)
+
+
+def test_tensors_that_cannot_travel() -> None:
+    with pytest.raises(TypeError, match=r"must be a torch\.Tensor, not list"):
+        check_tensor([1], "t", CPU, written=False)
+    with pytest.raises(ValueError, match="to_dense"):
+        check_tensor(torch.eye(2).to_sparse(), "t", CPU, written=False)
+    with pytest.raises(ValueError, match="on meta"):
+        check_tensor(torch.empty(2, device="meta"), "t", CPU, written=False)
+    with pytest.raises(ValueError, match="Hollow, whose elements are not in its own memory"):
+        check_tensor(Hollow(torch.ones(2)), "t", CPU, written=False)
+    hidden = torch.ones(2, requires_grad=True) * 2
+    with pytest.raises(ValueError, match="gradient history"):
+        check_tensor(hidden, "t", CPU, written=False)
+    with torch.no_grad():
+        check_tensor(hidden, "t", CPU, written=False)
+
+
+def test_columns_of_a_matrix_lie_apart_and_slices_that_meet_do_not() -> None:
+    matrix = torch.zeros(4, 3)
+    check_apart([(f"column {i}", matrix[:, i]) for i in range(3)])
+    flat = torch.zeros(10)
+    with pytest.raises(ValueError, match="a and b share memory"):
+        check_apart([("a", flat[:6]), ("b", flat[5:])])
+    check_apart([], [("a", flat), ("b", flat)])
+
+
+def test_staging_copies_only_what_is_strided() -> None:
+    staging, dense = Staging(), torch.arange(6.0)
+    assert staging.target(dense, read=True).data_ptr() == dense.data_ptr()
+    assert not staging.before
+    view = torch.zeros(3, 4)[:, 1]
+    flat = staging.target(view)
+    flat.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    for action in staging.after:
+        action()
+    assert view.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_conjugate_views_are_resolved() -> None:
+    values = torch.tensor([1 + 2j, 3 - 1j])
+
+    def program(comm: un.Communicator) -> torch.Tensor:
+        t = values.clone().conj()
+        comm.all_reduce(t)
+        return t.resolve_conj()
+
+    for result in un.launch(program, 2, "thread"):
+        assert torch.equal(result, values.conj().resolve_conj() * 2)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_operations_by_name() -> None:
+    assert parse_op("AVG") is ReduceOp.AVG
+    assert parse_op(torch.distributed.ReduceOp.MAX) is ReduceOp.MAX
+    with pytest.raises(ValueError, match="unknown reduce operation 'mean'; known: sum, avg"):
+        parse_op("mean")
+    with pytest.raises(ValueError, match="lose the fraction"):
+        check_reducible(ReduceOp.AVG, torch.int64)
+    with pytest.raises(ValueError, match=r"cannot do band on torch\.float32"):
+        check_reducible(ReduceOp.BAND, torch.float32)
+    with pytest.raises(ValueError, match=r"cannot do max on torch\.complex64"):
+        check_reducible(ReduceOp.MAX, torch.complex64)
+    # Torch can add these, and divide their parts.
+    check_reducible(ReduceOp.AVG, torch.complex32)
+    check_reducible(ReduceOp.SUM, torch.complex32)
+
+
+def test_cheapest_algorithm_depends_on_size() -> None:
+    def program(comm: un.Communicator) -> list[str]:
+        names = []
+        for count in (1, 1 << 22):
+            with un.trace("/dev/null") as events:
+                comm.all_reduce(torch.ones(count))
+            names += [e.detail["algorithm"] for e in events if e.kind == "begin"]
+        return names
+
+    short, long = un.launch(program, 4, "thread")[0]
+    assert short == "direct"
+    assert long != "direct"
+
+
+def test_fewest_bytes_are_asked_for_by_name() -> None:
+    def program(comm: un.Communicator) -> str:
+        with un.trace("/dev/null") as events:
+            comm.all_reduce(torch.ones(1), algorithm="fewest_bytes")
+        (name,) = (e.detail["algorithm"] for e in events if e.kind == "begin")
+        return str(name)
+
+    costs = {name: SCHEDULES["all_reduce"][name].cost(4).sent for name in SCHEDULES["all_reduce"].names()}
+    for name in un.launch(program, 4, "thread"):
+        assert costs[name] == min(costs.values())
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize("name", SCHEDULES["all_reduce"].names())
+def test_segments_of_any_size_give_the_same_bits(name: str, chunk_bytes: int) -> None:
+    inputs = [torch.randn(37, generator=torch.Generator().manual_seed(r)) for r in range(5)]
+
+    def program(comm: un.Communicator) -> torch.Tensor:
+        t = inputs[comm.rank].clone()
+        comm.all_reduce(t, algorithm=name)
+        return t
+
+    whole = un.launch(program, 5, "thread", chunk_bytes=1 << 30)
+    cut = un.launch(program, 5, "thread", chunk_bytes=chunk_bytes)
+    assert all(torch.equal(t, whole[0]) for t in (*whole, *cut))
+    assert torch.allclose(whole[0], torch.stack(inputs).sum(0), atol=1e-5)
+
+
+def test_at_most_eight_batches_are_under_way() -> None:
+    from unisono.collectives.executor import IN_FLIGHT, execute
+
+    flying, most = 0, 0
+
+    class Counting:
+        rank, size = 0, 2
+
+        def post(self, batch: object) -> object:
+            nonlocal flying, most
+            flying += 1
+            most = max(most, flying)
+            return self
+
+        def wait(self, timeout: float | None = None) -> None:
+            nonlocal flying
+            flying -= 1
+
+        def wait_received(self, timeout: float | None = None) -> None: ...
+
+    def steps() -> Iterator[object]:
+        yield from SCHEDULES["all_reduce"]["ring"].steps(0, 2)
+
+    buffer = torch.zeros(1000)
+    execute(Counting(), steps(), Flat.even(buffer, 2), lambda a, b, out: None, segment_bytes=40)
+    assert (flying, most) == (0, IN_FLIGHT)
+
+
+def test_tensors_of_a_device_that_the_transport_does_not_see_are_staged() -> None:
+    class Elsewhere(ThreadTransport):
+        staged = frozenset({"cpu"})
+
+        def post(self, batch: Sequence[Message]) -> Work:
+            posted.extend(m.tensor.data_ptr() for m in batch)
+            return super().post(batch)
+
+    posted: list[int] = []
+
+    def program(comm: un.Communicator) -> tuple[int, list[float]]:
+        t = torch.full((3,), comm.rank + 1.0)
+        comm.all_reduce(t, algorithm="tree")
+        return t.data_ptr(), t.tolist()
+
+    TRANSPORTS.register("elsewhere", Elsewhere)
+    try:
+        results = un.launch(program, 2, "elsewhere")
+    finally:
+        TRANSPORTS.unregister("elsewhere")
+    assert [values for _, values in results] == [[3.0] * 3] * 2
+    assert posted
+    assert not {place for place, _ in results} & set(posted)

@@ -1,0 +1,142 @@
+"""Which hosts there are, by proof, and by which address each is reached."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patience import together
+
+import unisono as un
+from unisono.control import LocalHub
+from unisono.core.group import Group
+from unisono.host import network
+from unisono.launcher import api
+from unisono.launcher.topology import best
+from unisono.transports import TRANSPORTS
+from unisono.transports.shm import segment
+
+NOBODY: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    ("named", "environment", "expected"),
+    [
+        (None, NOBODY, None),
+        ("ib0", {"UNISONO_INTERFACE": "lo"}, ("ib0", "interface=")),
+        (None, {"UNISONO_INTERFACE": "ib0", "GLOO_SOCKET_IFNAME": "lo"}, ("ib0", "UNISONO_INTERFACE")),
+        (None, {"GLOO_SOCKET_IFNAME": "ib0,lo", "NCCL_SOCKET_IFNAME": "lo"}, ("lo", "GLOO_SOCKET_IFNAME")),
+        (None, {"UNISONO_INTERFACE": " "}, None),
+        (None, {"NCCL_SOCKET_IFNAME": "=lo"}, ("lo", "NCCL_SOCKET_IFNAME")),
+        (None, {"NCCL_SOCKET_IFNAME": "=l"}, None),
+        (None, {"NCCL_SOCKET_IFNAME": "ib,l"}, ("lo", "NCCL_SOCKET_IFNAME")),
+    ],
+)
+def test_who_asks_first_names_the_interface(
+    named: str | None, environment: dict[str, str], expected: tuple[str, str] | None
+) -> None:
+    assert network.interface_wanted(named, environment) == expected
+
+
+def test_an_interface_has_an_address_and_the_other_way_round() -> None:
+    assert network.address_of("lo") == "127.0.0.1"
+    assert network.interface_of("127.0.0.1") == "lo"
+    assert network.interface_of("192.0.2.77") is None
+    with pytest.raises(ValueError, match=r"no network interface 'ib7'; it has .*lo"):
+        network.address_of("ib7")
+
+
+def test_an_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UNISONO_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(
+        network,
+        "address_towards",
+        lambda host, port=9: {"me": "127.0.1.1", "192.0.2.1": "10.1.2.3"}.get(host, "127.0.0.1"),
+    )
+    # Who says loopback means it; a name that leads there is what many systems give to themselves.
+    assert network.address_for_others("127.0.0.1") == "127.0.0.1"
+    assert network.address_for_others("localhost") == "127.0.0.1"
+    assert network.address_for_others("me") == "10.1.2.3"
+    monkeypatch.setenv("UNISONO_INTERFACE", "lo")
+    assert network.address_for_others("me") == "127.0.0.1"
+
+
+def neighbours(size: int) -> list[Any]:
+    """What each of so many ranks finds, each a thread of this process."""
+    hub, found = LocalHub(), [None] * size
+
+    def run(rank: int) -> None:
+        control, group = hub.control(), Group.world(rank, size)
+        control.join(group, lambda cause: None)
+        found[rank] = TRANSPORTS["shm"].neighbours(group, control, 10.0)
+        control.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_ranks_that_see_each_others_memory_are_neighbours() -> None:
+    assert neighbours(3) == [((0, 1, 2),)] * 3
+
+
+def test_who_finds_another_number_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in another container under the same kernel: everything but the proof says that the host is the same."""
+    found_by, shown = segment._found, threading.Lock()
+    seen: list[bytes] = []
+
+    def other(card: bytes) -> Any:
+        with shown:
+            seen.append(card)
+            wrong = len(seen) == 2
+        return found_by(card[:-16] + bytes(16) if wrong else card)
+
+    monkeypatch.setattr(segment, "_found", other)
+    found = neighbours(3)
+    assert found == [found[0]] * 3
+    assert sorted(map(len, found[0])) == [1, 2]
+
+
+def test_where_memory_cannot_be_shared_all_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "shm_obstacle", lambda: "an obstacle")
+    assert neighbours(3) == [((0,), (1,), (2,))] * 3
+
+
+def test_the_best_backend() -> None:
+    assert best(((0,),), gpus=False) == "thread"
+    assert best(((0, 1), (2, 3)), gpus=False) == "shm+gloo"
+    assert best(((0,), (1,), (2,)), gpus=False) == "gloo"
+    assert best(((0,), (1,)), gpus=False, network="mpi") == "mpi"
+    assert best(((0, 1), (2,)), gpus=False, network="mpi") == "shm+mpi"
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(2, ["cuda:0", "cuda:1"]), (1, ["cuda:0", "cuda:0"])])
+def test_ranks_of_one_host_take_a_gpu_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, expected: list[str]
+) -> None:
+    seen: dict[int, str] = {}
+
+    class Refusing:
+        in_process = False
+
+        @classmethod
+        def connect(cls, group: Group, control: Any, options: Any) -> Any:
+            seen[group.rank] = options.device
+            raise un.errors.UnavailableError("there is no GPU")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(api, "transport_named", lambda name: Refusing)
+
+    def start(rank: int) -> None:
+        with pytest.raises(un.errors.UnavailableError, match="there is no GPU"):
+            un.init("nccl", init_method=f"file://{tmp_path}/meeting", rank=rank, world_size=2, timeout=20)
+
+    together(lambda: start(0), lambda: start(1))
+    assert [seen[0], seen[1]] == expected

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, final
 import torch
 
 from unisono.comm.engine import Engine
-from unisono.comm.mailbox import Mailing
-from unisono.comm.monitored_barrier import Watching
-from unisono.comm.objects import Objects
-from unisono.comm.state import ANYONE, News
-from unisono.comm.subgroups import Parts
+from unisono.comm.mailbox import MailboxMixin
+from unisono.comm.monitored_barrier import MonitoredBarrierMixin
+from unisono.comm.objects import ObjectMixin
+from unisono.comm.state import ANY_THREAD, FailureRelay
+from unisono.comm.subgroups import SubgroupMixin
 from unisono.comm.teardown import CLOSE_S
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
-from unisono.core.work import patience
+from unisono.core.work import resolve_timeout
 from unisono.errors import MismatchError
 from unisono.host.network import host_identity
 from unisono.wrappers.consistency import Checked
@@ -36,7 +36,7 @@ Check = Literal["auto", "full", "off"]
 
 
 @final
-class Communicator(Objects, Parts, Watching, Mailing):
+class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMixin):
     """A group of ranks that talk to each other: point-to-point, collectives, sub-groups, objects.
 
     Made by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group that
@@ -59,20 +59,20 @@ class Communicator(Objects, Parts, Watching, Mailing):
         hosts: For each host, the ranks on it.
     """
 
-    def __init__(self, transport: Transport, control: Control, options: Options, *, check: Check = "auto") -> None:
+    def __init__(self, transport: Transport, control: ControlPlane, options: Options, *, check: Check = "auto") -> None:
         if check not in ("auto", "full", "off"):
             raise ValueError(f"check must be 'auto', 'full' or 'off', not {check!r}")
         self._check = check
         self._control, self._options = control, options
         self._splits = self._rebuilds = self._barriers = 0
-        self._finishers: list[Callable[[], None]] = []
+        self._before_close: list[Callable[[], None]] = []
         self._parts: list[weakref.ref[Communicator]] = []
         self._successor: Communicator | None = None
         group = transport.group
-        news = News()
+        news = FailureRelay()
         control.join(group, news.tell)
         try:
-            self.hosts = self._introduce(transport, group)
+            self.hosts = self._handshake(transport, group)
         except BaseException:
             transport.close()
             raise
@@ -82,7 +82,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
         control.watch(self._engine.activity)
         news.lead_to(self._engine)
 
-    def _introduce(self, transport: Transport, group: Group) -> tuple[tuple[int, ...], ...]:
+    def _handshake(self, transport: Transport, group: Group) -> tuple[tuple[int, ...], ...]:
         """Agree with the others on what all can do; which ranks share a host."""
         mine = (self._host(group), sorted(transport.native), transport.checks, self._options.chunk_bytes, self._check)
         cards = self._control.exchange(group, "introduction", mine, self._options.timeout_s)
@@ -132,7 +132,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
         """
         from unisono.transports.torch.from_group import adopt
 
-        return cls._releasing(*adopt(group, patience(timeout, timeout), chunk_bytes), check)
+        return cls._owning(*adopt(group, resolve_timeout(timeout, timeout), chunk_bytes), check)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dim: str | int | None = None, **options: Any) -> Communicator:
@@ -160,11 +160,11 @@ class Communicator(Objects, Parts, Watching, Mailing):
         """
         from unisono.transports.mpi.from_comm import adopt
 
-        return cls._releasing(*adopt(comm, patience(timeout, timeout), chunk_bytes), check)
+        return cls._owning(*adopt(comm, resolve_timeout(timeout, timeout), chunk_bytes), check)
 
     @classmethod
-    def _releasing(
-        cls, transport: Transport, control: Control, options: Options, release: Callable[[], None], check: Check
+    def _owning(
+        cls, transport: Transport, control: ControlPlane, options: Options, release: Callable[[], None], check: Check
     ) -> Communicator:
         """One that releases what was made for it at its end, which is now if it cannot be made."""
         try:
@@ -187,15 +187,15 @@ class Communicator(Objects, Parts, Watching, Mailing):
         return transport.overlaps or transport.background
 
     # -- life ----------------------------------------------------------------------------------
-    def hand_over(self) -> None:
+    def release_thread(self) -> None:
         """Give the communicator up: the next thread that uses it owns it."""
         self._engine.own("hand_over")
         self._engine.owner = None
 
-    def share(self) -> None:
+    def allow_any_thread(self) -> None:
         """Let every thread use it from now on. The caller sees to it that no two are in a collective at once."""
         self._engine.own("share")
-        self._engine.owner = ANYONE
+        self._engine.owner = ANY_THREAD
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Memory that this backend reduces best (uninitialised). Collective: the same on every rank.
@@ -231,8 +231,8 @@ class Communicator(Objects, Parts, Watching, Mailing):
         """Let what others do with it in the background come to its end, while all still works."""
         if self._successor is not None:
             self._successor._finish()
-        while self._finishers:
-            self._finishers.pop()()
+        while self._before_close:
+            self._before_close.pop()()
         for part in self._open_parts():
             part._finish()
 
@@ -256,7 +256,7 @@ class Communicator(Objects, Parts, Watching, Mailing):
 
     def on_close(self, action: Callable[[], None], *, first: bool = False) -> None:
         """Also do this at the end of `close`; or first, while all still works, for who uses it in the background."""
-        (self._finishers if first else self._engine.ending.closers).append(action)
+        (self._before_close if first else self._engine.ending.closers).append(action)
 
     def __enter__(self) -> Self:
         return self

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, Recv, Send, Work
-from unisono.core.work import Countdown, elements, misfit
+from unisono.core.work import CountdownWork, elements, size_error
 from unisono.errors import PeerLostError
 from unisono.testing import TransportLaws, run_ranks
 from unisono.transports import TRANSPORTS
@@ -31,7 +31,7 @@ class Office:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.letters: defaultdict[Key, deque[torch.Tensor]] = defaultdict(deque)
-        self.waiting: defaultdict[Key, deque[tuple[Recv, Countdown]]] = defaultdict(deque)
+        self.waiting: defaultdict[Key, deque[tuple[Recv, CountdownWork]]] = defaultdict(deque)
         self.closed: set[tuple[str, int]] = set()
 
 
@@ -41,14 +41,14 @@ class PostalTransport(Transport):
     def __init__(self, group: Group, office: Office, timeout_s: float) -> None:
         self.group, self.office, self.timeout_s = group, office, timeout_s
         self.cause: BaseException | None = None
-        self.works: list[Countdown] = []
+        self.works: list[CountdownWork] = []
 
     @classmethod
-    def connect(cls, group: Group, control: Control, options: Options) -> PostalTransport:
+    def connect(cls, group: Group, control: ControlPlane, options: Options) -> PostalTransport:
         return cls(group, control.share("postal/office", Office), options.timeout_s)
 
     def post(self, batch: Sequence[Message]) -> Work:
-        work = Countdown(self.timeout_s, batch)
+        work = CountdownWork(self.timeout_s, batch)
         with self.office.lock:
             self.works = [w for w in self.works if not w.is_completed()] + [work]
             for message in batch:
@@ -74,7 +74,7 @@ class PostalTransport(Transport):
                 recv.tensor.copy_(letter)
                 work.arrived(recv)
             else:
-                work.complete(misfit(key[1], sent, key[2], wanted, recv.tag, key[1]))
+                work.complete(size_error(key[1], sent, key[2], wanted, recv.tag, key[1]))
 
     def split(self, group: Group) -> PostalTransport:
         return PostalTransport(group, self.office, self.timeout_s)

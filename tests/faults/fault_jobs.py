@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fault_rows import ODD, SHORT_S, SIZE
 
-from unisono.host.mpi_library import find_mpirun, unlaunched
+from unisono.host.mpi_library import env_without_launcher, find_mpirun
 
 ENDS_S = 10.0
 _LIMIT_S = 240.0
@@ -77,7 +77,7 @@ def ended(name: str) -> tuple[list[str], float]:
 
 
 def _environment() -> dict[str, str]:
-    return unlaunched(os.environ) | {
+    return env_without_launcher(os.environ) | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",

@@ -169,7 +169,7 @@ class Spoiling(Wrapper):
         super().__init__(inner)
         self._count = 0
 
-    def rewrap(self, inner: Transport) -> Spoiling:
+    def wrap_child(self, inner: Transport) -> Spoiling:
         return Spoiling(inner)
 
     def post(self, batch: list[Message]) -> Work:  # type: ignore[override]  # narrower, for this test

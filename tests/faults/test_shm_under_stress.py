@@ -51,7 +51,7 @@ def ten_groups(comm: un.Communicator, rounds: int) -> list[float]:
         found[index] = tensor[-1].item()
 
     for part in parts:
-        part.hand_over()
+        part.release_thread()
     threads = [threading.Thread(target=work, args=(index,)) for index in range(10)]
     for thread in threads:
         thread.start()

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause
-from unisono.core.flight_recorder import Activity, Noted
+from unisono.core.flight_recorder import Activity, CallRecord
 from unisono.core.group import Group
 from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import CommTimeoutError
@@ -22,18 +22,18 @@ class Told:
         self.group = Group.world(0, len(calls))
         self._calls = calls
 
-    def survey(self, group: Group, patience: float) -> dict[tuple[str, int], Any]:
+    def query(self, group: Group, patience: float) -> dict[tuple[str, int], Any]:
         return {(group.name, rank): call and self._one(rank, *call) for rank, call in enumerate(self._calls)}
 
     def _one(self, rank: int, number: int, inside: bool) -> dict[str, Any]:
         """As a rank tells it that is in a quick call, which counts only when it is over; or that has made one."""
         activity = Activity(Group.world(rank, len(self._calls)))
-        call: Noted = ("all_reduce", number, "sum", "train.py:7")
+        call: CallRecord = ("all_reduce", number, "sum", "train.py:7")
         if inside:
             activity.calls, activity.now, activity.inside = number - 1, call, True
         else:
             activity.note(call)
-        return {"pid": 1, "groups": [activity.told()], "site": "", "function": None, "stack": []}
+        return {"pid": 1, "groups": [activity.to_dict()], "site": "", "function": None, "stack": []}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ class Told:
 )
 def test_for_whom_a_collective_waits(calls: list[Any], missing: tuple[int, ...], verdict: str) -> None:
     told = Told(*calls)
-    hang = hang_report(cast("Control", told), told.group)
+    hang = hang_report(cast("ControlPlane", told), told.group)
     assert (hang.missing, hang.deadlock) == (missing, False)
     assert hang.verdict.startswith(verdict)
     assert bool(hang.verdict) == bool(verdict)

@@ -25,7 +25,7 @@ class ReferenceAverager:
         self, model: torch.nn.Module, comm: un.Communicator, *, find_unused: bool, average: str, **sizes: Any
     ) -> None:
         self.model, self.comm, self.find_unused, self.total = model, comm, find_unused, average == "sum"
-        comm.share()
+        comm.allow_any_thread()
         self.parameters = dict(model.named_parameters())
         self.known = self.tensors()
         self.weighs: float | None = None

@@ -21,9 +21,9 @@ each = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name
 def test_every_kind_of_reader_is_here() -> None:
     names = {target.name for target in TARGETS}
     assert names >= {
-        "wire",
-        "frames",
-        "greeting",
+        "serialization",
+        "control_frames",
+        "handshake",
         "requests",
         "replies",
         "news",

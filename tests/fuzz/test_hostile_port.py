@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.control.auth_channel import HELLO_BYTES, Greeting
+from unisono.control.auth_channel import HELLO_BYTES, Hello
 from unisono.testing import pool
 
 _SOON_S = 10.0
@@ -23,18 +23,18 @@ def random_bytes(peer: socket.socket, draw: Random) -> None:
 
 
 def half_a_hello(peer: socket.socket, draw: Random) -> None:
-    peer.sendall(Greeting(b"a guess", client=True).hello[: draw.randrange(HELLO_BYTES)])
+    peer.sendall(Hello(b"a guess", client=True).hello[: draw.randrange(HELLO_BYTES)])
 
 
 def a_guess(peer: socket.socket, draw: Random) -> None:
-    greeting = Greeting(draw.randbytes(32), client=True)
+    greeting = Hello(draw.randbytes(32), client=True)
     peer.sendall(greeting.hello)
     greeting.meet(peer.recv(HELLO_BYTES))
     peer.sendall(greeting.proof())
 
 
 def a_huge_frame(peer: socket.socket, draw: Random) -> None:
-    peer.sendall(Greeting(b"a guess", client=True).hello + b"\xff" * 4 + draw.randbytes(200_000))
+    peer.sendall(Hello(b"a guess", client=True).hello + b"\xff" * 4 + draw.randbytes(200_000))
 
 
 def a_browser(peer: socket.socket, draw: Random) -> None:

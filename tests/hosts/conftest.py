@@ -23,4 +23,4 @@ def network(shared_network: Network) -> Iterator[Network]:
     """The two hosts, with the line between them whole again afterwards."""
     yield shared_network
     for host in range(2):
-        shared_network.mend(host)
+        shared_network.heal(host)

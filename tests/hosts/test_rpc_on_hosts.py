@@ -9,7 +9,7 @@ import torch
 
 import unisono as un
 from unisono.errors import PeerLostError
-from unisono.testing.namespaced_ranks import HostRanks, word
+from unisono.testing.namespaced_ranks import HostRanks, send_signal
 from unisono.testing.network import Network
 
 rpc = un.rpc
@@ -52,7 +52,7 @@ def calls_the_last(comm: un.Communicator) -> Any:
     rpc.init(comm)
     result = None
     future = rpc.rpc_async(2, nap, (600.0,), timeout=600.0) if comm.rank == 0 else None
-    word()
+    send_signal()
     if future is not None:
         try:
             future.wait()

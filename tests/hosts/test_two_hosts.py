@@ -11,7 +11,7 @@ import torch
 
 import unisono as un
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
-from unisono.testing.namespaced_ranks import HostRanks, word
+from unisono.testing.namespaced_ranks import HostRanks, send_signal
 from unisono.testing.network import Network
 
 MIB = 1 << 20
@@ -69,7 +69,7 @@ def summed_again_and_again(comm: un.Communicator, count: int, times: int, timeou
     for number in range(times):
         comm.all_reduce(total, "max", timeout=timeout)
         if number == 3:
-            word()
+            send_signal()
     return times
 
 

@@ -28,7 +28,7 @@ def how(backend: str, operation: str, device: str) -> str:
     if device not in declared.devices:
         return "no"
     way = "native" if operation in declared.native else "messages"
-    return f"{way}, by way of the CPU" if device in declared.staged else way
+    return f"{way}, by way of the CPU" if device in declared.host_staged else way
 
 
 def tables() -> str:
@@ -67,7 +67,7 @@ def test_each_backend_and_operation_has_its_place(device: str) -> None:
 def test_a_declaration_is_what_a_transport_then_can(name: str) -> None:
     kind = TRANSPORTS[name]
     declared = kind.declared(name)
-    assert declared.staged <= declared.devices
+    assert declared.host_staged <= declared.devices
     assert declared.native <= set(COLLECTIVES)
     assert (how(name, "all_reduce", "cpu") == "no") == ("cpu" not in declared.devices)
 

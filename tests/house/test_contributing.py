@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.collectives.algorithms import SCHEDULES, all_reduce
-from unisono.collectives.verify.prover import prove
+from unisono.collectives.algorithms import ALGORITHMS, all_reduce
+from unisono.collectives.verify.prover import verify
 
 ROOT = Path(__file__).parents[2]
 NAME = "bidirectional_ring"
@@ -36,9 +36,9 @@ def program(comm: un.Communicator, folder: str) -> list[float]:
 
 
 def test_one_file_is_one_algorithm(folder: str) -> None:
-    assert NAME in SCHEDULES["all_reduce"].names()
+    assert NAME in ALGORITHMS["all_reduce"].names()
     for size in (1, 2, 3, 8, 13):
-        prove("all_reduce", SCHEDULES["all_reduce"][NAME], size)
+        verify("all_reduce", ALGORITHMS["all_reduce"][NAME], size)
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo", "shm"])

@@ -50,7 +50,7 @@ comm = un.init("shm", init_method=f"file://{folder}/meeting", rank=rank, world_s
 comm.barrier()
 if rank == lost:
     control, others = comm._engine.control, [("world1", each) for each in range(size) if each != lost]
-    while not all(map(waiting, map(control.survey(comm._engine.group, 1.0).get, others))):
+    while not all(map(waiting, map(control.query(comm._engine.group, 1.0).get, others))):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
 try:

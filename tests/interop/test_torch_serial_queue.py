@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from unisono.interop.serial_queue import Line
+from unisono.interop.serial_queue import SerialQueue
 
 
 def test_jobs_are_done_in_order_one_at_a_time() -> None:
-    line, done = Line("test"), list[int]()
+    line, done = SerialQueue("test"), list[int]()
     gate = threading.Event()
     first = line.start(lambda: gate.wait(10))
     works = [line.start(lambda n=n: done.append(n)) for n in range(100)]
@@ -23,13 +23,13 @@ def test_jobs_are_done_in_order_one_at_a_time() -> None:
 
 
 def test_an_empty_line_needs_no_thread() -> None:
-    line, found = Line("test"), list[int]()
+    line, found = SerialQueue("test"), list[int]()
     line.run(lambda: found.append(threading.get_ident()))
     assert found == [threading.get_ident()]
 
 
 def test_what_waits_behind_a_caller_is_done_after_it() -> None:
-    line, done = Line("test"), list[str]()
+    line, done = SerialQueue("test"), list[str]()
     work = []
 
     def job() -> None:
@@ -44,7 +44,7 @@ def test_what_waits_behind_a_caller_is_done_after_it() -> None:
 
 
 def test_errors_go_to_who_waits_and_nowhere_else() -> None:
-    line = Line("test")
+    line = SerialQueue("test")
 
     def fail() -> None:
         raise KeyError("boom")
@@ -60,7 +60,7 @@ def test_errors_go_to_who_waits_and_nowhere_else() -> None:
 
 
 def test_a_callback_goes_before_what_waits() -> None:
-    line, done = Line("test"), list[str]()
+    line, done = SerialQueue("test"), list[str]()
     gate = threading.Event()
 
     def call_again() -> None:
@@ -76,7 +76,7 @@ def test_a_callback_goes_before_what_waits() -> None:
 
 
 def test_finishing_has_a_limit() -> None:
-    line, gate = Line("test"), threading.Event()
+    line, gate = SerialQueue("test"), threading.Event()
     assert line.finish(0.0)
     line.start(lambda: gate.wait(10))
     assert not line.finish(0.01)

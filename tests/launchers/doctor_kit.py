@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unisono.tools.doctor import Patient, examine
+from unisono.tools.doctor import Target, examine
 from unisono.tools.doctor.finding import Finding
 
 __all__ = ["ALONE", "DOCTOR", "Seen", "Start", "find", "the_cross"]
@@ -37,14 +37,14 @@ class Seen:
         return cross["text"]
 
 
-def find(check: str, patient: Patient | None = None) -> list[Finding]:
+def find(check: str, patient: Target | None = None) -> list[Finding]:
     """What one check finds in this process."""
-    ((name, found),) = examine(patient or Patient(limit_s=30.0), [check])
+    ((name, found),) = examine(patient or Target(limit_s=30.0), [check])
     assert name == check
     return found
 
 
-def the_cross(check: str, patient: Patient | None = None) -> Finding:
+def the_cross(check: str, patient: Target | None = None) -> Finding:
     (found,) = [one for one in find(check, patient) if one.state == "cross"]
     assert found.fix
     return found

@@ -10,7 +10,7 @@ import pytest
 from doctor_kit import DOCTOR, Start, the_cross
 
 from unisono.tools.cli import main
-from unisono.tools.doctor import CHECKS, Patient, runner
+from unisono.tools.doctor import CHECKS, Target, runner
 from unisono.tools.doctor.finding import Finding, note, tick
 
 
@@ -22,7 +22,7 @@ class Planted:
     def __init__(self, look: Callable[[], list[Finding]]) -> None:
         self._look = look
 
-    def check(self, patient: Patient) -> list[Finding]:
+    def check(self, patient: Target) -> list[Finding]:
         return self._look()
 
 
@@ -43,7 +43,7 @@ def test_a_check_that_hangs_is_a_cross(plant: Callable[..., None], monkeypatch: 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         plant(lambda: [tick(str(theirs.recv(1)))])
-        assert "has not ended in time" in the_cross("planted", Patient(limit_s=0.1)).text
+        assert "has not ended in time" in the_cross("planted", Target(limit_s=0.1)).text
         ours.send(b"x")
 
 

@@ -14,7 +14,7 @@ from doctor_kit import Seen, find, the_cross
 from launcher_kit import task
 
 from unisono.core.native import NO_EXTENSIONS
-from unisono.tools.doctor import Patient
+from unisono.tools.doctor import Target
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -137,12 +137,12 @@ def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "64000 ranks on this host by the environment, more ranks than cores" in found.text
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert [one.state for one in find("cores")] == ["tick"]
-    assert "70000 ranks" in the_cross("cores", Patient(ranks=70000)).text
+    assert "70000 ranks" in the_cross("cores", Target(ranks=70000)).text
 
 
 def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5000")
-    found = the_cross("cores", Patient(ranks=1))
+    found = the_cross("cores", Target(ranks=1))
     assert "1 ranks with OMP_NUM_THREADS=5000 are more threads than cores" in found.text
     assert re.fullmatch(r"export OMP_NUM_THREADS=\d+", found.fix or "")
 
@@ -153,7 +153,7 @@ def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_count, "quota", lambda: 1.5)
     monkeypatch.setattr(cpu_count, "visible", lambda: 64)
     monkeypatch.setattr("unisono.tools.doctor.checks.cores.visible", lambda: 64)
-    assert "1 core(s) are what the control group allows of 64" in the_cross("cores", Patient(ranks=2)).text
+    assert "1 core(s) are what the control group allows of 64" in the_cross("cores", Target(ranks=2)).text
 
 
 # -- hosts -----------------------------------------------------------------------------------------
@@ -167,12 +167,12 @@ def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_hosts_that_cannot_be(hosts: tuple[str, ...], words: str) -> None:
-    assert words in the_cross("between_hosts", Patient(hosts=hosts)).text
+    assert words in the_cross("between_hosts", Target(hosts=hosts)).text
 
 
 @pytest.mark.soak
 def test_a_host_that_does_not_come_is_named(port: int) -> None:
-    found = the_cross("between_hosts", Patient(hosts=("127.0.0.1", "127.0.0.2"), rank=1, port=port, limit_s=15.0))
+    found = the_cross("between_hosts", Target(hosts=("127.0.0.1", "127.0.0.2"), rank=1, port=port, limit_s=15.0))
     assert f"nobody answers at 127.0.0.1:{port}" in found.text
     assert "on 127.0.0.1 at the same time" in (found.fix or "")
 

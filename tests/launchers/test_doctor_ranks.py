@@ -12,7 +12,7 @@ import pytest
 from doctor_kit import Seen, Start, find, the_cross
 from launcher_kit import BATCH, task
 
-from unisono.tools.doctor import Patient
+from unisono.tools.doctor import Target
 from unisono.tools.doctor.checks import mpiexec
 from unisono.tools.doctor.smoke_test_runner import tried
 
@@ -48,7 +48,7 @@ def test_launchers_that_make_no_sense(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert re.search(words, the_cross("launcher", Patient(backend=backend)).text)
+    assert re.search(words, the_cross("launcher", Target(backend=backend)).text)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_an_mpiexec_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "mpiexec").write_text("#!/bin/sh\nsleep 1000\n")
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert "it had not ended in time" in the_cross("mpiexec", Patient(limit_s=2.0)).text
+    assert "it had not ended in time" in the_cross("mpiexec", Target(limit_s=2.0)).text
 
 
 # -- ranks -----------------------------------------------------------------------------------------
 @pytest.mark.soak
 def test_two_ranks_sum_for_real() -> None:
-    (found,) = find("all_reduce", Patient(backend="shm", limit_s=60.0))
+    (found,) = find("all_reduce", Target(backend="shm", limit_s=60.0))
     assert re.fullmatch(r"shm: 2 ranks sum rightly, about \d+ us for 8 B and \S+ ms for 1 MiB", found.text)
 
 

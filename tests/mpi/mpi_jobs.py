@@ -13,7 +13,7 @@ from pathlib import Path
 
 from patience import until
 
-from unisono.host.mpi_library import find_mpirun, unlaunched
+from unisono.host.mpi_library import env_without_launcher, find_mpirun
 
 LIMIT_S = 100.0
 
@@ -50,7 +50,7 @@ def mpirun(
 
 def run(command: list[str], **variables: str) -> Ended:
     """Run a command in a session of its own, as many ranks as it likes on any core."""
-    environment = unlaunched(os.environ) | {
+    environment = env_without_launcher(os.environ) | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",

@@ -28,7 +28,7 @@ def bootstraps() -> dict[str, Any]:
     with un.init("mpi", init_method="mpi://", timeout=60) as comm:
         found["mpi://"] = (comm.rank, comm.size)
     # As if each rank were on a host of its own.
-    with patch.object(segment, "shm_obstacle", lambda: "an obstacle"), un.init(timeout=60) as comm:
+    with patch.object(segment, "why_no_shm", lambda: "an obstacle"), un.init(timeout=60) as comm:
         found["apart"] = comm.backend
     return found
 

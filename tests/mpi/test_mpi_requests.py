@@ -17,7 +17,7 @@ from unisono.core.fingerprint import hash_of
 from unisono.core.types import ReduceOp
 from unisono.errors import PeerLostError, UnavailableError
 from unisono.host import mpi_library
-from unisono.host.mpi_library import check_world, launched, name_of, unlaunched, until
+from unisono.host.mpi_library import check_world, env_without_launcher, launched, name_of, poll_until
 from unisono.testing.reference import reduced
 from unisono.transports.mpi import point_to_point
 from unisono.transports.mpi.consistency import Agreement
@@ -94,7 +94,7 @@ def test_nobody_elses_variables_are_taken_for_theirs(environment: dict[str, str]
 def test_what_a_launcher_has_told_is_not_passed_on() -> None:
     theirs = {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "PMI_SIZE": "2", "PRTE_LAUNCHED": "1"}
     users = {"OMPI_MCA_btl": "tcp", "PMIX_MCA_gds": "hash", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PATH": "/bin"}
-    assert unlaunched(theirs | users) == users
+    assert env_without_launcher(theirs | users) == users
 
 
 def fake_mpi(size: int) -> SimpleNamespace:
@@ -111,7 +111,7 @@ def test_a_world_of_one_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     with pytest.raises(UnavailableError, match=r"torchrun knows nothing of MPI.*mpirun -n 4"):
         check_world(fake_mpi(1), 4)
-    monkeypatch.setattr(mpi_library, "launched", lambda: mpi_library.Launched("some mpiexec", 0, 4))
+    monkeypatch.setattr(mpi_library, "launched", lambda: mpi_library.MpiLauncher("some mpiexec", 0, 4))
     with pytest.raises(UnavailableError, match=r"some mpiexec has started 4 .* MPICH 5\.0\.2.* -n 4"):
         check_world(fake_mpi(1), 4)
 
@@ -138,7 +138,7 @@ def test_the_launcher_is_compared_before_mpi_starts(
         THREAD_MULTIPLE=3,
     )
     monkeypatch.setattr(mpi_library, "imported", lambda: mpi)
-    monkeypatch.setattr(mpi_library, "launched", lambda: mpi_library.Launched(by, 0, 2))
+    monkeypatch.setattr(mpi_library, "launched", lambda: mpi_library.MpiLauncher(by, 0, 2))
     if fits:
         assert mpi_library.library() is mpi
     else:
@@ -155,15 +155,15 @@ def test_a_wait_ends_at_its_deadline_or_by_what_it_looks_at() -> None:
         asked += 1
         return False
 
-    assert not until(never, time.monotonic() + 0.01, spins=3)
+    assert not poll_until(never, time.monotonic() + 0.01, spins=3)
     assert asked > 3
-    assert until(lambda: True, time.monotonic() - 1)
+    assert poll_until(lambda: True, time.monotonic() - 1)
 
     def broken() -> None:
         raise KeyError("broken")
 
     with pytest.raises(KeyError, match="broken"):
-        until(never, time.monotonic() + 60, broken, spins=1)
+        poll_until(never, time.monotonic() + 60, broken, spins=1)
 
 
 def agreements(size: int) -> list[Agreement]:
@@ -233,5 +233,5 @@ def test_who_asks_very_often_looks_up_now_and_then() -> None:
 
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 is lost"):
-        until(lambda: False, began + 60, look, spins=10**9)
-    assert not until(lambda: False, began, spins=10**9)
+        poll_until(lambda: False, began + 60, look, spins=10**9)
+    assert not poll_until(lambda: False, began, spins=10**9)

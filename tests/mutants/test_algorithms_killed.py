@@ -1,4 +1,4 @@
-"""Every schedule in `mutants/schedules/` is wrong, and the prover says in which way."""
+"""Every algorithm in `mutants/algorithms/` is wrong, and the prover says in which way."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
-from unisono.collectives.algorithms import Schedule
-from unisono.collectives.verify.prover import ScheduleError, prove
+from unisono.collectives.algorithms import Algorithm
+from unisono.collectives.verify.prover import AlgorithmError, verify
 
-MUTANTS = sorted(Path(__file__).with_name("schedules").glob("*.py"))
+MUTANTS = sorted(Path(__file__).with_name("algorithms").glob("*.py"))
 
 
 def load(path: Path) -> ModuleType:
@@ -30,9 +30,9 @@ def test_the_prover_kills(path: Path) -> None:
 
     def prove_small_sizes() -> None:
         for size in range(2, 9):
-            prove(mutant.COLLECTIVE, cast(Schedule, mutant), size)
+            verify(mutant.COLLECTIVE, cast(Algorithm, mutant), size)
 
-    with pytest.raises(ScheduleError, match=mutant.COMPLAINT):
+    with pytest.raises(AlgorithmError, match=mutant.COMPLAINT):
         prove_small_sizes()
 
 

@@ -38,7 +38,7 @@ class Three(nn.Module):
 def check(comm: un.Communicator) -> None:
     """Known gradients of two ranks: plain, accumulated, skipped, weighted, re-entrant, and uneven."""
     model, mine = Three(), torch.tensor(comm.rank + 1.0)
-    averager = un.GradientAverager(model, comm, find_unused=True, bucket_cap_mb=2e-5, first_bucket_mb=1e-5)
+    averager = un.GradientAverager(model, comm, find_unused_parameters=True, bucket_cap_mb=2e-5, first_bucket_mb=1e-5)
     for step in range(2):
         model(mine).backward()
         assert model.gradients() == [1.5, 15.0, 4.5], f"plain step {step}"
@@ -70,7 +70,7 @@ def check(comm: un.Communicator) -> None:
 
 
 def forgets_what_is_owed(self: GradientAverager) -> None:
-    self._owed.clear()
+    self._accumulated.clear()
     original_end(self)
 
 
@@ -105,13 +105,13 @@ def takes_all_for_present(self: Bucket) -> list[tuple[bool, bool]]:
 
 
 original_end = GradientAverager._end
-original_fill, original_last, original_agree = Bucket.fill, Reducer.finish, Weights.agree
+original_fill, original_last, original_agree = Bucket.finalize, Reducer.finish, Weights.agree
 
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (GradientAverager, "_end", forgets_what_is_owed),
     (GradientAverager, "remove", keeps_the_hooks),
-    (Bucket, "fill", hands_out_copies_before_the_mean),
-    (Bucket, "present", takes_all_for_present),
+    (Bucket, "finalize", hands_out_copies_before_the_mean),
+    (Bucket, "read_header", takes_all_for_present),
     (Reducer, "finish", forgets_the_last_buckets),
     (Weights, "say", weighs_all_alike),
     (Weights, "agree", counts_who_is_through),

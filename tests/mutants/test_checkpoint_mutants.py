@@ -22,10 +22,10 @@ from unisono.checkpoint import (
     memory_limits,
     reader,
     restore,
-    save,
+    saver,
     tensor_loader,
 )
-from unisono.checkpoint import load as loading
+from unisono.checkpoint import loader as loading
 from unisono.checkpoint.storage import local
 from unisono.errors import CommError
 
@@ -89,13 +89,13 @@ def the_manifest_is_overwritten(patch: Patch) -> None:
 
 
 def old_files_go_before_the_new_manifest(patch: Patch) -> None:
-    real = save._publish
+    real = saver._publish
 
     def publish(snapshot: Any, parts: Any, storage: Any, save_id: str, *more: Any) -> None:
-        save._tidy(storage, save_id)
+        saver._tidy(storage, save_id)
         real(snapshot, parts, storage, save_id, *more)
 
-    patch.setattr(save, "_publish", publish)
+    patch.setattr(saver, "_publish", publish)
 
 
 def the_manifest_comes_before_the_files_are_durable(patch: Patch) -> None:
@@ -116,16 +116,16 @@ def what_failed_stays(patch: Patch) -> None:
 
 
 def ranks_are_not_compared(patch: Patch) -> None:
-    patch.setattr(collective.Team, "compare", lambda self, what, describe, told: None)
+    patch.setattr(collective.CollectiveScope, "compare", lambda self, what, describe, told: None)
 
 
 def only_shapes_are_compared(patch: Patch) -> None:
-    patch.setattr(save, "digest", lambda data: "0" * 32)
+    patch.setattr(saver, "digest", lambda data: "0" * 32)
 
 
 def the_copy_is_a_view(patch: Patch) -> None:
-    real = save._take
-    patch.setattr(save, "_take", lambda flat, copy, hashed: real(flat, False, hashed))
+    real = saver._take
+    patch.setattr(saver, "_take", lambda flat, copy, hashed: real(flat, False, hashed))
 
 
 def saves_overtake_each_other(patch: Patch) -> None:
@@ -137,12 +137,12 @@ def saves_overtake_each_other(patch: Patch) -> None:
 
 
 def bytes_are_not_checked(patch: Patch) -> None:
-    patch.setattr(reader.Files, "accuse", lambda self, bad: None)
+    patch.setattr(reader.Files, "corrupt_error", lambda self, bad: None)
 
 
 def headers_are_not_checked(patch: Patch) -> None:
-    real = reader.Files.accuse
-    patch.setattr(reader.Files, "accuse", lambda self, bad: real(self, [block for block in bad if block.name]))
+    real = reader.Files.corrupt_error
+    patch.setattr(reader.Files, "corrupt_error", lambda self, bad: real(self, [block for block in bad if block.name]))
 
 
 def sizes_are_not_checked(patch: Patch) -> None:
@@ -158,13 +158,13 @@ def every_rank_reads_all(patch: Patch) -> None:
 
 
 def ranks_do_not_wait_for_each_other(patch: Patch) -> None:
-    real = tensor_loader.Filling._through_memory
+    real = tensor_loader.TensorLoader._through_memory
 
-    def through_memory(self: tensor_loader.Filling, host: Any, shares: Any) -> None:
+    def through_memory(self: tensor_loader.TensorLoader, host: Any, shares: Any) -> None:
         hasty: Any = SimpleNamespace(rank=host.rank, size=host.size, barrier=lambda: None)
         real(self, hasty, shares)
 
-    patch.setattr(tensor_loader.Filling, "_through_memory", through_memory)
+    patch.setattr(tensor_loader.TensorLoader, "_through_memory", through_memory)
 
 
 def values_may_take_any_memory(patch: Patch) -> None:
@@ -173,17 +173,17 @@ def values_may_take_any_memory(patch: Patch) -> None:
 
 
 def a_save_is_left_behind(patch: Patch) -> None:
-    patch.setattr(background._Lane, "_finish", lambda self: None)
+    patch.setattr(background._SaveQueue, "_finish", lambda self: None)
 
 
 def strided_memory_is_forgotten(patch: Patch) -> None:
-    patch.setattr(map_location.Landing, "tensor", lambda self: self._made if self._place is None else self._place)
+    patch.setattr(map_location.Destination, "tensor", lambda self: self._made if self._place is None else self._place)
 
 
 def shapes_do_not_matter(patch: Patch) -> None:
-    real = restore.Restoration._match_tensor
+    real = restore.Restorer._match_tensor
     patch.setattr(
-        restore.Restoration,
+        restore.Restorer,
         "_match_tensor",
         lambda self, target, name, path, mode: real(self, target, name, path, "loose"),
     )

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from unisono.core.reduce_op import combine_all
-from unisono.core.types import Call, ReduceOp
+from unisono.core.types import CollectiveCall, ReduceOp
 from unisono.errors import CommError
 from unisono.testing.conformance import LAWS, World
 from unisono.transports.hierarchical import Hierarchical
-from unisono.transports.hierarchical.collectives import Bulk
+from unisono.transports.hierarchical.collectives import HierarchicalCollectives
 from unisono.transports.hierarchical.consistency import Agreement
 from unisono.transports.hierarchical.routing import Routes
 
@@ -24,7 +24,7 @@ THREE = World("thread+thread", timeout=1.0, hosts=((0, 2), (1,), (3,)))
 UNEVEN = World("thread+thread", timeout=1.0, hosts=((1, 2, 3), (0,)))
 
 
-def own_host_first(self: Any, partly: Call | None) -> None:
+def own_host_first(self: Any, partly: CollectiveCall | None) -> None:
     """Adds the own host's partial result first, so that hosts round in other ways."""
     if partly is not None:
         shares = [room.like(partly.outputs[0]) for room in self._rooms]
@@ -40,7 +40,7 @@ def nobody_compares(self: Any, lanes: Any, mine: Any, alike: bool, nbytes: int, 
     return swapped and alike
 
 
-def only_this_host_is_summed(self: Any, call: Call, share: torch.Tensor, deadline: float) -> None:
+def only_this_host_is_summed(self: Any, call: CollectiveCall, share: torch.Tensor, deadline: float) -> None:
     """Leaves the share as the own host summed it."""
 
 
@@ -49,7 +49,7 @@ def nothing_is_handed_on(self: Any, tile: torch.Tensor, share: torch.Tensor, dea
     self._shares(tile)[self._place].copy_(share)
 
 
-def root_last_of_its_host(self: Any, call: Call, deadline: float) -> None:
+def root_last_of_its_host(self: Any, call: CollectiveCall, deadline: float) -> None:
     """Reduces on the first rank of each host, and forgets the way from there to the root."""
     BULK_REDUCE(self, replace(call, root=self._hosts[0][0]), deadline)
 
@@ -66,13 +66,13 @@ def even_if_not(self: Any) -> None:
     self.native |= {"all_gather", "reduce_scatter"}
 
 
-SWAPPED, DECLARE, BULK_REDUCE = Agreement._swapped, Hierarchical._declare, Bulk.reduce
+SWAPPED, DECLARE, BULK_REDUCE = Agreement._swapped, Hierarchical._declare, HierarchicalCollectives.reduce
 MUTANTS: list[tuple[type, str, Callable[..., Any], str, World]] = [
     (Agreement, "_combine", own_host_first, "all_reduce_equals_the_reference", THREE),
     (Agreement, "_swapped", nobody_compares, "different_calls_are_refused_on_every_rank", TWO),
-    (Bulk, "_exchange", only_this_host_is_summed, "all_reduce_equals_the_reference", TWO),
-    (Bulk, "_gathered", nothing_is_handed_on, "all_reduce_equals_the_reference", TWO),
-    (Bulk, "reduce", root_last_of_its_host, "reduce_equals_the_reference", TWO),
+    (HierarchicalCollectives, "_exchange", only_this_host_is_summed, "all_reduce_equals_the_reference", TWO),
+    (HierarchicalCollectives, "_gathered", nothing_is_handed_on, "all_reduce_equals_the_reference", TWO),
+    (HierarchicalCollectives, "reduce", root_last_of_its_host, "reduce_equals_the_reference", TWO),
     (Routes, "post", all_by_one_way, "peers_do_not_mix", TWO),
     (Hierarchical, "_declare", even_if_not, "all_gather_equals_the_reference", UNEVEN),
 ]

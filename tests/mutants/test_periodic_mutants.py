@@ -52,12 +52,12 @@ def forgets_buffers(patch: Patch) -> None:
 
 
 def a_step_too_soon(patch: Patch) -> None:
-    patch.setattr(periodic.Every, "__call__", lambda self, step: (step + 1) % self.n == 0)
+    patch.setattr(periodic.PeriodicSchedule, "__call__", lambda self, step: (step + 1) % self.n == 0)
     unit("local_sgd").test_it_trains_as_by_hand(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 3)
 
 
 def uses_the_callers_line(patch: Patch) -> None:
-    patch.setattr(periodic, "own_line", lambda comm, who, facts: comm)
+    patch.setattr(periodic, "dedicated_comm", lambda comm, who, facts: comm)
     unit("local_sgd").test_its_messages_do_not_meet_the_callers()
 
 
@@ -109,7 +109,7 @@ def keeps_its_first_anchor(patch: Patch) -> None:
 
 def loads_no_anchor(patch: Patch) -> None:
     def load_state_dict(self: Any, state: dict[str, Any]) -> None:
-        periodic.Periodic.load_state_dict(self, state)
+        periodic.PeriodicAction.load_state_dict(self, state)
         self.outer.load_state_dict(state["outer"])
 
     patch.setattr(diloco.DiLoCo, "load_state_dict", load_state_dict)
@@ -145,7 +145,7 @@ def stays_at_one_distance(patch: Patch) -> None:
 
 
 def forgets_the_round(patch: Patch) -> None:
-    patch.setattr(gossip.Gossip, "load_state_dict", periodic.Periodic.load_state_dict)
+    patch.setattr(gossip.Gossip, "load_state_dict", periodic.PeriodicAction.load_state_dict)
     unit("gossip").test_it_ends_in_the_mean_and_goes_on_from_its_state()
 
 

@@ -55,7 +55,7 @@ def picks_by_itself(scheduler: Scheduler, among: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("method", "wrong"), [("pick", picks_by_itself), ("chance", lambda scheduler: SystemRandom().random())]
+    ("method", "wrong"), [("choose", picks_by_itself), ("chance", lambda scheduler: SystemRandom().random())]
 )
 def test_a_scheduler_that_does_not_follow_its_seed_is_noticed(
     monkeypatch: pytest.MonkeyPatch, method: str, wrong: Callable[..., object]

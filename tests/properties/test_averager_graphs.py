@@ -63,7 +63,7 @@ def program(
     cap: float,
 ) -> list[torch.Tensor | None]:
     model = Graph(nodes, torch.float64)
-    averager = un.GradientAverager(model, comm, bucket_cap_mb=cap, first_bucket_mb=cap / 2, find_unused=True)
+    averager = un.GradientAverager(model, comm, bucket_cap_mb=cap, first_bucket_mb=cap / 2, find_unused_parameters=True)
     for _ in range(2):
         model.zero_grad()
         loss(model, xs[comm.rank].requires_grad_(), skips[comm.rank]).backward()

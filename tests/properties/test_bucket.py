@@ -100,12 +100,12 @@ def one_step(bucket: Bucket, coming: list[int], scale: float, factor: float, for
     held = dict(earlier) if step else {}
     if step:
         # A reduction that came to nothing is made again.
-        bucket.fill(set(coming), held, 3.0, True, (True, True), True)
+        bucket.finalize(set(coming), held, 3.0, True, (True, True), True)
         bucket.memory.fill_(torch.nan)
         assert bucket.can_rewind()
         bucket.rewind()
         sums = [total + earlier.get(slot, torch.zeros(())) for slot, total in enumerate(sums)]
-    bucket.fill(set(coming), held, factor, asks=(False, step == 1))
+    bucket.finalize(set(coming), held, factor, flags=(False, step == 1))
     assert not held
     assert not bucket.can_rewind()
     assert not bucket.is_late()
@@ -116,9 +116,9 @@ def one_step(bucket: Bucket, coming: list[int], scale: float, factor: float, for
     asks = [0.0, scale * (step == 1)]
     assert bucket.came == came
     assert bucket.words.tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *asks]
-    assert bucket.present() == [(c, not c) for c in came]
+    assert bucket.read_header() == [(c, not c) for c in came]
     assert bucket.asked == (False, step == 1)
-    bucket.hand_out(bucket.present())
+    bucket.assign_grads(bucket.read_header())
     for slot, (parameter, view) in enumerate(zip(parameters, bucket.views, strict=True)):
         if slot in of_graphs:
             # What it was made of stays with it.
@@ -200,7 +200,7 @@ def forgets_what_was_earlier(
     earlier.clear()
 
 
-original_take, original_fill = Bucket.take, Bucket.fill
+original_take, original_fill = Bucket.take, Bucket.finalize
 
 
 @pytest.mark.parametrize(

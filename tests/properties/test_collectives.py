@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.collectives.algorithms import SCHEDULES
+from unisono.collectives.algorithms import ALGORITHMS
 from unisono.core.collective import COLLECTIVES
 from unisono.testing import pool, run_ranks, strategies
 from unisono.testing.cases import CALLS, Case
@@ -89,7 +89,7 @@ def grid(call: str, size: int) -> Iterator[Case]:
     kinds = [
         (dtype, op) for dtype in DTYPES for op in (ops_for(dtype) if COLLECTIVES[call].reduces else ops_for(dtype)[:1])
     ]
-    algorithms = [None, *SCHEDULES[COLLECTIVES[call].family].names()]
+    algorithms = [None, *ALGORITHMS[COLLECTIVES[call].family].names()]
     for algorithm, (dtype, op), root in product(algorithms, kinds, range(size if COLLECTIVES[call].root else 1)):
         for count in sorted({0, 1, size - 1, size, size + 1, 1000, CHUNK_BYTES // dtype.itemsize + 1}):
             yield Case(

@@ -82,7 +82,7 @@ def release(key: str) -> None:
 @rpc.expose
 def census() -> int:
     """How many objects of its own the rank called keeps for others."""
-    return len(rpc.current.current_agent().references)
+    return len(rpc.context.current_agent().references)
 
 
 @rpc.expose

@@ -51,7 +51,7 @@ def program(comm: un.Communicator, plans: list[list[Step]]) -> Any:
                 grads += [rpc.rpc_sync(rank, gradients, (context,)) for rank in range(comm.size)]
                 results.append(grads)
                 assert all(parameter.grad is None for parameter in own_parameters())
-    agent = rpc.current.current_agent()
+    agent = rpc.context.current_agent()
     rpc.shutdown(timeout=50.0)
     return results, len(agent.contexts)
 
@@ -200,7 +200,7 @@ def both_at_once(comm: un.Communicator) -> float:
             here = gradients(context)[0]
             worst.append(max((there - factor).abs().max().item(), (here - 2 * factor).abs().max().item()))
 
-    agent = rpc.current.current_agent()
+    agent = rpc.context.current_agent()
     threads = [threading.Thread(target=_with, args=(agent, one, k)) for k in range(4)]
     for thread in threads:
         thread.start()
@@ -212,7 +212,7 @@ def both_at_once(comm: un.Communicator) -> float:
 
 
 def _with(agent: Any, action: Any, number: int) -> None:
-    rpc.current.set_agent(agent)
+    rpc.context.set_agent(agent)
     action(number)
 
 

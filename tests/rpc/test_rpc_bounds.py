@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.rpc.pending_calls import Window
+from unisono.rpc.pending_calls import FlowControl
 from unisono.rpc.thread_pool import Workers
 from unisono.testing import pool
 
@@ -20,7 +20,7 @@ LIMIT_S = 20.0
 
 
 def test_a_window_lets_so_many_in() -> None:
-    window = Window(2, 100)
+    window = FlowControl(2, 100)
     now = time.monotonic()
     assert window.enter(60, now, nullcontext)
     assert not window.enter(60, now, nullcontext), "more bytes than it may hold"
@@ -33,7 +33,7 @@ def test_a_window_lets_so_many_in() -> None:
 
 
 def test_who_waits_for_a_window_goes_on_when_there_is_room() -> None:
-    window, entered = Window(1, 100), threading.Event()
+    window, entered = FlowControl(1, 100), threading.Event()
     assert window.enter(1, 0.0, nullcontext)
 
     def wait() -> None:
@@ -58,7 +58,7 @@ def test_workers_run_no_more_at_once_but_those_that_wait(monkeypatch: pytest.Mon
     def task(blocks: bool) -> None:
         nonlocal running, most
         if blocks:
-            with workers.blocked():
+            with workers.not_counted():
                 go.wait(LIMIT_S)
         else:
             with lock:

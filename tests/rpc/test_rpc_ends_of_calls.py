@@ -13,7 +13,7 @@ from rpc_functions import BACKENDS, add, echo, hold, release
 import unisono as un
 from unisono.errors import CommTimeoutError
 from unisono.testing import run_ranks
-from unisono.transports.mailbox.over_p2p import PostMailbox
+from unisono.transports.mailbox.over_p2p import PointToPointMailbox
 
 rpc = un.rpc
 
@@ -24,7 +24,7 @@ def test_a_call_that_is_late_while_it_is_sent_is_under_way_no_more(call: Any) ->
         rpc.init(comm, timeout=30.0)
         if comm.rank == 0:
             # What was posted arrives all the same.
-            with patch.object(PostMailbox, "_see_through", side_effect=CommTimeoutError("late")):
+            with patch.object(PointToPointMailbox, "_see_through", side_effect=CommTimeoutError("late")):
                 for _ in range(3):
                     with pytest.raises(CommTimeoutError):
                         call(1, echo, (torch.ones(100_000),))

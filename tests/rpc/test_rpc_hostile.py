@@ -17,10 +17,10 @@ from patience import until
 
 import unisono as un
 from unisono import serialization
-from unisono.control.auth_channel import Channel, Greeting
+from unisono.control.auth_channel import Channel, Hello
 from unisono.control.local import LocalHub
 from unisono.core.group import Group
-from unisono.core.mailbox import Mail
+from unisono.core.mailbox import Envelope
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc import protocol
 from unisono.rpc.protocol import HEADER, NO_CONTEXT
@@ -58,7 +58,7 @@ def assail(place: tuple[str, int], kind: str) -> bytes:
             elif kind == "http":
                 line.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"x" * 40)
             elif kind == "wrong secret":
-                greeting = Greeting(b"a guess", client=True)
+                greeting = Hello(b"a guess", client=True)
                 line.sendall(greeting.hello)
                 heard += line.recv(4096)
                 line.sendall(greeting.proof() + Channel(b"k", b"k").seal(struct.pack("<I", 1)))
@@ -156,7 +156,7 @@ def test_nonsense_in_shared_memory_loses_who_wrote_it() -> None:
         if comm.rank == 0:
             out = box._out[1]  # type: ignore[attr-defined]  # not in the annotations of what it is
             out.write(struct.pack("<II", 8, 2**31) + bytes(8))
-            box.nudge()
+            box.wake()
         comm.barrier()
         if comm.rank == 1:
             assert box.poll() == []
@@ -188,7 +188,7 @@ def test_any_bytes_from_a_rank_run_nothing(content: bytes) -> None:
     office = _agent().office
     office.gone.clear()
     _agent().box.lost.clear()
-    found = office.dispatch(Mail(0, content, ()))
+    found = office.dispatch(Envelope(0, content, ()))
     if found is not None and content[0] in (protocol.REQUEST, protocol.REMOTE):
         found[0]()
     assert not RAN
@@ -246,7 +246,7 @@ def test_a_request_cannot_name_its_way_to_other_objects() -> None:
         rpc.init(comm)
         texts = []
         if comm.rank == 0:
-            caller = rpc.current.current_agent().caller
+            caller = rpc.context.current_agent().caller
             for target in ("os:system", "builtins:eval", "test_rpc_hostile:RAN.append", "@call", "@fetch", "", ":"):
                 with pytest.raises((rpc.NotExposedError, rpc.RemoteError)) as caught:
                     caller.call(1, target, None, (torch.ones(1),), {}, LIMIT_S)

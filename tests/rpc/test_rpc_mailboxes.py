@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.control.auth_channel import Greeting
-from unisono.core.mailbox import Mail, Mailbox
+from unisono.control.auth_channel import Hello
+from unisono.core.mailbox import Envelope, Mailbox
 from unisono.core.transport import Transport
 from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.testing import pool, run_ranks
-from unisono.transports.mailbox.over_p2p import PostMailbox
+from unisono.transports.mailbox.over_p2p import PointToPointMailbox
 from unisono.wrappers.trace import Traced
 
 BACKENDS = ["thread", "shm", "gloo"]
@@ -24,9 +24,9 @@ LIMIT_S = 30.0
 SIZES = [0, 1, 7, 8, 100, 2040, 2048, 5000, 262_143, 262_144, 300_001]
 
 
-def collect(box: Mailbox, count: int) -> list[Mail]:
+def collect(box: Mailbox, count: int) -> list[Envelope]:
     """The next messages."""
-    mails: list[Mail] = []
+    mails: list[Envelope] = []
     deadline = time.monotonic() + LIMIT_S
     while len(mails) < count and time.monotonic() < deadline:
         mails += box.poll()
@@ -91,7 +91,7 @@ def test_any_transport_has_a_mailbox() -> None:
 
     def program(comm: un.Communicator) -> bool:
         box, _ = comm.mailbox()
-        own = isinstance(box, PostMailbox)
+        own = isinstance(box, PointToPointMailbox)
         box.close()
         return own and exchange(comm) > 0
 
@@ -103,7 +103,7 @@ def one_gone(comm: un.Communicator) -> str:
     box, _ = comm.mailbox()
     text = ""
     if comm.rank != 1:
-        box.lose(1, PeerLostError("rank 1 was lost", peer=1))
+        box.mark_lost(1, PeerLostError("rank 1 was lost", peer=1))
         try:
             box.send(1, b"anybody there?", (), 1.0)
         except PeerLostError as error:
@@ -133,9 +133,9 @@ def waits(comm: un.Communicator) -> tuple[bool, bool, bool]:
     box.poll()
     by_time = time.monotonic() - started < LIMIT_S / 2
     started = time.monotonic()
-    box.nudge()
+    box.wake()
     box.wait(LIMIT_S)
-    nudger = in_the_background(box.nudge)
+    nudger = in_the_background(box.wake)
     box.wait(LIMIT_S)
     nudger.join()
     by_nudge = time.monotonic() - started < LIMIT_S
@@ -161,18 +161,18 @@ def hushed(comm: un.Communicator) -> bool:
     box, _ = comm.mailbox()
     woken = threading.Event()
     if comm.rank == 0:
-        box.hush()
+        box.mute_wakeups()
         waiter = in_the_background(lambda: (box.wait(LIMIT_S), woken.set())[1])
         comm.barrier()
         deadline = time.monotonic() + LIMIT_S
-        mails: list[Mail] = []
+        mails: list[Envelope] = []
         while not mails and time.monotonic() < deadline:
             mails = box.poll()
         assert [mail.head for mail in mails] == [b"first"]
         comm.barrier()
         comm.barrier()
         # The second one has come; nobody has read it.
-        box.unhush()
+        box.unmute()
         waiter.join(LIMIT_S)
     else:
         comm.barrier()
@@ -195,7 +195,7 @@ def test_a_rank_whose_proof_fails_is_named_to_the_others() -> None:
     def program(comm: un.Communicator) -> str:
         # The higher rank connects, and finds that whatever answers does not know the secret.
         with (
-            mock.patch.object(Greeting, "accepts", return_value=comm.rank == 0),
+            mock.patch.object(Hello, "accepts", return_value=comm.rank == 0),
             pytest.raises(CommError) as told,
         ):
             comm.mailbox()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from unisono.rpc.protocol import RELEASE
-from unisono.rpc.refcount import Key, Ledger, References
+from unisono.rpc.refcount import Key, RefCounts, References
 
 RANKS = 4
 
@@ -238,7 +238,7 @@ def test_wrong_protocols_are_found(wrong: Callable[..., References]) -> None:
 
 
 def test_a_place_is_kept_for_what_is_yet_to_come() -> None:
-    ledger = Ledger(list)
+    ledger = RefCounts(list)
     key = Key(1, 1)
     assert ledger.add(key, 2)
     place = ledger.value(key)
@@ -249,7 +249,7 @@ def test_a_place_is_kept_for_what_is_yet_to_come() -> None:
 
 
 def test_numbers_of_freed_objects_take_no_room() -> None:
-    ledger = Ledger(list)
+    ledger = RefCounts(list)
     for number in range(1, 1000):
         ledger.make(Key(1, number), 1)
         ledger.drop(Key(1, number), 1)
@@ -258,7 +258,7 @@ def test_numbers_of_freed_objects_take_no_room() -> None:
 
 
 def test_what_a_dead_rank_asked_for_never_comes() -> None:
-    ledger = Ledger(list)
+    ledger = RefCounts(list)
     ledger.add(Key(1, 1), 2)
     place = ledger.value(Key(1, 1))
     freed, orphans = ledger.lose(1)

@@ -97,7 +97,7 @@ def test_a_refused_argument_leaves_nothing_behind() -> None:
     """The object that was to be made is known to be counted; references beside the function are let go."""
 
     def program() -> None:
-        agent = rpc.current.current_agent()
+        agent = rpc.context.current_agent()
         made = rpc.remote(1, echo, (unexposed,))
         with pytest.raises(rpc.NotExposedError):
             made.to_here()
@@ -168,7 +168,7 @@ def test_only_public_methods_of_exposed_classes_are_called() -> None:
         agent.shutdown()
 
     run_ranks(program, 2)
-    agent_free = rpc.exposing.Exposed(trusted=False)
+    agent_free = rpc.exported.ExportTable(trusted=False)
     with pytest.raises(rpc.NotExposedError, match=r"Plain\.method"):
         agent_free.method(Plain(), "method")
     assert agent_free.method(Plain(), "open")() == 2

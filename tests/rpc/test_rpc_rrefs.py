@@ -41,7 +41,7 @@ class Counter:
 @rpc.expose
 def gaps() -> int:
     """How many numbers of objects of rank 0 this rank remembers one by one."""
-    agent = rpc.current.current_agent()
+    agent = rpc.context.current_agent()
     return len(agent.references._protocol.ledger._made[0]._beyond)
 
 
@@ -65,7 +65,7 @@ def test_an_object_outlives_the_calls_that_were_made_of_it(how: str) -> None:
     def program(comm: un.Communicator) -> int | None:
         rpc.init(comm)
         found = None
-        serving, references = rpc.current.current_agent().serving, rpc.current.current_agent().references
+        serving, references = rpc.context.current_agent().serving, rpc.context.current_agent().references
         run = serving._run
 
         def after_it_was_dropped(asked: Any, mail: Any, named: bytes) -> Any:
@@ -142,7 +142,7 @@ def life(comm: un.Communicator) -> Any:
         assert back.rpc_sync().add(1) == 19
         del counter, back
         assert until(lambda: rpc.rpc_sync(1, census) == 0)
-        assert until(lambda: rpc.current.current_agent().references.pins == 0)
+        assert until(lambda: rpc.context.current_agent().references.pins == 0)
     rpc.shutdown(timeout=20.0)
     return True
 

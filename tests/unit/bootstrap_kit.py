@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from patience import together
 
-from unisono.bootstrap import Place, find
+from unisono.bootstrap import Rendezvous, find
 
 __all__ = ["SOON", "meet"]
 
 SOON = 20.0
 
 
-def meet(method: str, size: int, timeout_s: float = SOON) -> list[Place]:
+def meet(method: str, size: int, timeout_s: float = SOON) -> list[Rendezvous]:
     """All ranks' places, each rank a thread."""
     places = together(*[lambda rank=rank: find(method, rank, size, timeout_s) for rank in range(size)])
     for place in places:

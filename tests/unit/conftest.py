@@ -16,7 +16,7 @@ from unisono import serialization
 from unisono.bootstrap import server_lease
 from unisono.control import LocalHub
 from unisono.control.client import SocketControl
-from unisono.control.client_base import Requester
+from unisono.control.client_base import ControlClient
 from unisono.control.server import Server
 
 # A bare package in the place of unisono: its front door imports torch, which takes seconds in each process.
@@ -26,7 +26,7 @@ sys.modules["unisono"] = types.ModuleType("unisono")
 sys.modules["unisono"].__path__ = [{str(Path(serialization.__file__).parents[1])!r}]
 """
 
-Make = Callable[[], Requester]
+Make = Callable[[], ControlClient]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -77,10 +77,10 @@ def client(server: Server) -> Iterator[SocketControl]:
 @pytest.fixture(params=["local", "socket"])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """One more rank's handle; all of a test lead to the same control plane."""
-    made: list[Requester] = []
+    made: list[ControlClient] = []
     hub, server = (LocalHub(), None) if request.param == "local" else (None, Server(b"of the tests"))
 
-    def one() -> Requester:
+    def one() -> ControlClient:
         made.append(SocketControl(server.address, b"of the tests", 10.0) if server is not None else hub.control())
         return made[-1]
 

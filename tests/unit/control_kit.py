@@ -10,7 +10,7 @@ from typing import Any
 from patience import together
 
 from unisono.control.client import SocketControl
-from unisono.control.client_base import Requester
+from unisono.control.client_base import ControlClient
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 
@@ -20,10 +20,10 @@ __all__ = ["SECRET", "SOON", "Make", "Told", "die", "everywhere", "world"]
 SECRET = b"of the tests"
 SOON = 10.0
 
-Make = Callable[[], Requester]
+Make = Callable[[], ControlClient]
 
 
-def die(control: Requester) -> None:
+def die(control: ControlClient) -> None:
     """End a handle as a killed process does."""
     if isinstance(control, SocketControl):
         control._line.hang_up()
@@ -50,7 +50,7 @@ class Told:
         return self._causes.empty()
 
 
-def world(make: Make, size: int) -> tuple[list[Requester], list[Group], list[Told]]:
+def world(make: Make, size: int) -> tuple[list[ControlClient], list[Group], list[Told]]:
     """Handles of all ranks, joined, and the failures that each is told."""
     controls, groups = [make() for _ in range(size)], [Group.world(rank, size) for rank in range(size)]
     told = [Told() for _ in range(size)]
@@ -59,6 +59,8 @@ def world(make: Make, size: int) -> tuple[list[Requester], list[Group], list[Tol
     return controls, groups, told
 
 
-def everywhere(controls: list[Requester], groups: list[Group], act: Callable[[Requester, Group], Any]) -> list[Any]:
+def everywhere(
+    controls: list[ControlClient], groups: list[Group], act: Callable[[ControlClient, Group], Any]
+) -> list[Any]:
     """What each rank returned or raised."""
     return together(*[partial(act, control, group) for control, group in zip(controls, groups, strict=True)])

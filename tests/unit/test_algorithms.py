@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from unisono.collectives.algorithms import COLLECTIVES, SCHEDULES, Cost, Step, all_reduce, chunks_of
+from unisono.collectives.algorithms import ALGORITHMS, COLLECTIVES, Cost, Step, all_reduce, chunks_of
 from unisono.collectives.algorithms.all_reduce import halving_doubling, ring, tree
-from unisono.collectives.verify.prover import ScheduleError, count, prove
+from unisono.collectives.verify.prover import AlgorithmError, count, verify
 
 
 def cases() -> list[tuple[str, str]]:
-    return [(collective, name) for collective, registry in SCHEDULES.items() for name in registry.names()]
+    return [(collective, name) for collective, registry in ALGORITHMS.items() for name in registry.names()]
 
 
 SIZES = [*range(1, 18), 24, 31, 32, 33, 48, 63, 64]
@@ -25,28 +25,28 @@ SIZES = [*range(1, 18), 24, 31, 32, 33, 48, 63, 64]
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("collective", "name"), cases())
 def test_proved(collective: str, name: str, size: int) -> None:
-    schedule = SCHEDULES[collective][name]
-    assert prove(collective, schedule, size) == schedule.cost(size)
+    schedule = ALGORITHMS[collective][name]
+    assert verify(collective, schedule, size) == schedule.cost(size)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("collective", "name"), cases())
 def test_proved_for_all_sizes(collective: str, name: str) -> None:
-    schedule = SCHEDULES[collective][name]
+    schedule = ALGORITHMS[collective][name]
     for size in range(1, 65):
-        assert prove(collective, schedule, size) == schedule.cost(size)
+        assert verify(collective, schedule, size) == schedule.cost(size)
 
 
 @pytest.mark.parametrize(("collective", "name"), cases())
 def test_a_world_of_one_does_nothing(collective: str, name: str) -> None:
-    schedule = SCHEDULES[collective][name]
+    schedule = ALGORITHMS[collective][name]
     assert list(schedule.steps(0, 1)) == []
     assert schedule.cost(1) == Cost(0, Fraction(0))
 
 
 def test_every_collective_has_an_algorithm() -> None:
-    assert sorted(SCHEDULES) == sorted(COLLECTIVES)
-    assert set(SCHEDULES["all_reduce"].names()) >= {"direct", "halving_doubling", "recursive_doubling", "ring", "tree"}
+    assert sorted(ALGORITHMS) == sorted(COLLECTIVES)
+    assert set(ALGORITHMS["all_reduce"].names()) >= {"direct", "halving_doubling", "recursive_doubling", "ring", "tree"}
     assert {collective for collective, _ in cases()} == set(COLLECTIVES)
 
 
@@ -78,7 +78,7 @@ def beyond(size: int) -> bool:
 
 @pytest.mark.parametrize("key", FORMS, ids="/".join)
 def test_closed_forms(key: tuple[str, str]) -> None:
-    schedule = SCHEDULES[key[0]][key[1]]
+    schedule = ALGORITHMS[key[0]][key[1]]
     for size in range(2, 65):
         rounds, sent = FORMS[key](size)
         assert schedule.cost(size) == Cost(rounds, Fraction(sent)), size
@@ -86,12 +86,12 @@ def test_closed_forms(key: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
 def test_binomial_gather_sends_half_for_powers_of_two(size: int) -> None:
-    assert prove("gather", SCHEDULES["gather"]["binomial"], size) == Cost(int(log2(size)), Fraction(1, 2))
+    assert verify("gather", ALGORITHMS["gather"]["binomial"], size) == Cost(int(log2(size)), Fraction(1, 2))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 128])
 def test_halving_doubling_is_optimal_for_powers_of_two(size: int) -> None:
-    assert prove("all_reduce", halving_doubling, size) == Cost(2 * int(log2(size)), Fraction(2 * (size - 1), size))
+    assert verify("all_reduce", halving_doubling, size) == Cost(2 * int(log2(size)), Fraction(2 * (size - 1), size))
 
 
 @pytest.mark.parametrize("size", range(3, 64))
@@ -105,16 +105,16 @@ def test_halving_doubling_elsewhere_costs_less_than_folding_first(size: int) -> 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_an_unknown_name_lists_the_known(collective: str) -> None:
     with pytest.raises(ValueError, match=f"unknown {collective} algorithm 'rang'; known: ") as caught:
-        SCHEDULES[collective]["rang"]
-    assert all(name in str(caught.value) for name in SCHEDULES[collective].names())
+        ALGORITHMS[collective]["rang"]
+    assert all(name in str(caught.value) for name in ALGORITHMS[collective].names())
 
 
 def test_chunks() -> None:
     assert chunks_of(ring, "all_reduce", 6) == 6
     assert chunks_of(tree, "all_reduce", 6) == 1
     assert chunks_of(halving_doubling, "all_reduce", 6) == 4
-    assert chunks_of(SCHEDULES["all_to_all"]["pairwise"], "all_to_all", 6) == 12
-    assert chunks_of(SCHEDULES["barrier"]["dissemination"], "barrier", 6) == 1
+    assert chunks_of(ALGORITHMS["all_to_all"]["pairwise"], "all_to_all", 6) == 12
+    assert chunks_of(ALGORITHMS["barrier"]["dissemination"], "barrier", 6) == 1
 
 
 @pytest.fixture
@@ -129,14 +129,14 @@ def test_one_new_file_is_found_and_proved(new_file: Path) -> None:
     assert ring.__file__ is not None
     new_file.write_text(Path(ring.__file__).read_text())
     assert ("all_reduce", "fresh") in cases()
-    assert prove("all_reduce", SCHEDULES["all_reduce"]["fresh"], 5) == ring.cost(5)
+    assert verify("all_reduce", ALGORITHMS["all_reduce"]["fresh"], 5) == ring.cost(5)
 
 
 def test_one_new_file_that_is_wrong_is_found_out(new_file: Path) -> None:
     assert ring.__file__ is not None
     new_file.write_text(Path(ring.__file__).read_text().replace("2 * (size - 1), F", "size, F"))
-    with pytest.raises(ScheduleError, match="all_reduce: among 5 ranks cost says 5 rounds; counted are 8"):
-        prove("all_reduce", SCHEDULES["all_reduce"]["fresh"], 5)
+    with pytest.raises(AlgorithmError, match="all_reduce: among 5 ranks cost says 5 rounds; counted are 8"):
+        verify("all_reduce", ALGORITHMS["all_reduce"]["fresh"], 5)
 
 
 class Registered:
@@ -153,15 +153,15 @@ class Registered:
 
 
 def test_what_is_registered_is_a_case_too() -> None:
-    registry = SCHEDULES["all_reduce"]
+    registry = ALGORITHMS["all_reduce"]
     registry.register("registered", Registered())
     try:
         assert ("all_reduce", "registered") in cases()
-        assert prove("all_reduce", registry["registered"], 1) == Cost(0, Fraction(0))
+        assert verify("all_reduce", registry["registered"], 1) == Cost(0, Fraction(0))
         with pytest.raises(
-            ScheduleError, match=r"rank 0 of 2.*of the contributions to chunk 0 it lacks that of rank 1"
+            AlgorithmError, match=r"rank 0 of 2.*of the contributions to chunk 0 it lacks that of rank 1"
         ):
-            prove("all_reduce", registry["registered"], 2)
+            verify("all_reduce", registry["registered"], 2)
     finally:
         registry.unregister("registered")
     assert ("all_reduce", "registered") not in cases()
@@ -175,12 +175,12 @@ def test_count_ignores_the_claim() -> None:
             return Cost(0, Fraction(0))
 
     assert count("all_reduce", Modest(), 4) == ring.cost(4)
-    with pytest.raises(ScheduleError, match="cost says 0 rounds; counted are 6"):
-        prove("all_reduce", Modest(), 4)
+    with pytest.raises(AlgorithmError, match="cost says 0 rounds; counted are 6"):
+        verify("all_reduce", Modest(), 4)
 
 
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="unknown collective 'all_reduced'; known: all_gather, all_reduce, "):
-        prove("all_reduced", ring, 2)
+        verify("all_reduced", ring, 2)
     with pytest.raises(ValueError, match="a group has at least 1 rank, not 0"):
-        prove("all_reduce", ring, 0)
+        verify("all_reduce", ring, 0)

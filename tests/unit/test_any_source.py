@@ -114,7 +114,7 @@ class Deaf(Wrapper):
         super().__init__(inner)
         self.any_source = False
 
-    def rewrap(self, inner: Transport) -> Deaf:
+    def wrap_child(self, inner: Transport) -> Deaf:
         return Deaf(inner)
 
 

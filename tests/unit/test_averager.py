@@ -153,7 +153,7 @@ def test_clipping_and_scaling_see_the_mean() -> None:
 def test_buffers_become_rank_0s_if_wanted() -> None:
     def program(comm: un.Communicator) -> list[float]:
         model = nn.BatchNorm1d(1).double()
-        un.GradientAverager(model, comm, sync_buffers=True)
+        un.GradientAverager(model, comm, broadcast_buffers=True)
         model(torch.tensor([[1.0], [3.0]], dtype=torch.float64) * (comm.rank + 1)).sum().backward()
         return [float(b) for b in model.buffers()]
 

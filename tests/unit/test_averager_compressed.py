@@ -26,7 +26,7 @@ def test_what_an_unused_parameter_is_owed_waits(name: str, find_unused: bool) ->
         model = made(Branches)
         parameters = list(model.parameters())
         codec = un.compression.error_feedback(name)
-        averager = un.GradientAverager(model, comm, compression=codec, find_unused=find_unused)
+        averager = un.GradientAverager(model, comm, compression=codec, find_unused_parameters=find_unused)
         used, mine = torch.zeros(2, sum(p.numel() for p in parameters), dtype=torch.float64)
         for step, batch in enumerate(given[comm.rank]):
             model.zero_grad()

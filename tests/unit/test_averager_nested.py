@@ -116,7 +116,7 @@ def averaged(
     """The gradients after each step, and how many steps were counted."""
     model = stack(count=4)
     average: Literal["sum", "mean"] = "sum" if option == "sum" else "mean"
-    averager = un.GradientAverager(model, comm, average=average, find_unused=option == "unused", **sizes)
+    averager = un.GradientAverager(model, comm, average=average, find_unused_parameters=option == "unused", **sizes)
     found = []
     for _ in range(ROUNDS):
         model.zero_grad()

@@ -158,7 +158,7 @@ def test_a_functional_call_is_no_pass_while_another_thread_compiles(monkeypatch:
 
     def program(comm: un.Communicator) -> bool:
         model = stack()
-        averager = un.GradientAverager(model, comm, find_unused=True)
+        averager = un.GradientAverager(model, comm, find_unused_parameters=True)
         comm.barrier()
         if comm.rank == 1:
             monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)

@@ -121,7 +121,7 @@ def test_passes_that_all_ranks_break_off_alike_do_no_harm(backend: str) -> None:
 def test_gradients_that_a_rank_asks_for_by_itself_are_no_step() -> None:
     def program(comm: un.Communicator) -> bool:
         model = layers()
-        averager = un.GradientAverager(model, comm, find_unused=True, **TINY)
+        averager = un.GradientAverager(model, comm, find_unused_parameters=True, **TINY)
         if comm.rank == 0:
             given = sample(7).requires_grad_()
             torch.autograd.grad(model(given).sum(), given)
@@ -143,7 +143,7 @@ def test_a_weight_outlives_a_gradient_penalty() -> None:
 
     def program(comm: un.Communicator) -> bool:
         model, lengths = layers(), [2, 5]
-        averager = un.GradientAverager(model, comm, find_unused=True)
+        averager = un.GradientAverager(model, comm, find_unused_parameters=True)
         averager.weight(lengths[comm.rank])
         penalized(model, sample(comm.rank)[: lengths[comm.rank]]).mean().backward()
         averager.remove()
@@ -177,7 +177,7 @@ def test_a_pass_in_a_hook_of_another_one_loses_nothing() -> None:
 def test_outputs_made_before_remove_are_no_concern_of_it(backend: str) -> None:
     def program(comm: un.Communicator) -> bool:
         model = layers()
-        averager = un.GradientAverager(model, comm, find_unused=True)
+        averager = un.GradientAverager(model, comm, find_unused_parameters=True)
         loss = model(sample(comm.rank)).square().mean()
         averager.remove()
         loss.backward()
@@ -239,7 +239,7 @@ def test_a_rank_whose_loss_comes_to_no_parameter_takes_part(wrap: Callable[[torc
 
     def program(comm: un.Communicator) -> bool:
         model, tensors = Wrapped(), []
-        averager = un.GradientAverager(model, comm, find_unused=True)
+        averager = un.GradientAverager(model, comm, find_unused_parameters=True)
         found = model(sample(0).requires_grad_(), comm.rank == 1)
         tree_map_only(torch.Tensor, tensors.append, vars(found) if isinstance(found, Output) else found)
         tensors[0].square().mean().backward()

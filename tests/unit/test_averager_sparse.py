@@ -62,7 +62,7 @@ def test_what_is_dense_on_a_rank_is_dense_on_all(dense: list[bool], call: bool) 
     def program(comm: un.Communicator) -> tuple[torch.layout, list[torch.Tensor | None]]:
         model = made(Tied)
         if not call:
-            un.GradientAverager(model, comm, find_unused=True)
+            un.GradientAverager(model, comm, find_unused_parameters=True)
         model(words[comm.rank], dense[comm.rank]).square().sum().backward()
         if call:
             model.get_submodule("head").requires_grad_(False)

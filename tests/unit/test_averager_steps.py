@@ -34,7 +34,7 @@ def test_ranks_may_skip_parameters_if_that_was_said(backend: str) -> None:
 
     def program(comm: un.Communicator) -> list[torch.Tensor | None]:
         model = made(Branches)
-        averager = un.GradientAverager(model, comm, find_unused=True, **TINY)
+        averager = un.GradientAverager(model, comm, find_unused_parameters=True, **TINY)
         model(given[comm.rank][0], comm.rank == 0).square().sum().backward()
         averager.remove()
         return gradients(model)
@@ -48,7 +48,7 @@ def test_ranks_may_skip_parameters_if_that_was_said(backend: str) -> None:
 def test_what_no_rank_uses_stays_without_a_gradient() -> None:
     def program(comm: un.Communicator) -> list[bool]:
         model = made(Branches)
-        un.GradientAverager(model, comm, find_unused=True)
+        un.GradientAverager(model, comm, find_unused_parameters=True)
         model(batches(1, 1)[0][0], True).sum().backward()
         return [p.grad is None for p in model.parameters()]
 
@@ -148,7 +148,7 @@ def test_an_error_in_backward_does_not_spoil_the_next_step() -> None:
 def test_what_is_said_after_a_backward_that_failed_counts() -> None:
     def program(comm: un.Communicator) -> tuple[float, float]:
         one, two = (torch.ones(1, requires_grad=True) for _ in range(2))
-        averager = un.GradientAverager([one, two], comm, find_unused=True)
+        averager = un.GradientAverager([one, two], comm, find_unused_parameters=True)
         found = []
         for accumulates in (False, True):
             with pytest.raises(RuntimeError, match="on purpose"):
@@ -237,7 +237,7 @@ def test_remove_lets_go_after_a_pass_that_failed_within_another_one() -> None:
 def test_copies_of_a_model_are_not_averaged() -> None:
     def program(comm: un.Communicator) -> float:
         model = nn.Linear(1, 1, bias=False)
-        averager = un.GradientAverager(model, comm, find_unused=True)
+        averager = un.GradientAverager(model, comm, find_unused_parameters=True)
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             for _ in range(comm.rank):
                 other(torch.ones(1)).sum().backward()

@@ -70,7 +70,7 @@ def test_counts_are_those_of_nccl_tests(collective: str, factor: float, count: i
 
 
 def test_every_collective_is_counted() -> None:
-    assert {workload(name).collective for name in bench.COLLECTIVES} == set(un.algorithms.SCHEDULES)
+    assert {workload(name).collective for name in bench.COLLECTIVES} == set(un.algorithms.ALGORITHMS)
 
 
 def test_sizes_are_whole_elements_and_never_none() -> None:

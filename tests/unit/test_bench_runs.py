@@ -52,7 +52,7 @@ def test_every_collective_beside_gloo(collective: str) -> None:
     settings = Settings(collective, "thread", 3, (1000,), against=("gloo",), seconds=0.001, least=1)
     (found,) = bench.run(settings)
     assert found.wrong == found.against["gloo"].wrong == 0
-    assert found.algorithm in un.algorithms.SCHEDULES[collective].names()
+    assert found.algorithm in un.algorithms.ALGORITHMS[collective].names()
 
 
 def test_registered_and_cold() -> None:

@@ -15,7 +15,7 @@ import pytest
 from bootstrap_kit import SOON, meet
 from patience import together
 
-from unisono.bootstrap import Place, find
+from unisono.bootstrap import Rendezvous, find
 from unisono.control.client import SocketControl
 from unisono.control.secret import find_secret
 from unisono.control.server import Server
@@ -125,7 +125,7 @@ def test_rank_0_may_be_the_last(port: int) -> None:
         connecting.set()
         return real(*arguments)
 
-    def first() -> Place:
+    def first() -> Rendezvous:
         assert connecting.wait(SOON)
         return find(f"tcp://127.0.0.1:{port}", 0, 2, SOON)
 
@@ -155,20 +155,20 @@ def test_rank_0_may_close_first(port: int) -> None:
 def test_a_server_that_ends_while_ranks_gather_is_followed_by_the_next(port: int) -> None:
     old = Server(find_secret(), "127.0.0.1", port)
     seated = threading.Event()
-    real = SocketControl.enrol
+    real = SocketControl.register_rank
 
     def watched(self: SocketControl, *arguments: Any) -> str:
         name = real(self, *arguments)
         seated.set()
         return name
 
-    def first() -> Place:
+    def first() -> Rendezvous:
         assert seated.wait(SOON)
         old.close()
         return find(f"tcp://127.0.0.1:{port}", 0, 2, SOON)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SocketControl, "enrol", watched)
+        patch.setattr(SocketControl, "register_rank", watched)
         places = together(first, lambda: find(f"tcp://127.0.0.1:{port}", 1, 2, SOON))
     assert [place.rank for place in places] == [0, 1]
     for place in places:

@@ -14,7 +14,7 @@ import pytest
 from bootstrap_kit import SOON, meet
 from patience import together, until
 
-from unisono.bootstrap import Place, find
+from unisono.bootstrap import Rendezvous, find
 from unisono.control.client import SocketControl
 from unisono.control.server import Server
 from unisono.errors import CommError, CommTimeoutError
@@ -78,20 +78,20 @@ def test_a_file_of_a_run_that_lives_still(tmp_path: Path) -> None:
     path.write_text(f"unisono meets here\n127.0.0.1\n{old.address[1]}\nold secret\n{socket.gethostname()}\n")
     path.chmod(0o600)
     seated: queue.SimpleQueue[str] = queue.SimpleQueue()
-    real = SocketControl.enrol
+    real = SocketControl.register_rank
 
     def watched(self: SocketControl, *arguments: Any) -> str:
         name = real(self, *arguments)
         seated.put(name)
         return name
 
-    def first() -> Place:
+    def first() -> Rendezvous:
         # Rank 1 sits at the old server already.
         assert seated.get(timeout=SOON) == "world1"
         return find(f"file://{path}", 0, 2, SOON)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SocketControl, "enrol", watched)
+        patch.setattr(SocketControl, "register_rank", watched)
         places = together(first, lambda: find(f"file://{path}", 1, 2, SOON))
     assert [place.rank for place in places] == [0, 1]
     for place in places:

@@ -154,7 +154,7 @@ def readable(archive: un.checkpoint.Archive, name: str) -> bool:
 
 
 def test_a_large_one_says_that_the_state_is_partly_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.checkpoint.load._SMALL", 0)
+    monkeypatch.setattr("unisono.checkpoint.loader._SMALL", 0)
     path = saved(folder / "large" / "bad", 1)
     saved(folder / "large" / "good", 1)
     file = next(path.glob("*.safetensors"))

@@ -23,7 +23,7 @@ from unisono.testing import run_ranks
 def test_each_byte_is_read_once_on_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
     """From a storage of which the host's memory keeps nothing."""
     monkeypatch.setattr(LocalStorage, "kept", False)
-    monkeypatch.setattr("unisono.checkpoint.load._SMALL", small)
+    monkeypatch.setattr("unisono.checkpoint.loader._SMALL", small)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 16)
     read = dict[Path, int]()
     real, lock = LocalSource.read, threading.Lock()
@@ -84,7 +84,7 @@ class Reads:
 def test_what_one_rank_reads_from_the_disk_others_find_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
-    monkeypatch.setattr("unisono.checkpoint.load._SMALL", small)
+    monkeypatch.setattr("unisono.checkpoint.loader._SMALL", small)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
     monkeypatch.setattr("unisono.checkpoint.tensor_loader._STRETCH", 2)
     saved = {f"t{number}": torch.randn(2048) for number in range(64)}
@@ -109,7 +109,7 @@ def test_what_one_rank_reads_from_the_disk_others_find_in_memory(
 def test_what_is_read_from_the_same_memory_is_checked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool, times: int
 ) -> None:
-    monkeypatch.setattr("unisono.checkpoint.load._SMALL", 0)
+    monkeypatch.setattr("unisono.checkpoint.loader._SMALL", 0)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
     un.checkpoint.save(tmp_path, {f"t{number}": torch.zeros(2048) for number in range(9)})
     checked, lock, real = [0], threading.Lock(), reader.hasher
@@ -140,7 +140,7 @@ def test_what_is_read_from_the_same_memory_is_checked_once(
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_ranks_that_read_copies_check_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int) -> None:
     """The damage is where another rank would read first."""
-    monkeypatch.setattr("unisono.checkpoint.load._SMALL", 0)
+    monkeypatch.setattr("unisono.checkpoint.loader._SMALL", 0)
     un.checkpoint.save(tmp_path / "0", {"first": torch.zeros(1 << 20), "second": torch.zeros(1 << 20)})
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     (file,) = (tmp_path / str(damaged)).glob("*.safetensors")
@@ -157,7 +157,7 @@ def test_ranks_that_read_copies_check_their_own(tmp_path: Path, monkeypatch: pyt
 
 
 def test_ranks_that_want_different_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.checkpoint.load._SMALL", 0)
+    monkeypatch.setattr("unisono.checkpoint.loader._SMALL", 0)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
     saved = {f"t{number}": torch.full((2048,), float(number)) for number in range(9)}
     run_ranks(lambda comm: un.checkpoint.save(tmp_path, saved, comm), 2)
@@ -175,7 +175,7 @@ def test_who_fails_while_reading_does_not_leave_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     monkeypatch.setattr(LocalStorage, "kept", kept)
-    monkeypatch.setattr("unisono.checkpoint.load._SMALL", 0)
+    monkeypatch.setattr("unisono.checkpoint.loader._SMALL", 0)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
     monkeypatch.setattr("unisono.checkpoint.tensor_loader._STRETCH", 1)
     un.checkpoint.save(tmp_path, {f"t{number}": torch.zeros(2048) for number in range(9)})

@@ -93,7 +93,7 @@ def test_what_was_just_saved_stays_when_the_clock_goes_back(
     now = time.time_ns()
     with Checkpointer(tmp_path, keep=2, background=background) as checkpointer:
         for step, instant in ((1, now), (2, now + 1), (3, now - 10**12)):
-            monkeypatch.setattr("unisono.checkpoint.save.time.time_ns", lambda instant=instant: instant)
+            monkeypatch.setattr("unisono.checkpoint.saver.time.time_ns", lambda instant=instant: instant)
             checkpointer.save(step, {"step": step})
             checkpointer.wait()
             # Who resumes goes on with what was saved last.

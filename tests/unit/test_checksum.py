@@ -30,7 +30,7 @@ class OneBit(Wrapper):
         super().__init__(inner)
         self._what, self._left = (rank, tag, bit), number
 
-    def rewrap(self, inner: Transport) -> Wrapper:
+    def wrap_child(self, inner: Transport) -> Wrapper:
         return Plain(inner)
 
     def post(self, batch: list[Message]) -> Work:  # type: ignore[override]  # narrower, for this test
@@ -44,7 +44,7 @@ class OneBit(Wrapper):
 
 
 class Plain(Wrapper):
-    def rewrap(self, inner: Transport) -> Plain:
+    def wrap_child(self, inner: Transport) -> Plain:
         return Plain(inner)
 
 

@@ -12,7 +12,7 @@ import pytest
 import unisono as un
 from unisono.errors import CommTimeoutError, UnavailableError
 from unisono.tools.cli import COMMANDS, main
-from unisono.tools.cli.command import Refusal
+from unisono.tools.cli.command import UsageError
 
 
 class Trial:
@@ -88,7 +88,7 @@ def test_status_is_the_commands(trial: Trial) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "sentence"),
     [
-        (Refusal("that cannot be"), 2, "unisono trial: that cannot be\n"),
+        (UsageError("that cannot be"), 2, "unisono trial: that cannot be\n"),
         (UnavailableError("pip install it"), 2, "unisono trial: pip install it\n"),
         (CommTimeoutError("nobody came", rank=1, size=2), 1, "unisono trial: rank 1 of 2: timed out: nobody came\n"),
         (KeyboardInterrupt(), 130, ""),

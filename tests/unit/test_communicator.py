@@ -127,7 +127,7 @@ def test_another_thread_is_refused_until_the_communicator_is_handed_over() -> No
             thread = threading.Thread(target=other, name="another")
             thread.start()
             thread.join()
-            comm.hand_over() if len(errors) == 1 and t.item() == 1 else None
+            comm.release_thread() if len(errors) == 1 and t.item() == 1 else None
         return str(errors[0]), t.item()
 
     for message, total in on_threads(program):

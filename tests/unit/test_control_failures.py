@@ -130,7 +130,7 @@ def test_close_ends_a_wait(make: Make) -> None:
 
 def test_give_up_tells_why(make: Make) -> None:
     controls, groups, _ = world(make, 2)
-    controls[1].give_up(ValueError("no data"))
+    controls[1].on_process_exit(ValueError("no data"))
     with pytest.raises(PeerLostError, match="rank 0 of 2: rank 1 failed: ValueError: no data"):
         controls[0].agree(groups[0], "x", 1, SOON)
 

@@ -15,7 +15,7 @@ import pytest
 
 from unisono import serialization
 from unisono.control import handshake
-from unisono.control.auth_channel import HELLO_BYTES, Greeting
+from unisono.control.auth_channel import HELLO_BYTES, Hello
 from unisono.control.client import SocketControl
 from unisono.control.client_connection import connect
 from unisono.control.server import Server
@@ -55,7 +55,7 @@ def test_garbage_is_answered_by_silence(server: Server, client: SocketControl, g
 
 
 def test_a_wrong_proof_ends_the_connection(server: Server, client: SocketControl) -> None:
-    greeting = Greeting(b"a guess", client=True)
+    greeting = Hello(b"a guess", client=True)
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(greeting.hello)
         greeting.meet(stranger.recv(HELLO_BYTES))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.host.network import shm_obstacle
+from unisono.host.network import why_no_shm
 from unisono.tools.cli import main
 from unisono.tools.demo import run as demonstration
 from unisono.tools.demo.batches import Batches
@@ -44,7 +44,7 @@ def test_as_users_run_it() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert f"2 ranks, backend {'gloo' if shm_obstacle() else 'shm'}" in done.stdout
+    assert f"2 ranks, backend {'gloo' if why_no_shm() else 'shm'}" in done.stdout
     assert "in communication" in done.stdout
     assert "FAILED" not in done.stdout
     (percent,) = ACCURACY.findall(done.stdout)

@@ -15,7 +15,7 @@ import torch
 from patience import until
 
 import unisono as un
-from unisono.comm.teardown import Ending
+from unisono.comm.teardown import Teardown
 from unisono.control import LocalHub
 from unisono.core.group import Group
 from unisono.core.transport import Options
@@ -90,7 +90,7 @@ def test_what_nobody_holds_goes_with_its_threads(start: Start) -> None:
 def test_parts_go_before_the_whole(start: Start) -> None:
     """Their thread at once; all else when the next part is made, since all ranks have dropped them."""
 
-    def dropped(comm: un.Communicator) -> Ending:
+    def dropped(comm: un.Communicator) -> Teardown:
         part = used(comm.dup())
         ref, helper, ending = weakref.ref(part), part._engine._helper, part._engine.ending
         del part

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 import unisono as un
 from unisono.control.client import SocketControl
-from unisono.control.inspect_socket import Door, find_control
+from unisono.control.inspect_socket import InspectSocket, find_control
 from unisono.control.server import Server
 from unisono.diagnostics import event_log as events
-from unisono.diagnostics.event_log import Record, read_events
+from unisono.diagnostics.event_log import EventLog, read_events
 from unisono.errors import CommError
 from unisono.tools.cli import main
 
 
 def test_the_last_events_are_kept_in_order(tmp_path: Path) -> None:
-    record = Record(tmp_path / "a.events", rank=3, kept=4)
+    record = EventLog(tmp_path / "a.events", rank=3, kept=4)
     for number in range(10):
         record.put("enter", "world", 3, number or None, f"call {number}")
     pid, rank, events = read_events(tmp_path / "a.events")
@@ -36,7 +36,7 @@ def test_the_last_events_are_kept_in_order(tmp_path: Path) -> None:
 
 
 def test_long_texts_are_cut_and_control_characters_are_shown_harmless(tmp_path: Path) -> None:
-    record = Record(tmp_path / "a.events", rank=0)
+    record = EventLog(tmp_path / "a.events", rank=0)
     record.put("enter", "g" * 100, 0, None, "\x1b[31m" + "t" * 1000)
     event = read_events(tmp_path / "a.events")[2][0]
     assert event.group == "g" * 48
@@ -45,7 +45,7 @@ def test_long_texts_are_cut_and_control_characters_are_shown_harmless(tmp_path: 
 
 
 def test_any_text_is_kept(tmp_path: Path) -> None:
-    record = Record(tmp_path / "a.events", rank=0)
+    record = EventLog(tmp_path / "a.events", rank=0)
     record.put("error", "world", 0, None, "no file '\udcff'")
     assert read_events(tmp_path / "a.events")[2][0].text == "no file '?'"
 
@@ -65,7 +65,7 @@ def test_a_disk_that_is_full_is_met_before_anything_is_mapped(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        Record(tmp_path / "a.events", rank=0)
+        EventLog(tmp_path / "a.events", rank=0)
 
 
 def test_autopsy_of_equal_and_impossible_times(
@@ -73,7 +73,7 @@ def test_autopsy_of_equal_and_impossible_times(
 ) -> None:
     for number, time_s in enumerate((5.0, 5.0, 1e300, float("nan"))):
         monkeypatch.setattr(events.time, "time", lambda time_s=time_s: time_s)
-        Record(tmp_path / f"{number}.events", rank=0).put("end", "world", 0, None, f"text {number}")
+        EventLog(tmp_path / f"{number}.events", rank=0).put("end", "world", 0, None, f"text {number}")
     monkeypatch.undo()
     assert main(["autopsy", str(tmp_path)]) == 0
     said = capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_autopsy_of_equal_and_impossible_times(
 @given(data=st.binary(max_size=2000))
 def test_a_hostile_file_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("events") / "x.events"
-    Record(path, 0, kept=4).put("enter", "world", 0, 1, "text")
+    EventLog(path, 0, kept=4).put("enter", "world", 0, 1, "text")
     whole = bytearray(path.read_bytes())
     whole[: len(data)] = data
     for content in (data, bytes(whole[: len(path.read_bytes())])):
@@ -114,7 +114,7 @@ def test_autopsy_names_the_rank_that_was_killed(
     assert main(["autopsy", str(tmp_path / "events")]) == 1
     said = capsys.readouterr().out
     assert "look at rank 1, which was the first to stop: it ended outside of any call, after all_reduce #1" in said
-    assert "test_events.py:" in said
+    assert "test_event_log.py:" in said
     assert "rank 0 (process" in said
     assert "failed: PeerLostError" in said
 
@@ -194,7 +194,7 @@ def test_a_door_tells_where_the_control_plane_is(monkeypatch: pytest.MonkeyPatch
 
 def test_a_door_answers_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.control.inspect_socket._is_this_user", lambda other: False)
-    door = Door(("127.0.0.1", 1), b"secret")
+    door = InspectSocket(("127.0.0.1", 1), b"secret")
     try:
         with pytest.raises(CommError):
             find_control(os.getpid())

@@ -10,7 +10,7 @@ import torch
 from meta_tensors import Hollow
 
 import unisono as un
-from unisono.collectives.algorithms import SCHEDULES
+from unisono.collectives.algorithms import ALGORITHMS
 from unisono.collectives.chunk_layout import Flat, Pieces, even_edges
 from unisono.core.reduce_op import check_reducible, parse_op
 from unisono.core.tensors import Staging, check_apart, check_tensor
@@ -155,13 +155,13 @@ def test_fewest_bytes_are_asked_for_by_name() -> None:
         (name,) = (e.detail["algorithm"] for e in events if e.kind == "begin")
         return str(name)
 
-    costs = {name: SCHEDULES["all_reduce"][name].cost(4).sent for name in SCHEDULES["all_reduce"].names()}
+    costs = {name: ALGORITHMS["all_reduce"][name].cost(4).sent for name in ALGORITHMS["all_reduce"].names()}
     for name in un.launch(program, 4, "thread"):
         assert costs[name] == min(costs.values())
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1 << 20])
-@pytest.mark.parametrize("name", SCHEDULES["all_reduce"].names())
+@pytest.mark.parametrize("name", ALGORITHMS["all_reduce"].names())
 def test_segments_of_any_size_give_the_same_bits(name: str, chunk_bytes: int) -> None:
     inputs = [torch.randn(37, generator=torch.Generator().manual_seed(r)) for r in range(5)]
 
@@ -197,7 +197,7 @@ def test_at_most_eight_batches_are_under_way() -> None:
         def wait_received(self, timeout: float | None = None) -> None: ...
 
     def steps() -> Iterator[object]:
-        yield from SCHEDULES["all_reduce"]["ring"].steps(0, 2)
+        yield from ALGORITHMS["all_reduce"]["ring"].steps(0, 2)
 
     buffer = torch.zeros(1000)
     execute(Counting(), steps(), Flat.even(buffer, 2), lambda a, b, out: None, segment_bytes=40)
@@ -206,7 +206,7 @@ def test_at_most_eight_batches_are_under_way() -> None:
 
 def test_tensors_of_a_device_that_the_transport_does_not_see_are_staged() -> None:
     class Elsewhere(ThreadTransport):
-        staged = frozenset({"cpu"})
+        host_staged = frozenset({"cpu"})
 
         def post(self, batch: Sequence[Message]) -> Work:
             posted.extend(m.tensor.data_ptr() for m in batch)

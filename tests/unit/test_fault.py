@@ -240,7 +240,7 @@ def test_all_faults_follow_into_parts() -> None:
 
 def test_a_kill_finds_the_transport_under_other_wrappers() -> None:
     class Plain(Wrapper):
-        def rewrap(self, inner: Transport) -> Plain:
+        def wrap_child(self, inner: Transport) -> Plain:
             return Plain(inner)
 
     with pytest.raises(KilledError, match="rank 0 of 3 was killed at its post 1"):

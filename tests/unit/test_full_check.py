@@ -12,7 +12,7 @@ import torch
 
 import unisono as un
 from unisono.core.transport import Transport
-from unisono.core.types import Call, Work
+from unisono.core.types import CollectiveCall, Work
 from unisono.errors import CommError, CorruptedError, MismatchError
 from unisono.testing import run_ranks
 from unisono.testing.pools import pool
@@ -26,13 +26,13 @@ class Flips(Wrapper):
         super().__init__(inner)
         self.native = inner.native
 
-    def rewrap(self, inner: Transport) -> Flips:
+    def wrap_child(self, inner: Transport) -> Flips:
         return Flips(inner)
 
     def begin(self, *arguments: Any) -> None:
         super().begin(*arguments)
 
-    def end(self, fingerprint: Any, call: Call, timeout: float) -> None:
+    def end(self, fingerprint: Any, call: CollectiveCall, timeout: float) -> None:
         if self.rank == 1 and call.outputs:
             call.outputs[-1].view(torch.uint8)[-1] ^= 64
         super().end(fingerprint, call, timeout)

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from unisono.errors import CommTimeoutError, PeerLostError
-from unisono.transports.hierarchical.host_links import Lanes, Packet
+from unisono.transports.hierarchical.host_links import HostLinks, Packet
 
 SAME = b"what all hosts do"[:16]
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[Lanes]]:
+def hosts(count: int) -> Iterator[list[HostLinks]]:
     """As many hosts, each with a socket to each other one; their first ranks are 0, 10, 20, ..."""
     ends: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     for low in range(count):
         for high in range(low + 1, count):
             ends[low][high], ends[high][low] = socket.socketpair()
     ranks, where = [10 * host for host in range(count)], [f"10.0.0.{host}:1" for host in range(count)]
-    made = [Lanes(its, ranks, where) for its in ends]
+    made = [HostLinks(its, ranks, where) for its in ends]
     try:
         yield made
     finally:
@@ -55,7 +55,7 @@ def at_once(*things: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def swap(lanes: Lanes, host: int, count: int, content: bytes, digest: bytes = SAME, within_s: float = 10.0) -> Any:
+def swap(lanes: HostLinks, host: int, count: int, content: bytes, digest: bytes = SAME, within_s: float = 10.0) -> Any:
     """Whether all are the same, and what the others said."""
     rooms = {other: bytearray(len(content)) for other in range(count) if other != host}
     packet = Packet(digest, memoryview(bytearray(content)))

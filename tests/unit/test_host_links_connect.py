@@ -15,11 +15,11 @@ from patience import until
 from unisono import serialization
 from unisono.control import LocalHub
 from unisono.control import handshake as module
-from unisono.control.auth_channel import HELLO_BYTES, PROOF_BYTES, Channel, Greeting
+from unisono.control.auth_channel import HELLO_BYTES, PROOF_BYTES, Channel, Hello
 from unisono.control.handshake import Acceptor
 from unisono.core.group import Group
 from unisono.errors import CommError
-from unisono.transports.hierarchical.host_links import Lanes, meet
+from unisono.transports.hierarchical.host_links import HostLinks, meet
 
 SOON_S = 20.0
 SECRET = b"the secret"
@@ -79,7 +79,7 @@ def hung_up(line: socket.socket) -> bool:
 
 def proof(line: socket.socket, secret: bytes, rank: int) -> bytes:
     """What a client sends last; its hello is sent here."""
-    greeting = Greeting(secret, client=True, rank=rank)
+    greeting = Hello(secret, client=True, rank=rank)
     line.settimeout(SOON_S)
     line.sendall(greeting.hello)
     greeting.meet(line.recv(HELLO_BYTES, socket.MSG_WAITALL))
@@ -126,14 +126,14 @@ def test_silent_strangers_hold_up_no_host(monkeypatch: pytest.MonkeyPatch) -> No
     threads[0].start()
     watcher = hub.control()
     address = serialization.decode(watcher.get(f"{Group.world(0, 3).name}/lanes at 0", SOON_S))
-    hello = Greeting(SECRET, client=True).hello
+    hello = Hello(SECRET, client=True).hello
     with knocking(address, b"", hello[:-1], bytes(HELLO_BYTES), hello, b""), knocking(address, b"") as (wrong,):
         wrong.sendall(proof(wrong, SECRET, 1))
         for thread in threads[1:]:
             thread.start()
         for thread in threads:
             thread.join(2 * SOON_S)
-    assert [type(ends.get(rank)) for rank in range(3)] == [Lanes] * 3
+    assert [type(ends.get(rank)) for rank in range(3)] == [HostLinks] * 3
     assert [sorted(ends[rank]._peers) for rank in range(3)] == [[1, 2], [0, 2], [0, 1]]
     for lanes in ends.values():
         lanes.close()
@@ -143,7 +143,7 @@ def test_silent_strangers_hold_up_no_host(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_client_that_does_not_prove_the_secret_in_time_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    hello = Greeting(SECRET, client=True).hello
+    hello = Hello(SECRET, client=True).hello
     with listening() as (door, address):
         with monkeypatch.context() as patch, knocking(address, hello[:length]) as (line,):
             patch.setattr(module, "_WITHIN_S", 0.05)

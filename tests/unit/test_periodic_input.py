@@ -12,7 +12,7 @@ from unisono.errors import MismatchError, PeerLostError
 from unisono.gradients.divergence_guard import DivergenceGuard
 from unisono.gradients.gossip import Gossip
 from unisono.gradients.local_sgd import LocalSGD
-from unisono.gradients.periodic import Periodic, every, named_tensors
+from unisono.gradients.periodic import PeriodicAction, every, named_tensors
 from unisono.testing import run_ranks
 
 
@@ -92,7 +92,7 @@ def test_a_bad_schedule_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("make", [LocalSGD, Gossip, DivergenceGuard])
-def test_a_rank_that_has_left_is_named(make: Callable[..., Periodic]) -> None:
+def test_a_rank_that_has_left_is_named(make: Callable[..., PeriodicAction]) -> None:
     def program(comm: un.Communicator) -> None:
         periodic = make([torch.zeros(3)], comm, every=1)
         if comm.rank != 1:

@@ -32,7 +32,7 @@ def rows(title: str) -> dict[str, str]:
         "data",
         "errors",
         "gradients",
-        "schedules",
+        "algorithms",
         "transports",
         "interop",
         "rpc",

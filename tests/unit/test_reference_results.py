@@ -15,7 +15,7 @@ from unisono.testing import strategies
 from unisono.testing.cases import CALLS, Case
 from unisono.testing.check_case import Report, check_case, check_reports
 from unisono.testing.memory_layouts import LAYOUTS, place
-from unisono.testing.reference import DTYPES, moved, ops_for, reduced
+from unisono.testing.reference import DTYPES, ops_for, permuted, reduced
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_whole_numbers_have_no_slack_and_others_little() -> None:
 
 def test_what_is_moved_is_compared_by_bits() -> None:
     zeros = torch.tensor([0.0, torch.nan])
-    assert not moved(zeros).complaint(zeros.clone())
-    assert moved(zeros).complaint(torch.tensor([-0.0, torch.nan]))
-    assert moved(zeros).complaint(torch.tensor([0.0, -torch.nan]))
-    assert moved(zeros).complaint(torch.zeros(3)) == "there are 3 elements, not 2"
+    assert not permuted(zeros).complaint(zeros.clone())
+    assert permuted(zeros).complaint(torch.tensor([-0.0, torch.nan]))
+    assert permuted(zeros).complaint(torch.tensor([0.0, -torch.nan]))
+    assert permuted(zeros).complaint(torch.zeros(3)) == "there are 3 elements, not 2"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,12 +77,12 @@ def test_a_placed_tensor_holds_its_values_and_notices_writes_outside(layout: str
         placed = place(values, layout)
         assert torch.equal(placed.values(), values)
         placed.view.copy_(placed.view.logical_not())
-        assert not placed.spilled()
+        assert not placed.guard_bytes()
         around = set(range(placed.whole.numel())) - inside(placed.view)
         for index in around:
             placed = place(values, layout)
             placed.whole[index] = placed.whole[index].logical_not()
-            assert placed.spilled(), f"element {index} of {placed.whole.numel()}"
+            assert placed.guard_bytes(), f"element {index} of {placed.whole.numel()}"
 
 
 def inside(view: torch.Tensor) -> set[int]:

@@ -280,7 +280,7 @@ class Unlisted(Plain):
         (torch.ones(2).to_sparse(), "is a torch.sparse_coo tensor"),
         (torch.ones(2, device="meta"), "is a meta tensor"),
         ({"w": Hollow(torch.ones(2))}, r"value\['w'\] is a Hollow, whose elements are not in its own memory"),
-        (dataclasses.make_dataclass("Made", ["x"], namespace={"__module__": "nowhere"})(1), "wire.register"),
+        (dataclasses.make_dataclass("Made", ["x"], namespace={"__module__": "nowhere"})(1), "serialization.register"),
     ],
 )
 def test_what_cannot_be_sent_is_named(value: Any, words: str) -> None:

@@ -18,11 +18,11 @@ import torch
 from patience import until
 
 import unisono as un
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError, MismatchError, PeerLostError
 from unisono.testing import pool
-from unisono.transports.shm.barrier import Board
+from unisono.transports.shm.barrier import SharedBarrier
 from unisono.transports.shm.segment import PAGE_BYTES, meet
 
 
@@ -67,9 +67,9 @@ def test_a_work_is_seen_through_by_one_thread() -> None:
 
 
 def test_a_rank_that_left_after_its_message_was_taken_is_not_missed() -> None:
-    words = memoryview(bytearray(Board.nbytes(2))).cast("Q")
-    board = Board(words, 0, 0, 2)
-    Board(words, 0, 1, 2).leave()
+    words = memoryview(bytearray(SharedBarrier.nbytes(2))).cast("Q")
+    board = SharedBarrier(words, 0, 0, 2)
+    SharedBarrier(words, 0, 1, 2).leave()
     awaited = [1]
 
     def taken_by_another_thread() -> bool:
@@ -102,7 +102,7 @@ def outlives_the_memory(comm: un.Communicator) -> str:
         control.exchange(group, "memory: of the dead", (PAGE_BYTES, card, None), 20.0)
         control.get("never", 20.0)
     with pytest.raises(CommError) as caught:
-        meet(group, cast("Control", Deadly(control, pid)), "of the dead", PAGE_BYTES, 20.0, mmap.mmap)
+        meet(group, cast("ControlPlane", Deadly(control, pid)), "of the dead", PAGE_BYTES, 20.0, mmap.mmap)
     return type(caught.value).__name__
 
 

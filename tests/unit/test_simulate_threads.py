@@ -62,7 +62,7 @@ def test_threads_of_a_rank_take_turns_in_virtual_time() -> None:
 def test_what_threads_do_is_in_the_trace_and_the_same_every_time() -> None:
     def program(comm: un.Communicator) -> None:
         part = comm.dup()
-        part.share()
+        part.allow_any_thread()
         works = [lambda: part.send(torch.ones(1), 1), lambda: part.recv(torch.ones(1), 0)]
         threads = [threading.Thread(target=works[comm.rank]) for _ in range(3)]
         for thread in threads:

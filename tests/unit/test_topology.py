@@ -15,7 +15,7 @@ from unisono.control import LocalHub
 from unisono.core.group import Group
 from unisono.host import network
 from unisono.launcher import api
-from unisono.launcher.topology import best
+from unisono.launcher.topology import choose_backend
 from unisono.transports import TRANSPORTS
 from unisono.transports.shm import segment
 
@@ -38,7 +38,7 @@ NOBODY: dict[str, str] = {}
 def test_who_asks_first_names_the_interface(
     named: str | None, environment: dict[str, str], expected: tuple[str, str] | None
 ) -> None:
-    assert network.interface_wanted(named, environment) == expected
+    assert network.requested_interface(named, environment) == expected
 
 
 def test_an_interface_has_an_address_and_the_other_way_round() -> None:
@@ -72,7 +72,7 @@ def neighbours(size: int) -> list[Any]:
     def run(rank: int) -> None:
         control, group = hub.control(), Group.world(rank, size)
         control.join(group, lambda cause: None)
-        found[rank] = TRANSPORTS["shm"].neighbours(group, control, 10.0)
+        found[rank] = TRANSPORTS["shm"].shm_peers(group, control, 10.0)
         control.close()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -105,16 +105,16 @@ def test_who_finds_another_number_is_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_where_memory_cannot_be_shared_all_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "shm_obstacle", lambda: "an obstacle")
+    monkeypatch.setattr(segment, "why_no_shm", lambda: "an obstacle")
     assert neighbours(3) == [((0,), (1,), (2,))] * 3
 
 
 def test_the_best_backend() -> None:
-    assert best(((0,),), gpus=False) == "thread"
-    assert best(((0, 1), (2, 3)), gpus=False) == "shm+gloo"
-    assert best(((0,), (1,), (2,)), gpus=False) == "gloo"
-    assert best(((0,), (1,)), gpus=False, network="mpi") == "mpi"
-    assert best(((0, 1), (2,)), gpus=False, network="mpi") == "shm+mpi"
+    assert choose_backend(((0,),), gpus=False) == "thread"
+    assert choose_backend(((0, 1), (2, 3)), gpus=False) == "shm+gloo"
+    assert choose_backend(((0,), (1,), (2,)), gpus=False) == "gloo"
+    assert choose_backend(((0,), (1,)), gpus=False, network="mpi") == "mpi"
+    assert choose_backend(((0, 1), (2,)), gpus=False, network="mpi") == "shm+mpi"
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(2, ["cuda:0", "cuda:1"]), (1, ["cuda:0", "cuda:0"])])

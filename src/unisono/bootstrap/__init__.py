@@ -1,8 +1,8 @@
 """Start-up: who this rank is, how many there are, and where they meet.
 
-One file for each way to answer. A new one has a function `find(request)` that returns a `Place`, and
+One file for each way to answer. A new one has a function `find(request)` that returns a `Rendezvous`, and
 gets a line below: among `_SCHEMES` if users name it in an `init_method`, among `_AUTOMATIC` if it can
-tell from the environment, by a function `here(request)`, that it is meant.
+tell from the environment, by a function `detected(request)`, that it is meant.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 
 from unisono.bootstrap import env, file, mpi, single, slurm, tcp
-from unisono.bootstrap.result import Place, Request
+from unisono.bootstrap.result import Rendezvous, Request
 from unisono.errors import CommError
 
-__all__ = ["Place", "Request", "find"]
+__all__ = ["Rendezvous", "Request", "find"]
 
 _SCHEMES = {"env": env.find, "file": file.find, "mpi": mpi.find, "tcp": tcp.find}
 _AUTOMATIC = (env, mpi, slurm, single)
@@ -26,7 +26,7 @@ def find(
     world_size: int | None = None,
     timeout_s: float = 300.0,
     secret: str | bytes | None = None,
-) -> Place:
+) -> Rendezvous:
     """This process's place among the ranks of its job, all of which have come when it returns.
 
     Args:
@@ -51,9 +51,9 @@ def find(
         >>> place.close()
     """
     request = Request(init_method, rank, world_size, time.monotonic() + timeout_s, secret)
-    start: Callable[[Request], Place]
+    start: Callable[[Request], Rendezvous]
     if init_method is None:
-        start = next(way.find for way in _AUTOMATIC if way.here(request))
+        start = next(way.find for way in _AUTOMATIC if way.detected(request))
     else:
         scheme, separator, _ = init_method.partition("://")
         if not separator or scheme not in _SCHEMES:

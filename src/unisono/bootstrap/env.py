@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import os
 
-from unisono.bootstrap.rendezvous import Seat
-from unisono.bootstrap.result import Place, Request, checked, env_number
+from unisono.bootstrap.rendezvous import Claim
+from unisono.bootstrap.result import Rendezvous, Request, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.bootstrap.torchelastic import find_by_agent
 
-__all__ = ["find", "here", "read"]
+__all__ = ["detected", "find", "read"]
 
 
-def here(request: Request) -> bool:
+def detected(request: Request) -> bool:
     """Whether the environment, or the caller, speaks of ranks at all."""
     given = request.rank is not None or request.size is not None
     # Set to nothing is not set.
     return given or bool(os.environ.get("RANK") or os.environ.get("WORLD_SIZE"))
 
 
-def find(request: Request) -> Place:
+def find(request: Request) -> Rendezvous:
     """The place that the environment tells; what the caller gave goes before it."""
     host, port = read(request)
     rank, size = request.numbers()
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where = f"torchrun's agent at {host}:{port}" if by_agent else f"MASTER_ADDR {host}:{port}"
     source = f"rank {rank} of {size} by the environment, met at {where}"
-    seat = Seat(rank, size, env_number("LOCAL_RANK"), request.deadline, source)
+    seat = Claim(rank, size, env_number("LOCAL_RANK"), request.deadline, source)
     return (find_by_agent if by_agent else find_at)(seat, host, port, request.secret)
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from unisono.bootstrap.rendezvous import MovedError, Seat, meet, settle
-from unisono.bootstrap.result import Place, Request
-from unisono.bootstrap.server_lease import Lease, lease
+from unisono.bootstrap.rendezvous import Claim, MovedError, confirm, meet
+from unisono.bootstrap.result import Rendezvous, Request
+from unisono.bootstrap.server_lease import Lease, acquire
 from unisono.control.client import SocketControl
 from unisono.control.secret import refuse_if_shared
 from unisono.errors import ClosedError, CommError, CommTimeoutError
@@ -28,7 +28,7 @@ _REACH_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _RendezvousFile:
     """What the file says."""
 
     host: str
@@ -40,11 +40,11 @@ class _Note:
         return "\n".join((_MARK, self.host, str(self.port), self.secret, self.name, ""))
 
 
-def find(request: Request) -> Place:
+def find(request: Request) -> Rendezvous:
     """The place that the file tells. It is made if it is not there, and taken over if it is empty or old."""
     path = _path(request.init_method or "")
     rank, size = request.numbers()
-    seat = Seat(rank, size, None, request.deadline, f"rank {rank} of {size}, met by {path}")
+    seat = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, met by {path}")
     return _host(path, seat) if rank == 0 else _follow(path, seat)
 
 
@@ -70,7 +70,7 @@ def _path(url: str) -> Path:
     return path
 
 
-def _read(path: Path) -> _Note | None:
+def _read(path: Path) -> _RendezvousFile | None:
     """What the file says; None if it is not there, or empty."""
     try:
         with path.open("rb") as file:
@@ -86,7 +86,7 @@ def _read(path: Path) -> _Note | None:
     if mark != _MARK or len(lines) != 4 or not _is_address(lines[0], lines[1]):
         raise ValueError(f"{path} holds something else, which is left alone; give an empty file, or a new name")
     refuse_if_shared(path, status, stat.S_IRWXG | stat.S_IRWXO)
-    return _Note(lines[0], int(lines[1]), lines[2], lines[3])
+    return _RendezvousFile(lines[0], int(lines[1]), lines[2], lines[3])
 
 
 def _is_address(host: str, port: str) -> bool:
@@ -96,10 +96,10 @@ def _is_address(host: str, port: str) -> bool:
 
 
 # -- rank 0 ----------------------------------------------------------------------------------------
-def _host(path: Path, seat: Seat) -> Place:
+def _host(path: Path, seat: Claim) -> Rendezvous:
     old = _read(path)
     held = _lease(path, made_by_user=path.exists() and old is None)
-    note = _Note(*held.server.address, held.secret.decode(), socket.gethostname())
+    note = _RendezvousFile(*held.server.address, held.secret.decode(), socket.gethostname())
     try:
         if note != old:
             _write(path, note.text())
@@ -126,7 +126,7 @@ def _lease(path: Path, *, made_by_user: bool) -> Lease:
             else:
                 path.unlink()
 
-    held = lease(f"file://{path}", None, "127.0.0.1", 0, withdraw)
+    held = acquire(f"file://{path}", None, "127.0.0.1", 0, withdraw)
     return held
 
 
@@ -143,7 +143,7 @@ def _write(path: Path, text: str) -> None:
 
 
 # -- the others ------------------------------------------------------------------------------------
-def _follow(path: Path, seat: Seat) -> Place:
+def _follow(path: Path, seat: Claim) -> Rendezvous:
     """Try what the file says, again and again: what an earlier run has left there leads nowhere."""
     last = "nobody has written it"
     while seat.left_s:
@@ -163,7 +163,7 @@ class _UnreachableError(Exception):
     """Nobody is where an old note points to, or somebody else."""
 
 
-def _try(path: Path, note: _Note, seat: Seat) -> Place:
+def _try(path: Path, note: _RendezvousFile, seat: Claim) -> Rendezvous:
     patience_s, reach_within_s = max(seat.left_s, 1.0), min(max(seat.left_s, 0.1), _REACH_WITHIN_S)
     try:
         control = SocketControl(
@@ -171,4 +171,4 @@ def _try(path: Path, note: _Note, seat: Seat) -> Place:
         )
     except CommError as error:
         raise _UnreachableError(error.message) from error
-    return settle(seat, control, moved=lambda: _read(path) != note)
+    return confirm(seat, control, moved=lambda: _read(path) != note)

@@ -14,15 +14,15 @@ from typing import Any
 from unisono import serialization
 from unisono.bootstrap import single
 from unisono.bootstrap.mpi_abort import job_end
-from unisono.bootstrap.rendezvous import Seat, meet
-from unisono.bootstrap.result import Place, Request
-from unisono.bootstrap.server_lease import lease
+from unisono.bootstrap.rendezvous import Claim, meet
+from unisono.bootstrap.result import Rendezvous, Request
+from unisono.bootstrap.server_lease import acquire
 from unisono.control.secret import secret_bytes
 from unisono.errors import CommTimeoutError
-from unisono.host.mpi_library import check_world, launched, library, name_of, until
+from unisono.host.mpi_library import check_world, launched, library, name_of, poll_until
 from unisono.host.network import address_for_others, address_outward, host_identity
 
-__all__ = ["find", "find_on", "here"]
+__all__ = ["detected", "find", "find_on"]
 
 _TAG = 23041
 _CARD_BYTES = 4096
@@ -30,13 +30,13 @@ _LENGTH = struct.Struct("<I")
 _GRACE_S = 2.0
 
 
-def here(_request: Request) -> bool:
+def detected(_request: Request) -> bool:
     """Whether an MPI launcher has started this process, and others with it."""
     found = launched()
     return found is not None and found.size != 1
 
 
-def find(request: Request) -> Place:
+def find(request: Request) -> Rendezvous:
     """The place that MPI tells.
 
     Raises:
@@ -64,21 +64,21 @@ def find(request: Request) -> Place:
     return place
 
 
-def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None = None) -> Place:
+def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None = None) -> Rendezvous:
     """The place of the ranks of an MPI communicator, each of which calls this.
 
     Args:
         comm: On which nobody waits for any message of any tag.
-        source: As in `Place`.
+        source: As in `Rendezvous`.
         deadline: On the monotonic clock.
         secret: A random one if None.
     """
-    seat = Seat(comm.Get_rank(), comm.Get_size(), None, deadline, source)
+    seat = Claim(comm.Get_rank(), comm.Get_size(), None, deadline, source)
     # Looked at on every rank, for a bad one is to be refused on each.
     known = secrets.token_hex(32).encode() if secret is None else secret_bytes(secret)
-    exchange = _Cards(comm, seat)
+    exchange = _HelloExchange(comm, seat)
     if seat.rank == 0:
-        held = lease(f"mpi/{secrets.token_hex(8)}", known, _address(exchange.collect()), 0)
+        held = acquire(f"mpi/{secrets.token_hex(8)}", known, _address(exchange.collect()), 0)
         exchange.tell((*held.server.address, known))
         place = meet(seat, held.server.address, known, held)
     else:
@@ -103,10 +103,10 @@ def _address(cards: list[tuple[str, str]]) -> str:
         return outward
 
 
-class _Cards:
+class _HelloExchange:
     """A few words from all ranks to rank 0, and from rank 0 to all, with a time limit. No pickle."""
 
-    def __init__(self, comm: Any, seat: Seat) -> None:
+    def __init__(self, comm: Any, seat: Claim) -> None:
         self._comm, self._seat = comm, seat
 
     def collect(self) -> list[tuple[str, str]]:
@@ -114,7 +114,7 @@ class _Cards:
         mine = (host_identity(), socket.gethostname())
         memory = {rank: bytearray(_CARD_BYTES) for rank in range(1, self._seat.size)}
         waiting = {rank: self._comm.Irecv([memory[rank], _byte()], rank, _TAG) for rank in memory}
-        if not until(lambda: _all_done(waiting), self._seat.deadline, spins=1):
+        if not poll_until(lambda: _all_done(waiting), self._seat.deadline, spins=1):
             missing = sorted(waiting)
             for request in waiting.values():
                 request.Cancel()
@@ -133,7 +133,7 @@ class _Cards:
         memory = bytearray(_CARD_BYTES)
         waiting = {0: self._comm.Irecv([memory, _byte()], 0, _TAG)}
         # Rank 0 may need until its deadline to know who is missing.
-        if not until(lambda: _all_done(waiting), self._seat.deadline + _GRACE_S, spins=1):
+        if not poll_until(lambda: _all_done(waiting), self._seat.deadline + _GRACE_S, spins=1):
             waiting[0].Cancel()
             waiting[0].Free()
             raise self._missing([0])
@@ -148,7 +148,7 @@ class _Cards:
         data = _LENGTH.pack(len(content)) + content
         # So short that MPI keeps them until they are received: what it needs no longer is the caller's.
         sent = {rank: self._comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
-        until(lambda: _all_done(sent), self._seat.deadline + _GRACE_S, spins=1)
+        poll_until(lambda: _all_done(sent), self._seat.deadline + _GRACE_S, spins=1)
 
     def _missing(self, ranks: list[int]) -> CommTimeoutError:
         shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

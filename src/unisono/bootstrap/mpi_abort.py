@@ -9,27 +9,27 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from unisono.bootstrap.result import Place
+from unisono.bootstrap.result import Rendezvous
 from unisono.control.process_exit import close_all
 from unisono.errors import AbortedError, PeerLostError
-from unisono.host.mpi_library import survives
+from unisono.host.mpi_library import has_ulfm
 
-__all__ = ["JobEnd", "job_end"]
+__all__ = ["MpiAbortGuard", "job_end"]
 
 _GRACE_S = 2.0
 
 
-def job_end(mpi: Any, rank: int, size: int) -> JobEnd:
+def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
     """What ends the job from now on with this process: an exception that nobody catches, or `sys.exit(3)`."""
     known = getattr(sys.excepthook, "__self__", None)
-    if isinstance(known, JobEnd):
+    if isinstance(known, MpiAbortGuard):
         return known
-    made = JobEnd(mpi, rank, size)
+    made = MpiAbortGuard(mpi, rank, size)
     sys.excepthook, sys.exit = made.fail, made.leave
     return made
 
 
-class JobEnd:
+class MpiAbortGuard:
     """Stands in for `sys.excepthook` and `sys.exit`.
 
     Args:
@@ -42,7 +42,7 @@ class JobEnd:
         self._process, self._open = os.getpid(), 0
         self._excepthook = sys.excepthook
 
-    def await_closing(self, place: Place) -> None:
+    def await_closing(self, place: Rendezvous) -> None:
         """Until this one is closed, other ranks may wait for this process."""
         let_go = place.let_go
         self._open += 1
@@ -84,7 +84,7 @@ class JobEnd:
     def _end(self, status: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        if survives():
+        if has_ulfm():
             # This rank alone ends, and the others learn of it: that is what was asked for.
             close_all()
             os._exit(status)

@@ -9,14 +9,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unisono.bootstrap.result import Place, nothing
+from unisono.bootstrap.result import Rendezvous, nothing
 from unisono.bootstrap.server_lease import Lease
 from unisono.control.client import SocketControl
 from unisono.core.failure import error_of
 from unisono.core.group import Group
 from unisono.errors import ClosedError, CommError, MismatchError
 
-__all__ = ["MovedError", "Seat", "claim", "meet", "settle"]
+__all__ = ["Claim", "MovedError", "claim_rank", "confirm", "meet"]
 
 _LOOK_EVERY_S = 0.05
 _CLAIM_WITHIN_S = 1.0
@@ -28,13 +28,13 @@ class MovedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Claim:
     """Who wants to meet whom, and until when.
 
     Attributes:
-        rank, size, local_rank: As in `Place`.
+        rank, size, local_rank: As in `Rendezvous`.
         deadline: On the monotonic clock.
-        source: As in `Place`.
+        source: As in `Rendezvous`.
         job: What the names of its worlds begin with; ranks of different jobs never meet, not even at one address.
     """
 
@@ -51,7 +51,7 @@ class Seat:
         return max(0.0, self.deadline - time.monotonic())
 
 
-def meet(seat: Seat, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Place:
+def meet(seat: Claim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
     """The place at the server of this address, when all ranks are there.
 
     A server that says goodbye meanwhile was that of an earlier `init`; the next one is waited for.
@@ -69,7 +69,7 @@ def meet(seat: Seat, address: tuple[str, int], secret: bytes, lease: Lease | Non
         while True:
             try:
                 patience_s = max(seat.left_s, 0.1)
-                return settle(seat, SocketControl(address, secret, patience_s, host_rank=0, rank=seat.rank), lease)
+                return confirm(seat, SocketControl(address, secret, patience_s, host_rank=0, rank=seat.rank), lease)
             except ClosedError:
                 if not seat.left_s:
                     raise
@@ -79,7 +79,7 @@ def meet(seat: Seat, address: tuple[str, int], secret: bytes, lease: Lease | Non
         raise
 
 
-def claim(seat: Seat, address: tuple[str, int], secret: bytes) -> None:
+def claim_rank(seat: Claim, address: tuple[str, int], secret: bytes) -> None:
     """Ask for the seat of rank 0 where this process should host and cannot. Whatever else is wrong is not told.
 
     Raises:
@@ -92,7 +92,7 @@ def claim(seat: Seat, address: tuple[str, int], secret: bytes) -> None:
     try:
         # Not to be taken from one who is about to come.
         control.get(f"{seat.job}1/{_OPEN}", _CLAIM_WITHIN_S)
-        control.enrol(seat.job, seat.rank, seat.size, _process(os.getpid()))
+        control.register_rank(seat.job, seat.rank, seat.size, _process(os.getpid()))
     except MismatchError:
         raise
     except CommError:
@@ -101,9 +101,9 @@ def claim(seat: Seat, address: tuple[str, int], secret: bytes) -> None:
         control.close()
 
 
-def settle(
-    seat: Seat, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
-) -> Place:
+def confirm(
+    seat: Claim, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
+) -> Rendezvous:
     """The place at the server that `control` leads to, when all ranks are there; `control` is closed if it fails.
 
     Args:
@@ -123,12 +123,14 @@ def settle(
         control.close()
         raise
     server, let_go = (None, nothing) if lease is None else (lease.server, lease.release)
-    return Place(seat.rank, seat.size, seat.local_rank, control, server, control.local_host, name, seat.source, let_go)
+    return Rendezvous(
+        seat.rank, seat.size, seat.local_rank, control, server, control.local_host, name, seat.source, let_go
+    )
 
 
-def _gather(seat: Seat, control: SocketControl, moved: Callable[[], bool] | None) -> str:
+def _gather(seat: Claim, control: SocketControl, moved: Callable[[], bool] | None) -> str:
     try:
-        name = control.enrol(seat.job, seat.rank, seat.size, _process(os.getpid()))
+        name = control.register_rank(seat.job, seat.rank, seat.size, _process(os.getpid()))
     except MismatchError:
         if moved is not None and moved():
             raise MovedError from None
@@ -143,7 +145,7 @@ def _gather(seat: Seat, control: SocketControl, moved: Callable[[], bool] | None
     return name
 
 
-def _await_rank_0(seat: Seat, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
+def _await_rank_0(seat: Claim, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
     """Look, now and then, whether this is the place where rank 0 comes."""
     while not control.check([_open(group)]) and seat.left_s:
         cause = control.cause(group)

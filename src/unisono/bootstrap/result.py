@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from unisono.control.server import Server
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 
-__all__ = ["Place", "Request", "checked", "env_number", "nothing"]
+__all__ = ["Rendezvous", "Request", "checked", "env_number", "nothing"]
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def nothing() -> None:
 
 
 @dataclass(slots=True)
-class Place:
+class Rendezvous:
     """Where this process stands. The world's group is joined already; join again to hear of failures.
 
     Attributes:
@@ -81,7 +81,7 @@ class Place:
     rank: int
     size: int
     local_rank: int | None
-    control: Control
+    control: ControlPlane
     server: Server | None
     address: str
     name: str

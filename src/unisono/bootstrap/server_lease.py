@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from unisono.control.process_exit import CLOSE_SERVERS, close_all, when_process_ends
 from unisono.control.server import Server
 
-__all__ = ["Lease", "lease"]
+__all__ = ["Lease", "acquire"]
 
 # Long enough for ranks that end together, short enough for one that does not end at all.
 _LINGER_S = 5.0
@@ -46,7 +46,7 @@ _leases: dict[tuple[int, str], Lease] = {}
 _lock = threading.Lock()
 
 
-def lease(key: str, secret: bytes | None, host: str, port: int, withdraw: Callable[[], None] = lambda: None) -> Lease:
+def acquire(key: str, secret: bytes | None, host: str, port: int, withdraw: Callable[[], None] = lambda: None) -> Lease:
     """The server that this process runs under `key`; a new one if there is none.
 
     Without a secret, it has one of its own.

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import itertools
 
-from unisono.bootstrap.result import Place, Request
+from unisono.bootstrap.result import Rendezvous, Request
 from unisono.control import LocalHub
 from unisono.core.group import Group
 
-__all__ = ["find", "here"]
+__all__ = ["detected", "find"]
 
 _numbers = itertools.count(1)
 
 
-def here(_request: Request) -> bool:
+def detected(_request: Request) -> bool:
     """Always: this is what is left."""
     return True
 
 
-def find(_request: Request) -> Place:
+def find(_request: Request) -> Rendezvous:
     """The place of the only rank. Costs nothing; no socket, no thread."""
     control = LocalHub().control()
     name = f"alone{next(_numbers)}"
     control.join(Group.world(0, 1, name))
-    return Place(0, 1, 0, control, None, "127.0.0.1", name, "no launcher and no init_method: a world of one")
+    return Rendezvous(0, 1, 0, control, None, "127.0.0.1", name, "no launcher and no init_method: a world of one")

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 from unisono.bootstrap import single
 from unisono.bootstrap.hostlist import expand
-from unisono.bootstrap.rendezvous import Seat
-from unisono.bootstrap.result import Place, Request, checked, env_number
+from unisono.bootstrap.rendezvous import Claim
+from unisono.bootstrap.result import Rendezvous, Request, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.errors import CommTimeoutError
 from unisono.host.network import address_towards
 
-__all__ = ["Step", "find", "here", "port_of", "step"]
+__all__ = ["Step", "detected", "find", "port_of", "step"]
 
 _log = logging.getLogger("unisono")
 
@@ -70,12 +70,12 @@ def port_of(job: int, number: int) -> int:
     return _FIRST_PORT + (job + _STRIDE * number) % _PORTS
 
 
-def here(_request: Request) -> bool:
+def detected(_request: Request) -> bool:
     """Whether this process belongs to a Slurm job at all."""
     return "SLURM_JOB_ID" in os.environ or "SLURM_PROCID" in os.environ
 
 
-def find(request: Request) -> Place:
+def find(request: Request) -> Rendezvous:
     """The place of a step's task; a world of one where no step runs, or where it has one task."""
     task = step()
     job = os.environ.get("SLURM_JOB_ID", "?")
@@ -114,7 +114,7 @@ def step() -> Step | None:
     return Step(rank, size, env_number("SLURM_LOCALID"), env_number("SLURM_JOB_ID") or 0, number or 0, nodes)
 
 
-def _meet(task: Step, request: Request) -> Place:
+def _meet(task: Step, request: Request) -> Rendezvous:
     request.rank, request.size = task.rank, task.size
     port = env_number("MASTER_PORT")
     if port is None:
@@ -124,7 +124,7 @@ def _meet(task: Step, request: Request) -> Place:
     host = os.environ.get("MASTER_ADDR") or _first_node(task)
     name = f"{task.job}.{task.number}"
     source = f"rank {task.rank} of {task.size} by Slurm's step {name}, met at {host}:{port}"
-    seat = Seat(task.rank, task.size, task.local_rank, request.deadline, source, job=f"slurm{name}-world")
+    seat = Claim(task.rank, task.size, task.local_rank, request.deadline, source, job=f"slurm{name}-world")
     try:
         return find_at(seat, host, port, request.secret)
     except CommTimeoutError as error:

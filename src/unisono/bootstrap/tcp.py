@@ -5,25 +5,25 @@ from __future__ import annotations
 import errno
 from urllib.parse import urlsplit
 
-from unisono.bootstrap.rendezvous import Seat, claim, meet
-from unisono.bootstrap.result import Place, Request
-from unisono.bootstrap.server_lease import lease
+from unisono.bootstrap.rendezvous import Claim, claim_rank, meet
+from unisono.bootstrap.result import Rendezvous, Request
+from unisono.bootstrap.server_lease import acquire
 from unisono.control.secret import find_secret
 from unisono.errors import CommError
 
 __all__ = ["address_of", "find", "find_at"]
 
 
-def find(request: Request) -> Place:
+def find(request: Request) -> Rendezvous:
     """The place at the address that `init_method` gives."""
     url = request.init_method or ""
     host, port = address_of(url)
     rank, size = request.numbers()
-    seat = Seat(rank, size, None, request.deadline, f"rank {rank} of {size}, met at {url}")
+    seat = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, met at {url}")
     return find_at(seat, host, port, request.secret)
 
 
-def find_at(seat: Seat, host: str, port: int, secret: str | bytes | None) -> Place:
+def find_at(seat: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
     """The place at this address, of which rank 0 is the host."""
     if host in ("0.0.0.0", "::", ""):
         raise ValueError(f"{host!r} names no host that others can reach; give the address of the host of rank 0")
@@ -31,10 +31,10 @@ def find_at(seat: Seat, host: str, port: int, secret: str | bytes | None) -> Pla
     host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
     known = find_secret(secret)
     try:
-        hosted = lease(f"tcp://{host}:{port}", known, host, port) if seat.rank == 0 else None
+        hosted = acquire(f"tcp://{host}:{port}", known, host, port) if seat.rank == 0 else None
     except CommError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
-            claim(seat, (host, port), known)
+            claim_rank(seat, (host, port), known)
         raise
     return meet(seat, (host, port) if hosted is None else hosted.server.address, known, hosted)
 

@@ -10,9 +10,9 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from unisono.bootstrap.rendezvous import MovedError, Seat, meet, settle
-from unisono.bootstrap.result import Place
-from unisono.bootstrap.server_lease import lease
+from unisono.bootstrap.rendezvous import Claim, MovedError, confirm, meet
+from unisono.bootstrap.result import Rendezvous
+from unisono.bootstrap.server_lease import acquire
 from unisono.control.client import SocketControl
 from unisono.control.secret import find_secret
 from unisono.errors import CommError, CommTimeoutError, MismatchError
@@ -28,7 +28,7 @@ _REACH_WITHIN_S = 1.0
 _MOVES_WITHIN_S = 3.0
 
 
-def find_by_agent(seat: Seat, host: str, port: int, secret: str | bytes | None) -> Place:
+def find_by_agent(seat: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
     """The place that rank 0 tells to the agent's store at this address.
 
     After a restart, the store still holds what rank 0 told before; agents count restarts each for itself, so no number
@@ -45,7 +45,7 @@ def find_by_agent(seat: Seat, host: str, port: int, secret: str | bytes | None) 
         # torchrun tells how many agents there are; on one host nobody else need reach this rank.
         alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         own = address_towards(host, port) if alone else address_for_others(host, port)
-        hosted = lease(f"{key} at {host}:{port}", known, own, 0)
+        hosted = acquire(f"{key} at {host}:{port}", known, own, 0)
         try:
             store.set(key, " ".join(map(str, hosted.server.address)))
         except BaseException:
@@ -56,7 +56,7 @@ def find_by_agent(seat: Seat, host: str, port: int, secret: str | bytes | None) 
         raise CommTimeoutError(f"torchrun's agent at {host}:{port} does not answer. Is it alive? ({error})") from error
 
 
-def _follow(store: TCPStore, key: str, seat: Seat, secret: bytes, where: str) -> Place:
+def _follow(store: TCPStore, key: str, seat: Claim, secret: bytes, where: str) -> Rendezvous:
     """Try what rank 0 has told, again and again."""
     last = "it has told nothing yet"
     while seat.left_s:
@@ -84,7 +84,7 @@ def _read(store: TCPStore, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _try(store: TCPStore, key: str, told: str, seat: Seat, secret: bytes) -> Place:
+def _try(store: TCPStore, key: str, told: str, seat: Claim, secret: bytes) -> Rendezvous:
     host, port = told.rsplit(" ", 1)
     control = SocketControl(
         (host, int(port)),
@@ -94,10 +94,10 @@ def _try(store: TCPStore, key: str, told: str, seat: Seat, secret: bytes) -> Pla
         host_rank=0,
         rank=seat.rank,
     )
-    return settle(seat, control, moved=lambda: _read(store, key) != told)
+    return confirm(seat, control, moved=lambda: _read(store, key) != told)
 
 
-def _moves(store: TCPStore, key: str, told: str, seat: Seat) -> bool:
+def _moves(store: TCPStore, key: str, told: str, seat: Claim) -> bool:
     """Whether rank 0 tells of another place soon."""
     deadline = time.monotonic() + min(_MOVES_WITHIN_S, seat.left_s)
     while time.monotonic() < deadline:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from unisono.checkpoint.api import async_save, load, save
 from unisono.checkpoint.archive import Archive
 from unisono.checkpoint.archive import open_checkpoint as open  # noqa: A004 - read as checkpoint.open
-from unisono.checkpoint.background import Saving
+from unisono.checkpoint.background import SaveHandle
 from unisono.checkpoint.checkpointer import Checkpointer
 from unisono.checkpoint.convert import convert
 from unisono.checkpoint.errors import (
@@ -23,7 +23,7 @@ from unisono.checkpoint.errors import (
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.state import RNG, PerRank
 from unisono.checkpoint.storage import Storage
-from unisono.checkpoint.sync import assert_in_sync, sync
+from unisono.checkpoint.synchronize import assert_in_sync, sync
 from unisono.checkpoint.verify import latest, verify
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "Manifest",
     "NoCheckpointError",
     "PerRank",
-    "Saving",
+    "SaveHandle",
     "StateError",
     "Storage",
     "StorageError",

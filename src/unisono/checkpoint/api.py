@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from unisono.checkpoint.background import Saving, begin, finish_earlier
-from unisono.checkpoint.collective import Team
+from unisono.checkpoint.background import SaveHandle, begin, finish_earlier
+from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, StateError
-from unisono.checkpoint.load import load_state
+from unisono.checkpoint.loader import load_state
 from unisono.checkpoint.map_location import MapLocation
-from unisono.checkpoint.save import Progress, Snapshot, commit, prepare
+from unisono.checkpoint.saver import Progress, Snapshot, commit, prepare
 from unisono.checkpoint.storage import Storage, storage_at
-from unisono.checkpoint.tensor_loader import Wishes
+from unisono.checkpoint.tensor_loader import LoadOptions
 from unisono.checkpoint.verify import last_good
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def write(
     """As `save`; the checkpoint is newer than the time that `newest` tells on rank 0 (ns), whatever the clock says."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
-    team = Team(comm, "save", storage.where, timeout)
+    team = CollectiveScope(comm, "save", storage.where, timeout)
     make = partial(prepare, state, team.rank, team.size, copy=False)
     commit(make, storage, team, dict(extra or {}), progress, newest)
 
@@ -93,7 +93,7 @@ def async_save(
     extra: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     progress: Progress | None = None,
-) -> Saving:
+) -> SaveHandle:
     """As `save`, but returns when this rank's share is copied: training goes on while the copy is written.
 
     A later save of the same communicator waits for this one, and so does its `close`. Call `wait()` on what is
@@ -128,7 +128,7 @@ def start(
     progress: Progress | None = None,
     newest: Callable[[], int] = int,
     after: Callable[[], None] | None = None,
-) -> Saving:
+) -> SaveHandle:
     """As `async_save`, with `newest` as `write`; `after` is called in the background when it counts, on every rank."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
@@ -136,7 +136,9 @@ def start(
     make = _held(lambda: prepare(state, rank, size, copy=True))
 
     def work(twin: Communicator | None) -> None:
-        commit(make, storage, Team(twin, "save", storage.where, timeout), dict(extra or {}), progress, newest)
+        commit(
+            make, storage, CollectiveScope(twin, "save", storage.where, timeout), dict(extra or {}), progress, newest
+        )
         if after is not None:
             after()
 
@@ -211,9 +213,9 @@ def load(
     """
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
-    team = Team(comm, "load", storage.where, timeout)
+    team = CollectiveScope(comm, "load", storage.where, timeout)
     try:
-        return load_state(storage, state, team, Wishes(map_location, strict, check, progress))
+        return load_state(storage, state, team, LoadOptions(map_location, strict, check, progress))
     except StateError:
         raise
     except CheckpointError as error:

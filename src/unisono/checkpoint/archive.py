@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.checksum import blocks, digest
-from unisono.checkpoint.collective import Team
+from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.dtypes import memory_of
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.map_location import MapLocation, device_for
 from unisono.checkpoint.reader import Block, Files, read_manifest, windows_of
-from unisono.checkpoint.restore import Restoration
+from unisono.checkpoint.restore import Restorer
 from unisono.checkpoint.storage import Storage, storage_at
-from unisono.checkpoint.tree_utils import taken_over
+from unisono.checkpoint.tree_utils import remapped_rank
 
 __all__ = ["Archive", "open_checkpoint"]
 
@@ -57,7 +57,7 @@ class Archive(Mapping[str, torch.Tensor]):
             cut = blocks(piece.start, piece.stop)
             checked = zip(cut, piece.digests, found, strict=True)
             bad = [Block(piece.file, low, high, said, name, 0) for (low, high), said, real in checked if said != real]
-            self._files.accuse(bad)
+            self._files.corrupt_error(bad)
         return torch.frombuffer(view, dtype=torch.uint8).view(entry.dtype).view(entry.shape)
 
     def _joined(self, name: str, entry: TensorEntry) -> torch.Tensor:
@@ -68,13 +68,13 @@ class Archive(Mapping[str, torch.Tensor]):
                 if block.name is not None:
                     into = memory[block.offset : block.offset + block.stop - block.start]
                     bad += [] if self._files.read(block, into, check=self._check) else [block]
-        self._files.accuse(bad)
+        self._files.corrupt_error(bad)
         return flat.view(entry.dtype).view(entry.shape)
 
     def state(self, rank: int = 0) -> Any:
         """The whole state as plain values, as rank `rank` saved it: dicts in the place of objects."""
-        source = taken_over(self.manifest.per_rank, rank, self.manifest.ranks)
-        restoration = Restoration(self.manifest.tensors, source)
+        source = remapped_rank(self.manifest.per_rank, rank, self.manifest.ranks)
+        restoration = Restorer(self.manifest.tensors, source)
         build = restoration.match(None, self.manifest.state)
         restoration.values.update({name: self[name] for name in restoration.needed})
         return build()
@@ -124,5 +124,7 @@ def open_checkpoint(
     """
     storage = storage_at(path)
     archive: list[Archive] = []
-    Team(None, "open", storage.where).together(lambda: archive.append(Archive(storage, map_location, check)))
+    CollectiveScope(None, "open", storage.where).all_or_none(
+        lambda: archive.append(Archive(storage, map_location, check))
+    )
     return archive[0]

@@ -14,12 +14,12 @@ from unisono.errors import CommTimeoutError, MismatchError
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["Saving", "begin", "finish_earlier"]
+__all__ = ["SaveHandle", "begin", "finish_earlier"]
 
 _log = logging.getLogger("unisono.checkpoint")
 
 
-class Saving:
+class SaveHandle:
     """A save under way, as `async_save` returns it.
 
     Attributes:
@@ -82,13 +82,13 @@ class Saving:
         return None
 
 
-class _Lane:
+class _SaveQueue:
     """The saves of one communicator: they have a twin of it for themselves, and go one after another."""
 
     def __init__(self, comm: Communicator) -> None:
         self.twin = comm.dup()
-        self.twin.share()
-        self.last: Saving | None = None
+        self.twin.allow_any_thread()
+        self.last: SaveHandle | None = None
         comm.on_close(self._finish, first=True)
 
     def _finish(self) -> None:
@@ -98,8 +98,8 @@ class _Lane:
 
 
 # What is under way belongs to a communicator, whose class knows nothing of checkpoints; without one, to a path.
-_lanes: weakref.WeakKeyDictionary[Communicator, _Lane] = weakref.WeakKeyDictionary()
-_alone: dict[str, Saving] = {}
+_lanes: weakref.WeakKeyDictionary[Communicator, _SaveQueue] = weakref.WeakKeyDictionary()
+_alone: dict[str, SaveHandle] = {}
 
 
 def finish_earlier(path: str, comm: Communicator | None) -> None:
@@ -113,15 +113,15 @@ def finish_earlier(path: str, comm: Communicator | None) -> None:
             _lanes.pop(comm, None)
 
 
-def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> Saving:
+def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:
     """Start `work` in a thread, with a communicator of its own. Collective when it is the first of a communicator."""
     if comm is None:
         for done in [known for known, earlier in _alone.items() if earlier.done()]:
             del _alone[done]
-        _alone[path] = saving = Saving(path, lambda: work(None))
+        _alone[path] = saving = SaveHandle(path, lambda: work(None))
         return saving
     if comm not in _lanes:
-        _lanes[comm] = _Lane(comm)
+        _lanes[comm] = _SaveQueue(comm)
     lane = _lanes[comm]
-    lane.last = Saving(path, lambda: work(lane.twin))
+    lane.last = SaveHandle(path, lambda: work(lane.twin))
     return lane.last

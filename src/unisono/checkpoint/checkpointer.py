@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from unisono.checkpoint.api import Path, load, start, write
-from unisono.checkpoint.background import Saving
-from unisono.checkpoint.collective import Team
+from unisono.checkpoint.background import SaveHandle
+from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.manifest import FILE, MANIFEST
 from unisono.checkpoint.map_location import MapLocation
 from unisono.checkpoint.storage import Storage, storage_at
@@ -64,7 +64,7 @@ class Checkpointer:
         if keep < 1 or every < 1:
             raise ValueError(f"keep={keep} and every={every} must be at least 1")
         self._storage, self._comm = storage_at(directory), comm
-        self._saving: Saving | None = None
+        self._saving: SaveHandle | None = None
 
     def step(self, step: int, state: Any) -> bool:
         """Save if this step's turn has come, and say so. Collective then."""
@@ -97,7 +97,11 @@ class Checkpointer:
             CheckpointError: As `load`. A damaged one is not passed over in silence; the message names a good one.
         """
         self.wait()
-        found = index(step) if step is not None else Team(self._comm, "load", self._storage.where).first(self._newest)
+        found = (
+            index(step)
+            if step is not None
+            else CollectiveScope(self._comm, "load", self._storage.where).first(self._newest)
+        )
         if found is None:
             return None
         load(self._storage.child(f"{_PREFIX}{found:010d}"), state, self._comm, map_location=map_location)

@@ -19,7 +19,7 @@ from unisono.errors import CommError, MismatchError
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["Team"]
+__all__ = ["CollectiveScope"]
 
 _KINDS: dict[str, type[CommError]] = {
     kind.__name__: kind
@@ -28,7 +28,7 @@ _KINDS: dict[str, type[CommError]] = {
 _PLAIN: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
-class Team:
+class CollectiveScope:
     """The ranks that save or load together; one alone if there is no communicator.
 
     Args:
@@ -44,7 +44,7 @@ class Team:
         self.comm, self._operation, self._path, self._timeout = comm, operation, path, timeout
         self.rank, self.size = (comm.rank, comm.size) if comm is not None else (0, 1)
 
-    def together(self, step: Callable[[], Any]) -> list[Any]:
+    def all_or_none(self, step: Callable[[], Any]) -> list[Any]:
         """What `step` returns on each rank: plain values. Collective.
 
         Raises:
@@ -77,7 +77,7 @@ class Team:
 
     def first(self, step: Callable[[], Any]) -> Any:
         """What `step` returns on rank 0, which alone runs it, on every rank. Collective."""
-        return self.together(lambda: step() if self.rank == 0 else None)[0]
+        return self.all_or_none(lambda: step() if self.rank == 0 else None)[0]
 
     def compare(self, what: Callable[[], bytes], describe: Callable[[], dict[str, Any]], told: str) -> None:
         """`MismatchError` on every rank unless all give the same `what`. Collective.

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from unisono.serialization.tensors import is_hollow
+from unisono.serialization.tensors import has_no_storage
 
 __all__ = ["as_bytes", "check_savable", "dtype_of", "memory_of", "name_of", "safetensors_form"]
 
@@ -53,7 +53,7 @@ def check_savable(tensor: torch.Tensor, name: str) -> None:
     """`TypeError` that names the tensor unless its elements are plain bytes in memory."""
     if torch.nn.parameter.is_lazy(tensor):
         raise TypeError(f"{name!r} has no shape yet: call the model once before it is saved")
-    if is_hollow(tensor):
+    if has_no_storage(tensor):
         raise TypeError(
             f"{name!r} is a {type(tensor).__name__}, whose elements are not in its own memory; save plain tensors made "
             "of it, as a DTensor's full_tensor()"

@@ -10,7 +10,7 @@ import torch
 from unisono.checkpoint.dtypes import as_bytes, memory_of
 from unisono.checkpoint.manifest import TensorEntry
 
-__all__ = ["Landing", "MapLocation", "check_location", "device_for"]
+__all__ = ["Destination", "MapLocation", "check_location", "device_for"]
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
 
@@ -57,7 +57,7 @@ def check_location(map_location: MapLocation) -> None:
             raise ValueError(f"map_location={map_location!r:.80}: {error}") from error
 
 
-class Landing:
+class Destination:
     """Memory for one tensor's bytes, and the tensor when they are all there.
 
     Args:

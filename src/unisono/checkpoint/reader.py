@@ -15,7 +15,7 @@ from unisono.checkpoint.memory_limits import GRANTED, cost_of
 from unisono.checkpoint.storage import Source, Storage
 from unisono.checkpoint.writer import Tell
 
-__all__ = ["Block", "Files", "Window", "deal", "names_in_headers", "read_manifest", "windows_of"]
+__all__ = ["Block", "Files", "ReadWindow", "assign", "names_in_headers", "read_manifest", "windows_of"]
 
 _MOST_MANIFEST = 1 << 30
 _AHEAD = 16
@@ -38,7 +38,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ReadWindow:
     """Neighbouring blocks of one file that are read together."""
 
     blocks: tuple[Block, ...]
@@ -56,7 +56,7 @@ class Window:
         return self.blocks[-1].stop
 
 
-def windows_of(manifest: Manifest, names: Iterable[str]) -> list[Window]:
+def windows_of(manifest: Manifest, names: Iterable[str]) -> list[ReadWindow]:
     """What to read for these tensors, in the order of the files; the headers of those files too."""
     wanted = []
     for name in dict.fromkeys(names):
@@ -70,7 +70,7 @@ def windows_of(manifest: Manifest, names: Iterable[str]) -> list[Window]:
         file = manifest.files[index]
         wanted.append(Block(index, 0, file.header, file.header_digest, None, 0))
     wanted.sort(key=lambda block: (block.file, block.start))
-    return [Window(tuple(group)) for group in _grouped(wanted)]
+    return [ReadWindow(tuple(group)) for group in _grouped(wanted)]
 
 
 def _grouped(wanted: Sequence[Block]) -> Iterator[list[Block]]:
@@ -85,10 +85,10 @@ def _grouped(wanted: Sequence[Block]) -> Iterator[list[Block]]:
         yield group
 
 
-def deal(windows: Sequence[Window], ranks: int) -> list[list[Window]]:
+def assign(windows: Sequence[ReadWindow], ranks: int) -> list[list[ReadWindow]]:
     """Neighbouring windows for each rank, about equal in bytes."""
     total = sum(window.stop - window.start for window in windows)
-    given: list[list[Window]] = [[] for _ in range(ranks)]
+    given: list[list[ReadWindow]] = [[] for _ in range(ranks)]
     position = 0
     for window in windows:
         length = window.stop - window.start
@@ -147,13 +147,13 @@ class Files:
             state.update(chunk)
         return bool(state.hexdigest() == block.digest)
 
-    def prefetch(self, windows: Sequence[Window], number: int) -> None:
+    def prefetch(self, windows: Sequence[ReadWindow], number: int) -> None:
         """Window `number` is read next, and then the others: have the disk read some ahead of that."""
         for window in windows[:_AHEAD] if not number else windows[number + _AHEAD - 1 : number + _AHEAD]:
             self.open(window.file).prefetch(window.start, window.stop)
 
-    def check(self, windows: Sequence[Window], tell: Tell, *, hold: bool = False) -> None:
-        """Read all of these windows, and raise as `accuse` if some are damaged.
+    def check(self, windows: Sequence[ReadWindow], tell: Tell, *, hold: bool = False) -> None:
+        """Read all of these windows, and raise as `corrupt_error` if some are damaged.
 
         Args:
             windows: What to check.
@@ -172,9 +172,9 @@ class Files:
                 elif hold:
                     self._held[block] = into
             tell(window.stop - window.start)
-        self.accuse(bad)
+        self.corrupt_error(bad)
 
-    def accuse(self, bad: Sequence[Block]) -> None:
+    def corrupt_error(self, bad: Sequence[Block]) -> None:
         """`CorruptError` that names every tensor with bytes in these blocks, if there are any."""
         if not bad:
             return

@@ -22,12 +22,12 @@ from unisono.checkpoint.tree_utils import (
     group_sizes,
     has_objects,
     has_tensors,
+    shape_error,
     tagged,
-    why_unfillable,
     with_versions,
 )
 
-__all__ = ["Restoration"]
+__all__ = ["Restorer"]
 
 _Mode = Literal["top", "strict", "shapes", "loose"]
 """What must fit: all that the target has; that, and nothing else; shapes of tensors that both have; nothing."""
@@ -38,7 +38,7 @@ _Build = Callable[[], Any]
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
 
-class Restoration:
+class Restorer:
     """Matches a target with a saved tree.
 
     Args:
@@ -201,7 +201,7 @@ class Restoration:
             return lambda: self.values[name]
         if target.is_meta:
             return lambda: self.values[name]
-        why = why_unfillable(target, entry.dtype)
+        why = shape_error(target, entry.dtype)
         if why:
             if mode != "loose":
                 self._problems.append(f"{path!r} {why}")

@@ -25,7 +25,7 @@ class PerRank:
 
     Args:
         obj: Anything that a state may hold.
-        elsewhere: What ranks do when a checkpoint of p ranks is loaded by another number of them. "modulo": rank r
+        on_resize: What ranks do when a checkpoint of p ranks is loaded by another number of them. "modulo": rank r
             takes what rank r mod p had. "keep": ranks from p on keep what they have. "shared": as "modulo", since
             what one rank saved serves any other (a data loader's state); `sync` sends it, too. "all": as "shared", but
             `load_state_dict` gets the list of what all p ranks had (`PartitionSampler` takes one). "refuse": an error.
@@ -39,13 +39,13 @@ class PerRank:
         [0, 10]
     """
 
-    def __init__(self, obj: Any, elsewhere: Policy = "modulo") -> None:
-        if elsewhere not in _POLICIES:
-            raise ValueError(f"elsewhere must be one of {', '.join(map(repr, _POLICIES))}, not {elsewhere!r}")
-        self.obj, self.elsewhere = obj, elsewhere
+    def __init__(self, obj: Any, on_resize: Policy = "modulo") -> None:
+        if on_resize not in _POLICIES:
+            raise ValueError(f"elsewhere must be one of {', '.join(map(repr, _POLICIES))}, not {on_resize!r}")
+        self.obj, self.on_resize = obj, on_resize
 
     def __repr__(self) -> str:
-        return f"PerRank({self.obj!r}, {self.elsewhere!r})"
+        return f"PerRank({self.obj!r}, {self.on_resize!r})"
 
 
 class RNG:
@@ -140,7 +140,7 @@ def capture(state: Any, rank: int) -> Captured:
         own = per_rank_of(value)
         if own is not None:
             mine.append((path, own))
-            return {"$rank": [len(mine) - 1, own.elsewhere]}
+            return {"$rank": [len(mine) - 1, own.on_resize]}
         return _object(packer, value, path, depth)
 
     packer = Packer(special)

@@ -11,22 +11,22 @@ import torch
 
 from unisono.checkpoint.checksum import BLOCK
 from unisono.checkpoint.dtypes import memory_of
-from unisono.checkpoint.map_location import Landing, MapLocation
-from unisono.checkpoint.reader import Block, Files, Window
-from unisono.checkpoint.restore import Restoration
-from unisono.checkpoint.save import Progress
+from unisono.checkpoint.map_location import Destination, MapLocation
+from unisono.checkpoint.reader import Block, Files, ReadWindow
+from unisono.checkpoint.restore import Restorer
+from unisono.checkpoint.saver import Progress
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["Filling", "Wishes"]
+__all__ = ["LoadOptions", "TensorLoader"]
 
 _STRETCH = 8
 """Windows that a rank reads from the disk before the others take them from memory: 32 MiB that it has to hold."""
 
 
 @dataclass(frozen=True)
-class Wishes:
+class LoadOptions:
     """How to load: the arguments of `load`."""
 
     map_location: MapLocation = None
@@ -35,7 +35,7 @@ class Wishes:
     progress: Progress | None = None
 
 
-class Filling:
+class TensorLoader:
     """Puts all bytes into their tensors.
 
     Where the host's memory keeps what is read of a file (the page cache), each rank reads all that it wants straight
@@ -55,9 +55,9 @@ class Filling:
     def __init__(
         self,
         files: Files,
-        restoration: Restoration,
+        restoration: Restorer,
         host: Communicator | None,
-        wishes: Wishes,
+        wishes: LoadOptions,
         *,
         kept: bool,
         same: bool,
@@ -65,7 +65,7 @@ class Filling:
         self._files, self._restoration, self._host, self._kept = files, restoration, host, kept
         self._wishes, self._check, self._same = wishes, bool(wishes.check), same
         self._landings = {
-            name: Landing(entry, restoration.places.get(name), wishes.map_location)
+            name: Destination(entry, restoration.places.get(name), wishes.map_location)
             for name, entry in restoration.wanted()
         }
         self._spare: dict[str, torch.Tensor] = {}
@@ -73,7 +73,7 @@ class Filling:
         self._failed: list[Exception] = []
         self._done = self._total = 0
 
-    def run(self, shares: Sequence[Sequence[Window]], own: Sequence[Window]) -> None:
+    def run(self, shares: Sequence[Sequence[ReadWindow]], own: Sequence[ReadWindow]) -> None:
         """Collective over the host's ranks.
 
         Args:
@@ -92,7 +92,7 @@ class Filling:
         else:
             self._by_broadcast(self._host, shares)
         self._keep(self._read, own)
-        self._files.accuse(self._bad)
+        self._files.corrupt_error(self._bad)
         if self._failed:
             raise self._failed[0]
         self._restoration.values.update({name: landing.tensor() for name, landing in self._landings.items()})
@@ -107,7 +107,7 @@ class Filling:
             self._failed.append(error)
 
     # -- straight into place -------------------------------------------------------------------
-    def _through_memory(self, host: Communicator, shares: Sequence[Sequence[Window]]) -> None:
+    def _through_memory(self, host: Communicator, shares: Sequence[Sequence[ReadWindow]]) -> None:
         mine = shares[host.rank]
         for low in range(0, max(map(len, shares)), _STRETCH):
             self._keep(self._read, mine, low, low + _STRETCH)
@@ -116,13 +116,13 @@ class Filling:
                 others = shares[(host.rank + turn) % host.size]
                 self._keep(self._place, others[low : low + _STRETCH], self._check and not self._same)
 
-    def _read(self, windows: Sequence[Window], low: int = 0, high: int = sys.maxsize) -> None:
+    def _read(self, windows: Sequence[ReadWindow], low: int = 0, high: int = sys.maxsize) -> None:
         """From the disk, which is asked ahead for what comes after them, too."""
         for number in range(low, min(high, len(windows))):
             self._files.prefetch(windows, number)
             self._place(windows[number : number + 1], self._check)
 
-    def _place(self, windows: Sequence[Window], check: bool) -> None:
+    def _place(self, windows: Sequence[ReadWindow], check: bool) -> None:
         for window in windows:
             for block in window.blocks:
                 # Headers, and what other ranks alone want, have no place here.
@@ -131,7 +131,7 @@ class Filling:
                     self._put(block, landing, check)
             self._tell(window)
 
-    def _put(self, block: Block, landing: Landing | None, check: bool) -> None:
+    def _put(self, block: Block, landing: Destination | None, check: bool) -> None:
         length = block.stop - block.start
         memory = landing.memory(block.offset, length) if landing is not None else None
         self._fetch(block, memory if memory is not None else memory_of(self._scratch(length)), check)
@@ -139,7 +139,7 @@ class Filling:
             landing.put(block.offset, self._scratch(length))
 
     # -- by one rank, for all ------------------------------------------------------------------
-    def _by_broadcast(self, host: Communicator, shares: Sequence[Sequence[Window]]) -> None:
+    def _by_broadcast(self, host: Communicator, shares: Sequence[Sequence[ReadWindow]]) -> None:
         for number in range(max(map(len, shares))):
             coming = [windows[number] if number < len(windows) else None for windows in shares]
             mine = coming[host.rank]
@@ -152,13 +152,13 @@ class Filling:
                     host.broadcast(data, reader)
                     self._keep(self._spread, window, data)
 
-    def _load(self, windows: Sequence[Window], number: int, memory: memoryview) -> None:
+    def _load(self, windows: Sequence[ReadWindow], number: int, memory: memoryview) -> None:
         self._files.prefetch(windows, number)
         window = windows[number]
         for block in window.blocks:
             self._fetch(block, memory[block.start - window.start : block.stop - window.start], self._check)
 
-    def _spread(self, window: Window, data: torch.Tensor) -> None:
+    def _spread(self, window: ReadWindow, data: torch.Tensor) -> None:
         for block in window.blocks:
             if block.name is not None and block.name in self._landings:
                 part = data[block.start - window.start : block.stop - window.start]
@@ -176,7 +176,7 @@ class Filling:
             spare = self._spare[use] = torch.empty(max(length, BLOCK), dtype=torch.uint8)
         return spare[:length]
 
-    def _tell(self, window: Window) -> None:
+    def _tell(self, window: ReadWindow) -> None:
         self._done += window.stop - window.start
         if self._wishes.progress is not None:
             self._wishes.progress(self._done, self._total)

@@ -14,8 +14,8 @@ from unisono.checkpoint.errors import StateError
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.state import is_stateful, per_rank_of
 from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
-from unisono.core.tensors import injective
-from unisono.serialization.tensors import is_hollow
+from unisono.core.tensors import is_non_overlapping
+from unisono.serialization.tensors import has_no_storage
 
 __all__ = [
     "elements_of",
@@ -25,9 +25,9 @@ __all__ = [
     "has_objects",
     "has_tensors",
     "leaves",
+    "remapped_rank",
+    "shape_error",
     "tagged",
-    "taken_over",
-    "why_unfillable",
     "with_versions",
 ]
 
@@ -53,7 +53,7 @@ def leaves(node: Node, path: str = "") -> dict[str, str]:
     return found
 
 
-def taken_over(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:
+def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:
     """What rank `rank` of `size` takes over of values that each saving rank had for itself, by their policy."""
     saved = len(per_rank)
 
@@ -141,13 +141,13 @@ def _no_tensor(name: str) -> torch.Tensor:
     raise ValueError("a tensor is no key")
 
 
-def why_unfillable(tensor: torch.Tensor, saved: torch.dtype) -> str | None:
+def shape_error(tensor: torch.Tensor, saved: torch.dtype) -> str | None:
     """Why values of that dtype cannot be put into its memory; None if they can."""
-    if is_hollow(tensor):
+    if has_no_storage(tensor):
         return f"is a {type(tensor).__name__} here, without memory of its own to fill"
     if not _keeps(saved, tensor.dtype):
         return f"is {saved} in it, {tensor.dtype} here, which would change its values"
-    return None if injective(tensor) else "has elements here that share memory, as after expand()"
+    return None if is_non_overlapping(tensor) else "has elements here that share memory, as after expand()"
 
 
 def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:

@@ -6,11 +6,11 @@ import os
 from contextlib import suppress
 
 from unisono.checkpoint.checksum import CHUNK, blocks, hasher
-from unisono.checkpoint.collective import Team
+from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, CorruptError
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.reader import Files, read_manifest, windows_of
-from unisono.checkpoint.save import Progress
+from unisono.checkpoint.saver import Progress
 from unisono.checkpoint.storage import Storage, storage_at
 
 __all__ = ["complete", "last_good", "latest", "verify"]
@@ -45,7 +45,7 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
     """
     storage = storage_at(path)
     found: list[Manifest] = []
-    Team(None, "verify", storage.where).together(lambda: found.append(_verify(storage, progress)))
+    CollectiveScope(None, "verify", storage.where).all_or_none(lambda: found.append(_verify(storage, progress)))
     return found[0]
 
 

@@ -15,7 +15,7 @@ from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import FileEntry, Piece
 from unisono.checkpoint.storage import Sink
 
-__all__ = ["Portion", "Tell", "write_file"]
+__all__ = ["Shard", "Tell", "write_file"]
 
 Tell = Callable[[int], None]
 """Called with how many more bytes are done."""
@@ -24,7 +24,7 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Portion:
+class Shard:
     """A tensor, or a slice of one, that goes into a file.
 
     Attributes:
@@ -45,7 +45,7 @@ class Portion:
 
 
 def write_file(
-    sink: Sink, name: str, save_id: str, portions: Sequence[Portion], tell: Tell
+    sink: Sink, name: str, save_id: str, portions: Sequence[Shard], tell: Tell
 ) -> tuple[FileEntry, list[Piece]]:
     """Write the portions in order, and finish the file.
 
@@ -85,7 +85,7 @@ def _write_block(sink: Sink, memory: memoryview, whole: Any, tell: Tell) -> str:
     return str(block.hexdigest())
 
 
-def _header(save_id: str, portions: Sequence[Portion]) -> bytes:
+def _header(save_id: str, portions: Sequence[Shard]) -> bytes:
     """What a safetensors file begins with: the length of a JSON object, and the object, padded by spaces."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "unisono.checkpoint": save_id}}
     offset = 0
@@ -102,7 +102,7 @@ def _header(save_id: str, portions: Sequence[Portion]) -> bytes:
     return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
 
 
-def _label(portion: Portion) -> tuple[str, tuple[int, ...]]:
+def _label(portion: Shard) -> tuple[str, tuple[int, ...]]:
     """A slice is flat, and called by its range of elements."""
     item = portion.dtype.itemsize
     first, last = portion.start // item, portion.stop // item

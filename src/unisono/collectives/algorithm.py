@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from functools import partial
 
-from unisono.collectives.algorithms import SCHEDULES, chunks_of
-from unisono.collectives.executor import Spare, execute
+from unisono.collectives.algorithms import ALGORITHMS, chunks_of
+from unisono.collectives.executor import ScratchPool, execute
 from unisono.collectives.plan import layout_of, post_copy, pre_copy
 from unisono.core.reduce_op import combine
 from unisono.core.transport import Transport
-from unisono.core.types import Call, ReduceOp
+from unisono.core.types import CollectiveCall, ReduceOp
 
 __all__ = ["run_algorithm"]
 
 
 def run_algorithm(
-    transport: Transport, call: Call, algorithm: str, *, segment_bytes: int, timeout: float, spare: Spare
+    transport: Transport,
+    call: CollectiveCall,
+    algorithm: str,
+    *,
+    segment_bytes: int,
+    timeout: float,
+    spare: ScratchPool,
 ) -> None:
     """Return when this rank's part of a call is done.
 
@@ -28,7 +34,7 @@ def run_algorithm(
         spare: Memory kept from earlier calls.
     """
     rank, size, root = transport.rank, transport.size, call.root or 0
-    schedule = SCHEDULES[call.name][algorithm]
+    schedule = ALGORITHMS[call.name][algorithm]
     pre_copy(call, rank)
     execute(
         transport,

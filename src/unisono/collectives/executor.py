@@ -16,7 +16,7 @@ from unisono.core.transport import PointToPoint
 from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Send, Work
 from unisono.errors import CommError
 
-__all__ = ["IN_FLIGHT", "Spare", "execute"]
+__all__ = ["IN_FLIGHT", "ScratchPool", "execute"]
 
 IN_FLIGHT = 8
 """Batches of messages under way at once. Bounds the memory that arriving contributions need."""
@@ -33,7 +33,7 @@ def execute(
     segment_bytes: int = 2 << 20,
     timeout: float = 300.0,
     root: int = 0,
-    spare: Spare | None = None,
+    spare: ScratchPool | None = None,
 ) -> None:
     """Do what a schedule says; return when this rank's part is done and its buffers may be reused.
 
@@ -55,7 +55,7 @@ def execute(
         CommTimeoutError: Not done in time; says in which step, and who is missing.
         CommError: Whatever the transport met.
     """
-    run = _Run(transport, combine, time.monotonic() + timeout, spare or Spare())
+    run = _Run(transport, combine, time.monotonic() + timeout, spare or ScratchPool())
     size = transport.size
     for number, step in enumerate(steps, 1):
         for sends, recvs in _segments(step, layout, root, size, segment_bytes):
@@ -96,7 +96,7 @@ class _Batch:
     landed: list[torch.Tensor]
 
 
-class Spare:
+class ScratchPool:
     """Memory for arriving contributions, kept for the next ones: fresh memory costs a fault a page.
 
     Args:
@@ -127,7 +127,7 @@ class Spare:
 
 
 class _Run:
-    def __init__(self, transport: PointToPoint, combine: _Combine | None, deadline: float, spare: Spare) -> None:
+    def __init__(self, transport: PointToPoint, combine: _Combine | None, deadline: float, spare: ScratchPool) -> None:
         self._transport, self._combine, self._deadline = transport, combine, deadline
         self._rank, self._spare = transport.rank, spare
         self.flight: deque[_Batch] = deque()

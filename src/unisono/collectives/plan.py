@@ -12,7 +12,7 @@ from unisono.collectives.chunk_layout import Flat, Layout, Pieces
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.reduce_op import HALVES, check_reducible, divide
 from unisono.core.tensors import Staging, numels
-from unisono.core.types import Call, ReduceOp
+from unisono.core.types import CollectiveCall, ReduceOp
 
 __all__ = ["Plan", "layout_of", "make_plan", "message_bytes", "post_copy", "pre_copy"]
 
@@ -29,7 +29,7 @@ class Plan:
     """
 
     collective: Collective
-    call: Call
+    call: CollectiveCall
     staging: Staging
     like: torch.Tensor | None = None
 
@@ -48,7 +48,7 @@ def make_plan(
         staging: Makes one-dimensional contiguous tensors of others.
     """
     if not what.moves:
-        return Plan(what, Call(name=what.family, op=ReduceOp.BOR), staging)
+        return Plan(what, CollectiveCall(name=what.family, op=ReduceOp.BOR), staging)
     like = (written if what.scatters and not what.gathers else read if read.tensors else written).tensors[0]
     reduces = None if op is None else ReduceOp.SUM if op is ReduceOp.AVG else op
     whole: torch.Tensor | None = None
@@ -68,14 +68,14 @@ def make_plan(
         check_reducible(op, like.dtype)
         if op is ReduceOp.AVG:
             _average((whole if whole is not None else inputs[0]), outputs, size, staging)
-    call = Call(
+    call = CollectiveCall(
         name=what.family,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         op=reduces,
         average=op is ReduceOp.AVG,
         root=root,
-        whole=whole,
+        packed=whole,
     )
     return Plan(what, call, staging, like)
 
@@ -114,7 +114,7 @@ def _average(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, s
         staging.after.insert(0, lambda: divide(outputs[0], size))
 
 
-def message_bytes(call: Call, size: int) -> int:
+def message_bytes(call: CollectiveCall, size: int) -> int:
     """Return the bytes of the whole message: the same on every rank, unless pairs of ranks have their own lengths."""
     what = FAMILIES[call.name]
     if what.root is not None and not what.in_place:
@@ -123,7 +123,7 @@ def message_bytes(call: Call, size: int) -> int:
     return sum(t.nbytes for t in (many or call.outputs))
 
 
-def layout_of(call: Call, chunks: int, rank: int, size: int) -> Layout:
+def layout_of(call: CollectiveCall, chunks: int, rank: int, size: int) -> Layout:
     """Return where an algorithm's chunks lie in the tensors of a call."""
     what, root = FAMILIES[call.name], call.root or 0
     if not what.moves:
@@ -131,8 +131,8 @@ def layout_of(call: Call, chunks: int, rank: int, size: int) -> Layout:
     if what.in_place:
         return Flat.even((call.inputs or call.outputs)[0], chunks)
     if what.reduces:
-        assert call.whole is not None
-        return Flat.sized(call.whole, numels(call.inputs))
+        assert call.packed is not None
+        return Flat.sized(call.packed, numels(call.inputs))
     if what.pairwise:
         return Pieces(dict(enumerate((*call.inputs, *call.outputs))))
     many, one = (call.outputs, call.inputs) if what.gathers else (call.inputs, call.outputs)
@@ -140,7 +140,7 @@ def layout_of(call: Call, chunks: int, rank: int, size: int) -> Layout:
     return Pieces(here, one[0])
 
 
-def pre_copy(call: Call, rank: int) -> None:
+def pre_copy(call: CollectiveCall, rank: int) -> None:
     """Copy a rank's part for itself, which algorithms take for done."""
     what = FAMILIES[call.name]
     if what.in_place or what.reduces or not (call.inputs and call.outputs):
@@ -151,7 +151,7 @@ def pre_copy(call: Call, rank: int) -> None:
         target.copy_(source)
 
 
-def post_copy(call: Call, rank: int) -> None:
+def post_copy(call: CollectiveCall, rank: int) -> None:
     """Copy a result from where algorithms leave it: in this rank's part of what was reduced."""
     what = FAMILIES[call.name]
     if what.reduces and what.scatters:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from unisono.collectives.algorithms import SCHEDULES
+from unisono.collectives.algorithms import ALGORITHMS
 from unisono.core.transport import Transport
-from unisono.core.types import Call
+from unisono.core.types import CollectiveCall
 
 __all__ = ["FEWEST_BYTES", "NATIVE", "choose", "known"]
 
@@ -14,7 +14,7 @@ NATIVE = "native"
 FEWEST_BYTES = "fewest_bytes"
 
 
-def choose(transport: Transport, call: Call, nbytes: int, requested: str | None = None) -> str:
+def choose(transport: Transport, call: CollectiveCall, nbytes: int, requested: str | None = None) -> str:
     """The name of a schedule of this collective, or "native".
 
     Args:
@@ -25,37 +25,37 @@ def choose(transport: Transport, call: Call, nbytes: int, requested: str | None 
             native, or the schedule that sends least, whatever its rounds.
     """
     if requested == FEWEST_BYTES:
-        return NATIVE if transport.carries(call) else _thriftiest(call.name, transport.size)
+        return NATIVE if transport.supports(call) else _fewest_bytes(call.name, transport.size)
     if requested is None:
-        if transport.carries(call):
+        if transport.supports(call):
             return NATIVE
         return _cheapest(call.name, transport.size, nbytes, transport.latency_s, transport.second_per_byte)
-    if requested == NATIVE and not transport.carries(call):
+    if requested == NATIVE and not transport.supports(call):
         why = "for this operation and dtype" if call.name in transport.native else "at all"
         raise ValueError(f"this backend has no native {call.name} {why}; known: {', '.join(known(call, transport))}")
-    if requested not in (NATIVE, FEWEST_BYTES) and requested not in SCHEDULES[call.name]:
+    if requested not in (NATIVE, FEWEST_BYTES) and requested not in ALGORITHMS[call.name]:
         raise ValueError(f"unknown {call.name} algorithm {requested!r}; known: {', '.join(known(call, transport))}")
     return requested
 
 
-def known(call: Call, transport: Transport) -> list[str]:
+def known(call: CollectiveCall, transport: Transport) -> list[str]:
     """Every name that `choose` would accept."""
-    return ([NATIVE] if transport.carries(call) else []) + SCHEDULES[call.name].names()
+    return ([NATIVE] if transport.supports(call) else []) + ALGORITHMS[call.name].names()
 
 
 @lru_cache(maxsize=4096)
 def _cheapest(collective: str, size: int, nbytes: int, latency_s: float, second_per_byte: float) -> str:
     def seconds(name: str) -> float:
-        cost = SCHEDULES[collective][name].cost(size)
+        cost = ALGORITHMS[collective][name].cost(size)
         return cost.rounds * latency_s + float(cost.sent) * nbytes * second_per_byte
 
-    return min(SCHEDULES[collective].names(), key=seconds)
+    return min(ALGORITHMS[collective].names(), key=seconds)
 
 
 @lru_cache(maxsize=4096)
-def _thriftiest(collective: str, size: int) -> str:
+def _fewest_bytes(collective: str, size: int) -> str:
     def least(name: str) -> tuple[float, int]:
-        cost = SCHEDULES[collective][name].cost(size)
+        cost = ALGORITHMS[collective][name].cost(size)
         return float(cost.sent), cost.rounds
 
-    return min(SCHEDULES[collective].names(), key=least)
+    return min(ALGORITHMS[collective].names(), key=least)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from unisono.comm.engine import Engine
-from unisono.core.threads import Crew
+from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Work
 from unisono.core.work import Completion
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
@@ -36,7 +36,7 @@ class AnySource:
     def __init__(self, engine: Engine) -> None:
         # An item that is served may call back, and that may call the communicator.
         self._engine, self._lock = engine, threading.RLock()
-        self.crew = Crew(f"unisono receives {engine.group.name}")
+        self.crew = DaemonThreadPool(f"unisono receives {engine.group.name}")
         self._lines: dict[int, deque[Matching]] = {}
         self._found: dict[int, int] = {}
 

@@ -11,7 +11,7 @@ from unisono.comm.engine import Engine
 from unisono.core.tensors import check_tensor
 from unisono.errors import CommError
 
-__all__ = ["Async", "Blocking", "Caller"]
+__all__ = ["Async", "Blocking", "CommunicatorBase"]
 
 
 class Blocking(TypedDict, total=False):
@@ -30,7 +30,7 @@ class Async(TypedDict, total=False):
     timeout: float | None
 
 
-class Caller:
+class CommunicatorBase:
     """Base of the parts that `Communicator` is made of."""
 
     _engine: Engine

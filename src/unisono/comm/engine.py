@@ -15,33 +15,33 @@ import torch
 
 from unisono.collectives.algorithm import run_algorithm
 from unisono.collectives.arguments import Splits, check_arguments
-from unisono.collectives.executor import Spare
+from unisono.collectives.executor import ScratchPool
 from unisono.collectives.plan import Plan, make_plan
 from unisono.collectives.selection import NATIVE
-from unisono.comm.fast_path import FastCalls
+from unisono.comm.fast_path import FastPathCalls
 from unisono.comm.request import CollectiveRequest, fingerprint_of, make_request
-from unisono.comm.state import Standing
-from unisono.comm.teardown import Ending
-from unisono.core.buffer_guard import Guarded
+from unisono.comm.state import CommunicatorState
+from unisono.comm.teardown import Teardown
+from unisono.core.buffer_guard import BufferGuard
 from unisono.core.call_site import call_site
 from unisono.core.collective import Collective
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.fingerprint import Fingerprint
-from unisono.core.flight_recorder import Noted, told
+from unisono.core.flight_recorder import CallRecord, format_call
 from unisono.core.lazy_work import Deferred
 from unisono.core.reduce_op import parse_op
 from unisono.core.tensors import Staging
-from unisono.core.threads import Helper
+from unisono.core.threads import SerialWorker
 from unisono.core.transport import Options, Tensors, Transport
 from unisono.core.types import Work
-from unisono.core.work import Completion, patience
+from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import ClosedError, CommError
 from unisono.wrappers.trace import SINK
 
 __all__ = ["Engine"]
 
 
-class Engine(Standing, FastCalls):
+class Engine(CommunicatorState, FastPathCalls):
     """The moving part of one communicator. Collectives run one at a time, in the order of their calls.
 
     A blocking call drives itself. An asynchronous one is driven by one thread, made when first needed;
@@ -51,39 +51,41 @@ class Engine(Standing, FastCalls):
     closed, `ending` sees to it that its threads end.
 
     Args:
-        transport, control, options: As of `Standing`.
+        transport, control, options: As of `CommunicatorState`.
         full_check: Whether calls find out if a tensor was changed before they ended.
 
     Attributes:
-        above: What must not end before this one does: the engine of the communicator that it is a part of.
+        parent: What must not end before this one does: the engine of the communicator that it is a part of.
         vouched: With `check="full"`, how many messages went from one rank to another with a tag.
     """
 
-    def __init__(self, transport: Transport, control: Control, options: Options, *, full_check: bool = False) -> None:
+    def __init__(
+        self, transport: Transport, control: ControlPlane, options: Options, *, full_check: bool = False
+    ) -> None:
         super().__init__(transport, control, options)
         self.fast_path, self._full_check = transport.fast_path, full_check
         self._sink, self._limit_s = SINK, options.timeout_s
         self._rank, self._inside = self.group.rank, set()
-        self._spare = Spare()
-        self._helper = Helper(f"unisono {self.group.name} rank {self.group.rank}")
+        self._spare = ScratchPool()
+        self._helper = SerialWorker(f"unisono {self.group.name} rank {self.group.rank}")
         self._pending = 0
         self._retired = False
         self._lock = threading.Lock()
-        self.above: Engine | None = None
+        self.parent: Engine | None = None
         self.vouched: Counter[tuple[int, int, int]] = Counter()
-        self.ending = Ending(transport, control, self._helper, options.timeout_s)
+        self.ending = Teardown(transport, control, self._helper, options.timeout_s)
         self._dropped = weakref.finalize(self, self.ending.drop)
         # What is open at the end of the process is closed then by its control plane's handle.
         self._dropped.atexit = False
 
     # -- collectives ---------------------------------------------------------------------------
     def _patience(self, timeout: float) -> float:
-        return patience(timeout, 0.0)
+        return resolve_timeout(timeout, 0.0)
 
     def staging(self) -> Staging:
         """Return what makes one-dimensional contiguous tensors of those of a call."""
-        away = self.transport.staged
-        return Guarded(away, f"the call at {call_site()}") if self._full_check else Staging(away)
+        away = self.transport.host_staged
+        return BufferGuard(away, f"the call at {call_site()}") if self._full_check else Staging(away)
 
     def general_collective(
         self,
@@ -141,10 +143,10 @@ class Engine(Standing, FastCalls):
         return None
 
     def _prepare(self, plan: Plan, algorithm: str | None, timeout: float | None) -> CollectiveRequest:
-        limit = patience(timeout, self.options.timeout_s)
+        limit = resolve_timeout(timeout, self.options.timeout_s)
         if get_ident() in self._inside:
-            outer = told(self.activity.now) if self.activity.now else "another collective"
-            raise self.located(
+            outer = format_call(self.activity.now) if self.activity.now else "another collective"
+            raise self.with_context(
                 CommError(
                     f"{plan.collective.name} was called inside {outer}, as by a signal handler. Set a flag in the "
                     "handler, and make the call when the other one has returned"
@@ -159,13 +161,13 @@ class Engine(Standing, FastCalls):
 
     def _perform(self, job: CollectiveRequest) -> None:
         deadline = time.monotonic() + job.timeout
-        self._see_through(job, self._begin(job), deadline)
+        self._complete(job, self._begin(job), deadline)
 
     def _start(self, job: CollectiveRequest) -> Work:
         """Let the transport go on by itself; the rest is done by whoever waits."""
         work = self._begin(job)
         assert work is not None
-        return Deferred(lambda deadline: self._see_through(job, work, deadline), job.timeout, self._ready(work))
+        return Deferred(lambda deadline: self._complete(job, work, deadline), job.timeout, self._ready(work))
 
     def _ready(self, work: Work) -> Callable[[], bool]:
         """Whether a wait for it would end at once: with the first cause, if the group has failed."""
@@ -173,14 +175,14 @@ class Engine(Standing, FastCalls):
 
     def _begin(self, job: CollectiveRequest) -> Work | None:
         """All that comes before the first wait for data; the transport's work if it carries the call."""
-        with self._told_of(job.noted), torch.no_grad():
+        with self._report_failures(job.noted), torch.no_grad():
             job.transport.begin(job.fingerprint, job.timeout)
             for action in job.plan.staging.before:
                 action()
             return job.transport.collective(job.plan.call) if job.algorithm == NATIVE else None
 
-    def _see_through(self, job: CollectiveRequest, work: Work | None, deadline: float) -> None:
-        with self._told_of(job.noted), torch.no_grad():
+    def _complete(self, job: CollectiveRequest, work: Work | None, deadline: float) -> None:
+        with self._report_failures(job.noted), torch.no_grad():
             left = max(0.0, deadline - time.monotonic())
             if work is not None:
                 work.wait(left)
@@ -198,7 +200,7 @@ class Engine(Standing, FastCalls):
                 action()
 
     @contextmanager
-    def _told_of(self, noted: Noted) -> Iterator[None]:
+    def _report_failures(self, noted: CallRecord) -> Iterator[None]:
         """Every rank learns of what fails in here, and can see that this one is in it."""
         here = get_ident()
         self._inside.add(here)
@@ -217,7 +219,7 @@ class Engine(Standing, FastCalls):
     # -- the progress thread -------------------------------------------------------------------
     def _progress(self, job: CollectiveRequest, work: Completion) -> None:
         error: BaseException | None = None
-        self.activity.aside = True
+        self.activity.in_background = True
         try:
             # What was started before the end comes to its end; unless another group has taken the place of this one.
             if self._broken is not None or self._retired:
@@ -228,7 +230,7 @@ class Engine(Standing, FastCalls):
             error = raised
         with self._lock:
             self._pending -= 1
-        self.activity.aside = False
+        self.activity.in_background = False
         work.complete(error)
 
     @property
@@ -240,7 +242,7 @@ class Engine(Standing, FastCalls):
         """Take no more calls, finish what was started, and leave; waits a little for the others to leave too."""
         self.closed = self.activity.closed = True
         if self._broken is None:
-            self.activity.tell("end", "closed")
+            self.activity.log_event("end", "closed")
         self._dropped.detach()
         self.ending.close(0.0 if self._broken is not None else patience)
 
@@ -254,14 +256,14 @@ class Engine(Standing, FastCalls):
         self._helper.end()
         self.transport.close()
 
-    def succeed(self, other: Engine) -> None:
+    def replace(self, other: Engine) -> None:
         """Take the place of one that has retired; whatever is made of that one lives as long as this."""
-        if other.above is not None:
-            self.belong(other.above)
-        other.above = self
+        if other.parent is not None:
+            self.set_parent(other.parent)
+        other.parent = self
         self.ending.inherit(other.ending)
 
-    def belong(self, whole: Engine) -> None:
+    def set_parent(self, whole: Engine) -> None:
         """Be a part: live no longer than the whole, which lives as long as its parts."""
-        self.above = whole
+        self.parent = whole
         whole.ending.adopt(self.ending)

@@ -8,12 +8,12 @@ from typing import overload
 import torch
 from typing_extensions import Unpack
 
-from unisono.comm.base import Async, Blocking, Caller
+from unisono.comm.base import Async, Blocking, CommunicatorBase
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import Work
 from unisono.errors import MismatchError
 
-__all__ = ["Exchanging"]
+__all__ = ["ExchangeMixin"]
 
 _ALL_GATHER, _ALL_GATHER_SINGLE = COLLECTIVES["all_gather"], COLLECTIVES["all_gather_single"]
 _ALL_GATHER_V = COLLECTIVES["all_gather_v"]
@@ -21,7 +21,7 @@ _ALL_TO_ALL, _ALL_TO_ALL_SINGLE = COLLECTIVES["all_to_all"], COLLECTIVES["all_to
 _MOST_DIMENSIONS = 16
 
 
-class Exchanging(Caller):
+class ExchangeMixin(CommunicatorBase):
     """Collective: every rank of the group calls each of these, in the same order. Any dtype."""
 
     @overload

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import increment_version
 
-from unisono.comm.state import ANYONE, refuses
-from unisono.core.flight_recorder import Activity, Noted
+from unisono.comm.state import ANY_THREAD, refuses
+from unisono.core.flight_recorder import Activity, CallRecord
 from unisono.core.transport import FastPath, Status, Tensors
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from unisono.core.fingerprint import Fingerprint
     from unisono.core.types import Work
 
-__all__ = ["FastCalls"]
+__all__ = ["FastPathCalls"]
 
 
-class FastCalls:
+class FastPathCalls:
     """The part of an engine that makes calls by its transport's fast path.
 
     Attributes:
@@ -66,7 +66,7 @@ class FastCalls:
             None when it is done, or the work under way.
         """
         fast, here = self.fast_path, get_ident()
-        general = fast is None or async_op or algorithm is not None or (self.owner != here and self.owner != ANYONE)
+        general = fast is None or async_op or algorithm is not None or (self.owner != here and self.owner != ANY_THREAD)
         busy = self._pending or self._inside or self._broken is not None or self.closed or self._sink.get() is not None
         if general or busy:
             return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
@@ -90,7 +90,7 @@ class FastCalls:
                 activity.keep(noted)
         except BaseException as error:
             # Interrupts, too: others have seen a part of the call.
-            told = self._blamed(error, noted)
+            told = self._collective_failed(error, noted)
             if told is error:
                 raise
             raise told from error
@@ -167,6 +167,6 @@ class FastCalls:
         """As of `Standing`."""
         raise NotImplementedError
 
-    def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
+    def _collective_failed(self, error: BaseException, noted: CallRecord) -> BaseException:
         """Return the error to raise where a call has ended by one: the same, or another."""
         raise NotImplementedError

@@ -7,29 +7,29 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from unisono.comm.base import Caller
+from unisono.comm.base import CommunicatorBase
 from unisono.comm.engine import Engine
-from unisono.core.failure import Cause, cause_of, error_of
+from unisono.core.failure import Cause, error_of, to_cause
 from unisono.core.group import Group
 from unisono.core.mailbox import Mailbox
 from unisono.wrappers.consistency import Checked
 
-__all__ = ["Mailing"]
+__all__ = ["MailboxMixin"]
 
 
-class Mailing(Caller):
+class MailboxMixin(CommunicatorBase):
     """The door to messages without receives."""
 
     _mailboxes: int = 0
 
-    def mailbox(self, card: Any = None) -> tuple[Mailbox, list[Any]]:
+    def mailbox(self, metadata: Any = None) -> tuple[Mailbox, list[Any]]:
         """A mailbox for every rank, and what each rank gave as its card. Collective.
 
         For libraries that serve requests of other ranks. A rank that dies breaks this communicator, but not
-        the mailboxes: they `lose` that rank alone.
+        the mailboxes: they `mark_lost` that rank alone.
 
         Args:
-            card: A value that `unisono.serialization` carries, told to all ranks.
+            metadata: A value that `unisono.serialization` carries, told to all ranks.
 
         Raises:
             CommTimeoutError: Not all ranks came.
@@ -47,7 +47,7 @@ class Mailing(Caller):
         box: Mailbox | None = None
         try:
             # All are here before anything is made, so that nobody waits for memory of a rank that does not come.
-            cards = control.exchange(group, "cards", card, timeout)
+            cards = control.exchange(group, "cards", metadata, timeout)
             box = transport.mailbox(group)
             for peer in range(self.size):
                 if peer != self.rank:
@@ -59,7 +59,7 @@ class Mailing(Caller):
                 box.close()
             for pair in pairs:
                 control.leave(pair)
-            control.fail(group, cause_of(error, self.rank, "mailbox"))
+            control.fail(group, to_cause(error, self.rank, "mailbox"))
             raise
         finally:
             control.leave(group)
@@ -88,6 +88,6 @@ def _loser(box: Mailbox, peer: int, group: Group) -> Callable[[Cause], None]:
             return
         # In the pair ranks are 0 and 1, so the cause's own text would name the wrong ones.
         told = Cause("PeerLostError", peer, f"rank {peer} was lost: its process ended, or failed, or the way to it")
-        box.lose(peer, error_of(told, group))
+        box.mark_lost(peer, error_of(told, group))
 
     return lose

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from unisono.comm.base import Caller
+from unisono.comm.base import CommunicatorBase
 from unisono.core.call_site import call_site
-from unisono.core.control import Control
-from unisono.core.work import patience
+from unisono.core.control import ControlPlane
+from unisono.core.work import resolve_timeout
 from unisono.errors import CommError
 
-__all__ = ["Watching"]
+__all__ = ["MonitoredBarrierMixin"]
 
 
-class Watching(Caller):
+class MonitoredBarrierMixin(CommunicatorBase):
     """monitored_barrier."""
 
-    _control: Control
+    _control: ControlPlane
     _barriers: int
 
     def monitored_barrier(self, timeout: float | None = None) -> None:
@@ -35,7 +35,7 @@ class Watching(Caller):
             [None, None, None]
         """
         self._engine.enter("monitored_barrier")
-        engine, limit = self._engine, patience(timeout, self._engine.options.timeout_s)
+        engine, limit = self._engine, resolve_timeout(timeout, self._engine.options.timeout_s)
         self._barriers += 1
         noted = "monitored_barrier", None, "", call_site()
         engine.activity.note(noted)

@@ -11,20 +11,20 @@ import cloudpickle
 import torch
 
 from unisono import serialization
-from unisono.comm.exchanges import Exchanging
-from unisono.comm.point_to_point import Messages
-from unisono.comm.reductions import Reducing
-from unisono.comm.rooted import Moving
+from unisono.comm.exchanges import ExchangeMixin
+from unisono.comm.point_to_point import PointToPointMixin
+from unisono.comm.reductions import ReductionMixin
+from unisono.comm.rooted import RootedMixin
 from unisono.core.failure import text_of
 
-__all__ = ["Objects"]
+__all__ = ["ObjectMixin"]
 
 _PLAIN, _PICKLED, _REFUSED, _WRONG = b"\0", b"\1", b"\2", b"\3"
 _REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueError}
 """What is raised where an error came in place of a value."""
 
 
-class Objects(Messages, Moving, Exchanging, Reducing):
+class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin):
     """Collective: every rank of the group calls each of these, in the same order.
 
     Values are None, bool, numbers, strings, bytes, containers, dataclasses, enums and tensors (see

@@ -8,21 +8,21 @@ from functools import cached_property
 import torch
 
 from unisono.comm.any_source import AnySource
-from unisono.comm.base import Caller
+from unisono.comm.base import CommunicatorBase
 from unisono.comm.message_digest import vouch
-from unisono.comm.point_to_point_work import Posted
+from unisono.comm.point_to_point_work import PointToPointWork
 from unisono.core.call_site import call_site
-from unisono.core.flight_recorder import Awaited, Noted
+from unisono.core.flight_recorder import CallRecord, PendingMessage
 from unisono.core.tensors import Staging, check_apart
 from unisono.core.transport import Transport
 from unisono.core.types import MAX_TAG, Message, Recv, Send, Work
-from unisono.core.work import Completion, patience, readable
+from unisono.core.work import Completion, format_bytes, resolve_timeout
 from unisono.wrappers.trace import traced
 
-__all__ = ["Messages"]
+__all__ = ["PointToPointMixin"]
 
 
-class Messages(Caller):
+class PointToPointMixin(CommunicatorBase):
     """send, recv and their relatives."""
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
@@ -51,7 +51,7 @@ class Messages(Caller):
         """
         if self._engine.try_message("send", tensor, dst, tag, timeout):
             return
-        patience(timeout, 0.0)
+        resolve_timeout(timeout, 0.0)
         self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: float | None = None) -> int:
@@ -77,7 +77,7 @@ class Messages(Caller):
         """
         if src is not None and self._engine.try_message("recv", tensor, src, tag, timeout):
             return src
-        patience(timeout, 0.0)
+        resolve_timeout(timeout, 0.0)
         work = self._receive("recv", tensor, src, tag)
         work.wait_or_break(timeout)
         return work.source_rank()
@@ -103,7 +103,7 @@ class Messages(Caller):
             >>> un.launch(program, nprocs=3, backend="thread")
             [None, None, None]
         """
-        limit = patience(timeout, self._engine.options.timeout_s)
+        limit = resolve_timeout(timeout, self._engine.options.timeout_s)
         work = self._probed("probe", src, tag)
         try:
             work.wait(limit)
@@ -144,7 +144,7 @@ class Messages(Caller):
         timeout: float | None = None,
     ) -> None:
         """Send one tensor and receive another at the same time; cannot deadlock in a ring of ranks."""
-        patience(timeout, 0.0)
+        resolve_timeout(timeout, 0.0)
         self._check_tensor(received, "the tensor received", written=True)
         self._check_tensor(sent, "the tensor sent")
         check_apart([("the tensor received", received)], [("the tensor sent", sent)])
@@ -160,7 +160,7 @@ class Messages(Caller):
             raise TypeError("batch_isend_irecv needs a list of unisono.core.types.Send and Recv, at least one")
         return [self._post("batch_isend_irecv", messages)]
 
-    def _post(self, operation: str, messages: Sequence[Message]) -> Posted:
+    def _post(self, operation: str, messages: Sequence[Message]) -> PointToPointWork:
         self._engine.enter(operation)
         staging, flat = self._engine.staging(), list[Message]()
         for message in messages:
@@ -173,9 +173,9 @@ class Messages(Caller):
             flat.append(type(message)(buffer, message.peer, message.tag))
         noted = self._note(operation, flat)
         awaited, work = self._start(traced(self._engine.transport), flat, staging)
-        return Posted(self._engine, noted, awaited, work, staging.after)
+        return PointToPointWork(self._engine, noted, awaited, work, staging.after)
 
-    def _receive(self, operation: str, tensor: torch.Tensor, src: int | None, tag: int) -> Posted:
+    def _receive(self, operation: str, tensor: torch.Tensor, src: int | None, tag: int) -> PointToPointWork:
         if src is not None:
             return self._post(operation, [Recv(tensor, src, tag)])
         self._engine.enter(operation)
@@ -187,26 +187,26 @@ class Messages(Caller):
         work = self._any_source.join(
             tag, None, lambda peer: self._start(transport, [Recv(buffer, peer, tag)], staging)[1]
         )
-        return Posted(self._engine, noted, (), work, staging.after)
+        return PointToPointWork(self._engine, noted, (), work, staging.after)
 
-    def _probed(self, operation: str, src: int | None, tag: int) -> Posted:
+    def _probed(self, operation: str, src: int | None, tag: int) -> PointToPointWork:
         self._engine.enter(operation)
         self._check_source(src, tag)
         noted = operation, None, f"tag {tag}", call_site()
-        return Posted(self._engine, noted, (), self._any_source.join(tag, src, _done), [])
+        return PointToPointWork(self._engine, noted, (), self._any_source.join(tag, src, _done), [])
 
     @cached_property
     def _any_source(self) -> AnySource:
         return AnySource(self._engine)
 
-    def _note(self, operation: str, messages: Sequence[Message]) -> Noted:
+    def _note(self, operation: str, messages: Sequence[Message]) -> CallRecord:
         noted = operation, None, _detail(messages), call_site()
         self._engine.activity.note(noted)
         return noted
 
     def _start(
         self, transport: Transport, messages: Sequence[Message], staging: Staging
-    ) -> tuple[tuple[Awaited, ...], Work]:
+    ) -> tuple[tuple[PendingMessage, ...], Work]:
         activity = self._engine.activity
         awaited = tuple(activity.post("recv" if isinstance(m, Recv) else "send", m.peer, m.tag) for m in messages)
         with torch.no_grad():
@@ -242,7 +242,7 @@ def _detail(messages: Sequence[Message]) -> str:
     peer = f"rank {first.peer}" if first.peer >= 0 else "any rank"
     way = f"{'from' if isinstance(first, Recv) else 'to'} {peer}"
     tag = f", tag {first.tag}" if first.tag else ""
-    return f"{way}{tag}, {readable(first.tensor.nbytes)}{f', and {more} more' if more else ''}"
+    return f"{way}{tag}, {format_bytes(first.tensor.nbytes)}{f', and {more} more' if more else ''}"
 
 
 def _done(_peer: int) -> Work:

@@ -9,20 +9,25 @@ from contextlib import contextmanager, suppress
 import torch
 
 from unisono.comm.engine import Engine
-from unisono.core.flight_recorder import Awaited, Noted
+from unisono.core.flight_recorder import CallRecord, PendingMessage
 from unisono.core.types import Work
-from unisono.core.work import patience
-from unisono.diagnostics.hang_report import explained
+from unisono.core.work import resolve_timeout
+from unisono.diagnostics.hang_report import with_hang_report
 from unisono.errors import CommError, CommTimeoutError
 
-__all__ = ["Posted"]
+__all__ = ["PointToPointWork"]
 
 
-class Posted(Work):
+class PointToPointWork(Work):
     """A transport's work, with errors that say where they belong, and what is left to do at the end."""
 
     def __init__(
-        self, engine: Engine, noted: Noted, awaited: tuple[Awaited, ...], inner: Work, after: list[Callable[[], object]]
+        self,
+        engine: Engine,
+        noted: CallRecord,
+        awaited: tuple[PendingMessage, ...],
+        inner: Work,
+        after: list[Callable[[], object]],
     ) -> None:
         self._engine, self._noted, self._awaited, self._inner, self._after = engine, noted, awaited, inner, after
         # Messages are counted by themselves: each rank has its own number of them.
@@ -33,13 +38,13 @@ class Posted(Work):
     def wait(self, timeout: float | None = None) -> None:
         if timeout is None:
             return self.wait_or_break(None)
-        timeout = patience(timeout, timeout)
+        timeout = resolve_timeout(timeout, timeout)
         with self._seen():
             try:
                 self._inner.wait(timeout)
             except CommTimeoutError as error:
                 # The message may still come: a wait that was told its time breaks nothing.
-                raise self._located(explained(error, self._engine.control, self._engine.group)) from None
+                raise self._located(with_hang_report(error, self._engine.control, self._engine.group)) from None
             except CommError as error:
                 raise self._failed(error) from error
         self._finish()
@@ -48,7 +53,7 @@ class Posted(Work):
         """Wait; any failure, a timeout too, breaks the communicator."""
         with self._seen():
             try:
-                self._inner.wait(patience(timeout, self._engine.options.timeout_s))
+                self._inner.wait(resolve_timeout(timeout, self._engine.options.timeout_s))
             except BaseException as error:
                 told = self._failed(error)
                 if told is error:

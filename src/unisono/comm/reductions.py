@@ -8,17 +8,17 @@ from typing import overload
 import torch
 from typing_extensions import Unpack
 
-from unisono.comm.base import Async, Blocking, Caller
+from unisono.comm.base import Async, Blocking, CommunicatorBase
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import ReduceOp, Work
 
-__all__ = ["Reducing"]
+__all__ = ["ReductionMixin"]
 
 _ALL_REDUCE, _BARRIER, _REDUCE = COLLECTIVES["all_reduce"], COLLECTIVES["barrier"], COLLECTIVES["reduce"]
 _REDUCE_SCATTER, _REDUCE_SCATTER_SINGLE = COLLECTIVES["reduce_scatter"], COLLECTIVES["reduce_scatter_single"]
 
 
-class Reducing(Caller):
+class ReductionMixin(CommunicatorBase):
     """Collective: every rank of the group calls each of these, in the same order."""
 
     @overload

@@ -10,7 +10,7 @@ from unisono.collectives.plan import Plan, message_bytes
 from unisono.collectives.selection import choose
 from unisono.core.call_site import call_site
 from unisono.core.fingerprint import Fingerprint
-from unisono.core.flight_recorder import Noted
+from unisono.core.flight_recorder import CallRecord
 from unisono.core.tensors import numels
 from unisono.core.transport import Transport
 from unisono.wrappers.trace import traced
@@ -36,7 +36,7 @@ class CollectiveRequest:
     transport: Transport
     algorithm: str
     fingerprint: Fingerprint
-    noted: Noted
+    noted: CallRecord
     timeout: float
     inference: bool
 
@@ -60,7 +60,7 @@ def fingerprint_of(plan: Plan, number: int, algorithm: str) -> Fingerprint:
     return Fingerprint(
         call=number,
         operation=what.name,
-        op=None if call.asked is None else call.asked.value,
+        op=None if call.requested_op is None else call.requested_op.value,
         root=call.root,
         dtype=None if like is None else str(like.dtype).removeprefix("torch."),
         counts=what.compared_counts(read, written),

@@ -8,16 +8,16 @@ from typing import overload
 import torch
 from typing_extensions import Unpack
 
-from unisono.comm.base import Async, Blocking, Caller
+from unisono.comm.base import Async, Blocking, CommunicatorBase
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import Work
 
-__all__ = ["Moving"]
+__all__ = ["RootedMixin"]
 
 _BROADCAST, _GATHER, _SCATTER = COLLECTIVES["broadcast"], COLLECTIVES["gather"], COLLECTIVES["scatter"]
 
 
-class Moving(Caller):
+class RootedMixin(CommunicatorBase):
     """Collective: every rank of the group calls each of these, in the same order. Any dtype."""
 
     @overload

@@ -8,18 +8,18 @@ import weakref
 from collections.abc import Callable
 from threading import get_ident
 
-from unisono.control.sockets import close_after_fork
-from unisono.core.control import Control
-from unisono.core.failure import Cause, cause_of, error_of, text_of
-from unisono.core.flight_recorder import Activity, Noted
+from unisono.control.sockets import invalidate_after_fork
+from unisono.core.control import ControlPlane
+from unisono.core.failure import Cause, error_of, text_of, to_cause
+from unisono.core.flight_recorder import Activity, CallRecord
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
-from unisono.diagnostics.hang_report import explained
+from unisono.diagnostics.hang_report import with_hang_report
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
 
-__all__ = ["ANYONE", "News", "Standing", "refuses"]
+__all__ = ["ANY_THREAD", "CommunicatorState", "FailureRelay", "refuses"]
 
-ANYONE = -1
+ANY_THREAD = -1
 """In the place of the owning thread's number: whoever calls may."""
 
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
@@ -27,7 +27,7 @@ _PATIENCE_S = 1.0
 """How long a broken connection waits to be told, over the control plane, who was lost."""
 
 
-class Standing:
+class CommunicatorState:
     """One rank's place in its group: what it holds on to, what it is doing, and whether the group still works.
 
     Attributes:
@@ -38,7 +38,7 @@ class Standing:
         closed: Whether this rank has let go of it.
     """
 
-    def __init__(self, transport: Transport, control: Control, options: Options) -> None:
+    def __init__(self, transport: Transport, control: ControlPlane, options: Options) -> None:
         self.transport, self.control, self.options = transport, control, options
         self.group = group = transport.group
         self._here = {"rank": group.rank, "size": group.size, "group": group.name}
@@ -48,9 +48,9 @@ class Standing:
         self._broken: Cause | None = None
         self._calls = 0
         self._process = os.getpid()
-        close_after_fork(self)
+        invalidate_after_fork(self)
 
-    def let_go(self) -> None:
+    def invalidate_after_fork(self) -> None:
         """In a forked child: connections and shared memory are the parent's, which goes on with them."""
         told = f"this communicator belongs to process {self._process}, of which this one is a fork"
         self._broken = Cause(
@@ -77,19 +77,19 @@ class Standing:
         here = get_ident()
         if self.owner is None:
             self.owner = self.activity.owner = here
-        if self.owner not in (here, ANYONE):
+        if self.owner not in (here, ANY_THREAD):
             error = CommError(
                 f"this communicator belongs to another thread than {threading.current_thread().name!r}; "
                 "call hand_over() there first, or use dup() for a second communicator"
             )
-            raise self.located(error, operation)
+            raise self.with_context(error, operation)
 
     def check(self, operation: str) -> None:
         """Raise if nothing can be called any more."""
         if self.closed:
-            raise self.located(ClosedError("the communicator is closed; make a new one"), operation)
+            raise self.with_context(ClosedError("the communicator is closed; make a new one"), operation)
         if self._broken is not None:
-            raise self.located(error_of(self._broken, self.group), operation)
+            raise self.with_context(error_of(self._broken, self.group), operation)
 
     def on_failure(self, cause: Cause) -> None:
         """Break the group, and end every wait in it; the control plane calls this from a thread of its own."""
@@ -98,7 +98,7 @@ class Standing:
             self.activity.broken = True
             self.transport.abort(error_of(cause, self.group))
 
-    def _blamed(self, error: BaseException, noted: Noted) -> BaseException:
+    def _collective_failed(self, error: BaseException, noted: CallRecord) -> BaseException:
         """The error to raise for a call of the transport: `failed`, unless the call was refused."""
         # Of all else, also interrupts, other ranks have seen a part.
         if refuses(error):
@@ -110,15 +110,17 @@ class Standing:
     def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
         """Break the group for this error, and return the error to raise: the group's first cause."""
         if not self.closed:
-            self.activity.tell("error", f"{type(error).__name__} in {operation}: {text_of(error)}".partition("\n")[0])
+            self.activity.log_event(
+                "error", f"{type(error).__name__} in {operation}: {text_of(error)}".partition("\n")[0]
+            )
         if self._broken is None:
-            self.activity.gave_up = isinstance(error, CommTimeoutError)
-            error = explained(error, self.control, self.group)
-        own = cause_of(error, self.group.rank, operation)
+            self.activity.timed_out = isinstance(error, CommTimeoutError)
+            error = with_hang_report(error, self.control, self.group)
+        own = to_cause(error, self.group.rank, operation)
         first = self._broken or self._report(own, error)
         if not isinstance(error, CommError):
             return error
-        return self.located(error if first == own else _first_of(error, first, self.group), operation, call)
+        return self.with_context(error if first == own else _first_of(error, first, self.group), operation, call)
 
     def _report(self, own: Cause, error: BaseException) -> Cause:
         """Report a cause of this rank's, and return the group's first one."""
@@ -128,7 +130,7 @@ class Standing:
         self.on_failure(first)
         return first
 
-    def located(self, error: CommError, operation: str, call: int | None = None) -> CommError:
+    def with_context(self, error: CommError, operation: str, call: int | None = None) -> CommError:
         """The error, with what is known here: who, where, and the number that the call has, or would have got."""
         if call is None:
             # Messages are counted by themselves.
@@ -136,7 +138,7 @@ class Standing:
         return error.locate(**self._here, operation=operation, call=call)
 
 
-class News:
+class FailureRelay:
     """Failures on their way from the control plane to a communicator, which this does not keep alive.
 
     A failure that comes before the communicator is made waits for it.
@@ -144,7 +146,7 @@ class News:
 
     def __init__(self) -> None:
         self._causes: list[Cause] = []
-        self._standing: Callable[[], Standing | None] = lambda: None
+        self._standing: Callable[[], CommunicatorState | None] = lambda: None
 
     def tell(self, cause: Cause) -> None:
         """Pass a cause on, from any thread."""
@@ -153,7 +155,7 @@ class News:
         if standing is not None:
             standing.on_failure(cause)
 
-    def lead_to(self, standing: Standing) -> None:
+    def lead_to(self, standing: CommunicatorState) -> None:
         """Pass on all causes, those of the past too."""
         self._standing = weakref.ref(standing)
         for cause in self._causes:

@@ -8,27 +8,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, overload
 
 from unisono import serialization
-from unisono.comm.base import Caller
-from unisono.core.control import Control
-from unisono.core.failure import cause_of
+from unisono.comm.base import CommunicatorBase
+from unisono.core.control import ControlPlane
+from unisono.core.failure import to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
-from unisono.core.work import patience
+from unisono.core.work import resolve_timeout
 from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
 from unisono.wrappers.consistency import Checked
 
-__all__ = ["Parts"]
+__all__ = ["SubgroupMixin"]
 
 
-class Parts(Caller):
+class SubgroupMixin(CommunicatorBase):
     """split and its relatives, and rebuild."""
 
-    _control: Control
+    _control: ControlPlane
     _options: Options
     _splits: int
     _rebuilds: int
     _parts: list[weakref.ref[Any]]
-    _finishers: list[Callable[[], None]]
+    _before_close: list[Callable[[], None]]
     _successor: Any
 
     @overload
@@ -79,12 +79,12 @@ class Parts(Caller):
         try:
             part = self._alike(self._plain().split(child), check)
         except BaseException as error:
-            self._control.fail(child, cause_of(error, child.rank, "split"))
+            self._control.fail(child, to_cause(error, child.rank, "split"))
             self._control.leave(child)
             if isinstance(error, CommError):
                 error.locate(rank=child.rank, size=child.size, group=child.name, operation="split", call=self._splits)
             raise
-        part._engine.belong(self._engine)
+        part._engine.set_parent(self._engine)
         self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
         return part
 
@@ -112,7 +112,7 @@ class Parts(Caller):
         if lists is not None:
             quoted = "; ".join(f"rank {r}: {list(given)}" for r, given in enumerate(lists))
             differ = MismatchError(f"ranks gave different lists to subgroup: {quoted}")
-            raise self._engine.located(differ, "subgroup", number)
+            raise self._engine.with_context(differ, "subgroup", number)
         inside = self.rank in ranks
         return self._split(0 if inside else None, ranks.index(self.rank) if inside else 0, self._check)
 
@@ -173,12 +173,12 @@ class Parts(Caller):
             raise ClosedError("the communicator is closed", rank=self.rank, size=self.size, operation="rebuild")
         if not isinstance(grow, int) or grow < 0:
             raise ValueError(f"grow is a number of newcomers, not {grow!r}")
-        deadline = time.monotonic() + patience(timeout, self._options.timeout_s)
+        deadline = time.monotonic() + resolve_timeout(timeout, self._options.timeout_s)
         made = self._attempt(grow, deadline)
         while made is None:
             made = self._attempt(grow, deadline)
-        made._engine.succeed(self._engine)
-        made._finishers, self._finishers, self._successor = self._finishers, [], made
+        made._engine.replace(self._engine)
+        made._before_close, self._before_close, self._successor = self._before_close, [], made
         self._control.leave(self._engine.group)
         return made
 
@@ -199,7 +199,7 @@ class Parts(Caller):
         try:
             return self._connected(new, deadline)
         except BaseException as error:
-            self._control.fail(new, cause_of(error, new.rank, "rebuild"))
+            self._control.fail(new, to_cause(error, new.rank, "rebuild"))
             self._control.leave(new)
             again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
             if not again or not _left(deadline):
@@ -208,7 +208,7 @@ class Parts(Caller):
 
     def _connected(self, new: Group, deadline: float) -> Self:
         self._control.join(new)
-        transport = self._plain().renew(new)
+        transport = self._plain().reconfigure(new)
         try:
             made = self._alike(transport, self._check)
             self._control.exchange(new, "rebuilt", None, max(_left(deadline), 1.0))

@@ -8,21 +8,21 @@ import threading
 from collections.abc import Callable, Sequence
 
 from unisono.control.process_exit import close_at_exit
-from unisono.core.control import Control
-from unisono.core.failure import cause_of
-from unisono.core.threads import Helper, aside
+from unisono.core.control import ControlPlane
+from unisono.core.failure import to_cause
+from unisono.core.threads import SerialWorker, spawn_thread
 from unisono.core.transport import Transport
 from unisono.errors import CommError
 from unisono.simulation import here
 
-__all__ = ["CLOSE_S", "Ending"]
+__all__ = ["CLOSE_S", "Teardown"]
 
 CLOSE_S = 1.0
 """How long the end of a communicator waits for the other ranks to leave too."""
 _AT_EXIT_S = 5.0
 
 
-class Ending:
+class Teardown:
     """All that a communicator has to let go of. It knows nothing of the communicator, and so outlives it.
 
     A whole that nobody holds any more is closed in the background, as by `close`. A part waits for its whole: what it
@@ -41,13 +41,13 @@ class Ending:
         dropped: Whether nobody holds the communicator any more, and it was not closed.
     """
 
-    def __init__(self, transport: Transport, control: Control, helper: Helper, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, control: ControlPlane, helper: SerialWorker, timeout_s: float) -> None:
         self._transport, self._control, self._helper, self._timeout_s = transport, control, helper, timeout_s
         self.group = transport.group
         self.closers: list[Callable[[], None]] = []
         self.over = self.dropped = False
         self._is_part = False
-        self._parts: list[Ending] = []
+        self._parts: list[Teardown] = []
         self._settled = threading.Event()
         self._process = os.getpid()
         # Simulated threads end with the simulation, which must not depend on when memory is given back.
@@ -81,17 +81,17 @@ class Ending:
             closer()
 
     # -- parts ---------------------------------------------------------------------------------
-    def adopt(self, part: Ending) -> None:
+    def adopt(self, part: Teardown) -> None:
         """This one is to be let go of with the whole, if not before."""
         part._is_part = True
         self._parts = [*self.left(), part]
 
-    def inherit(self, other: Ending) -> None:
+    def inherit(self, other: Teardown) -> None:
         """Do what another one would have done, too."""
         self.closers, other.closers = other.closers, []
         self._parts, other._parts = other.left(), []
 
-    def left(self) -> list[Ending]:
+    def left(self) -> list[Teardown]:
         """The parts that nobody has closed."""
         return [part for part in self._parts if not part.over]
 
@@ -113,7 +113,7 @@ class Ending:
         for part in self.left():
             if part.dropped:
                 with contextlib.suppress(CommError):
-                    self._control.fail(part.group, cause_of(error, part.group.rank, "the program"))
+                    self._control.fail(part.group, to_cause(error, part.group.rank, "the program"))
 
     # -- nobody holds it -----------------------------------------------------------------------
     def drop(self) -> None:
@@ -123,7 +123,7 @@ class Ending:
         self.dropped = True
         self._helper.end()
         if not self._is_part:
-            aside(self._settle, f"unisono end of {self.group.name}")
+            spawn_thread(self._settle, f"unisono end of {self.group.name}")
 
     def _settle(self) -> None:
         try:
@@ -132,7 +132,7 @@ class Ending:
         finally:
             self._settled.set()
 
-    def give_up(self, error: BaseException | None) -> None:
+    def on_process_exit(self, error: BaseException | None) -> None:
         """The process ends: what is under way here comes first, and whoever waits for this rank is told."""
         if os.getpid() != self._process:
             return

@@ -16,14 +16,14 @@ import torch
 from unisono.communicator import Communicator
 from unisono.errors import MismatchError
 
-__all__ = ["DTYPES", "Codec", "check_bucket", "wide"]
+__all__ = ["DTYPES", "Codec", "accumulation_dtype", "check_bucket"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What a bucket may consist of."""
 
 
 class Codec(ABC):
-    """Averages one flat bucket over all ranks, sending less than all of it. One object a bucket; `spawn` makes more.
+    """Averages one flat bucket over all ranks, sending less than all of it. One object a bucket; `clone` makes more.
 
     A new codec is one file in `unisono.compression.codecs` that ends in `CODEC = YourCodec`, or an entry point
     of that name in another package. It calls `prepare` first of all in `average`, and shows its settings in
@@ -63,7 +63,7 @@ class Codec(ABC):
             TypeError, ValueError: The arguments are not as said; nothing has moved.
         """
 
-    def average_used(
+    def average_masked(
         self, flat: torch.Tensor, comm: Communicator, shapes: Sequence[torch.Size], used: Sequence[bool]
     ) -> None:
         """As `average`, of a bucket in which nobody is going to look at the means of some parameters.
@@ -100,7 +100,7 @@ class Codec(ABC):
             itemsize: Bytes of an element in the bucket.
         """
 
-    def spawn(self) -> Self:
+    def clone(self) -> Self:
         """A fresh codec of the same settings, for another bucket."""
         fresh = copy.deepcopy(self)
         fresh.reset()
@@ -180,11 +180,11 @@ def check_bucket(flat: torch.Tensor, shapes: Sequence[torch.Size], kept: torch.T
         raise ValueError("kept and flat share memory; pass tensors of their own")
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of this dtype are computed in.
 
     Example:
-        >>> wide(torch.bfloat16), wide(torch.float64)
+        >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.float64)
         (torch.float32, torch.float64)
     """
     return torch.float64 if dtype == torch.float64 else torch.float32

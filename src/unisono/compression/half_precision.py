@@ -6,10 +6,10 @@ import torch
 
 from unisono.compression.two_stage import TwoStage
 
-__all__ = ["Halves"]
+__all__ = ["HalfPrecision"]
 
 
-class Halves(TwoStage):
+class HalfPrecision(TwoStage):
     """Sends every number as `half`. Sums are made in float32 (of float64: in float64), and rounded once.
 
     An all_reduce of halves would round at every addition, which nobody books: see `Codec.average`.

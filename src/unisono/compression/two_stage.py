@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from unisono.communicator import Communicator
-from unisono.compression.codec import Codec, wide
+from unisono.compression.codec import Codec, accumulation_dtype
 
 __all__ = ["TwoStage"]
 
@@ -128,7 +128,7 @@ class TwoStage(Codec):
         Divided before anything is summed: no sum of shares can overflow.
         """
         blocks, length = self._grid(flat.numel(), size)
-        total, dtype = size * blocks * length, wide(flat.dtype)
+        total, dtype = size * blocks * length, accumulation_dtype(flat.dtype)
         if total == flat.numel() and dtype == flat.dtype:
             shares = flat.div_(size)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unisono.control.local import LocalControl, LocalHub
-from unisono.core.control import Control, Rebuilt
-from unisono.core.failure import Cause, cause_of, error_of
+from unisono.core.control import ControlPlane, NewMembership
+from unisono.core.failure import Cause, error_of, to_cause
 
-__all__ = ["Cause", "Control", "LocalControl", "LocalHub", "Rebuilt", "cause_of", "error_of"]
+__all__ = ["Cause", "ControlPlane", "LocalControl", "LocalHub", "NewMembership", "error_of", "to_cause"]

@@ -20,7 +20,7 @@ import os
 import struct
 from hashlib import blake2b
 
-__all__ = ["HELLO_BYTES", "MAX_FRAME_BYTES", "PROOF_BYTES", "RANK_BYTES", "Channel", "Greeting", "InvalidFrameError"]
+__all__ = ["HELLO_BYTES", "MAX_FRAME_BYTES", "PROOF_BYTES", "RANK_BYTES", "Channel", "Hello", "InvalidFrameError"]
 
 MAX_FRAME_BYTES = 64 << 20
 PROOF_BYTES = 32
@@ -84,7 +84,7 @@ def _mac(key: bytes, number: int, content: bytes) -> bytes:
     return mac.digest()
 
 
-class Greeting:
+class Hello:
     """One side's part in the proof that both know the secret.
 
     Args:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from unisono import serialization
-from unisono.control.client_base import Requester
+from unisono.control.client_base import ControlClient
 from unisono.control.client_connection import connect
-from unisono.control.inspect_socket import Door
+from unisono.control.inspect_socket import InspectSocket
 from unisono.control.process_exit import close_at_exit
-from unisono.control.reply_schema import Waiter, news_of, reply_of
-from unisono.control.sockets import close_after_fork
+from unisono.control.reply_schema import PendingRequest, news_of, reply_of
+from unisono.control.sockets import invalidate_after_fork
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.errors import CommError
@@ -32,7 +32,7 @@ _MENTION_WITHIN_S = 1.0
 _CLOSED = Cause("ClosedError", None, "this control handle is closed")
 
 
-class SocketControl(Requester):
+class SocketControl(ControlClient):
     """A handle to the control plane at `address`.
 
     It has two connections. On one go requests and their answers: whoever waits for an answer reads
@@ -72,9 +72,9 @@ class SocketControl(Requester):
         self._sharing = threading.RLock()
         self._objects: dict[str, Any] = {}
         self._line, self._news = connect(address, secret, timeout if reach_within_s is None else reach_within_s, rank)
-        self._door = Door(address, secret)
+        self._door = InspectSocket(address, secret)
         self._news.serve(self._door)
-        close_after_fork(self)
+        invalidate_after_fork(self)
         close_at_exit(self)
         self._reader = threading.Thread(target=self._read_news, name="unisono control client", daemon=True)
         self._reader.start()
@@ -88,7 +88,7 @@ class SocketControl(Requester):
     def _where(self) -> str:
         return f"the control plane at {self._address[0]}:{self._address[1]}"
 
-    def enrol(self, job: str, rank: int, size: int, process: str) -> str:
+    def register_rank(self, job: str, rank: int, size: int, process: str) -> str:
         """Be present in the next world of a job, and get its name: "world1", then "world2", ...
 
         The name is that of the group, which is to be joined as well, to hear of failures.
@@ -128,9 +128,9 @@ class SocketControl(Requester):
         self._news.hang_up()
         if self._reader is not threading.current_thread():
             self._reader.join(_CLOSE_WITHIN_S)
-        self.let_go()
+        self.invalidate_after_fork()
 
-    def let_go(self) -> None:
+    def invalidate_after_fork(self) -> None:
         """Close the descriptors, as a forked child does."""
         self._line.close()
         self._news.close()
@@ -154,7 +154,7 @@ class SocketControl(Requester):
         with contextlib.suppress(OSError):
             self._line.send(serialization.encode((0, words)), time.monotonic() + _MENTION_WITHIN_S)
 
-    def _wait(self, waiter: Waiter, timeout: float) -> bool:
+    def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         """Read, for everybody, until the own answer is there; or sleep while another thread reads."""
         deadline = time.monotonic() + timeout
         left_s = timeout
@@ -172,7 +172,7 @@ class SocketControl(Requester):
                 break
         return waiter.reply is not None
 
-    def _read_until(self, waiter: Waiter, deadline: float) -> None:
+    def _read_until(self, waiter: PendingRequest, deadline: float) -> None:
         try:
             while waiter.reply is None:
                 left_s = deadline - time.monotonic()

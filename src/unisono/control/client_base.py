@@ -12,23 +12,23 @@ from typing import Any, cast
 
 from unisono import serialization
 from unisono.control.membership import Reply
-from unisono.control.reply_schema import Callback, Membership, Waiter
-from unisono.core.control import Control, Rebuilt
+from unisono.control.reply_schema import Callback, Membership, PendingRequest
+from unisono.core.control import ControlPlane, NewMembership
 from unisono.core.failure import Cause, error_of, text_of
-from unisono.core.flight_recorder import Activity, Desk
+from unisono.core.flight_recorder import Activity, ActivityRegistry
 from unisono.core.group import Group
-from unisono.diagnostics.event_log import Record, record_of
+from unisono.diagnostics.event_log import EventLog, record_of
 from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import ClosedError, CommTimeoutError, PeerLostError
 
-__all__ = ["Requester"]
+__all__ = ["ControlClient"]
 
 # After a timeout: for the server to say what came of it.
 _GRACE_S = 5.0
 _AGAIN_S = 1.0
 
 
-class Requester(Control, ABC):
+class ControlClient(ControlPlane, ABC):
     """A rank's handle, but for how messages travel.
 
     Args:
@@ -38,13 +38,13 @@ class Requester(Control, ABC):
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._numbers = itertools.count(1)
-        self._waiters: dict[int, Waiter] = {}
+        self._waiters: dict[int, PendingRequest] = {}
         self._members: dict[str, Membership] = {}
         self._ended: Cause | None = None
         self._silent = False
         self._ending = threading.Lock()
-        self._desk = Desk()
-        self._record: Record | None = None
+        self._desk = ActivityRegistry()
+        self._record: EventLog | None = None
 
     @abstractmethod
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
@@ -54,7 +54,7 @@ class Requester(Control, ABC):
     def _mention(self, words: tuple[Any, ...]) -> None:
         """Send what has no reply, from any thread; it may get lost."""
 
-    def _wait(self, waiter: Waiter, timeout: float) -> bool:
+    def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         """Whether the answer has come in time."""
         waiter.sleep(timeout)
         return waiter.reply is not None
@@ -65,8 +65,8 @@ class Requester(Control, ABC):
         """What the other side is called in messages."""
 
     # -- requests and replies ----------------------------------------------------------------------
-    def _begin(self, *words: Any) -> Waiter:
-        waiter = Waiter(next(self._numbers))
+    def _begin(self, *words: Any) -> PendingRequest:
+        waiter = PendingRequest(next(self._numbers))
         self._waiters[waiter.number] = waiter
         try:
             # Looked at only now: whoever ends the connection sets it first, and then answers the waiters.
@@ -78,7 +78,7 @@ class Requester(Control, ABC):
             raise
         return waiter
 
-    def _finish(self, waiter: Waiter, timeout: float, group: Group | None = None) -> Any:
+    def _finish(self, waiter: PendingRequest, timeout: float, group: Group | None = None) -> Any:
         """The value of the answer, or its error."""
         timeout = self._within(timeout)
         try:
@@ -133,7 +133,7 @@ class Requester(Control, ABC):
             waiter.answer((waiter.number, "failed", (cause.kind, cause.rank, cause.message)))
         return [callback for callback in callbacks if callback is not None]
 
-    def give_up(self, error: BaseException | None) -> None:
+    def on_process_exit(self, error: BaseException | None) -> None:
         """Close, since the process ends: in peace, or telling every group the error that ends it."""
         self._patience_s = min(self._patience_s, _GRACE_S)
         for membership in list(self._members.values()):
@@ -246,14 +246,16 @@ class Requester(Control, ABC):
         told = None if self._ended is not None else self._ask("cause", group.name)
         return None if told is None else Cause(*told)
 
-    def rebuild(self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b"") -> Rebuilt:
+    def rebuild(
+        self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b""
+    ) -> NewMembership:
         waiter = self._begin("rebuild", group.name, attempt, grow, list(group.members), terms)
         if not self._wait(waiter, timeout):
             self._ask("without", group.name, attempt, timeout, group=group, within_s=_GRACE_S)
         name, members = self._finish(waiter, _GRACE_S, group)
-        return Rebuilt(name, tuple(members))
+        return NewMembership(name, tuple(members))
 
-    def apply(self, timeout: float) -> tuple[Rebuilt, int, bytes]:
+    def request_admission(self, timeout: float) -> tuple[NewMembership, int, bytes]:
         waiter = self._begin("apply")
         if not self._wait(waiter, timeout):
             self._ask("forget", waiter.number, within_s=_GRACE_S)
@@ -264,7 +266,7 @@ class Requester(Control, ABC):
                     waited_s=timeout,
                 )
         name, members, rank, terms = self._finish(waiter, 0)
-        return Rebuilt(name, tuple(members)), rank, terms
+        return NewMembership(name, tuple(members)), rank, terms
 
     # -- what everybody is doing -------------------------------------------------------------------
     def watch(self, activity: Activity) -> None:
@@ -273,7 +275,7 @@ class Requester(Control, ABC):
             self._record = record_of(activity.group.rank)
         activity.record = self._record
 
-    def survey(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
+    def query(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
         waiter = self._begin("survey", None if group is None else group.name)
         if not self._wait(waiter, patience):
             self._ask("enough", waiter.number, within_s=_GRACE_S)

@@ -10,10 +10,10 @@ import time
 from unisono import serialization
 from unisono.control import handshake
 from unisono.control.auth_channel import Channel
-from unisono.control.inspect_socket import Door
+from unisono.control.inspect_socket import InspectSocket
 from unisono.errors import CommError, CommTimeoutError
 
-__all__ = ["Line", "connect"]
+__all__ = ["ClientConnection", "connect"]
 
 _READ_BYTES = 1 << 16
 _PAUSES_S = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -21,7 +21,7 @@ _HELLO_WITHIN_S = 5.0
 _MAX_POLL_S = 1e6
 
 
-class Line:
+class ClientConnection:
     """A connection on which both sides know each other. One thread at a time may send, and one receive."""
 
     def __init__(self, peer: socket.socket, channel: Channel) -> None:
@@ -31,7 +31,7 @@ class Line:
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(peer, select.POLLIN)
         self._writable.register(peer, select.POLLOUT)
-        self._door: Door | None = None
+        self._door: InspectSocket | None = None
         self._door_number = -1
 
     @property
@@ -51,7 +51,7 @@ class Line:
                     if not self._writable.poll(_milliseconds(deadline - time.monotonic())):
                         raise TimeoutError("the server reads nothing") from None
 
-    def serve(self, door: Door) -> None:
+    def serve(self, door: InspectSocket) -> None:
         """Also answer at a door while this connection is waited for."""
         if door.socket is not None:
             self._door, self._door_number = door, door.socket.fileno()
@@ -87,7 +87,9 @@ def _milliseconds(seconds: float) -> int:
     return round(min(max(seconds, 0.0), _MAX_POLL_S) * 1000 + 0.5)
 
 
-def connect(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None = None) -> tuple[Line, Line]:
+def connect(
+    address: tuple[str, int], secret: bytes, timeout: float, rank: int | None = None
+) -> tuple[ClientConnection, ClientConnection]:
     """Two connections to the server, for requests and for news. It may start later than this client.
 
     If the secrets differ, the server hears of the `rank`, if one is given.
@@ -115,9 +117,11 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float, rank: int |
             time.sleep(pause)
 
 
-def _both(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> tuple[Line, Line]:
+def _both(
+    address: tuple[str, int], secret: bytes, timeout: float, rank: int | None
+) -> tuple[ClientConnection, ClientConnection]:
     line = _reach(address, secret, timeout, rank)
-    news: Line | None = None
+    news: ClientConnection | None = None
     try:
         news = _reach(address, secret, timeout, rank)
         # The server gives out the client's number, and learns that the second connection is of the same one.
@@ -131,7 +135,7 @@ def _both(address: tuple[str, int], secret: bytes, timeout: float, rank: int | N
     return line, news
 
 
-def _ask(out: Line, back: Line, words: tuple[object, ...], timeout: float) -> object:
+def _ask(out: ClientConnection, back: ClientConnection, words: tuple[object, ...], timeout: float) -> object:
     out.send(serialization.encode((1, words)), time.monotonic() + timeout)
     contents = back.receive(timeout)
     if not contents:
@@ -139,9 +143,9 @@ def _ask(out: Line, back: Line, words: tuple[object, ...], timeout: float) -> ob
     return serialization.decode(contents[0])[2]
 
 
-def _reach(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> Line:
+def _reach(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> ClientConnection:
     try:
-        return Line(*handshake.connect(address, secret, timeout, rank))
+        return ClientConnection(*handshake.connect(address, secret, timeout, rank))
     except handshake.AuthenticationError as error:
         if not error.other_secret:
             raise CommError(

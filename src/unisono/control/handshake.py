@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from unisono.control.auth_channel import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, Channel, Greeting
+from unisono.control.auth_channel import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, Channel, Hello
 from unisono.control.sockets import tune
 
 __all__ = ["Acceptor", "AuthenticationError", "Handshake", "connect"]
@@ -53,7 +53,7 @@ class Handshake:
 
     def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:
         self.peer, self.deadline = peer, time.monotonic() + _WITHIN_S
-        self._greeting, self._client = Greeting(secret, client=client, rank=rank), client
+        self._greeting, self._client = Hello(secret, client=client, rank=rank), client
         self._met, self._arrived = False, b""
         self._wanted = HELLO_BYTES + PROOF_BYTES if client else HELLO_BYTES
 

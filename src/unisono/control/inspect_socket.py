@@ -15,7 +15,7 @@ import sys
 from unisono import serialization
 from unisono.errors import CommError, UnavailableError
 
-__all__ = ["Door", "find_control"]
+__all__ = ["InspectSocket", "find_control"]
 
 _MOST = 16
 _WITHIN_S = 2.0
@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Door:
+class InspectSocket:
     """Tells the address and the secret of a control plane to whoever may know them.
 
     Args:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["Keys"]
+__all__ = ["KeyValueStore"]
 
 
-class Keys:
+class KeyValueStore:
     """Bytes by name, in memory. Nothing here waits: who must is kept until the key is set."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from unisono.control.client_base import Requester
+from unisono.control.client_base import ControlClient
 from unisono.control.membership import Outgoing
 from unisono.control.state import ControlState
 from unisono.core.failure import Cause
@@ -87,7 +87,7 @@ class LocalHub:
         return [callback for callback in callbacks if callback is not None]
 
 
-class LocalControl(Requester):
+class LocalControl(ControlClient):
     """One rank's handle to its `LocalHub`.
 
     Callbacks of `join` run in the thread whose request made the group fail.

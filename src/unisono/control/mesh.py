@@ -15,7 +15,7 @@ from unisono import serialization
 from unisono.control.auth_channel import Channel
 from unisono.control.handshake import Acceptor, AuthenticationError, connect
 from unisono.control.sockets import listen
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
 from unisono.host.network import INTERFACE, interface_of, is_loopback
@@ -41,7 +41,7 @@ class Mesh:
         address: Of this host, for the others.
     """
 
-    def __init__(self, group: Group, control: Control, topic: str, ranks: Sequence[int], address: str) -> None:
+    def __init__(self, group: Group, control: ControlPlane, topic: str, ranks: Sequence[int], address: str) -> None:
         self._group, self._control, self._topic, self._ranks, self._address = group, control, topic, ranks, address
         self._links: dict[int, Link] = {}
 

@@ -24,7 +24,7 @@ _GRACE_S = 2.0
 class Handle(Protocol):
     """What is to be closed before the process ends."""
 
-    def give_up(self, error: BaseException | None) -> None:
+    def on_process_exit(self, error: BaseException | None) -> None:
         """Close; if an error ends the process, tell the other ranks."""
         ...
 
@@ -64,7 +64,7 @@ def _close_all(error: BaseException | None) -> None:
     # The last ones first, for they may need those that were there before.
     for _, handle in sorted(_handles.items(), reverse=True):
         with contextlib.suppress(CommError, OSError):
-            handle.give_up(error)
+            handle.on_process_exit(error)
 
 
 def _what_ends_the_process() -> BaseException | None:

@@ -50,7 +50,7 @@ class Rebuilds:
         rebuild.calls[rank] = client, request
         return self.look(name)
 
-    def apply(self, client: int, request: int) -> Outgoing:
+    def request_admission(self, client: int, request: int) -> Outgoing:
         """A newcomer wants to be taken in, by whichever group grows next."""
         self._applicants[client] = request
         return [reply for name in {name for name, _ in self._open} for reply in self.look(name)]
@@ -71,7 +71,7 @@ class Rebuilds:
                 out += self._conclude(name, rebuild)
         return out
 
-    def without(self, client: int, request: int, name: str, attempt: int, waited_s: float) -> Outgoing:
+    def exclude_missing(self, client: int, request: int, name: str, attempt: int, waited_s: float) -> Outgoing:
         """A member's patience has ended: go on without who has not come; or not at all, for want of newcomers."""
         rebuild = self._open.get((name, attempt))
         if rebuild is None:

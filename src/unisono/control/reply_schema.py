@@ -13,7 +13,7 @@ from unisono.control.membership import Reply
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 
-__all__ = ["Callback", "Membership", "Waiter", "news_of", "reply_of"]
+__all__ = ["Callback", "Membership", "PendingRequest", "news_of", "reply_of"]
 
 Callback = Callable[[], None]
 
@@ -55,7 +55,7 @@ def _is_rank(value: object) -> bool:
     return value is None or type(value) is int
 
 
-class Waiter:
+class PendingRequest:
     """A request under way. A bare lock: nothing else in Python wakes another thread as fast."""
 
     __slots__ = ("_lock", "number", "reply")

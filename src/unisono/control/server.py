@@ -14,10 +14,10 @@ import time
 from unisono import serialization
 from unisono.control.auth_channel import MAX_FRAME_BYTES
 from unisono.control.handshake import Acceptor, Handshake
-from unisono.control.inspect_socket import Door
+from unisono.control.inspect_socket import InspectSocket
 from unisono.control.membership import Outgoing, Reply, failed
 from unisono.control.server_connection import Connection
-from unisono.control.sockets import close_after_fork, listen
+from unisono.control.sockets import invalidate_after_fork, listen
 from unisono.control.state import ControlState
 from unisono.core.failure import Cause
 
@@ -63,7 +63,7 @@ class Server:
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._bell, self._ear = socket.socketpair()
-        self._door = Door(self._address, secret)
+        self._door = InspectSocket(self._address, secret)
         self._acceptor = Acceptor(self._listener, secret, self._selector, self._state.refused)
         for listening in (self._ear, self._door.socket):
             if listening is not None:
@@ -71,7 +71,7 @@ class Server:
                 self._selector.register(listening, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="unisono control server", daemon=True)
         self._thread.start()
-        close_after_fork(self)
+        invalidate_after_fork(self)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -121,7 +121,7 @@ class Server:
             self._say_goodbye()
         finally:
             self._ended = True
-            self.let_go()
+            self.invalidate_after_fork()
 
     def _over(self) -> bool:
         with self._lock:
@@ -164,7 +164,7 @@ class Server:
             self._tell([(connection.serves, (request, "ok", None))])
         else:
             self._tell(self._state.handle(connection.number, request, words))
-            connection.in_peace = connection.in_peace or words == ("bye",)
+            connection.clean_exit = connection.clean_exit or words == ("bye",)
 
     def _tell(self, out: Outgoing) -> None:
         for client, reply in out:
@@ -190,7 +190,7 @@ class Server:
             if ending is not None:
                 self._selector.unregister(ending.peer)
                 ending.peer.close()
-        if known is not None and not known.in_peace:
+        if known is not None and not known.clean_exit:
             self._tell(self._state.lost(known.number))
 
     def _say_goodbye(self) -> None:
@@ -202,7 +202,7 @@ class Server:
             with contextlib.suppress(OSError):
                 connection.flush_until(deadline)
 
-    def let_go(self) -> None:
+    def invalidate_after_fork(self) -> None:
         """Close every descriptor."""
         for connection in (*self._known.values(), *self._news.values()):
             connection.peer.close()

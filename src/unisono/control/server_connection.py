@@ -20,7 +20,7 @@ class Connection:
 
     Attributes:
         serves: The number of the client that it belongs to: that of the client's first connection.
-        in_peace: Whether it has said that it will go.
+        clean_exit: Whether it has said that it will go.
         watched: What the selector is asked to report of its socket.
         waiting: Whether bytes wait until it has read others.
     """
@@ -28,7 +28,7 @@ class Connection:
     def __init__(self, number: int, peer: socket.socket, channel: Channel) -> None:
         self.number, self.peer, self._channel = number, peer, channel
         self.serves = number
-        self.in_peace = False
+        self.clean_exit = False
         self.watched = EVENT_READ
         self._unsent = bytearray()
 

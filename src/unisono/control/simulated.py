@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.control.local import LocalControl, LocalHub
-from unisono.control.reply_schema import Waiter
+from unisono.control.reply_schema import PendingRequest
 from unisono.core.failure import Cause
 from unisono.simulation import here, waiting
 
@@ -65,7 +65,7 @@ class SimulatedControl(LocalControl):
         self._asked[number] = words
         super()._send(number, words)
 
-    def _wait(self, waiter: Waiter, timeout: float) -> bool:
+    def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         words = self._asked.pop(waiter.number, ("",))
         # A key may never be set, and who asks for it knows that; to an exchange all have to come.
         with waiting(lambda: self._described(words), hasty=words[0] != "exchange"):

@@ -11,24 +11,24 @@ from typing import Protocol
 
 from unisono.errors import CommError
 
-__all__ = ["Holder", "close_after_fork", "listen", "recv_exactly", "tune"]
+__all__ = ["ForkUnsafeResource", "invalidate_after_fork", "listen", "recv_exactly", "tune"]
 
 # A host that vanishes without a word is noticed after about this long.
 _SILENCE_S = 20
 
 
-class Holder(Protocol):
+class ForkUnsafeResource(Protocol):
     """What holds descriptors that a forked child must not keep open."""
 
-    def let_go(self) -> None:
+    def invalidate_after_fork(self) -> None:
         """Close every descriptor, and touch nothing that the parent still uses."""
         ...
 
 
-_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+_holders: weakref.WeakSet[ForkUnsafeResource] = weakref.WeakSet()
 
 
-def close_after_fork(holder: Holder) -> None:
+def invalidate_after_fork(holder: ForkUnsafeResource) -> None:
     """Have a forked child let go at once; else a killed rank seems alive for as long as its children are."""
     _holders.add(holder)
 
@@ -36,7 +36,7 @@ def close_after_fork(holder: Holder) -> None:
 def _in_child() -> None:
     for holder in list(_holders):
         with contextlib.suppress(OSError):
-            holder.let_go()
+            holder.invalidate_after_fork()
     _holders.clear()
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.control.kv_store import Keys
+from unisono.control.kv_store import KeyValueStore
 from unisono.control.membership import Groups, Outgoing, failed
 from unisono.control.rebuild import Rebuilds
 from unisono.control.request_schema import check_form
-from unisono.control.status_query import Surveys
+from unisono.control.status_query import StatusQueries
 from unisono.core.failure import Cause
 
 __all__ = ["ControlState"]
@@ -40,9 +40,9 @@ class ControlState:
 
     def __init__(self, on_end: Callable[[str], None] = lambda name: None) -> None:
         self._on_end = on_end
-        self._keys = Keys()
+        self._keys = KeyValueStore()
         self._groups = Groups(self._group_failed, self._group_over)
-        self._surveys = Surveys()
+        self._surveys = StatusQueries()
         self._rebuilds = Rebuilds(self._groups)
         self._waits: dict[tuple[int, int], str] = {}
         self._leaving: dict[str, list[tuple[int, int]]] = {}
@@ -175,7 +175,7 @@ class ControlState:
         return self._surveys.answer(client, number, content)
 
     def _on_enough(self, client: int, request: int, other: int) -> Outgoing:
-        return [*self._surveys.enough(client, other), (client, (request, "ok", None))]
+        return [*self._surveys.end_query(client, other), (client, (request, "ok", None))]
 
     # -- new groups in the place of old ones -------------------------------------------------------
     def _on_rebuild(
@@ -184,11 +184,11 @@ class ControlState:
         return self._rebuilds.call(client, request, name, attempt, grow, members, terms)
 
     def _on_without(self, client: int, request: int, name: str, attempt: int, waited_s: float) -> Outgoing:
-        out = self._rebuilds.without(client, request, name, attempt, waited_s)
+        out = self._rebuilds.exclude_missing(client, request, name, attempt, waited_s)
         return [*out, (client, (request, "ok", None))]
 
     def _on_apply(self, client: int, request: int) -> Outgoing:
-        return self._rebuilds.apply(client, request)
+        return self._rebuilds.request_admission(client, request)
 
     # -- clients -----------------------------------------------------------------------------------
     def _on_enrol(self, client: int, request: int, job: str, rank: int, size: int, process: str) -> Outgoing:

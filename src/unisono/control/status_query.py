@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from unisono.control.membership import Outgoing
 
-__all__ = ["Surveys"]
+__all__ = ["StatusQueries"]
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class _Survey:
     answers: dict[int, bytes] = field(default_factory=dict)
 
 
-class Surveys:
+class StatusQueries:
     """What each of some clients is doing. Who does not answer, for whatever reason, holds nobody up for long.
 
     The answer to the whole is a list of pairs: a client's group and rank, and what it said, or None.
@@ -43,7 +43,7 @@ class Surveys:
         survey.answers[client] = content
         return self._conclude(number, survey)
 
-    def enough(self, client: int, request: int) -> Outgoing:
+    def end_query(self, client: int, request: int) -> Outgoing:
         """Who asked waits no longer, and takes what there is."""
         out: Outgoing = []
         for number, survey in list(self._open.items()):

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 
 __all__ = ["ControlStore"]
@@ -34,7 +34,9 @@ class ControlStore(dist.Store):
     # torch keeps it, since its own code sets it; its annotations do not tell.
     timeout: timedelta
 
-    def __init__(self, control: Control, prefix: str, timeout_s: float = 300.0, group: Group | None = None) -> None:
+    def __init__(
+        self, control: ControlPlane, prefix: str, timeout_s: float = 300.0, group: Group | None = None
+    ) -> None:
         super().__init__()
         self._group = group
         self.set_timeout(timedelta(seconds=timeout_s))

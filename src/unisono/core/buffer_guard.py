@@ -7,10 +7,10 @@ import ctypes
 import torch
 import xxhash
 
-from unisono.core.tensors import Staging, put_back
+from unisono.core.tensors import Staging, copy_back
 from unisono.errors import MismatchError
 
-__all__ = ["Guarded", "digest"]
+__all__ = ["BufferGuard", "digest"]
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -21,7 +21,7 @@ def digest(tensor: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
 
 
-class Guarded(Staging):
+class BufferGuard(Staging):
     """Moves copies made when the call is made, and finds out whether the caller's own tensors changed meanwhile.
 
     Cost: a copy and two hashes of every tensor.
@@ -43,7 +43,7 @@ class Guarded(Staging):
             shaped.copy_(tensor)
         self.after.append(lambda: self._compare(tensor, before))
         if write:
-            self.after.append(lambda: put_back(tensor, shaped))
+            self.after.append(lambda: copy_back(tensor, shaped))
         return flat
 
     def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -10,12 +10,12 @@ from unisono.core.failure import Cause
 from unisono.core.flight_recorder import Activity
 from unisono.core.group import Group
 
-__all__ = ["Control", "Rebuilt"]
+__all__ = ["ControlPlane", "NewMembership"]
 
 T = TypeVar("T")
 
 
-class Rebuilt(NamedTuple):
+class NewMembership(NamedTuple):
     """The group that takes the place of one that has failed.
 
     Attributes:
@@ -27,7 +27,7 @@ class Rebuilt(NamedTuple):
     members: tuple[int, ...]
 
 
-class Control(ABC):
+class ControlPlane(ABC):
     """A key-value store, agreement, presence and first causes of failure. Safe to use from any thread.
 
     Groups are known by `Group.name`. A rank is in a group from `join` to `leave`; if its connection
@@ -99,7 +99,9 @@ class Control(ABC):
         """The group's first cause, if known; wait up to `patience` seconds for one to be told."""
 
     @abstractmethod
-    def rebuild(self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b"") -> Rebuilt:
+    def rebuild(
+        self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b""
+    ) -> NewMembership:
         """The group that comes after this one: of those who are in it still, and of `grow` newcomers.
 
         Every member that lives calls it, with the same `attempt` and `grow`. Who has not come when the
@@ -107,16 +109,16 @@ class Control(ABC):
         """
 
     @abstractmethod
-    def apply(self, timeout: float) -> tuple[Rebuilt, int, bytes]:
+    def request_admission(self, timeout: float) -> tuple[NewMembership, int, bytes]:
         """Wait to be taken in as a newcomer: the group, this one's rank in it, and the members' terms."""
 
     # -- what everybody is doing ---------------------------------------------------------------
     @abstractmethod
     def watch(self, activity: Activity) -> None:
-        """Tell of it to whoever asks by `survey`, for as long as it is there."""
+        """Tell of it to whoever asks by `query`, for as long as it is there."""
 
     @abstractmethod
-    def survey(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
+    def query(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
         """What every rank of a group says that it is doing (`unisono.core.flight_recorder.Desk`); None if nothing.
 
         By group and rank. Without a group: every client of the control plane that is in any.

@@ -8,7 +8,7 @@ from unisono import errors
 from unisono.core.group import Group
 from unisono.errors import CommError, MismatchError
 
-__all__ = ["LEFT", "Cause", "cause_of", "error_of", "text_of"]
+__all__ = ["LEFT", "Cause", "error_of", "text_of", "to_cause"]
 
 LEFT = "has left (it closed the communicator, or its program has ended)"
 """Message about a rank that ended without a failure while others still wait for it."""
@@ -31,7 +31,7 @@ class Cause:
     message: str
 
 
-def cause_of(error: BaseException, rank: int, operation: str) -> Cause:
+def to_cause(error: BaseException, rank: int, operation: str) -> Cause:
     """The cause that a rank reports to the others for an error of its own."""
     if isinstance(error, MismatchError):
         return Cause("MismatchError", error.peer, error.message)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from unisono.core.call_site import line_of, site_of, users_frame
 from unisono.core.group import Group
 
-__all__ = ["Activity", "Awaited", "Desk", "Noted", "Recorder", "told"]
+__all__ = ["Activity", "ActivityRegistry", "CallRecord", "PendingMessage", "Recorder", "format_call"]
 
 _KEPT = 16
 _TOLD = 5
@@ -24,22 +24,22 @@ _KNOT_S = 0.5
 
 _TAGS = 256
 
-Awaited = tuple[str, int, int, int]
+PendingMessage = tuple[str, int, int, int]
 """A message that is waited for: "send" or "recv", the peer, the tag, and which one of these it is, from 1.
 
 Tags that are equal modulo 256 are counted together, on every rank: a program may use each tag once.
 """
 
 
-Noted = tuple[str, int | None, str, "str | tuple[CodeType, int] | None"]
+CallRecord = tuple[str, int | None, str, "str | tuple[CodeType, int] | None"]
 """One call: its name, its number among the collectives, what else is to be said, and its place in the program."""
 
 
-def told(noted: Noted) -> str:
+def format_call(noted: CallRecord) -> str:
     """A call in words.
 
     Example:
-        >>> told(("all_reduce", 7, "sum", "train.py:12"))
+        >>> format_call(("all_reduce", 7, "sum", "train.py:12"))
         'all_reduce #7 (sum) at train.py:12'
     """
     name, number, detail, place = noted
@@ -62,8 +62,8 @@ class Activity:
         since: On the monotonic clock: when the last call began, or ended if it is in none.
         now: The call that it is in, if it is in one.
         awaited: The messages that it waits for there.
-        gave_up: Whether its last wait was in vain.
-        aside: Whether it is so in a thread of the library, while the owner may do other things.
+        timed_out: Whether its last wait was in vain.
+        in_background: Whether it is so in a thread of the library, while the owner may do other things.
         keep: Adds a call to the latest ones.
         record: Where events are kept that are to survive this process, if anywhere.
     """
@@ -71,23 +71,23 @@ class Activity:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.owner = threading.get_ident()
-        self.calls, self.messages, self.inside, self.aside = 0, 0, False, False
-        self.awaited: tuple[Awaited, ...] = ()
+        self.calls, self.messages, self.inside, self.in_background = 0, 0, False, False
+        self.awaited: tuple[PendingMessage, ...] = ()
         self.posted: dict[tuple[str, int, int], int] = {}
-        self.now: Noted | None = None
-        self._latest: deque[Noted] = deque(maxlen=_KEPT)
-        self.keep: Callable[[Noted], None] = self._latest.append
+        self.now: CallRecord | None = None
+        self._latest: deque[CallRecord] = deque(maxlen=_KEPT)
+        self.keep: Callable[[CallRecord], None] = self._latest.append
         self.since = time.monotonic()
-        self.broken = self.closed = self.gave_up = False
+        self.broken = self.closed = self.timed_out = False
         self.record: Recorder | None = None
 
     @property
-    def latest(self) -> list[Noted]:
+    def latest(self) -> list[CallRecord]:
         """The last calls, the newest at the end."""
         return list(self._latest)
 
     # -- what the engine tells -----------------------------------------------------------------
-    def note(self, noted: Noted) -> None:
+    def note(self, noted: CallRecord) -> None:
         """A call has been made."""
         self.keep(noted)
         if noted[1] is not None:
@@ -95,13 +95,13 @@ class Activity:
         else:
             self.messages += 1
 
-    def enter(self, noted: Noted, awaited: tuple[Awaited, ...] = ()) -> None:
+    def enter(self, noted: CallRecord, awaited: tuple[PendingMessage, ...] = ()) -> None:
         """It is under way, or waited for."""
         self.now, self.awaited = noted, awaited
         self.since = time.monotonic()
         self.inside = True
         if self.record is not None:
-            self.record.put("enter", self.group.name, self.group.rank, noted[1], told(noted))
+            self.record.put("enter", self.group.name, self.group.rank, noted[1], format_call(noted))
 
     def leave(self) -> None:
         """It is so no more."""
@@ -109,14 +109,14 @@ class Activity:
         self.since = time.monotonic()
         # Of a call that has failed, the error is told already.
         if self.record is not None and self.now is not None and not self.broken:
-            self.record.put("leave", self.group.name, self.group.rank, self.now[1], told(self.now))
+            self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(self.now))
 
-    def tell(self, kind: str, text: str) -> None:
+    def log_event(self, kind: str, text: str) -> None:
         """Something else has happened that is worth keeping."""
         if self.record is not None:
             self.record.put(kind, self.group.name, self.group.rank, None, text)
 
-    def post(self, kind: str, peer: int, tag: int) -> Awaited:
+    def post(self, kind: str, peer: int, tag: int) -> PendingMessage:
         """A message is posted; how it is known from now on."""
         key = kind, peer, tag % _TAGS
         self.posted[key] = number = self.posted.get(key, 0) + 1
@@ -125,14 +125,14 @@ class Activity:
     # -- what others want to know --------------------------------------------------------------
     def last(self, count: int = _TOLD) -> list[str]:
         """The last calls, the newest at the end."""
-        return [told(noted) for noted in self.latest[-count:]]
+        return [format_call(noted) for noted in self.latest[-count:]]
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All of it in plain values."""
         # Who has just given up waiting counts as waiting: others, who ask at the same time, are in the same knot.
         # An error of the program may come from a wait that was none of its calls.
         now = self.now
-        inside = now is not None and (self.inside or (self.gave_up and time.monotonic() - self.since < _KNOT_S))
+        inside = now is not None and (self.inside or (self.timed_out and time.monotonic() - self.since < _KNOT_S))
         latest = self.latest
         shown = now if inside or not latest else latest[-1]
         # A quick call is counted when it is done.
@@ -143,10 +143,10 @@ class Activity:
             "members": list(self.group.members),
             "calls": max(self.calls, come or 0),
             "inside": inside,
-            "aside": self.aside,
+            "aside": self.in_background,
             "gave_up": not self.inside,
             "for_s": max(0.0, time.monotonic() - self.since),
-            "call": None if shown is None else told(shown),
+            "call": None if shown is None else format_call(shown),
             "number": None if shown is None else shown[1],
             "awaited": [list(one) for one in self.awaited] if inside else [],
             "posted": [[*key, count] for key, count in list(self.posted.items())],
@@ -163,7 +163,7 @@ class Recorder(Protocol):
         ...
 
 
-class Desk:
+class ActivityRegistry:
     """The activities of one rank, and where it keeps them."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Desk:
         at = users_frame(frame)
         return {
             "pid": os.getpid(),
-            "groups": [activity.told() for activity in known],
+            "groups": [activity.to_dict() for activity in known],
             "site": site_of(at),
             "function": None if at is None else at.f_code.co_qualname,
             "stack": _stack(frame),

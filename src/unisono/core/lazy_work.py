@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from unisono.core.threads import Crew
+from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Work
-from unisono.core.work import Completion, late, patience
+from unisono.core.work import Completion, resolve_timeout, timeout_error
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Deferred"]
 
 _LOOK_EVERY_S = 1e-3
-_crew = Crew("unisono deferred work")
+_crew = DaemonThreadPool("unisono deferred work")
 
 
 class Deferred(Work):
@@ -38,7 +38,7 @@ class Deferred(Work):
         self._told: Completion | None = None
 
     def wait(self, timeout: float | None = None) -> None:
-        limit = patience(timeout, self._timeout_s)
+        limit = resolve_timeout(timeout, self._timeout_s)
         if timeout is not None and self._ready is not None:
             self._look(self._ready, limit)
             limit = self._timeout_s
@@ -59,7 +59,7 @@ class Deferred(Work):
         while not ready():
             waited = time.monotonic() - started
             if waited >= timeout:
-                raise late((), waited)
+                raise timeout_error((), waited)
             time.sleep(min(timeout - waited, _LOOK_EVERY_S))
 
     def is_completed(self) -> bool:

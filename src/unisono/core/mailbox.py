@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from unisono.core.group import Group
 
-__all__ = ["Mail", "Mailbox"]
+__all__ = ["Envelope", "Mailbox"]
 
 
-class Mail(NamedTuple):
+class Envelope(NamedTuple):
     """One message as it arrived.
 
     Attributes:
@@ -34,8 +34,8 @@ class Mailbox(ABC):
     """One rank's place for messages that nobody has asked for. Those of one rank to another arrive in order.
 
     Unlike a transport, it has no receives to be posted, and no failure of the whole: a rank that has gone is
-    `lose`d, and the rest goes on. Sending is for any thread; `poll` for one thread at a time; `wait` for
-    one thread only, which is the one that is always there. Who is about to poll by itself says `hush`, so
+    `mark_lost`d, and the rest goes on. Sending is for any thread; `poll` for one thread at a time; `wait` for
+    one thread only, which is the one that is always there. Who is about to poll by itself says `mute_wakeups`, so
     that the waiting thread sleeps on.
 
     Attributes:
@@ -70,33 +70,33 @@ class Mailbox(ABC):
         """
 
     @abstractmethod
-    def poll(self) -> list[Mail]:
+    def poll(self) -> list[Envelope]:
         """What has come. Never blocks."""
 
     @abstractmethod
     def wait(self, timeout: float) -> None:
         """Return when something may have come, or somebody nudges, or the time is up."""
 
-    def hush(self) -> None:
+    def mute_wakeups(self) -> None:
         """From now on the caller polls: nobody need be woken."""
 
-    def unhush(self) -> None:
+    def unmute(self) -> None:
         """The caller polls no more."""
 
     @abstractmethod
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """End a `wait`. From any thread, and from a finalizer: takes no lock."""
 
-    def lose(self, peer: int, error: BaseException) -> None:
+    def mark_lost(self, peer: int, error: BaseException) -> None:
         """A rank has gone: sends to it fail, those in progress too."""
         self.lost.setdefault(peer, error)
-        self.nudge()
+        self.wake()
 
-    def lose_half_way(self, peer: int, error: BaseException) -> None:
+    def abort_message(self, peer: int, error: BaseException) -> None:
         """A send has been given up, also by an interrupt: half a message has gone, and nothing can follow it."""
         if not isinstance(error, CommError):
             error = PeerLostError(f"a message to rank {peer} was broken off by {type(error).__name__}", peer=peer)
-        self.lose(peer, error)
+        self.mark_lost(peer, error)
 
     def close(self) -> None:
         """Let go. Again is harmless."""

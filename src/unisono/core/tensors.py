@@ -9,17 +9,17 @@ from functools import partial
 import torch
 from torch.autograd.graph import increment_version
 
-from unisono.serialization.tensors import is_hollow
+from unisono.serialization.tensors import has_no_storage
 
 __all__ = [
     "Staging",
     "as_flat",
     "check_apart",
     "check_tensor",
-    "injective",
-    "is_locked",
+    "copy_back",
+    "is_inference_locked",
+    "is_non_overlapping",
     "numels",
-    "put_back",
     "view_of",
 ]
 
@@ -33,7 +33,7 @@ _ODD |= {getattr(torch, name) for name in ("qint8", "qint32", "quint8", "quint4x
 def as_flat(tensor: object, name: str, *, written: bool = False) -> torch.Tensor | None:
     """Return a tensor whose elements lie in the CPU's memory one after another: the given one, or a contiguous copy.
 
-    None for a tensor that needs the general path, such as one of a GPU or of a class of its own; `put_back` writes a
+    None for a tensor that needs the general path, such as one of a GPU or of a class of its own; `copy_back` writes a
     copy to where it is from. Raises as `check_tensor`.
     """
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in _PLAIN:
@@ -60,7 +60,7 @@ def numels(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(map(torch.Tensor.numel, tensors))
 
 
-def is_locked(tensor: torch.Tensor) -> bool:
+def is_inference_locked(tensor: torch.Tensor) -> bool:
     """Whether torch lets it be written in inference mode only, and that is not now."""
     return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
@@ -69,7 +69,7 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
     """Return the tensor; `TypeError` or `ValueError` if it cannot be sent, or received into, without harm."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
-    if (type(tensor) not in _PLAIN or tensor.is_nested) and is_hollow(tensor):
+    if (type(tensor) not in _PLAIN or tensor.is_nested) and has_no_storage(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, whose elements are not in its own memory; pass the plain tensor "
             "that it holds, such as what to_local() of a DTensor returns"
@@ -87,7 +87,7 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
             f"{name} has a gradient history, as a view of a parameter has, which communication would lose in silence; "
             "pass tensor.detach(), or call inside torch.no_grad()"
         )
-    if written and not injective(tensor):
+    if written and not is_non_overlapping(tensor):
         raise ValueError(
             f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), "
             "as after expand(); pass tensor.contiguous() or a tensor of its own"
@@ -161,7 +161,7 @@ class Staging:
         tensor = tensor.detach()
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         # One of inference mode can be written to in that mode alone.
-        plain = plain and not (write and is_locked(tensor))
+        plain = plain and not (write and is_inference_locked(tensor))
         if plain and tensor.device.type not in self._away:
             # Unlike view(-1), this has stride 1 also where there is only one element: else it has no bytes to view.
             flat = tensor.as_strided((tensor.numel(),), (1,))
@@ -174,11 +174,11 @@ class Staging:
         if read:
             self.before.append(lambda: shaped.copy_(tensor))
         if write:
-            self.after.append(lambda: put_back(tensor, shaped))
+            self.after.append(lambda: copy_back(tensor, shaped))
         return flat
 
 
-def put_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
+def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Write a result to the tensor that it is for, whatever mode that was made in."""
     if tensor.data_ptr() != result.data_ptr():
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -198,7 +198,7 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def injective(tensor: torch.Tensor) -> bool:
+def is_non_overlapping(tensor: torch.Tensor) -> bool:
     """Whether no two elements share memory."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return True

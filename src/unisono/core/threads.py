@@ -7,12 +7,12 @@ import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["Crew", "Helper", "aside"]
+__all__ = ["DaemonThreadPool", "SerialWorker", "spawn_thread"]
 
 _IDLE_S = 5.0
 
 
-class Crew:
+class DaemonThreadPool:
     """Runs each task at once, on a thread that is free or on a new one. Threads end when idle for 5 s.
 
     Not a `ThreadPoolExecutor`: that one has a limit, behind which waits could wait for each other,
@@ -53,7 +53,7 @@ class Crew:
                 task = self._tasks.get()
 
 
-class Helper:
+class SerialWorker:
     """Does tasks one after another, on one thread that is made when first needed.
 
     The thread holds a task only while it does it, so that nothing lives on for its sake.
@@ -88,7 +88,7 @@ def _do(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del task
 
 
-def aside(task: Callable[[], None], name: str) -> None:
+def spawn_thread(task: Callable[[], None], name: str) -> None:
     """Run a task soon, on a thread of its own. For finalizers, which may come while this thread holds any lock.
 
     To start a `threading.Thread` takes a lock of `threading`; so a bare thread, which holds none, does that.

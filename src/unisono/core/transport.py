@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeA
 
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.group import Group
-from unisono.core.types import Call, Message, Work
+from unisono.core.types import CollectiveCall, Message, Work
 from unisono.errors import UnavailableError
 
 if TYPE_CHECKING:
     import torch
 
     from unisono.core.collective import Collective
-    from unisono.core.control import Control
+    from unisono.core.control import ControlPlane
     from unisono.core.mailbox import Mailbox
 
-__all__ = ["Declared", "FastPath", "Options", "PointToPoint", "Status", "Tensors", "Transport"]
+__all__ = ["Capabilities", "FastPath", "Options", "PointToPoint", "Status", "Tensors", "Transport"]
 
 Tensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor] | None"
 
@@ -69,11 +69,11 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class Capabilities:
     """What a transport says of itself before it is connected; the attributes are those of `Transport`."""
 
     devices: frozenset[str]
-    staged: frozenset[str]
+    host_staged: frozenset[str]
     native: frozenset[str]
 
 
@@ -132,12 +132,12 @@ class Transport(ABC):
         in_process: Whether ranks are threads of one process; `launch` asks.
         simulated: Whether these take turns on a virtual clock; `launch` asks.
         launcher: What starts ranks that are processes: "forkserver", or "mpirun"; `launch` asks.
-        native: Names of the collectives (see `Call`) that `collective` carries itself.
+        native: Names of the collectives (see `CollectiveCall`) that `collective` carries itself.
         tags: Whether tags above 0 can be told apart. `COLLECTIVE_TAG` always can.
         any_source: Whether `iprobe` tells what has come, so that a receive may leave open from whom.
         checks: Whether `begin` itself compares fingerprints between ranks.
         devices: The device types whose tensors it carries.
-        staged: Those of them that take the way over the CPU's memory; `post` sees CPU tensors then.
+        host_staged: Those of them that take the way over the CPU's memory; `post` sees CPU tensors then.
         overlaps: Whether a native collective, once started, goes on while the caller does other things.
         background: Whether a thread that sees a collective through pays: it mostly waits for a network, or each rank
             has a core to spare. The same on every rank.
@@ -153,7 +153,7 @@ class Transport(ABC):
     any_source: bool = False
     checks: bool = False
     devices: frozenset[str] = frozenset({"cpu"})
-    staged: frozenset[str] = frozenset()
+    host_staged: frozenset[str] = frozenset()
     overlaps: bool = False
     background: bool = False
     fast_path: FastPath | None = None
@@ -163,17 +163,17 @@ class Transport(ABC):
     group: Group
 
     @classmethod
-    def connect(cls, group: Group, control: Control, options: Options) -> Self:
+    def connect(cls, group: Group, control: ControlPlane, options: Options) -> Self:
         """Join the group's other members, who all call this; return when messages can be posted."""
         raise UnavailableError(f"{cls.__name__} can wrap other transports, but cannot be started by name")
 
     @classmethod
-    def declared(cls, backend: str) -> Declared:
+    def declared(cls, backend: str) -> Capabilities:
         """What it can under this name, for those that have several."""
-        return Declared(cls.devices, cls.staged, cls.native)
+        return Capabilities(cls.devices, cls.host_staged, cls.native)
 
     @classmethod
-    def neighbours(cls, group: Group, control: Control, timeout: float) -> tuple[tuple[int, ...], ...]:
+    def shm_peers(cls, group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
         """The parts of a group within which `connect` works, by proof: all of it, unless this transport ends at a host.
 
         Collective, over the control plane; the ranks have joined the group there.
@@ -213,11 +213,11 @@ class Transport(ABC):
 
         `group` is made of this transport's own members. Made of `post`, unless a transport knows a faster way.
         """
-        from unisono.transports.mailbox.over_p2p import PostMailbox
+        from unisono.transports.mailbox.over_p2p import PointToPointMailbox
 
-        return PostMailbox(self.split(group))
+        return PointToPointMailbox(self.split(group))
 
-    def renew(self, group: Group) -> Transport:
+    def reconfigure(self, group: Group) -> Transport:
         """The transport of a group that takes the place of this one, which may be broken.
 
         Its members are ranks of this one that live, who call this, and newcomers, who call `connect`.
@@ -235,7 +235,7 @@ class Transport(ABC):
     def abort(self, cause: BaseException) -> None:
         """End every wait in progress, from any thread, with an error that tells `cause`; stay broken."""
 
-    def die(self, error: BaseException) -> NoReturn:
+    def simulate_crash(self, error: BaseException) -> NoReturn:
         """End this rank as a killed process ends, for tests; where ranks are threads, by raising `error`."""
         if not self.in_process:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -244,15 +244,15 @@ class Transport(ABC):
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
         """Called before a collective moves anything. Raise `MismatchError` if ranks differ."""
 
-    def end(self, fingerprint: Fingerprint, call: Call, timeout: float) -> None:
+    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout: float) -> None:
         """Called when a collective has moved everything. Raise `CorruptedError` if not what was sent has arrived."""
 
-    def carries(self, call: Call) -> bool:
+    def supports(self, call: CollectiveCall) -> bool:
         """Whether `collective` can do this call. Every rank must come to the same answer."""
         return call.name in self.native
 
-    def collective(self, call: Call) -> Work:
-        """Start a collective that `carries` is true of."""
+    def collective(self, call: CollectiveCall) -> Work:
+        """Start a collective that `supports` is true of."""
         raise NotImplementedError(f"{type(self).__name__} declares no native {call.name}")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COLLECTIVE_TAG", "MAX_TAG", "Call", "Message", "Recv", "ReduceOp", "Send", "Work"]
+__all__ = ["COLLECTIVE_TAG", "MAX_TAG", "CollectiveCall", "Message", "Recv", "ReduceOp", "Send", "Work"]
 
 COLLECTIVE_TAG = -1
 """The channel of collectives. Users' tags start at 0, so the two never match each other."""
@@ -59,7 +59,7 @@ Message = Send | Recv
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Call:
+class CollectiveCall:
     """One collective as it passes the door to a native implementation, or to a schedule.
 
     All tensors are one-dimensional and contiguous. What `inputs` and `outputs` hold:
@@ -82,7 +82,7 @@ class Call:
         op: The reduce operation, never `avg`.
         average: Whether the façade divides the sum; for comparison between ranks only.
         root: The rank that a rooted operation is about.
-        whole: Where the one-a-rank side consists of consecutive slices of one tensor, that tensor.
+        packed: Where the one-a-rank side consists of consecutive slices of one tensor, that tensor.
     """
 
     name: str
@@ -91,10 +91,10 @@ class Call:
     op: ReduceOp | None = None
     average: bool = False
     root: int | None = None
-    whole: torch.Tensor | None = None
+    packed: torch.Tensor | None = None
 
     @property
-    def asked(self) -> ReduceOp | None:
+    def requested_op(self) -> ReduceOp | None:
         """The operation as the caller named it."""
         return ReduceOp.AVG if self.average else self.op
 

@@ -16,7 +16,17 @@ from unisono.errors import CommTimeoutError, MismatchError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Completion", "Countdown", "describe", "elements", "late", "misfit", "patience", "readable", "wait_any"]
+__all__ = [
+    "Completion",
+    "CountdownWork",
+    "describe",
+    "elements",
+    "format_bytes",
+    "resolve_timeout",
+    "size_error",
+    "timeout_error",
+    "wait_any",
+]
 
 
 _LONGEST_S = 1e9
@@ -52,11 +62,11 @@ class Completion(Work):
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        limit = patience(timeout, self.timeout_s)
+        limit = resolve_timeout(timeout, self.timeout_s)
         if not self._done.is_set():
             started = time.monotonic()
             if not self._done.wait(limit):
-                raise late(self._messages, time.monotonic() - started)
+                raise timeout_error(self._messages, time.monotonic() - started)
         if self._error is not None:
             raise self._error
 
@@ -89,7 +99,7 @@ class Completion(Work):
         callback()
 
 
-class Countdown(Completion):
+class CountdownWork(Completion):
     """The messages of one `post`: complete when each has `arrived`, or with the first error."""
 
     def __init__(self, timeout_s: float, messages: Sequence[Message]) -> None:
@@ -106,7 +116,7 @@ class Countdown(Completion):
             self.complete()
 
 
-def patience(timeout: float | None, usual_s: float) -> float:
+def resolve_timeout(timeout: float | None, usual_s: float) -> float:
     """How many seconds a wait may take: those that were told, or the usual ones.
 
     Raises:
@@ -114,7 +124,7 @@ def patience(timeout: float | None, usual_s: float) -> float:
         ValueError: It is negative, or more than 1e9, such as infinity.
 
     Example:
-        >>> patience(None, 300.0), patience(5, 300.0)
+        >>> resolve_timeout(None, 300.0), resolve_timeout(5, 300.0)
         (300.0, 5)
     """
     if timeout is None:
@@ -127,7 +137,7 @@ def patience(timeout: float | None, usual_s: float) -> float:
     return timeout
 
 
-def late(messages: Sequence[Message], waited_s: float) -> CommTimeoutError:
+def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutError:
     """The error of a wait for these messages that has taken too long."""
     if not messages:
         return CommTimeoutError(f"waited {waited_s:.1f} s", waited_s=waited_s)
@@ -143,15 +153,15 @@ def late(messages: Sequence[Message], waited_s: float) -> CommTimeoutError:
 def describe(messages: Sequence[Message]) -> str:
     """What is waited for, in words: "for 4.0 MiB from rank 1"."""
     parts = [
-        f"for {readable(m.tensor.nbytes)} from rank {m.peer}"
+        f"for {format_bytes(m.tensor.nbytes)} from rank {m.peer}"
         if isinstance(m, Recv)
-        else f"for rank {m.peer} to take {readable(m.tensor.nbytes)}"
+        else f"for rank {m.peer} to take {format_bytes(m.tensor.nbytes)}"
         for m in messages[:4]
     ]
     return " and ".join(parts) + (f" and {len(messages) - 4} more" if len(messages) > 4 else "")
 
 
-def misfit(sender: int, sent: str, receiver: int, expected: str, tag: int, peer: int) -> MismatchError:
+def size_error(sender: int, sent: str, receiver: int, expected: str, tag: int, peer: int) -> MismatchError:
     """The error of a send and a receive that met and do not fit; `sent` and `expected` as of `elements`."""
     return MismatchError(
         f"rank {sender} sent {sent}, but the receive on rank {receiver} is for {expected} (tag {tag})", peer=peer
@@ -168,11 +178,11 @@ def elements(numel: int, dtype: str) -> str:
     return f"{numel} elements of {dtype.removeprefix('torch.')}"
 
 
-def readable(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """A number of bytes for people.
 
     Example:
-        >>> readable(100), readable(4 << 20)
+        >>> format_bytes(100), format_bytes(4 << 20)
         ('100 B', '4.0 MiB')
     """
     if nbytes < 1024:
@@ -193,7 +203,7 @@ def wait_any(works: Sequence[Work], timeout: float | None = None) -> int:
     """
     if not works:
         raise ValueError("wait_any needs at least one work")
-    limit = None if timeout is None else patience(timeout, timeout)
+    limit = None if timeout is None else resolve_timeout(timeout, timeout)
     for index, work in enumerate(works):
         if work.is_completed():
             return index

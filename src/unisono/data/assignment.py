@@ -10,10 +10,10 @@ import torch
 from unisono.data.indices import Indices, Places
 from unisono.data.partitioner import Partitioner
 
-__all__ = ["Assigned", "pieces_of"]
+__all__ = ["AssignmentPartitioner", "pieces_of"]
 
 
-class Assigned(Partitioner):
+class AssignmentPartitioner(Partitioner):
     """Base of partitioners that give each sample an owner, by what the sample is and not by when it comes.
 
     So parts stay the same from epoch to epoch, and each is shuffled in itself. Costs some 50 bytes a sample on

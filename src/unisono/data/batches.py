@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from unisono.data.partitioner import Partitioner
 from unisono.data.rank_info import ranks_of
 from unisono.data.sampler import PartitionSampler
-from unisono.data.stateful_iterator import Walk
+from unisono.data.stateful_iterator import StatefulIterator
 
 __all__ = ["GlobalBatchSampler"]
 
@@ -31,10 +31,11 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         partition: One that deals in turns: "shuffled", "strided", or a sampler in `un.data.sampled`.
         shuffle, seed: As for `PartitionSampler`.
         drop_last: Leave out a last batch that is shorter.
-        empty: Your loop copes with empty lists, which some ranks get if the last batch is shorter than there are ranks.
+        allow_empty_batches: Your loop copes with empty lists, which some ranks get if the last batch is shorter than
+            there are ranks.
 
     Raises:
-        ValueError: A last batch would leave ranks without a sample, and `empty` was not said.
+        ValueError: A last batch would leave ranks without a sample, and `allow_empty_batches` was not said.
 
     Cost: 20 ns for each sample of the whole batch.
 
@@ -56,7 +57,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         shuffle: bool | None = None,
         seed: int = 0,
         drop_last: bool = False,
-        empty: bool = False,
+        allow_empty_batches: bool = False,
     ) -> None:
         if (size := operator.index(batch_size)) < 1:
             raise ValueError(f"batch_size must be 1 or more, but is {batch_size}")
@@ -65,7 +66,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._whole = PartitionSampler(dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed)
         if not self._whole.rule.interleaves:
             raise ValueError("batches of all ranks are cut from one order: partition must be one that deals in turns")
-        self.batch_size, self.drop_last, self._empty = size, drop_last, empty
+        self.batch_size, self.drop_last, self._empty = size, drop_last, allow_empty_batches
         self._check(self.num_replicas)
 
     @property
@@ -87,7 +88,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
 
     def advance(self, steps: int = 1) -> None:
         """The job has made so many steps. Not needed with torchdata's StatefulDataLoader."""
-        left, steps = self._whole.left, operator.index(steps)
+        left, steps = self._whole.remaining, operator.index(steps)
         if not 0 <= steps <= -(-left // self.batch_size):
             raise ValueError(f"{steps} steps cannot have been made: {left} samples are left of epoch {self.epoch}")
         self._whole.advance(min(steps * self.batch_size, left))
@@ -114,7 +115,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.rank, self.num_replicas = rank, size
 
     def _check(self, ranks: int) -> None:
-        count = self._whole.left
+        count = self._whole.remaining
         last = count % self.batch_size or min(count, self.batch_size)
         if 0 < last < ranks and not self._empty and not (self.drop_last and last < self.batch_size):
             raise ValueError(
@@ -130,7 +131,7 @@ def _progress(state: dict[str, Any]) -> tuple[int, int]:
 class _Steps(Iterator[list[Any]]):
     """One way through the batches, with the state of the samples that have been given."""
 
-    def __init__(self, batches: GlobalBatchSampler, samples: Walk) -> None:
+    def __init__(self, batches: GlobalBatchSampler, samples: StatefulIterator) -> None:
         self._batches, self._samples = batches, samples
 
     def __next__(self) -> list[Any]:

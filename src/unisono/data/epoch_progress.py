@@ -9,11 +9,11 @@ from typing import Any
 
 from unisono.data.indices import Indices
 
-__all__ = ["Pass", "unchanged_on_error"]
+__all__ = ["EpochProgress", "unchanged_on_error"]
 
 
 @dataclass(eq=False)
-class Pass:
+class EpochProgress:
     """One way of this rank through its samples.
 
     Attributes:

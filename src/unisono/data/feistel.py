@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from unisono.data.indices import Indices
-from unisono.data.seeded_shuffle import sorted_by_chance
+from unisono.data.seeded_shuffle import seeded_permutation
 
 __all__ = ["IndexShuffle"]
 
@@ -59,7 +59,7 @@ class IndexShuffle(Indices):
         if self._count > _MAX:
             raise ValueError(f"count must be at most 2^62, but is {count}")
         digest = hashlib.blake2b(repr(given).encode(), digest_size=64, person=b"unisono shuffle").digest()
-        self._table = sorted_by_chance(self._count, int.from_bytes(digest)) if self._count <= _TABLE else None
+        self._table = seeded_permutation(self._count, int.from_bytes(digest)) if self._count <= _TABLE else None
         # An index is high * 2^bits + low, with low < 2^bits and high < self._highs.
         self._bits = max(1, (max(self._count, 1) - 1).bit_length() // 2)
         self._highs = -(-self._count >> self._bits)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Counted", "Indices", "Joined", "Listed", "Places", "Selected", "are_whole", "select", "taken_from"]
+__all__ = ["Concatenated", "Counted", "Indices", "Listed", "Places", "Selected", "are_whole", "select", "taken_from"]
 
 Places = range | torch.Tensor
 """Some places of a sequence: a range with a positive step, or a one-dimensional int64 tensor on the CPU."""
@@ -114,7 +114,7 @@ class Selected(Indices):
         return self.places[places]
 
 
-class Joined(Indices):
+class Concatenated(Indices):
     """Sequences one after another; to the samples of each, a number of its own is added."""
 
     def __init__(self, parts: Sequence[Indices], starts: Sequence[int] | None = None) -> None:
@@ -159,7 +159,7 @@ def select(base: Indices, pieces: Sequence[Places]) -> Indices:
         [10, 12, 14, 30, 32]
     """
     parts = [_selected(base, piece) for piece in pieces if len(piece)]
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    return parts[0] if len(parts) == 1 else Concatenated(parts)
 
 
 def _selected(base: Indices, piece: Places) -> Indices:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from unisono.data.apportionment import apportion
 from unisono.data.indices import are_whole, select
 from unisono.data.partitioner import Partitioner, resolve
-from unisono.data.seeded_shuffle import sorted_by_chance
+from unisono.data.seeded_shuffle import seeded_permutation
 
 __all__ = ["DataPartitioner", "Partition"]
 
@@ -130,7 +130,7 @@ class DataPartitioner(Generic[T_co]):
         lengths = apportion(count, sizes)
         self.partitions: tuple[torch.Tensor, ...]
         if partition is None and shuffle is not False:
-            self.partitions = sorted_by_chance(count, operator.index(seed)).split(lengths)
+            self.partitions = seeded_permutation(count, operator.index(seed)).split(lengths)
             return
         rule = resolve("contiguous" if partition is None else partition, data)
         order = rule.order(count, rule.shuffles if shuffle is None else shuffle, seed, 0, sizes)

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-__all__ = ["Passes"]
+__all__ = ["WorkerEpochCheck"]
 
 
-class Passes:
+class WorkerEpochCheck:
     """Counts a worker's ways through its copy of a dataset: one that a state was loaded into is good for one.
 
     Workers that live on (`persistent_workers=True`) do not hear of `set_epoch`, so in each epoch they would leave out

@@ -9,17 +9,17 @@ from typing import Any, Literal
 import torch
 
 from unisono.data.apportionment import equal_shares
-from unisono.data.indices import Indices, Joined, Places, select, taken_from
+from unisono.data.indices import Concatenated, Indices, Places, select, taken_from
 from unisono.data.partitioner import Partitioner
 
-__all__ = ["Deal", "Evening", "Phase", "added", "deal", "in_step", "leftover"]
+__all__ = ["Evening", "Resharding", "ShardingPhase", "added", "deal", "in_step", "leftover"]
 
 Evening = Literal["none", "drop", "pad"]
 """Whether parts are cut to the shortest, or padded to the longest by samples that come twice."""
 
 
 @dataclass(frozen=True)
-class Phase:
+class ShardingPhase:
     """A stretch of an epoch that is over, since the number of parts changed.
 
     Attributes:
@@ -37,7 +37,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Deal:
+class Resharding:
     """What is left of an epoch, and which places of it are whose."""
 
     rest: Indices
@@ -62,7 +62,7 @@ class Deal:
         kept = select(self.rest, [places[:length]])
         if length <= len(places):
             return kept
-        return Joined([kept, select(self.rest, [self._padding(number, len(places), length)])])
+        return Concatenated([kept, select(self.rest, [self._padding(number, len(places), length)])])
 
     def _padding(self, number: int, start: int, stop: int) -> torch.Tensor:
         """Places that come a second time: of an interleaved order the first ones, else those of the part itself."""
@@ -73,13 +73,13 @@ class Deal:
 
 
 def deal(
-    rule: Partitioner, order: Indices, phases: Sequence[Phase], parts: int, seed: int, evening: Evening = "none"
-) -> Deal:
+    rule: Partitioner, order: Indices, phases: Sequence[ShardingPhase], parts: int, seed: int, evening: Evening = "none"
+) -> Resharding:
     """Replay the phases of an epoch that are over, and deal what they left."""
     for phase in phases:
         earlier = rule.replaced(phase.settings).divide(order, equal_shares(phase.parts), seed)
         order = select(order, leftover(earlier, phase.taken, len(order)))
-    return Deal(order, rule.divide(order, equal_shares(parts), seed), rule.interleaves, evening)
+    return Resharding(order, rule.divide(order, equal_shares(parts), seed), rule.interleaves, evening)
 
 
 def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[Places]:
@@ -125,7 +125,9 @@ def in_step(lengths: Sequence[int], total: int) -> list[int]:
     return given
 
 
-def added(phases: Sequence[Phase], last: Phase, rule: Partitioner, lengths: Sequence[int]) -> list[Phase]:
+def added(
+    phases: Sequence[ShardingPhase], last: ShardingPhase, rule: Partitioner, lengths: Sequence[int]
+) -> list[ShardingPhase]:
     """The phases with one more, in the shortest form.
 
     Where parts take turns and have kept step, all together have taken the first places of the order, whoever they
@@ -140,4 +142,4 @@ def added(phases: Sequence[Phase], last: Phase, rule: Partitioner, lengths: Sequ
     if phases and phases[-1].parts == 1:
         before = phases[-1].taken[0]
         phases = phases[:-1]
-    return [*phases, Phase(1, (before + total,), {})]
+    return [*phases, ShardingPhase(1, (before + total,), {})]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.data.resharding import Phase
+from unisono.data.resharding import ShardingPhase
 
 __all__ = ["FORMAT", "check_states", "counts_of", "phases_of"]
 
@@ -38,9 +38,9 @@ def check_states(states: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> di
     return first
 
 
-def phases_of(state: dict[str, Any]) -> list[Phase]:
+def phases_of(state: dict[str, Any]) -> list[ShardingPhase]:
     """The phases that a state tells of."""
-    return [Phase(phase["parts"], tuple(phase["taken"]), phase["settings"]) for phase in state["phases"]]
+    return [ShardingPhase(phase["parts"], tuple(phase["taken"]), phase["settings"]) for phase in state["phases"]]
 
 
 def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step: bool, lost: bool = False) -> list[int]:

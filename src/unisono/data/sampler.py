@@ -10,12 +10,12 @@ from typing import Any
 from torch.utils.data import IterableDataset, Sampler
 
 from unisono.data.apportionment import equal_shares
-from unisono.data.epoch_progress import Pass, unchanged_on_error
+from unisono.data.epoch_progress import EpochProgress, unchanged_on_error
 from unisono.data.partitioner import Partitioner, resolve
 from unisono.data.rank_info import ranks_of
-from unisono.data.resharding import Deal, Evening, Phase, added, deal
+from unisono.data.resharding import Evening, Resharding, ShardingPhase, added, deal
 from unisono.data.resume_state import FORMAT, check_states, counts_of, phases_of
-from unisono.data.stateful_iterator import Source, Walk, walk
+from unisono.data.stateful_iterator import Source, StatefulIterator, walk
 
 __all__ = ["EpochWarning", "PartitionSampler"]
 
@@ -93,14 +93,14 @@ class PartitionSampler(Sampler[Any]):
         self.rule = resolve(partition, dataset)
         self.shuffle = self.rule.shuffles if shuffle is None else shuffle
         self.seed, self.epoch, self.drop_last, self.padding = operator.index(seed), 0, drop_last, padding
-        self._phases: list[Phase] = []
-        self._pass: Pass | None = None
+        self._phases: list[ShardingPhase] = []
+        self._pass: EpochProgress | None = None
         # The epoch that was asked for since the last pass ended.
         self._asked: int | None = None
         self._warned = False
 
     # -- as torch's ----------------------------------------------------------------------------
-    def __iter__(self) -> Walk:
+    def __iter__(self) -> StatefulIterator:
         """Of this epoch, what this rank has not committed; or all of it again, once it was through.
 
         Warns (`EpochWarning`, once) if a loop has come to the end, and nobody has called `set_epoch` since.
@@ -110,7 +110,9 @@ class PartitionSampler(Sampler[Any]):
         through = again or (current.complete and current.taken > current.start)
         if (through or current.ended) and self.shuffle and self._asked is None and not self._warned:
             self._warned = True
-            what = "begins again, in the same order" if through else f"goes on with {self.left} samples not committed"
+            what = (
+                "begins again, in the same order" if through else f"goes on with {self.remaining} samples not committed"
+            )
             text = f"epoch {self.epoch} {what}: call set_epoch(epoch) before each epoch"
             warnings.warn(text, EpochWarning, stacklevel=2)
         if through:
@@ -139,7 +141,7 @@ class PartitionSampler(Sampler[Any]):
         return len(self)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """How many samples of this rank are not committed."""
         current = self._now()
         return len(current.indices) - current.taken
@@ -153,10 +155,10 @@ class PartitionSampler(Sampler[Any]):
     def advance(self, count: int) -> None:
         """This rank has trained on its next `count` samples. Not needed with torchdata's StatefulDataLoader."""
         current, count = self._now(), operator.index(count)
-        if not 0 <= count <= self.left:
+        if not 0 <= count <= self.remaining:
             raise ValueError(
                 f"rank {self.rank} cannot have trained on {count} samples more: "
-                f"{self.left} of its {len(current.indices)} are left in epoch {self.epoch}"
+                f"{self.remaining} of its {len(current.indices)} are left in epoch {self.epoch}"
             )
         current.advance(count)
         if count and current.complete:
@@ -234,25 +236,25 @@ class PartitionSampler(Sampler[Any]):
     def _begin(self, epoch: int) -> None:
         self.epoch, self._phases, self._pass = epoch, [], None
 
-    def _end(self, which: Pass) -> None:
+    def _end(self, which: EpochProgress) -> None:
         which.end()
         if which is self._pass:
             self._asked = None
 
-    def _source(self, which: Pass) -> Source:
+    def _source(self, which: EpochProgress) -> Source:
         return Source(which.indices, which.taken, lambda: self._end(which))
 
-    def _now(self) -> Pass:
+    def _now(self) -> EpochProgress:
         """The pass under way; made anew if the dataset has grown since, and nothing is committed."""
         held = self._pass
         if held is None or (held.state["samples"] != len(self.dataset) and not held.taken and not self._phases):
             indices = self._dealt(self._phases, self.num_replicas).part(self.rank)
             fixed = {"format": FORMAT, "epoch": self.epoch, "seed": self.seed, **self._identity()}
             place = {"parts": self.num_replicas, "rank": self.rank, "settings": self.rule.settings()}
-            held = self._pass = Pass({**fixed, "phases": [p.plain() for p in self._phases], **place}, indices)
+            held = self._pass = EpochProgress({**fixed, "phases": [p.plain() for p in self._phases], **place}, indices)
         return held
 
-    def _dealt(self, phases: Sequence[Phase], parts: int, rule: Partitioner | None = None) -> Deal:
+    def _dealt(self, phases: Sequence[ShardingPhase], parts: int, rule: Partitioner | None = None) -> Resharding:
         rule = self.rule if rule is None else rule
         first = (phases[0].parts, rule.replaced(phases[0].settings)) if phases else (parts, rule)
         order = first[1].order(len(self.dataset), self.shuffle, self.seed, self.epoch, equal_shares(first[0]))
@@ -268,7 +270,7 @@ class PartitionSampler(Sampler[Any]):
         rule = self.rule.replaced(common["settings"])
         lengths = [len(part) for part in self._dealt(self._phases, common["parts"], rule).parts]
         taken = tuple(min(count, length) for count, length in zip(counts, lengths, strict=True))
-        self._phases = added(self._phases, Phase(common["parts"], taken, common["settings"]), rule, lengths)
+        self._phases = added(self._phases, ShardingPhase(common["parts"], taken, common["settings"]), rule, lengths)
 
     def _go_to(self, taken: int) -> None:
         current = self._now()
@@ -276,13 +278,13 @@ class PartitionSampler(Sampler[Any]):
             raise ValueError(f"the state says {taken} samples of this rank's {len(current.indices)}")
         current.start = current.taken = taken
 
-    def walk_state(self, token: Pass, given: int, through: bool | None) -> dict[str, Any]:
+    def walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
         """For walks: the state when `given` samples of that pass are committed."""
         through = through and given == len(token.indices)
         begun = token.begun or given > 0 or bool(token.state["phases"])
         return {**token.state, "taken": given, "through": through, "begun": begun}
 
-    def load_walk(self, state: dict[str, Any]) -> tuple[Source, Pass]:
+    def load_walk(self, state: dict[str, Any]) -> tuple[Source, EpochProgress]:
         """For walks: `load_state_dict`, and where to go on. A loader that was through begins anew next."""
         asked = self._asked
         self.load_state_dict(state)

@@ -6,17 +6,17 @@ import random
 
 import torch
 
-__all__ = ["sorted_by_chance"]
+__all__ = ["seeded_permutation"]
 
 
-def sorted_by_chance(count: int, seed: int) -> torch.Tensor:
+def seeded_permutation(count: int, seed: int) -> torch.Tensor:
     """The numbers below `count` in an order that depends on the seed alone. Costs about 0.1 us a sample.
 
     Of all generators' outputs only `Random.random` is promised to stay the same on every platform
     and in every version; hence a stable sort by such keys, not a library's shuffle.
 
     Example:
-        >>> sorted_by_chance(8, 1234).tolist()
+        >>> seeded_permutation(8, 1234).tolist()
         [2, 7, 1, 5, 6, 3, 4, 0]
     """
     draw = random.Random(seed).random

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.data.feistel import IndexShuffle
-from unisono.data.persistent_workers import Passes
+from unisono.data.persistent_workers import WorkerEpochCheck
 from unisono.data.rank_info import ranks_of
 from unisono.errors import UnavailableError
 
@@ -156,7 +156,7 @@ class ShardPartition(IterableDataset[T_co]):
 
     def _begin(self, epoch: int) -> None:
         self.epoch, self._resumed = epoch, False
-        self._done, self._skip, self._lengths, self._reading, self._passes = 0, 0, [], 0, Passes()
+        self._done, self._skip, self._lengths, self._reading, self._passes = 0, 0, [], 0, WorkerEpochCheck()
         order = IndexShuffle(len(self.shards), self.seed, epoch) if self.shuffle else range(len(self.shards))
         self._jobs = [(shard, 0) for shard in order]
 

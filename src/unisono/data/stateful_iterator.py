@@ -12,7 +12,7 @@ import torch
 
 from unisono.data.indices import Indices
 
-__all__ = ["Source", "Walk", "walk"]
+__all__ = ["Source", "StatefulIterator", "walk"]
 
 # The first sample should come at once; later ones in runs that are long enough for vector instructions, and
 # short enough for the cache and for less than a MiB.
@@ -39,44 +39,44 @@ class Source:
         self._ended()
 
     @property
-    def given(self) -> int:
+    def consumed(self) -> int:
         """The place of the next sample."""
         return self._at - length_hint(self._run)
 
-    def become(self, other: Source) -> None:
+    def replace(self, other: Source) -> None:
         """Go on as the other one would."""
         deque(self._run, maxlen=0)
         self._indices, self._at, self._ended = other._indices, other._at, other._ended
 
 
-class _Keeper(Protocol):
+class _StatefulSampler(Protocol):
     """Whose state a walk's state is."""
 
     def walk_state(self, token: Any, given: int, through: bool | None) -> dict[str, Any]: ...
     def load_walk(self, state: Any) -> tuple[Source, Any]: ...
 
 
-class Walk(chain[Any]):
+class StatefulIterator(chain[Any]):
     """An iterator with a state, as torchdata's StatefulDataLoader wants it; `next` costs no Python code.
 
     The state is that of the sampler when all samples that this walk has given are committed.
     """
 
     _source: Source
-    _keeper: _Keeper
+    _keeper: _StatefulSampler
     _token: Any
 
     def state_dict(self) -> dict[str, Any]:
-        return self._keeper.walk_state(self._token, self._source.given, self._source.over)
+        return self._keeper.walk_state(self._token, self._source.consumed, self._source.over)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         source, self._token = self._keeper.load_walk(state)
-        self._source.become(source)
+        self._source.replace(source)
 
 
-def walk(source: Source, keeper: _Keeper, token: Any) -> Walk:
+def walk(source: Source, keeper: _StatefulSampler, token: Any) -> StatefulIterator:
     """A walk of what the source gives; `token` tells the keeper which of its passes it is."""
-    made = Walk.from_iterable(source.runs())
-    assert isinstance(made, Walk)
+    made = StatefulIterator.from_iterable(source.runs())
+    assert isinstance(made, StatefulIterator)
     made._source, made._keeper, made._token = source, keeper, token
     return made

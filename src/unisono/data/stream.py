@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unisono.data.persistent_workers import Passes
+from unisono.data.persistent_workers import WorkerEpochCheck
 from unisono.data.rank_info import ranks_of
 from unisono.data.resharding import leftover
 
@@ -66,7 +66,7 @@ class StreamPartition(IterableDataset[T_co]):
         # Committed by earlier ranks: all places below the edge but for the holes.
         self._edge, self._taken = 0, 0
         self._holes: list[int] = []
-        self._passes = Passes()
+        self._passes = WorkerEpochCheck()
 
     def __iter__(self) -> Iterator[T_co]:
         return self._passes.begin(bool(self._taken or self._edge)) or _Share(self)
@@ -75,7 +75,7 @@ class StreamPartition(IterableDataset[T_co]):
         """Begin another epoch; nothing changes if it is the current one."""
         epoch = operator.index(epoch)
         if epoch != self.epoch:
-            self.epoch, self._edge, self._holes, self._taken, self._passes = epoch, 0, [], 0, Passes()
+            self.epoch, self._edge, self._holes, self._taken, self._passes = epoch, 0, [], 0, WorkerEpochCheck()
         if callable(tell := getattr(self.dataset, "set_epoch", None)):
             tell(epoch)
 
@@ -103,7 +103,7 @@ class StreamPartition(IterableDataset[T_co]):
             raise ValueError("these are not states of a StreamPartition, of one job at one time")
         first = states[0]
         self.epoch, self._edge, self._holes, self._taken = first["epoch"], first["edge"], list(first["holes"]), 0
-        self._passes = Passes()
+        self._passes = WorkerEpochCheck()
         told = {s["rank"]: s["taken"] for s in states}
         if first["parts"] == self.num_replicas and self.rank in told:
             self._taken = told[self.rank]

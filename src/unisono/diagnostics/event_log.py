@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Event", "Record", "read_events", "record_of"]
+__all__ = ["Event", "EventLog", "read_events", "record_of"]
 
 _VARIABLE = "UNISONO_EVENTS"
 _MAGIC = b"unisono events 1"
@@ -52,7 +52,7 @@ class Event:
     text: str
 
 
-class Record:
+class EventLog:
     """Writes events. Cost: about 2 us each.
 
     Args:
@@ -95,7 +95,7 @@ def _bytes(text: str) -> bytes:
     return text.encode(errors="replace")
 
 
-def record_of(rank: int) -> Record | None:
+def record_of(rank: int) -> EventLog | None:
     """Where this rank is to keep its events: a new file in the directory of $UNISONO_EVENTS, if that is set.
 
     If there can be none, that is logged, and the job goes on.
@@ -110,12 +110,12 @@ def record_of(rank: int) -> Record | None:
         return None
 
 
-def _new_in(folder: Path, rank: int) -> Record:
+def _new_in(folder: Path, rank: int) -> EventLog:
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
     while True:
         try:
-            return Record(folder / f"rank{rank}-{os.getpid()}-{number}.events", rank)
+            return EventLog(folder / f"rank{rank}-{os.getpid()}-{number}.events", rank)
         except FileExistsError:
             number += 1
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError, DeadlockError, MismatchError
 
-__all__ = ["Hang", "explained", "hang_report", "last_calls", "lines_of"]
+__all__ = ["Hang", "hang_report", "last_calls", "lines_of", "with_hang_report"]
 
 _Report = dict[str, Any]
 
@@ -41,17 +41,17 @@ class Hang(NamedTuple):
     verdict: str = ""
 
 
-def hang_report(control: Control, group: Group) -> Hang:
+def hang_report(control: ControlPlane, group: Group) -> Hang:
     """Ask all ranks what they are doing."""
     try:
-        found = control.survey(group, _PATIENCE_S)
+        found = control.query(group, _PATIENCE_S)
     except CommError:
         return Hang()
     if not any(report and report["groups"] for report in found.values()):
         # Nobody has a communicator yet: there is nothing to tell.
         return Hang()
     told = {rank: found.get((group.name, rank), {}) for rank in range(group.size)}
-    circle = _circle(told, group)
+    circle = _find_cycle(told, group)
     shown = sorted(told, key=lambda rank: (_inside(told[rank]) is not None, rank))[:_MOST_RANKS]
     lines = [line for rank in sorted(shown) for line in lines_of(f"rank {rank}", told[rank])]
     if len(told) > len(shown):
@@ -62,10 +62,10 @@ def hang_report(control: Control, group: Group) -> Hang:
     return Hang("".join(f"\n  {line}" for line in lines), bool(circle), *_verdict(told, group))
 
 
-def last_calls(control: Control, group: Group) -> str:
+def last_calls(control: ControlPlane, group: Group) -> str:
     """The last calls of each rank, as lines to put after an error's message."""
     try:
-        found = control.survey(group, _PATIENCE_S)
+        found = control.query(group, _PATIENCE_S)
     except CommError:
         return ""
     return "".join(
@@ -76,7 +76,7 @@ def last_calls(control: Control, group: Group) -> str:
     )
 
 
-def explained(error: BaseException, control: Control, group: Group) -> BaseException:
+def with_hang_report(error: BaseException, control: ControlPlane, group: Group) -> BaseException:
     """A wait in vain with what every rank is doing (a deadlock is called so), a mismatch with the last calls of each.
 
     Cost: one question to all ranks, which those that are stopped hold up by 0.15 s.
@@ -121,7 +121,7 @@ def _inside(told: _Report | None) -> _Report | None:
     return inside[-1] if inside else None
 
 
-def _circle(told: dict[int, _Report | None], group: Group) -> list[int]:
+def _find_cycle(told: dict[int, _Report | None], group: Group) -> list[int]:
     """Ranks that wait for each other in a circle, the first one again at the end; empty if there are none."""
     waits = {rank: _waits_for(rank, told, group) for rank in told}
 
@@ -144,10 +144,12 @@ def _waits_for(rank: int, told: dict[int, _Report | None], group: Group) -> list
         return []
     if current["awaited"]:
         found = [
-            peer for kind, peer, tag, number in current["awaited"] if _absent(told, current, kind, peer, tag, number)
+            peer
+            for kind, peer, tag, number in current["awaited"]
+            if _not_posted(told, current, kind, peer, tag, number)
         ]
     elif current["number"] is not None:
-        found = [peer for peer in range(len(current["members"])) if _behind(told, current, peer)]
+        found = [peer for peer in range(len(current["members"])) if _is_behind(told, current, peer)]
     else:
         found = []
     numbers = [current["members"][peer] for peer in found]
@@ -184,13 +186,13 @@ def _of(told: dict[int, _Report | None], number: int, name: str) -> _Report | No
     return None
 
 
-def _behind(told: dict[int, _Report | None], current: _Report, peer: int) -> bool:
+def _is_behind(told: dict[int, _Report | None], current: _Report, peer: int) -> bool:
     """Whether the peer has not come to the collective that this rank is in."""
     entry = _of(told, current["members"][peer], current["group"])
     return entry is not None and peer != current["rank"] and bool(entry["calls"] < current["number"])
 
 
-def _absent(told: dict[int, _Report | None], current: _Report, kind: str, peer: int, tag: int, number: int) -> bool:
+def _not_posted(told: dict[int, _Report | None], current: _Report, kind: str, peer: int, tag: int, number: int) -> bool:
     """Whether the peer has not posted the counterpart of a message."""
     entry = _of(told, current["members"][peer], current["group"])
     if entry is None:

@@ -11,7 +11,7 @@ from unisono import serialization
 from unisono.bootstrap.attach import find_running
 from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
-from unisono.core.failure import cause_of
+from unisono.core.failure import to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options
 from unisono.errors import AbortedError, CommError, MismatchError
@@ -74,7 +74,7 @@ def _taken_in(
 ) -> Communicator:
     """Apply until it goes well: ranks may be lost while the new communicator is made, and then all try again."""
     while True:
-        rebuilt, rank, terms = control.apply(max(0.0, deadline - time.monotonic()))
+        rebuilt, rank, terms = control.request_admission(max(0.0, deadline - time.monotonic()))
         backend, default_s, chunk_bytes, check = serialization.decode(terms)
         group = Group(rebuilt.name, rank, rebuilt.members)
         options = Options(backend, "cpu" if device is None else str(device), default_s, control.local_host, chunk_bytes)
@@ -85,7 +85,7 @@ def _taken_in(
             comm = Communicator(wrap(transport) if wrap else transport, control, options, check=check)
             control.exchange(group, "rebuilt", None, max(1.0, deadline - time.monotonic()))
         except BaseException as error:
-            control.fail(group, cause_of(error, rank, "join"))
+            control.fail(group, to_cause(error, rank, "join"))
             control.leave(group)
             again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
             if not again or time.monotonic() > deadline:

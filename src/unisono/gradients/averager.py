@@ -38,15 +38,15 @@ class GradientAverager(AveragerPasses):
         compression: A codec of `unisono.compression`, its name, or None.
         average: "mean", or "sum" for losses that are divided by the global batch already. A sum adds up all that
             `p.grad` holds, so what earlier steps left there is to be set to zero first.
-        find_unused: Whether ranks may lack a gradient that others have: they take part with zeros. Give the module,
-            not its parameters, if a rank may lack all.
-        sync_parameters: Whether rank 0's parameters and buffers are given to all ranks now.
-        sync_buffers: Whether rank 0's buffers are given to all ranks after each backward pass.
+        find_unused_parameters: Whether ranks may lack a gradient that others have: they take part with zeros. Give the
+            module, not its parameters, if a rank may lack all.
+        init_sync: Whether rank 0's parameters and buffers are given to all ranks now.
+        broadcast_buffers: Whether rank 0's buffers are given to all ranks after each backward pass.
 
     Raises:
         ValueError: Another averager has the model, or a part of it.
         MismatchError: Ranks have different models or settings; or, from `backward()` and on every rank, some
-            rank has no gradient that others have, without `find_unused`.
+            rank has no gradient that others have, without `find_unused_parameters`.
         AbortedError: From `backward()`: another rank's pass has failed half-way, or its model has changed.
         RuntimeError: From a forward, from `backward()` or from `check()`: a parameter was replaced, swapped or added.
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not come; names the parameters.
@@ -78,16 +78,25 @@ class GradientAverager(AveragerPasses):
         first_bucket_mb: float | None = None,
         compression: str | Codec | Callable[[], Codec] | None = None,
         average: Literal["mean", "sum"] = "mean",
-        find_unused: bool = False,
-        sync_parameters: bool = True,
-        sync_buffers: bool = False,
+        find_unused_parameters: bool = False,
+        init_sync: bool = True,
+        broadcast_buffers: bool = False,
     ) -> None:
         if average not in ("mean", "sum"):
             raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
         super().__init__(
-            *(model, comm, bucket_cap_mb, first_bucket_mb, compression, average == "sum", find_unused, sync_buffers)
+            *(
+                model,
+                comm,
+                bucket_cap_mb,
+                first_bucket_mb,
+                compression,
+                average == "sum",
+                find_unused_parameters,
+                broadcast_buffers,
+            )
         )
-        self._attach(comm, sync_parameters=sync_parameters)
+        self._attach(comm, init_sync=init_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -187,4 +196,4 @@ class GradientAverager(AveragerPasses):
         What a codec remembers stays behind, for it may be of a step that others never made.
         """
         self.remove()
-        self._attach(comm, sync_parameters=False)
+        self._attach(comm, init_sync=False)

@@ -30,7 +30,7 @@ class AveragerComms:
 
     def __init__(self, comm: Communicator) -> None:
         self._base = comm.dup()
-        self._base.share()
+        self._base.allow_any_thread()
         self.data = self._dup(check="off")
         self.control = self._base
         self._aborting: Thread | None = None
@@ -42,7 +42,7 @@ class AveragerComms:
     def _dup(self, **options: Any) -> Communicator:
         comm = self._base.dup(**options)
         # Where there is a GPU, hooks run in threads of autograd.
-        comm.share()
+        comm.allow_any_thread()
         return comm
 
     def replace(self) -> None:

@@ -13,7 +13,7 @@ from unisono.gradients.averager_comms import AveragerComms
 from unisono.gradients.backward_pass import BackwardPass, SavedGradients, current_pass
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.bucket_plan import agree_on_parameters, bucket_sizes, in_bytes, named_parameters
-from unisono.gradients.error_context import About, check_skipped
+from unisono.gradients.error_context import ErrorContext, check_skipped
 from unisono.gradients.flatten import broadcast_all, share
 from unisono.gradients.graph import adds_to_leaves, watch_outputs
 from unisono.gradients.parameter_registry import ParameterRegistry
@@ -38,23 +38,27 @@ class AveragerPasses:
         first_bucket_mb: float | None,
         compression: str | Codec | Callable[[], Codec] | None,
         total: bool,
-        find_unused: bool,
-        sync_buffers: bool,
+        find_unused_parameters: bool,
+        broadcast_buffers: bool,
     ) -> None:
         self._named = named_parameters(model)
         self._names, self._parameters = [n for n, _ in self._named], [p for _, p in self._named]
         self._model = model if isinstance(model, torch.nn.Module) else None
         self._sizes = in_bytes(bucket_cap_mb), in_bytes(first_bucket_mb)
-        self._find_unused, self._sync_buffers, self._compression = find_unused, sync_buffers, compression
+        self._find_unused, self._sync_buffers, self._compression = (
+            find_unused_parameters,
+            broadcast_buffers,
+            compression,
+        )
         self._weights, self._total, self._steps = Weights(comm, total), total, [0]
 
-    def _attach(self, comm: Communicator, *, sync_parameters: bool) -> None:
+    def _attach(self, comm: Communicator, *, init_sync: bool) -> None:
         self._registry = ParameterRegistry(self._model, self._named, self._report)
         codec = codec_for(self._compression)
         settings = (*self._sizes, self._total, self._find_unused, self._sync_buffers, repr(codec))
-        buffers = list(self._model.named_buffers()) if self._model is not None and sync_parameters else []
+        buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
         agree_on_parameters([*self._named, *buffers], comm, settings)
-        if sync_parameters:
+        if init_sync:
             share([*self._named, *buffers], comm)
         self.rank, self.size = comm.rank, comm.size
         self._comms = AveragerComms(comm)
@@ -71,7 +75,7 @@ class AveragerPasses:
         self._reducer = Reducer(self._named, data, codec, sizes, self._weights, self._saved, self._reconnect)
         on_cpu = all(p.is_cpu for p in self._parameters)
         self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=on_cpu)
-        self._owed: set[int] = set()
+        self._accumulated: set[int] = set()
         self._syncing, self._failed, self._reconnected = True, False, False
         # Where buckets travel while others fill, the first step of all ranks tells in which order gradients come.
         self._seen: list[torch.Tensor] | None = [] if self._reducer.background else None
@@ -88,7 +92,7 @@ class AveragerPasses:
         # The output is watched so that a pass is known that fails before it comes to a parameter, or comes to none.
         self._registry.watch_forward(self._watch_outputs, traced=self._find_unused)
         # Gradients come about in the reverse order of parameters.
-        self._adopt([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
+        self._add_parameters([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
     def _report(self, problem: str) -> None:
         """End averaging on all ranks: a model has changed here."""
@@ -102,7 +106,7 @@ class AveragerPasses:
         return self._comms.data
 
     # -- hooks ----------------------------------------------------------------------------------
-    def _adopt(self, indices: Sequence[int]) -> None:
+    def _add_parameters(self, indices: Sequence[int]) -> None:
         """Average these parameters too, from now on."""
         self._reducer.add([i for i in indices if i not in self._spread])
         self._sparse += [i for i in indices if i in self._spread]
@@ -156,10 +160,10 @@ class AveragerPasses:
     def _end(self) -> None:
         """All that is left to do for the gradients of a pass, and a look at what came."""
         self._registry.check()
-        came = self._saved.came() | self._owed
+        came = self._saved.came() | self._accumulated
         # An inner pass may have been in no_sync(); what counts is the outermost one.
         if not self._syncing:
-            self._owed = came
+            self._accumulated = came
             self._saved.merge()
             return
         thawed = [i for i in self._frozen if self._parameters[i].requires_grad] if self._frozen else []
@@ -168,14 +172,14 @@ class AveragerPasses:
             self._look_at(self._reducer.buckets)
         # Without a bucket there was no message to ask by.
         if self._reducer.asked or (thawed and not self._reducer.where):
-            self._take_in(thawed, came)
+            self._on_unfrozen(thawed, came)
         if self._sparse:
             self._average_sparse(came)
         if self._sync_buffers and self._model is not None:
             broadcast_all(self._model.buffers(), self._comms.control)
         self._reducer.begin()
         self._saved.clear()
-        self._owed.clear()
+        self._accumulated.clear()
         self._steps[-1] += self._weights.here
         all_took_part = self._weights.active == self.size
         if self._weights.uneven:
@@ -240,13 +244,15 @@ class AveragerPasses:
         by_rank = self._comms.control.all_gather_object(lacking if self._weights.here else [])
         check_skipped(self._names, by_rank, self._weights.active, self._comms.control)
 
-    def _take_in(self, thawed: list[int], came: set[int]) -> None:
+    def _on_unfrozen(self, thawed: list[int], came: set[int]) -> None:
         """Parameters that were frozen are no more: average what they have now, and from now on."""
-        with About(f"comparing what is frozen; no longer so on rank {self.rank}: {[self._names[i] for i in thawed]}"):
+        with ErrorContext(
+            f"comparing what is frozen; no longer so on rank {self.rank}: {[self._names[i] for i in thawed]}"
+        ):
             agree_on_parameters(self._named, self._comms.control)
         self._frozen = [i for i in self._frozen if i not in thawed]
         known = len(self._reducer.buckets)
-        self._adopt(thawed)
+        self._add_parameters(thawed)
         self._reducer.finish(came | set(thawed), first=known)
         if self._reducer.uneven and not self._find_unused:
             self._look_at(self._reducer.buckets[known:])

@@ -39,7 +39,7 @@ class Bucket:
         inside: A byte for each slot: whether its gradient has been copied in.
         came: For each slot, once the bucket is filled, whether this rank has its gradient.
         started: Whether the bucket is being reduced, or has been.
-        found: What `present` said; nothing before it was asked.
+        found: What `read_header` said; nothing before it was asked.
         complete: What it says where every rank had all.
         asked: After that: whether any rank asks all of them to talk, about either of two things.
     """
@@ -113,13 +113,13 @@ class Bucket:
         elif grads:
             _copy(views, grads)
 
-    def fill(
+    def finalize(
         self,
         came: Set[int],
         earlier: dict[int, torch.Tensor],
         factor: float = 1.0,
         here: bool = True,
-        asks: Sequence[bool] = (),
+        flags: Sequence[bool] = (),
         backup: bool = False,
     ) -> None:
         """Take all that is left, zeros for what has not come; multiply by this rank's weight, and say what has come.
@@ -129,7 +129,7 @@ class Bucket:
             earlier: What p.grad held before the pass, by index; what is taken is removed from it.
             factor: This rank's weight.
             here: Whether this rank has data: one that is through neither has a gradient nor lacks it.
-            asks: What this rank asks all ranks to talk about.
+            flags: What this rank asks all ranks to talk about.
             backup: Whether to keep a copy, for `rewind`.
         """
         first, more = not self.came, []
@@ -154,7 +154,7 @@ class Bucket:
         elif factor != 1.0:
             self.flat.mul_(factor)
         self.words.copy_(self._all_came if all(self.came) else self._some_came(here))
-        for index, ask in enumerate(asks):
+        for index, ask in enumerate(flags):
             if ask:
                 self.words[index - _ASKS] = self.scale
 
@@ -187,14 +187,14 @@ class Bucket:
         return self._backup is not None or not self.started
 
     def rewind(self) -> None:
-        """Undo `fill`, and a reduction that came to nothing."""
+        """Undo `finalize`, and a reduction that came to nothing."""
         if self._backup is not None:
             self.memory.copy_(self._backup)
             self.started = False
             self.found, self._backup = [], None
 
     # -- after it -------------------------------------------------------------------------------
-    def present(self) -> list[tuple[bool, bool]]:
+    def read_header(self) -> list[tuple[bool, bool]]:
         """For each gradient whether any rank had it, and whether any lacked it.
 
         Both are told by what is 0, for no count of many ranks is exact in 16 bits.
@@ -207,7 +207,7 @@ class Bucket:
             return self.complete
         return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count : 2 * count], strict=True)]
 
-    def hand_out(self, present: Sequence[tuple[bool, bool]]) -> None:
+    def assign_grads(self, present: Sequence[tuple[bool, bool]]) -> None:
         """Put the means where optimizers look; a gradient that no rank had stays what it was."""
         try:
             for parameter, view, inside, (had, _) in zip(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from unisono.communicator import Communicator
-from unisono.core.tensors import injective
+from unisono.core.tensors import is_non_overlapping
 from unisono.errors import MismatchError
 from unisono.host.cpu_count import cores
 
@@ -160,7 +160,7 @@ def agree_on_parameters(
 
 def _order(p: torch.Tensor) -> str:
     """How its elements lie in memory, if not as usual."""
-    if p.layout != torch.strided or not injective(p):
+    if p.layout != torch.strided or not is_non_overlapping(p):
         return f"{p.layout}, {p.layout == torch.strided and p.stride()}"
     return str(dense_strides(p))
 

@@ -9,14 +9,14 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.divergence_guard import assert_in_sync
-from unisono.gradients.periodic import Model, Periodic, Schedule, named_tensors, over_buckets
+from unisono.gradients.periodic import Model, PeriodicAction, Schedule, named_tensors, over_buckets
 
 __all__ = ["DiLoCo"]
 
 _Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
-class DiLoCo(Periodic):
+class DiLoCo(PeriodicAction):
     """Each n-th step, an outer optimizer takes the mean way that ranks have gone as its gradient.
 
     Ranks start from a common anchor, train on their own for n steps, and average anchor - parameters.

@@ -10,7 +10,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.errors import MismatchError
-from unisono.gradients.periodic import Model, Periodic, Schedule, agree, described, named_tensors
+from unisono.gradients.periodic import Model, PeriodicAction, Schedule, agree, described, named_tensors
 
 __all__ = ["DivergenceGuard", "assert_in_sync", "hash_of"]
 
@@ -20,7 +20,7 @@ _NAMED = 4
 _WORD = {1: torch.uint8, 2: torch.int16}
 
 
-class DivergenceGuard(Periodic):
+class DivergenceGuard(PeriodicAction):
     """Each n-th step, checks that all ranks hold the same parameters, bit for bit.
 
     Averaged gradients and equal optimizers keep ranks equal; a forgotten broadcast, a seed, a parameter

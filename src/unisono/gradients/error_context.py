@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from unisono.communicator import Communicator
 from unisono.errors import CommError, MismatchError
 
-__all__ = ["About", "check_skipped"]
+__all__ = ["ErrorContext", "check_skipped"]
 
 
-class About:
+class ErrorContext:
     """A context: a `CommError` raised inside also says during what it came."""
 
     def __init__(self, what: str) -> None:

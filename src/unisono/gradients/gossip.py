@@ -8,13 +8,13 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.core.types import Message, Recv, Send
-from unisono.gradients.periodic import Model, Periodic, Schedule, over_buckets
+from unisono.gradients.periodic import Model, PeriodicAction, Schedule, over_buckets
 from unisono.gradients.topology import Neighbours, Topology, mixing, topology
 
 __all__ = ["Gossip"]
 
 
-class Gossip(Periodic):
+class Gossip(PeriodicAction):
     """Mixes parameters with those of a few neighbours, by weights that keep the mean over all ranks.
 
     No rank waits for all others. Each round takes ranks nearer to the mean, which itself stays (up to

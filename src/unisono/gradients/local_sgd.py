@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.periodic import Model, Periodic, Schedule, agree, described, over_buckets
+from unisono.gradients.periodic import Model, PeriodicAction, Schedule, agree, described, over_buckets
 
 __all__ = ["LocalSGD"]
 
 
-class LocalSGD(Periodic):
+class LocalSGD(PeriodicAction):
     """Averages parameters over ranks each n-th step, in the place of gradients at each step.
 
     The method is of Stich: Local SGD converges fast and communicates little (2019). After an average

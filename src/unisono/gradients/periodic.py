@@ -18,17 +18,17 @@ from unisono.gradients.bucket_plan import MIB
 from unisono.gradients.flatten import buckets, flat_apply
 
 __all__ = [
-    "Every",
     "Facts",
     "Model",
-    "Periodic",
+    "PeriodicAction",
+    "PeriodicSchedule",
     "Schedule",
     "agree",
+    "dedicated_comm",
     "described",
     "every",
     "named_tensors",
     "over_buckets",
-    "own_line",
 ]
 
 Model = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -42,7 +42,7 @@ Facts = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
+class PeriodicSchedule:
     """As `every` makes it."""
 
     n: int
@@ -59,7 +59,7 @@ class Every:
         return step <= self.warmup or (step - self.warmup) % self.n == 0
 
 
-def every(n: int, *, warmup: int = 0) -> Every:
+def every(n: int, *, warmup: int = 0) -> PeriodicSchedule:
     """Each n-th step; and before that, each of the first `warmup` ones.
 
     To be in step at first and to communicate less often later is known as post-local SGD (Lin, Stich,
@@ -75,10 +75,10 @@ def every(n: int, *, warmup: int = 0) -> Every:
         >>> [step for step in range(1, 13) if every(4, warmup=3)(step)]
         [1, 2, 3, 7, 11]
     """
-    return Every(n, warmup)
+    return PeriodicSchedule(n, warmup)
 
 
-class Periodic(ABC):
+class PeriodicAction(ABC):
     """Counts steps, and acts on the parameters when a schedule says so. Making one is collective.
 
     Its messages go through a communicator of its own (`dup`), so that they never meet the caller's.
@@ -113,8 +113,8 @@ class Periodic(ABC):
         self.steps = 0
         self._hook: RemovableHandle | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        when = repr(self._schedule) if isinstance(self._schedule, Every) else "a function"
-        self._comm = own_line(comm, type(self).__name__, [("every", when), *facts, *described(named)])
+        when = repr(self._schedule) if isinstance(self._schedule, PeriodicSchedule) else "a function"
+        self._comm = dedicated_comm(comm, type(self).__name__, [("every", when), *facts, *described(named)])
 
     @property
     def named(self) -> list[tuple[str, torch.Tensor]]:
@@ -215,7 +215,7 @@ def described(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
     return [(name, f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device.type}") for name, t in named]
 
 
-def own_line(comm: Communicator, who: str, facts: Facts) -> Communicator:
+def dedicated_comm(comm: Communicator, who: str, facts: Facts) -> Communicator:
     """A second communicator of the same ranks, if they give the same facts; see `agree`. Collective."""
     line = comm.dup()
     try:

@@ -128,7 +128,7 @@ class Reducer:
             return None
         found = self._codecs.get(bucket.indices)
         if found is None:
-            found = self._codecs[bucket.indices] = self._codec.spawn()
+            found = self._codecs[bucket.indices] = self._codec.clone()
         return found
 
     # -- a pass ---------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Reducer:
             if late:
                 self._take_late()
         for bucket in self.buckets[first:]:
-            bucket.hand_out(bucket.found)
+            bucket.assign_grads(bucket.found)
             self.uneven = self.uneven or bucket.found is not bucket.complete
 
     def _reduce_all(self, came: Set[int], first: int, asks: bool) -> None:
@@ -195,7 +195,7 @@ class Reducer:
             raise failure
         if self._factor is None:
             self._factor = self._weights.agree() if self._weights.uneven else self._weights.factor
-        bucket.fill(came, self._saved.aside, self._factor, self._weights.here, asks if last else (), self._repeats)
+        bucket.finalize(came, self._saved.aside, self._factor, self._weights.here, asks if last else (), self._repeats)
         # Before the reduction, which may end in an error on this rank alone.
         self._next += 1
         self._reduce(bucket)
@@ -208,11 +208,11 @@ class Reducer:
                 return
             if codec is None:
                 self._comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
-                bucket.found = bucket.present()
+                bucket.found = bucket.read_header()
             else:
                 self._comm.all_reduce(bucket.words, "avg")
-                bucket.found = bucket.present()
-                codec.average_used(bucket.flat, self._comm, bucket.shapes, [had for had, _ in bucket.found])
+                bucket.found = bucket.read_header()
+                codec.average_masked(bucket.flat, self._comm, bucket.shapes, [had for had, _ in bucket.found])
         except CommError as error:
             error.message += f" (while averaging the gradients of {bucket.name})"
             raise
@@ -226,7 +226,7 @@ class Reducer:
             except CommError as error:
                 error.message += f" (while averaging the gradients of {bucket.name})"
                 raise
-            bucket.found = bucket.present()
+            bucket.found = bucket.read_header()
 
     def _take_late(self) -> None:
         """A shared parameter under re-entrant checkpointing: a part came when the rest was on its way, on some rank."""

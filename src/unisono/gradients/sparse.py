@@ -8,7 +8,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.bucket_plan import Named
-from unisono.gradients.error_context import About, check_skipped
+from unisono.gradients.error_context import ErrorContext, check_skipped
 from unisono.gradients.weights import Weights
 
 __all__ = ["average_sparse", "sparse_parameters"]
@@ -45,7 +45,7 @@ def average_sparse(named: Named, comm: Communicator, weights: Weights, lacking: 
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
-    with About(f"averaging the sparse gradients of {', '.join(repr(name) for name, _ in named)}"):
+    with ErrorContext(f"averaging the sparse gradients of {', '.join(repr(name) for name, _ in named)}"):
         said = comm.all_gather_object(([_rows(p.grad) for p in parameters], lacking))
         if lacking is not None:
             check_skipped([name for name, _ in named], [names for _, names in said], weights.active, comm)

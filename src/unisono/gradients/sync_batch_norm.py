@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.communicator import Communicator
-from unisono.gradients.periodic import own_line
+from unisono.gradients.periodic import dedicated_comm
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -59,10 +59,10 @@ class SyncBatchNorm(_BatchNorm):
         **more: Any,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **more)
-        line = own_line(comm, "SyncBatchNorm", [("arguments", _told(self))]) if dup else comm
+        line = dedicated_comm(comm, "SyncBatchNorm", [("arguments", _told(self))]) if dup else comm
         # Autograd may go backward in a thread of its own.
-        line.share()
-        self._line = _Line(line)
+        line.allow_any_thread()
+        self._line = _StatisticsComm(line)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise; (N, C, ...) gives the same shape and dtype."""
@@ -131,7 +131,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     for name, layer in layers.items():
         if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
             raise ValueError(f"{name!r} is lazy: run a batch through the model before it is converted")
-    line = own_line(comm, "convert_sync_batchnorm", [(name, _told(layer)) for name, layer in layers.items()])
+    line = dedicated_comm(comm, "convert_sync_batchnorm", [(name, _told(layer)) for name, layer in layers.items()])
     if not layers:
         line.close()
     made = {layer: _converted(layer, line) for layer in layers.values()}
@@ -152,7 +152,7 @@ def _converted(layer: _BatchNorm, line: Communicator) -> SyncBatchNorm:
     return made.train(layer.training)
 
 
-class _Line:
+class _StatisticsComm:
     """A communicator that copies of a layer share: `copy.deepcopy` of a model, as for averages of weights, works."""
 
     def __init__(self, comm: Communicator) -> None:

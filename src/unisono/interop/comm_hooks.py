@@ -50,14 +50,14 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
         'unisono.bf16'
     """
     pattern, own = resolve(codec), comm.dup()
-    own.share()
+    own.allow_any_thread()
     # One thread, so that buckets are averaged in the order in which DDP fills them: the same on all ranks.
     thread = ThreadPoolExecutor(1, "unisono comm hook")
     codecs: dict[int, tuple[_Kind, Codec]] = {}
 
     def codec_for(index: int, kind: _Kind) -> Codec:
         if index not in codecs or codecs[index][0] != kind:
-            codecs[index] = kind, pattern.spawn()
+            codecs[index] = kind, pattern.clone()
         return codecs[index][1]
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

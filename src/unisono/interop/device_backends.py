@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from unisono.errors import UnavailableError
 
-__all__ = ["Others", "by_device"]
+__all__ = ["DeviceBackends", "by_device"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,7 +28,7 @@ _OLDER = {
 }
 
 
-class Others:
+class DeviceBackends:
     """Torch's groups of the same ranks for other devices, each made when a tensor first needs it.
 
     Torch drops all other backends where one is a group written in Python, so they are kept here.

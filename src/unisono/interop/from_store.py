@@ -11,23 +11,23 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from unisono import serialization
-from unisono.bootstrap.server_lease import Lease, lease
+from unisono.bootstrap.server_lease import Lease, acquire
 from unisono.communicator import Communicator
 from unisono.control import LocalHub
 from unisono.control.client import SocketControl
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, error_of
 from unisono.core.group import Group
 from unisono.core.transport import Options
 from unisono.errors import CommError, CommTimeoutError, MismatchError, UnavailableError
-from unisono.host.network import address_towards, host_identity, shm_obstacle
+from unisono.host.network import address_towards, host_identity, why_no_shm
 from unisono.interop.options import GroupOptions
 from unisono.transports import TRANSPORTS
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["Meeting", "meet"]
+__all__ = ["Connection", "meet"]
 
 _PLACE = "unisono/place"
 _FAILED = "failed"
@@ -35,7 +35,7 @@ _REACH_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Connection:
     """What came of it on this rank.
 
     Attributes:
@@ -45,11 +45,11 @@ class Meeting:
     """
 
     comm: Communicator
-    control: Control
+    control: ControlPlane
     group: Group
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions) -> Meeting:
+def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions) -> Connection:
     """Join the other ranks of a new torch group. Each of them calls it, with a store of this group alone.
 
     Rank 0 hosts a control plane and tells its address, with a fresh secret, by the store: who can read the
@@ -62,7 +62,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
     """
     if size == 1:
         return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, wishes, lambda: None)
-    _tell(store, _seat(rank), (host_identity(), shm_obstacle(), wishes.transport))
+    _tell(store, _seat(rank), (host_identity(), why_no_shm(), wishes.transport))
     held = _host(store, size, timeout_s) if rank == 0 else None
     try:
         done = _come(store, rank, size, timeout_s, wishes, held)
@@ -80,7 +80,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
 
 def _come(
     store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions, held: Lease | None
-) -> Meeting:
+) -> Connection:
     """Go to the place that rank 0 tells, and meet all the others there."""
     place = _read(store, _PLACE, timeout_s, "rank 0 has not told where to meet")
     if place[0] == _FAILED:
@@ -104,15 +104,20 @@ def _come(
 
 
 def _joined(
-    control: Control, transport: str, group: Group, timeout_s: float, wishes: GroupOptions, release: Callable[[], None]
-) -> Meeting:
+    control: ControlPlane,
+    transport: str,
+    group: Group,
+    timeout_s: float,
+    wishes: GroupOptions,
+    release: Callable[[], None],
+) -> Connection:
     address = control.local_host if isinstance(control, SocketControl) else "127.0.0.1"
     options = Options(transport, "cpu", timeout_s, address, wishes.chunk_bytes)
     connected = TRANSPORTS[transport].connect(group, control, options)
     comm = Communicator(connected, control, options, check=wishes.check)
-    comm.share()
+    comm.allow_any_thread()
     comm.on_close(release)
-    return Meeting(comm, control, group)
+    return Connection(comm, control, group)
 
 
 def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
@@ -125,7 +130,7 @@ def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
         _tell(store, _PLACE, (_FAILED, type(error).__name__, error.message))
         return None
     here = "127.0.0.1" if len(set(hosts)) == 1 else address_towards(os.environ.get("MASTER_ADDR", "192.0.2.1"))
-    held = lease(f"torch groups at {here}", None, here, 0)
+    held = acquire(f"torch groups at {here}", None, here, 0)
     _tell(store, _PLACE, ("here", *held.server.address, held.secret, f"torch/{secrets.token_hex(4)}", transport))
     return held
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from unisono.interop.collectives import Collectives
-from unisono.interop.device_backends import Others
+from unisono.interop.device_backends import DeviceBackends
 from unisono.interop.from_store import meet
 from unisono.interop.options import GroupOptions
 from unisono.interop.progress_thread import Progress
-from unisono.interop.serial_queue import Line
+from unisono.interop.serial_queue import SerialQueue
 from unisono.interop.teardown import Leaving
 from unisono.interop.torch_work import TorchWork, together
 
@@ -55,10 +55,10 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._name = self._desc = "undefined"
         self._batch: list[TorchWork] | None = None
         self._barriers = 0
-        self.others = Others(self, store, timeout, others_options)
+        self.others = DeviceBackends(self, store, timeout, others_options)
         self._meeting = meet(store, rank, size, self._timeout_s, wishes)
         label = f"unisono {self._meeting.group.name} rank {rank}"
-        self._line, self._progress = Line(label), Progress(f"{label} messages")
+        self._line, self._progress = SerialQueue(label), Progress(f"{label} messages")
         self._leaving = Leaving(self._line, self._progress, self._meeting.comm)
         self._dropped = weakref.finalize(self, self._leaving.drop)
         # The end of the process closes what is open then.

@@ -9,22 +9,22 @@ from collections import deque
 from collections.abc import Callable
 
 from unisono.control.process_exit import CLOSE_HANDLES, when_process_ends
-from unisono.core.threads import Crew
+from unisono.core.threads import DaemonThreadPool
 from unisono.core.work import Completion
 from unisono.errors import CommTimeoutError
 
-__all__ = ["Job", "Line"]
+__all__ = ["Job", "SerialQueue"]
 
 Job = Callable[[], object]
 
 _AT_EXIT_S = 5.0
-_lines: weakref.WeakSet[Line] = weakref.WeakSet()
+_lines: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
 
 
 class _Task(Completion):
     """A job in line. Who waits for it does it, and those before it, if nobody else is at it."""
 
-    def __init__(self, line: Line, job: Job) -> None:
+    def __init__(self, line: SerialQueue, job: Job) -> None:
         # No limit here: every job ends by a timeout of its own.
         super().__init__(threading.TIMEOUT_MAX)
         self._line, self._job = line, job
@@ -44,7 +44,7 @@ class _Task(Completion):
         super().wait(timeout)
 
 
-class Line:
+class SerialQueue:
     """Jobs wait in line, and are done by whoever waits for them; a thread, made when needed, does the others.
 
     Callbacks of a job that has ended run on the thread that did it, and what they call is done at once, before
@@ -52,7 +52,7 @@ class Line:
     """
 
     def __init__(self, name: str) -> None:
-        self._crew = Crew(name)
+        self._crew = DaemonThreadPool(name)
         self._waiting: deque[_Task] = deque()
         # Held by the one thread that does jobs, which is the driver meanwhile.
         self._turn = threading.Lock()

@@ -6,9 +6,9 @@ import threading
 
 from unisono.communicator import Communicator
 from unisono.control.process_exit import close_at_exit
-from unisono.core.threads import aside
+from unisono.core.threads import spawn_thread
 from unisono.interop.progress_thread import Progress
-from unisono.interop.serial_queue import Line
+from unisono.interop.serial_queue import SerialQueue
 
 __all__ = ["Leaving"]
 
@@ -24,7 +24,7 @@ class Leaving:
     So a group that is dropped is left in the background.
     """
 
-    def __init__(self, line: Line, progress: Progress, comm: Communicator) -> None:
+    def __init__(self, line: SerialQueue, progress: Progress, comm: Communicator) -> None:
         self._line, self._progress, self._comm = line, progress, comm
         self._dropped = False
         self._over = threading.Event()
@@ -42,9 +42,9 @@ class Leaving:
     def drop(self) -> None:
         """Leave in the background. Takes no lock: a finalizer calls it."""
         self._dropped = True
-        aside(self.leave, "unisono end of a torch group")
+        spawn_thread(self.leave, "unisono end of a torch group")
 
-    def give_up(self, error: BaseException | None) -> None:
+    def on_process_exit(self, error: BaseException | None) -> None:
         """The process ends: what is being left comes first."""
         if self._dropped:
             self._over.wait(_AT_EXIT_S)

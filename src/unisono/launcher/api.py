@@ -13,13 +13,13 @@ from unisono import bootstrap
 from unisono.communicator import Check, Communicator
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
-from unisono.core.work import patience
+from unisono.core.work import resolve_timeout
 from unisono.errors import CommError
-from unisono.host.network import shm_obstacle
+from unisono.host.network import why_no_shm
 from unisono.launcher.job import Job, conclude
 from unisono.launcher.simulated import run_simulated, seed_of
 from unisono.launcher.threads import run_threads
-from unisono.launcher.topology import best, explore, hosts_given
+from unisono.launcher.topology import choose_backend, discover, validate_hosts
 from unisono.transports.hierarchical import transport_named
 
 __all__ = ["CHUNK_BYTES", "TIMEOUT_S", "Wrap", "check_timeout", "init", "launch"]
@@ -85,8 +85,8 @@ def init(
         transport_named(backend)
     place = bootstrap.find(init_method, rank, world_size, timeout, secret)
     try:
-        around = explore(place, interface, timeout)
-        name = best(around.sharing, gpus=around.gpus, network=place.network) if backend == "auto" else backend
+        around = discover(place, interface, timeout)
+        name = choose_backend(around.sharing, gpus=around.gpus, network=place.network) if backend == "auto" else backend
         local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
         options = _options(name, device, local_rank, timeout, chunk_bytes, around.address)
         if backend == "auto":
@@ -166,11 +166,11 @@ def launch(
         raise ValueError(f"on_failure must be 'end' or 'continue', not {on_failure!r}")
     if not callable(fn):
         raise TypeError(f"fn must be a function that takes the communicator, not {type(fn).__name__}")
-    given = hosts_given(hosts, nprocs)
+    given = validate_hosts(hosts, nprocs)
     sharing = given or (tuple(range(nprocs)),)
-    if shm_obstacle() is not None:
+    if why_no_shm() is not None:
         sharing = tuple((rank,) for rank in range(nprocs))
-    name = best(sharing, gpus=torch.cuda.device_count() >= nprocs) if backend == "auto" else backend
+    name = choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs) if backend == "auto" else backend
     options = replace(_options(name, device, None, timeout, chunk_bytes, "127.0.0.1"), hosts=given)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
     return _run(job, nprocs, on_failure, threads, seed)
@@ -199,7 +199,7 @@ def _run(
 
 def check_timeout(timeout: float) -> None:
     """Raise unless it is a positive number of seconds."""
-    if not patience(timeout, 0.0) > 0:
+    if not resolve_timeout(timeout, 0.0) > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unisono.communicator import Check, Communicator
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableError
@@ -47,7 +47,7 @@ class Job:
     check: Check
     wrap: Callable[[Transport], Transport] | None
 
-    def run(self, group: Group, control: Control) -> Any:
+    def run(self, group: Group, control: ControlPlane) -> Any:
         """Be one rank: connect, call the program, tell the others if it fails."""
         options = self.options
         if options.device == "cuda":

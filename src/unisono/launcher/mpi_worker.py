@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unisono.host.mpi_library import launched
 from unisono.launcher.mpirun import ORDERS, RANKS
-from unisono.launcher.worker import carry_out, settle_in
+from unisono.launcher.worker import configure_process, run_job
 
 __all__ = ["main"]
 
@@ -24,8 +24,8 @@ def main(folder: Path) -> None:
     sys.path[:] = path
     with Client(str(folder / RANKS), authkey=key) as report:
         report.send(found.rank)
-        settle_in(orders.threads)
-        report.send_bytes(carry_out(replace(orders, rank=found.rank)))
+        configure_process(orders.threads)
+        report.send_bytes(run_job(replace(orders, rank=found.rank)))
 
 
 if __name__ == "__main__":

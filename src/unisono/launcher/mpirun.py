@@ -25,7 +25,7 @@ from unisono.host.cpu_count import cores
 from unisono.host.mpi_library import find_mpirun, mpirun_environment
 from unisono.launcher.job import GRACE_S, Job, Outcome, name_of, reported
 from unisono.launcher.processes import by_value, share_of_cores
-from unisono.launcher.worker import Orders
+from unisono.launcher.worker import WorkerSpec
 
 __all__ = ["ORDERS", "RANKS", "run_mpirun", "running"]
 
@@ -56,14 +56,14 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
         )
     payload, key = by_value(job), secrets.token_bytes(32)
     server = Server(secret := secrets.token_bytes(32))
-    orders = Orders(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None)
+    orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None)
     with tempfile.TemporaryDirectory(prefix="unisono-mpi-") as name:
         folder = Path(name)
         (folder / ORDERS).write_bytes(cloudpickle.dumps((orders, key, list(sys.path))))
         command = [mpirun, *_survival(mpirun, on_failure), "-n", str(size), sys.executable, "-m", _RANK, name]
         try:
             with Listener(str(folder / RANKS), authkey=key) as listener, running(command, size) as process:
-                links = _Links(listener, process, size, (str(folder / RANKS), key)).links
+                links = _WorkerConnections(listener, process, size, (str(folder / RANKS), key)).links
                 return _watch(links, size, process, on_failure)
         finally:
             server.close()
@@ -87,7 +87,7 @@ def running(command: list[str], size: int, **variables: str) -> Iterator[subproc
         _end(process)
 
 
-class _Links:
+class _WorkerConnections:
     """Waits until every rank has come; a thread comes in their place if mpirun ends before."""
 
     def __init__(
@@ -129,7 +129,7 @@ def _watch(
 ) -> list[Outcome]:
     """Outcomes, until all ranks have ended or the grace after a failure is over."""
     missing = sorted(set(range(size)) - set(links.values()))
-    ended = [_unheard(rank, size, process) for rank in missing]
+    ended = [_no_result(rank, size, process) for rank in missing]
     deadline = time.monotonic() + GRACE_S if missing else None
     while links:
         left_s = None if deadline is None else deadline - time.monotonic()
@@ -147,13 +147,13 @@ def _outcome(rank: int, size: int, link: Connection[Any, Any], process: subproce
     try:
         data = link.recv_bytes()
     except (EOFError, OSError):
-        return _unheard(rank, size, process)
+        return _no_result(rank, size, process)
     finally:
         link.close()
     return reported(rank, data)
 
 
-def _unheard(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcome:
+def _no_result(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcome:
     """A rank that reported nothing. Of the way it ended, mpirun's own end tells, if that follows."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(1.0)

@@ -26,7 +26,7 @@ from unisono.control.server import Server
 from unisono.errors import CommError, PeerLostError
 from unisono.host.cpu_count import cores
 from unisono.launcher.job import GRACE_S, Job, Outcome, name_of, reported
-from unisono.launcher.worker import Orders, live
+from unisono.launcher.worker import WorkerSpec, run_worker
 
 __all__ = ["by_value", "run_processes", "share_of_cores"]
 
@@ -48,10 +48,12 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
     try:
         for rank in range(size):
             reader, writer = context.Pipe(duplex=False)
-            orders = Orders(
+            orders = WorkerSpec(
                 rank, size, payload, dict(os.environ), server.address, secret, share_of_cores(threads, size), _outputs()
             )
-            process: BaseProcess = context.Process(target=live, args=(orders, writer), name=f"unisono rank {rank}")  # type: ignore[attr-defined]
+            process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+                target=run_worker, args=(orders, writer), name=f"unisono rank {rank}"
+            )
             with _main_as_ranks_see_it():
                 _start(process)
             writer.close()
@@ -109,11 +111,11 @@ def _outcome(rank: int, size: int, process: BaseProcess, reader: connection.Conn
         data = None
     if data is None:
         process.join(_END_S)
-        return Outcome(rank, error=_unheard(rank, size, process.exitcode))
+        return Outcome(rank, error=_no_result(rank, size, process.exitcode))
     return reported(rank, data)
 
 
-def _unheard(rank: int, size: int, code: int | None) -> PeerLostError:
+def _no_result(rank: int, size: int, code: int | None) -> PeerLostError:
     if code is not None and code < 0:
         how = f"was ended by {name_of(-code)}"
     else:

@@ -20,7 +20,7 @@ from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.errors import CommError
 from unisono.launcher.job import GRACE_S, Job, Outcome, conclude
-from unisono.simulation import EndedError, Scheduler, interposed, outside
+from unisono.simulation import EndedError, Scheduler, interposed, unpatched
 from unisono.transports import TRANSPORTS
 from unisono.transports.sim import Network
 from unisono.wrappers.fault import Faulty
@@ -146,7 +146,7 @@ def run_simulated(
     """Run a job on `size` ranks that take turns, and conclude."""
     network: Network = job.options.extra.get("network") or Network()
     ended: list[Outcome] = []
-    with outside(), interposed(), _generators(seed, size) as switch:
+    with unpatched(), interposed(), _generators(seed, size) as switch:
         scheduler = Scheduler(seed, job.options.timeout_s, on_rank=switch, preempt=preempt)
         hubs: list[SimulatedHub] = []
 

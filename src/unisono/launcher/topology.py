@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.bootstrap import Place
+from unisono.bootstrap import Rendezvous
 from unisono.core.group import Group
-from unisono.host.network import address_of, host_identity, interface_of, interface_wanted, shm_obstacle
+from unisono.host.network import address_of, host_identity, interface_of, requested_interface, why_no_shm
 from unisono.transports import TRANSPORTS
-from unisono.transports.hierarchical.host_links import check_ways
+from unisono.transports.hierarchical.host_links import check_reachability
 
-__all__ = ["Hosts", "Surroundings", "best", "explore", "hosts_given"]
+__all__ = ["Hosts", "Topology", "choose_backend", "discover", "validate_hosts"]
 
 _log = logging.getLogger("unisono")
 
@@ -26,7 +26,7 @@ _BY_ADDRESS = ("gloo", "nccl", "ucc", "xccl")
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Topology:
     """What all ranks know of each other.
 
     Attributes:
@@ -47,12 +47,12 @@ class Surroundings:
         """Which one of its host's ranks this is, from 0.
 
         Example:
-            >>> Surroundings(((0, 2), (1, 3)), ((0, 2), (1, 3)), gpus=True, address="", interface="").number_here(3)
+            >>> Topology(((0, 2), (1, 3)), ((0, 2), (1, 3)), gpus=True, address="", interface="").number_here(3)
             1
         """
         return next(ranks.index(rank) for ranks in self.hosts if rank in ranks)
 
-    def prepare(self, backend: str, place: Place, timeout: float) -> None:
+    def prepare(self, backend: str, place: Rendezvous, timeout: float) -> None:
         """What a backend of this name needs between hosts: ways that are open, and libraries that know the interface.
 
         Raises:
@@ -66,12 +66,12 @@ class Surroundings:
             # NCCL chooses for itself otherwise, and has no other way to be told.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         if backend == outer:
-            check_ways(
+            check_reachability(
                 Group.world(place.rank, place.size, place.name), place.control, self.hosts, self.address, timeout
             )
 
 
-def explore(place: Place, interface: str | None, timeout: float) -> Surroundings:
+def discover(place: Rendezvous, interface: str | None, timeout: float) -> Topology:
     """Find out together with the other ranks, over the control plane.
 
     Args:
@@ -83,35 +83,35 @@ def explore(place: Place, interface: str | None, timeout: float) -> Surroundings
     Raises:
         ValueError: There is no such interface here, or it has no address.
     """
-    wanted = interface_wanted(interface)
+    wanted = requested_interface(interface)
     address = place.address if wanted is None else address_of(wanted[0])
     told = interface_of(address) if wanted is None else wanted[0]
     why = "by the route to the first rank" if wanted is None else f"by {wanted[1]}"
     if place.size == 1:
-        return Surroundings(((0,),), ((0,),), torch.cuda.device_count() > 0, address, f"{told} {why}")
+        return Topology(((0,),), ((0,),), torch.cuda.device_count() > 0, address, f"{told} {why}")
     group = Group.world(place.rank, place.size, place.name)
     cards = place.control.exchange(
-        group, "surroundings", (host_identity(), torch.cuda.device_count(), shm_obstacle()), timeout
+        group, "surroundings", (host_identity(), torch.cuda.device_count(), why_no_shm()), timeout
     )
     names = [name for name, _, _ in cards]
     hosts = tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
     obstacle = next((obstacle for _, _, obstacle in cards if obstacle), None)
     if obstacle is not None:
         _log.info("unisono: no shared memory between these ranks: %s", obstacle)
-    sharing = TRANSPORTS["shm"].neighbours(group, place.control, timeout)
+    sharing = TRANSPORTS["shm"].shm_peers(group, place.control, timeout)
     gpus = all(count >= names.count(name) for name, count, _ in cards)
-    return Surroundings(hosts, sharing, gpus, address, f"{told} {why}")
+    return Topology(hosts, sharing, gpus, address, f"{told} {why}")
 
 
-def best(hosts: Hosts, *, gpus: bool, network: str = "gloo") -> str:
+def choose_backend(hosts: Hosts, *, gpus: bool, network: str = "gloo") -> str:
     """The backend for ranks that share memory in these parts.
 
     Nccl where each rank has a GPU; else threads for a world of one, shared memory if that is all, the network if no
     ranks share any, and shared memory with the network between where some do.
 
     Example:
-        >>> best(((0, 1),), gpus=False), best(((0, 1), (2,)), gpus=False), best(((0,), (1,)), gpus=False)
-        ('shm', 'shm+gloo', 'gloo')
+        >>> [choose_backend(hosts, gpus=False) for hosts in (((0, 1),), ((0, 1), (2,)), ((0,), (1,)))]
+        ['shm', 'shm+gloo', 'gloo']
     """
     size = sum(len(ranks) for ranks in hosts)
     if gpus and torch.cuda.is_available() and torch.distributed.is_nccl_available():
@@ -123,7 +123,7 @@ def best(hosts: Hosts, *, gpus: bool, network: str = "gloo") -> str:
     return network if len(hosts) == size else f"shm+{network}"
 
 
-def hosts_given(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | None:
+def validate_hosts(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | None:
     """The hosts that a caller has named, if they make sense.
 
     Raises:

@@ -20,11 +20,11 @@ from unisono.core.failure import text_of
 from unisono.core.group import Group
 from unisono.launcher.job import Job
 
-__all__ = ["Orders", "carry_out", "live", "settle_in"]
+__all__ = ["WorkerSpec", "configure_process", "run_job", "run_worker"]
 
 
 @dataclass(slots=True)
-class Orders:
+class WorkerSpec:
     """What the launching process tells a rank. Goes by multiprocessing's own way from parent to child.
 
     Attributes:
@@ -44,7 +44,7 @@ class Orders:
     outputs: tuple[Any, Any] | None
 
 
-def live(orders: Orders, report: Connection) -> None:
+def run_worker(orders: WorkerSpec, report: Connection) -> None:
     """Be a rank: set up, run the job, send what came of it to the launching process."""
     # An interrupt at the terminal is for the launching process, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -54,11 +54,11 @@ def live(orders: Orders, report: Connection) -> None:
         for number, copy in zip((1, 2), orders.outputs, strict=True):
             if copy is not None:
                 os.dup2(copy.detach(), number)
-    settle_in(orders.threads)
-    report.send_bytes(carry_out(orders))
+    configure_process(orders.threads)
+    report.send_bytes(run_job(orders))
 
 
-def settle_in(threads: int) -> None:
+def configure_process(threads: int) -> None:
     """How a rank prints and computes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -67,7 +67,7 @@ def settle_in(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def carry_out(orders: Orders) -> bytes:
+def run_job(orders: WorkerSpec) -> bytes:
     """Run the job; what came of it, for the launching process."""
     try:
         job: Job = cloudpickle.loads(orders.job)

@@ -15,15 +15,15 @@ from unisono.communicator import Communicator
 from unisono.control.process_exit import close_at_exit
 from unisono.errors import CommError, CommTimeoutError
 from unisono.rpc.autograd.contexts import Contexts
-from unisono.rpc.client import Caller
-from unisono.rpc.context import set_agent, was_closed, was_opened
-from unisono.rpc.exported import Exposed
-from unisono.rpc.pending_calls import CallFuture, Calls, Window
+from unisono.rpc.client import Client
+from unisono.rpc.context import register, set_agent, unregister
+from unisono.rpc.exported import ExportTable
+from unisono.rpc.pending_calls import CallFuture, FlowControl, PendingCalls
 from unisono.rpc.receiver import Receiver
-from unisono.rpc.router import Office
-from unisono.rpc.rref import Outcome, RRef, RRefs
-from unisono.rpc.server import Serving
-from unisono.rpc.termination import Closing
+from unisono.rpc.router import Router
+from unisono.rpc.rref import OwnedValue, RRef, RRefContext
+from unisono.rpc.server import Server
+from unisono.rpc.termination import TerminationDetector
 from unisono.rpc.thread_pool import Workers
 
 __all__ = ["TIMEOUT_S", "Agent", "WorkerInfo"]
@@ -61,7 +61,7 @@ class Agent:
     def __init__(
         self, comm: Communicator, name: str, timeout: float, trusted: bool, expose: Iterable[Any], workers: int
     ) -> None:
-        self.exposed = Exposed(trusted, expose)
+        self.exposed = ExportTable(trusted, expose)
         self.box, cards = comm.mailbox(name)
         self.rank, self.size, self.name, self.timeout = comm.rank, comm.size, name, timeout
         self.infos = [WorkerInfo(card, rank) for rank, card in enumerate(cards)]
@@ -73,21 +73,21 @@ class Agent:
         self._ranks.update({info.id: info.id for info in self.infos})
         self._ranks.update({info: info.id for info in self.infos})
         self.closed = False
-        windows = [Window(_MOST_CALLS, _MOST_BYTES) for _ in range(self.size)]
-        self.calls = Calls(windows, self.box.nudge)
-        self.caller = Caller(self, windows)
-        self.office = Office(self)
-        self.references = RRefs(self)
+        windows = [FlowControl(_MOST_CALLS, _MOST_BYTES) for _ in range(self.size)]
+        self.calls = PendingCalls(windows, self.box.wake)
+        self.caller = Client(self, windows)
+        self.office = Router(self)
+        self.references = RRefContext(self)
         self.contexts = Contexts(self)
-        self.serving = Serving(self)
-        self.closing = Closing(self)
-        self.nudge = self.box.nudge
+        self.serving = Server(self)
+        self.closing = TerminationDetector(self)
+        self.nudge = self.box.wake
         thread = f"unisono rpc {name}"
         self.workers = Workers(thread, workers, self._adopt_thread)
         self.receiver = Receiver(
             self.box, self.office.dispatch, self.workers.run, self.office.clock, self._adopt_thread, thread
         )
-        was_opened(self)
+        register(self)
         close_at_exit(self)
         # The communicator may live on for long, and must not keep what was on an agent that is closed.
         comm.on_close(partial(_close, weakref.ref(self)))
@@ -143,11 +143,11 @@ class Agent:
         thread.start()
         return thread
 
-    def wait_known(self, outcome: Outcome, timeout: float | None) -> None:
+    def wait_known(self, outcome: OwnedValue, timeout: float | None) -> None:
         """Wait for an object of this rank that is being made."""
         limit, known = self.timeout if timeout is None else timeout, threading.Event()
         outcome.when_known(known.set)
-        with self.workers.blocked():
+        with self.workers.not_counted():
             if not known.wait(min(limit, threading.TIMEOUT_MAX)):
                 raise CommTimeoutError(f"waited {limit:.1f} s for an object that is still being made", waited_s=limit)
 
@@ -175,16 +175,16 @@ class Agent:
         if self.closed:
             return
         self.closed = True
-        was_closed(self)
+        unregister(self)
         if not self.closing.over:
-            self.office.say_goodbye(reason)
+            self.office.announce_exit(reason)
         self.receiver.close()
         self.workers.close()
         self.box.close()
         self.caller.end_all()
         self.closing.finish()
 
-    def give_up(self, error: BaseException | None) -> None:
+    def on_process_exit(self, error: BaseException | None) -> None:
         """The process ends."""
         self.close("its process ended" if error is None else f"it failed: {type(error).__name__}: {error}")
 

@@ -8,26 +8,26 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unisono.core.mailbox import Mail
+from unisono.core.mailbox import Envelope
 from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.rpc import protocol
 from unisono.rpc.context import context, request
 from unisono.rpc.exported import name_of
-from unisono.rpc.pending_calls import Call, CallFuture, Window
+from unisono.rpc.pending_calls import CallFuture, FlowControl, PendingCall
 from unisono.rpc.protocol import HEADER
 from unisono.rpc.receiver import Task
 from unisono.rpc.remote_errors import rebuilt
-from unisono.rpc.router import SEND_S, take_back
+from unisono.rpc.router import SEND_S, rollback
 from unisono.rpc.rref import RRef
 from unisono.rpc.serialize import pack, unpack
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["Caller"]
+__all__ = ["Client"]
 
 
-class Caller:
+class Client:
     """Makes calls.
 
     Args:
@@ -38,7 +38,7 @@ class Caller:
         sent: How many requests went to each rank.
     """
 
-    def __init__(self, agent: Agent, windows: Sequence[Window]) -> None:
+    def __init__(self, agent: Agent, windows: Sequence[FlowControl]) -> None:
         self._agent, self._calls, self._windows = agent, agent.calls, windows
         self.sent: Counter[int] = Counter()
         self._counting = threading.Lock()
@@ -63,11 +63,11 @@ class Caller:
     def call(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> Any:
         """Call a function, or a method of the object of this key, and wait for the result."""
         agent = self._agent
-        call = Call(self._calls.number(), peer, target, self._patience(timeout))
+        call = PendingCall(self._calls.number(), peer, target, self._patience(timeout))
         self._request(call, protocol.REQUEST, (target, key, args, kwargs or {}))
         if not call.done:
-            with agent.workers.blocked():
-                agent.receiver.attend(call, call.timeout)
+            with agent.workers.not_counted():
+                agent.receiver.wait_for_reply(call, call.timeout)
             if not call.done:
                 self.give_up(call, call.late())
         return self._result(call)
@@ -95,13 +95,13 @@ class Caller:
             raise
         return references.reference(peer, new, call.future)
 
-    def _with_future(self, peer: int, target: str, timeout: float | None) -> Call:
+    def _with_future(self, peer: int, target: str, timeout: float | None) -> PendingCall:
         agent, future = self._agent, CallFuture()
-        call = Call(self._calls.number(), peer, target, self._patience(timeout), future)
+        call = PendingCall(self._calls.number(), peer, target, self._patience(timeout), future)
 
         def attend() -> None:
-            with agent.workers.blocked():
-                agent.receiver.attend(call, call.timeout)
+            with agent.workers.not_counted():
+                agent.receiver.wait_for_reply(call, call.timeout)
 
         future._attend, future._cancel = attend, lambda: self.give_up(call, call.cancelled())
         return call
@@ -115,32 +115,32 @@ class Caller:
             raise ValueError(f"timeout must be a positive number of seconds, or None, not {timeout!r}")
         return timeout
 
-    def _request(self, call: Call, kind: int, values: Sequence[object]) -> None:
+    def _request(self, call: PendingCall, kind: int, values: Sequence[object]) -> None:
         agent, peer = self._agent, call.peer
         if agent.closed:
             raise self.closed()
         head, bodies, undo = pack(agent, peer, kind, call.number, context.get(), values)
         call.nbytes = len(head) + sum([body.numel() for body in bodies])
         nested, deadline = request.get() is not None, call.started + call.timeout
-        if not self._windows[peer].enter(call.nbytes, deadline, agent.workers.blocked, nested):
-            take_back(undo)
+        if not self._windows[peer].enter(call.nbytes, deadline, agent.workers.not_counted, nested):
+            rollback(undo)
             raise call.late()
         self._calls.add(call)
         try:
             agent.office.post(peer, head, bodies, min(call.timeout, SEND_S))
         except BaseException as error:
             # An interrupt too: no call may stay under way that nobody will answer.
-            self._calls.take(call.number)
-            self._calls.over(call)
+            self._calls.pop(call.number)
+            self._calls.forget(call)
             if not agent.office.may_arrive(peer, error):
-                take_back(undo)
+                rollback(undo)
                 raise
             # It will be served, or found cancelled.
             self._count(peer)
-            agent.office.tell(peer, protocol.CANCEL, call.number)
+            agent.office.send_control(peer, protocol.CANCEL, call.number)
             raise
         self._count(peer)
-        if (peer in agent.office.gone or agent.closed) and self._calls.take(call.number) is not None:
+        if (peer in agent.office.gone or agent.closed) and self._calls.pop(call.number) is not None:
             # It went, or this agent was closed, while this call was on its way, after those that wait were told.
             self._end(call, self.closed() if agent.closed else agent.box.lost[peer])
 
@@ -149,37 +149,37 @@ class Caller:
             self.sent[peer] += 1
 
     # -- ends ----------------------------------------------------------------------------------
-    def answered(self, number: int, mail: Mail) -> tuple[Task, bool] | None:
+    def answered(self, number: int, mail: Envelope) -> tuple[Task, bool] | None:
         """An answer has come: what is left to do, and whether that is short."""
-        call = self._calls.take(number)
+        call = self._calls.pop(number)
         if call is None:
             # Nobody waits, but the references in it have to be counted, and dropped.
             return lambda: self._drop(mail), True
         call.mail = mail
         if call.future is None:
-            self._calls.over(call)
+            self._calls.forget(call)
             call.end()
             return None
         return lambda: self._end(call, None), True
 
-    def give_up(self, call: Call, error: CommError) -> bool:
+    def give_up(self, call: PendingCall, error: CommError) -> bool:
         """End a call without its answer, and tell who runs it; False if it was answered meanwhile."""
-        if self._calls.take(call.number) is None:
+        if self._calls.pop(call.number) is None:
             return False
-        self._agent.office.tell(call.peer, protocol.CANCEL, call.number)
+        self._agent.office.send_control(call.peer, protocol.CANCEL, call.number)
         self._end(call, error)
         return True
 
     def lose(self, peer: int, error: BaseException) -> None:
         """A rank is gone, and answers nothing more."""
         for call in self._calls.of(peer):
-            if self._calls.take(call.number) is not None:
+            if self._calls.pop(call.number) is not None:
                 self._end(call, error)
 
     def end_all(self) -> None:
         """The agent is closed."""
         for call in self._calls.all():
-            if self._calls.take(call.number) is not None:
+            if self._calls.pop(call.number) is not None:
                 self._end(call, self.closed())
 
     def closed(self) -> ClosedError:
@@ -187,17 +187,17 @@ class Caller:
         rank, size = self._agent.rank, self._agent.size
         return ClosedError("the RPC agent of this rank is shut down", rank=rank, size=size, operation="rpc")
 
-    def _end(self, call: Call, error: BaseException | None) -> None:
+    def _end(self, call: PendingCall, error: BaseException | None) -> None:
         call.error = error
         try:
             if call.future is not None:
                 self._complete(call.future, call)
         finally:
-            self._calls.over(call)
+            self._calls.forget(call)
             # The last, so that who wakes finds the future complete.
             call.end()
 
-    def _complete(self, future: CallFuture, call: Call) -> None:
+    def _complete(self, future: CallFuture, call: PendingCall) -> None:
         """Its callbacks run here. What somebody else has completed stays as it is."""
         before, self._here.call = getattr(self._here, "call", None), call
         within, asked = context.set(call.within[0]), request.set(call.within[1])
@@ -218,9 +218,9 @@ class Caller:
         """If this thread runs the callback of a call, that one does not count as under way any more."""
         call = getattr(self._here, "call", None)
         if call is not None:
-            self._calls.over(call)
+            self._calls.forget(call)
 
-    def _result(self, call: Call) -> Any:
+    def _result(self, call: PendingCall) -> Any:
         if call.mail is None:
             assert call.error is not None
             if isinstance(call.error, PeerLostError):
@@ -229,14 +229,14 @@ class Caller:
             raise call.error
         return self._read(call.mail)
 
-    def _read(self, mail: Mail) -> Any:
+    def _read(self, mail: Envelope) -> Any:
         kind, _, within, message = HEADER.unpack_from(mail.head)
         (value,) = unpack(self._agent, mail, within, message, HEADER.size, 1)
         if kind == protocol.ERROR:
             raise rebuilt(value, mail.peer)
         return value
 
-    def _drop(self, mail: Mail) -> None:
+    def _drop(self, mail: Envelope) -> None:
         # Nobody waits for it, so nobody hears of its errors; but references in it have to be counted, and dropped.
         with contextlib.suppress(Exception):
             self._read(mail)

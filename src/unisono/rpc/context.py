@@ -11,7 +11,7 @@ from unisono.errors import CommError
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["context", "current_agent", "find_agent", "leave_agent", "request", "set_agent", "was_closed", "was_opened"]
+__all__ = ["context", "current_agent", "find_agent", "leave_agent", "register", "request", "set_agent", "unregister"]
 
 _agents: ContextVar[tuple[Agent, ...] | None] = ContextVar("unisono_rpc_agents", default=None)
 context: ContextVar[int] = ContextVar("unisono_rpc_autograd_context", default=-1)
@@ -32,12 +32,12 @@ def leave_agent(agent: Agent) -> None:
     _agents.set(tuple(other for other in _agents.get() or () if other is not agent and not other.closed))
 
 
-def was_opened(agent: Agent) -> None:
+def register(agent: Agent) -> None:
     """A thread that was started by other means finds it, where it is the only one of its process."""
     _open.add(agent)
 
 
-def was_closed(agent: Agent) -> None:
+def unregister(agent: Agent) -> None:
     """It serves no more."""
     _open.discard(agent)
 

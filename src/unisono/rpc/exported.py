@@ -12,7 +12,7 @@ import torch
 
 from unisono.errors import CommError
 
-__all__ = ["Exposed", "NotExposedError", "async_execution", "changes", "expose", "is_async", "name_of"]
+__all__ = ["ExportTable", "NotExposedError", "async_execution", "changes", "expose", "is_async", "name_of"]
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ def _plain(target: Any) -> bool:
     return type(target) is type(len) and getattr(getattr(target, "__self__", None), "__name__", "") == target.__module__
 
 
-class Exposed:
+class ExportTable:
     """What one agent lets others call.
 
     Args:

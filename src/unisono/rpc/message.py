@@ -10,10 +10,10 @@ import torch
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["Packing", "Unpacking"]
+__all__ = ["MessageReader", "MessageWriter"]
 
 
-class Packing(list):  # type: ignore[type-arg]  # generic for checkers only
+class MessageWriter(list):  # type: ignore[type-arg]  # generic for checkers only
     """The parts of a message that is being made, and what belongs to it.
 
     Attributes:
@@ -34,7 +34,7 @@ class Packing(list):  # type: ignore[type-arg]  # generic for checkers only
         self.undo: list[Callable[[], None]] = []
 
 
-class Unpacking(bytes):
+class MessageReader(bytes):
     """The bytes of a message that arrived, and what belongs to them.
 
     Attributes:

@@ -15,15 +15,15 @@ from unisono.errors import AbortedError, CommTimeoutError
 from unisono.rpc.context import context, request
 
 if TYPE_CHECKING:
-    from unisono.core.mailbox import Mail
+    from unisono.core.mailbox import Envelope
 
-__all__ = ["Call", "CallFuture", "Calls", "Window"]
+__all__ = ["CallFuture", "FlowControl", "PendingCall", "PendingCalls"]
 
 _WAIT_SLICE_S = 1.0
 _FOREVER_S = threading.TIMEOUT_MAX / 2
 
 
-class Call:
+class PendingCall:
     """One call under way. It ends once, by an answer or by an error; the first one counts.
 
     Attributes:
@@ -47,7 +47,7 @@ class Call:
         self.started = time.monotonic()
         self.future = future
         self.within = context.get(), request.get()
-        self.mail: Mail | None = None
+        self.mail: Envelope | None = None
         self.error: BaseException | None = None
         self.done = False
         self.nbytes = 0
@@ -104,7 +104,7 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # torch's is 
         return self._cancel() if self._cancel is not None else False
 
 
-class Window:
+class FlowControl:
     """How much this rank may have under way at one peer: a bound on what waits there.
 
     Args:
@@ -155,7 +155,7 @@ class Window:
         self._bytes += nbytes
 
 
-class Calls:
+class PendingCalls:
     """The table of calls, and the clock of those that nobody waits for in person.
 
     Args:
@@ -163,10 +163,10 @@ class Calls:
         nudge: Wakes the thread that looks at the clock.
     """
 
-    def __init__(self, windows: list[Window], nudge: Callable[[], None]) -> None:
+    def __init__(self, windows: list[FlowControl], nudge: Callable[[], None]) -> None:
         self._windows, self._nudge = windows, nudge
         self._numbers = itertools.count(1)
-        self._open: dict[int, Call] = {}
+        self._open: dict[int, PendingCall] = {}
         self._unfinished: set[int] = set()
         self._due: list[tuple[float, int]] = []
         self._lock = threading.Lock()
@@ -180,7 +180,7 @@ class Calls:
         """For a new call."""
         return next(self._numbers)
 
-    def add(self, call: Call) -> None:
+    def add(self, call: PendingCall) -> None:
         """Expect an answer. A call with a future ends by itself when its time is up."""
         self._unfinished.add(call.number)
         self._open[call.number] = call
@@ -193,26 +193,26 @@ class Calls:
             if earlier:
                 self._nudge()
 
-    def take(self, number: int) -> Call | None:
+    def pop(self, number: int) -> PendingCall | None:
         """The call is about to end, and none too many times: None if it has already."""
         call = self._open.pop(number, None)
         if call is not None:
             self._windows[call.peer].leave(call.nbytes)
         return call
 
-    def over(self, call: Call) -> None:
+    def forget(self, call: PendingCall) -> None:
         """Nothing more will come of it. Again is harmless."""
         self._unfinished.discard(call.number)
 
-    def of(self, peer: int) -> list[Call]:
+    def of(self, peer: int) -> list[PendingCall]:
         """Those that wait for this rank."""
         return [call for call in list(self._open.values()) if call.peer == peer]
 
-    def all(self) -> list[Call]:
+    def all(self) -> list[PendingCall]:
         """Those that wait for anybody."""
         return list(self._open.values())
 
-    def late(self) -> list[Call]:
+    def late(self) -> list[PendingCall]:
         """Those with a future whose time is up; each is told once."""
         now, found = time.monotonic(), []
         with self._lock:

@@ -6,13 +6,14 @@ import struct
 
 __all__ = [
     "ADD",
-    "ADDED",
-    "BYE",
+    "ADD_ACK",
     "CANCEL",
     "CLOSE",
+    "CONFIRM",
     "DISCARD",
     "DROP",
     "ERROR",
+    "EXIT",
     "HEADER",
     "IDLE",
     "NO_CONTEXT",
@@ -20,7 +21,6 @@ __all__ = [
     "REMOTE",
     "REPLY",
     "REQUEST",
-    "SUMMON",
 ]
 
 HEADER = struct.Struct("<BQqQ")
@@ -40,17 +40,17 @@ REMOTE = 5
 """A call whose result stays where it is, under the key that is told first."""
 ADD = 6
 """The sender holds one more reference to this key."""
-ADDED = 7
+ADD_ACK = 7
 """Whether the owner knows the key of an `ADD`."""
 DROP = 8
 """The sender holds one reference less."""
 RELEASE = 9
 """A reference that the receiver passed on has been added, or was for the owner itself: it need not be kept."""
-BYE = 10
+EXIT = 10
 """The sender serves no more; the reason follows."""
 IDLE = 11
 """The sender wants to shut down and has nothing to do: how many calls it has sent to each rank, and served for each."""
-SUMMON = 12
+CONFIRM = 12
 """Tell once more whether that is so."""
 CLOSE = 13
 """Everybody is done: shut down."""

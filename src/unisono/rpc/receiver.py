@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unisono.core.mailbox import Mail, Mailbox
-    from unisono.rpc.pending_calls import Call
+    from unisono.core.mailbox import Envelope, Mailbox
+    from unisono.rpc.pending_calls import PendingCall
 
 __all__ = ["Receiver", "Task"]
 
@@ -51,7 +51,7 @@ class Receiver:
     def __init__(
         self,
         box: Mailbox,
-        dispatch: Callable[[Mail], tuple[Task, bool] | None],
+        dispatch: Callable[[Envelope], tuple[Task, bool] | None],
         aside: Callable[[Task], None],
         clock: Callable[[], tuple[float, list[Task]]],
         prepare: Callable[[], object],
@@ -86,7 +86,7 @@ class Receiver:
         """Receive no more; the threads end by themselves."""
         self.closed = True
         self._alarm.release()
-        self._box.nudge()
+        self._box.wake()
 
     @property
     def dispatching(self) -> bool:
@@ -190,22 +190,22 @@ class Receiver:
         return True
 
     # -- who waits for an answer ---------------------------------------------------------------
-    def attend(self, call: Call, seconds: float) -> None:
+    def wait_for_reply(self, call: PendingCall, seconds: float) -> None:
         """Return when the call has ended, or the time is up; poll for its answer meanwhile, if that pays."""
         box = self._box
         if box.eager and call.peer != box.group.rank and self._token.acquire(blocking=False):
-            box.hush()
+            box.mute_wakeups()
             self._dispatcher = threading.get_ident()
             try:
                 self._poll_for(call, time.monotonic() + min(seconds, _POLL_S))
             finally:
                 self._dispatcher = 0
                 self._token.release()
-                box.unhush()
+                box.unmute()
         if not call.done:
             call.sleep(seconds - (time.monotonic() - call.started))
 
-    def _poll_for(self, call: Call, until: float) -> None:
+    def _poll_for(self, call: PendingCall, until: float) -> None:
         poll, spins = self._box.poll, 0
         while not call.done:
             mails = poll()

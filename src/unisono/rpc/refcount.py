@@ -7,11 +7,12 @@ a reference of an object of O on to B, and then drops its own: B's `ADD` and A's
 
 - The owner passes a reference to B: it counts one for B before it sends.
 - A, not the owner, passes one to B: it *pins* its own, so that it cannot be dropped. B tells the owner (`ADD`), the
-  owner answers (`ADDED`), and only then does B tell A to `RELEASE` the pin. If B is the owner, it counts and releases.
+  owner answers (`ADD_ACK`), and only then does B tell A to `RELEASE` the pin. If B is the owner, it counts and
+  releases.
 - Who drops a reference tells the owner (`DROP`). When all counts are 0, the object is freed.
 - `remote` counts one for its caller when the owner gets the call. Somebody else's `ADD` may come before that: it
   finds no object yet, and a place is kept for it. Objects are numbered for each pair of creator and owner, so that an
-  owner can tell what is yet to come from what was freed long ago, whose `ADDED` says so.
+  owner can tell what is yet to come from what was freed long ago, whose `ADD_ACK` says so.
 - A rank that dies holds nothing any more: its counts vanish, and what was pinned for it is released.
 
 Every living reference is either counted, or pinned by another one of which the same is true: so nothing that a
@@ -26,9 +27,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from unisono.rpc.protocol import ADD, ADDED, DROP, RELEASE
+from unisono.rpc.protocol import ADD, ADD_ACK, DROP, RELEASE
 
-__all__ = ["Handle", "Key", "Ledger", "References", "Tell"]
+__all__ = ["Handle", "Key", "RefCounts", "References", "Tell"]
 
 Tell = Callable[..., None]
 """Called with a rank, the kind of a message and its numbers."""
@@ -82,7 +83,7 @@ class _Numbers:
         return number < self._next or number in self._beyond
 
 
-class Ledger:
+class RefCounts:
     """The objects of one owner, and who refers to them. Not safe for threads.
 
     Args:
@@ -158,7 +159,7 @@ class References:
     Args:
         rank: This rank.
         tell: Sends a message to another rank, or to this one. To one that is gone: does nothing.
-        blank: As of `Ledger`.
+        blank: As of `RefCounts`.
 
     Attributes:
         freed: Values that nobody refers to, for the owner to let go where their finalizers do no harm.
@@ -166,7 +167,7 @@ class References:
 
     def __init__(self, rank: int, tell: Tell, blank: Callable[[], Any] = lambda: None) -> None:
         self.rank, self._tell = rank, tell
-        self.ledger = Ledger(blank)
+        self.ledger = RefCounts(blank)
         self.lock = threading.Lock()
         self._tokens = itertools.count(1)
         self._numbers: dict[int, Any] = {}
@@ -249,8 +250,8 @@ class References:
         if kind == ADD:
             with self.lock:
                 known = self.ledger.add(Key(*words[:2]), peer)
-            self._tell(peer, ADDED, words[2], int(known))
-        elif kind == ADDED:
+            self._tell(peer, ADD_ACK, words[2], int(known))
+        elif kind == ADD_ACK:
             self._added(words[0], bool(words[1]))
         elif kind == DROP:
             self._drop(Key(*words), peer)

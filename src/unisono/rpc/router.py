@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono import serialization
-from unisono.core.mailbox import Mail
+from unisono.core.mailbox import Envelope
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.rpc import protocol
 from unisono.rpc.protocol import HEADER, NO_CONTEXT
@@ -22,15 +22,15 @@ from unisono.rpc.serialize import pack
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["SEND_S", "Office", "take_back"]
+__all__ = ["SEND_S", "Router", "rollback"]
 
 SEND_S = 60.0
 """Seconds that a rank may take to make room for a message."""
 _BYE_S = 0.5
-_PROTOCOL = (protocol.ADD, protocol.ADDED, protocol.DROP, protocol.RELEASE)
+_PROTOCOL = (protocol.ADD, protocol.ADD_ACK, protocol.DROP, protocol.RELEASE)
 
 
-class Office:
+class Router:
     """Sends, and sorts what arrives.
 
     Attributes:
@@ -52,7 +52,7 @@ class Office:
         except BaseException as error:
             # An interrupt too: references that went nowhere would be counted for good.
             if not self.may_arrive(peer, error):
-                take_back(undo)
+                rollback(undo)
             raise
 
     def may_arrive(self, peer: int, error: BaseException) -> bool:
@@ -64,11 +64,11 @@ class Office:
         if peer != self._rank:
             self._box.send(peer, head, bodies, timeout)
             return
-        found = self.dispatch(Mail(peer, head, [body.clone() for body in bodies]))
+        found = self.dispatch(Envelope(peer, head, [body.clone() for body in bodies]))
         if found is not None:
             self._agent.workers.run(found[0])
 
-    def tell(self, peer: int, kind: int, *words: int) -> None:
+    def send_control(self, peer: int, kind: int, *words: int) -> None:
         """Send a few numbers, in order; to a rank that is gone, nothing. In a dispatch it is sent soon after."""
         self._outbox.append((peer, _plain(kind, words)))
         if not self._agent.receiver.dispatching:
@@ -81,7 +81,7 @@ class Office:
                 self._empty()
             finally:
                 self._posting.release()
-        self._agent.references.bury()
+        self._agent.references.collect_freed()
 
     def _empty(self) -> None:
         while self._outbox:
@@ -90,15 +90,15 @@ class Office:
             with contextlib.suppress(CommError):
                 self.post(peer, head, (), SEND_S)
 
-    def say_goodbye(self, reason: str) -> None:
+    def announce_exit(self, reason: str) -> None:
         """Tell every rank that this one serves no more."""
         for peer in self._agent.alive():
             if peer != self._rank:
                 with contextlib.suppress(CommError):
-                    self._box.send(peer, _plain(protocol.BYE, (reason,)), (), _BYE_S)
+                    self._box.send(peer, _plain(protocol.EXIT, (reason,)), (), _BYE_S)
 
     # -- in ------------------------------------------------------------------------------------
-    def dispatch(self, mail: Mail) -> tuple[Task, bool] | None:
+    def dispatch(self, mail: Envelope) -> tuple[Task, bool] | None:
         """Take one message in, in order; what is left to do, and whether that is short."""
         if mail.peer in self.gone:
             return None
@@ -106,10 +106,12 @@ class Office:
             return self._sorted(mail)
         except (ValueError, TypeError, LookupError, struct.error) as error:
             # No agent sends such a thing: nothing more is taken from there.
-            self._box.lose(mail.peer, CommError(f"rank {mail.peer} sent what is no message: {error}", peer=mail.peer))
+            self._box.mark_lost(
+                mail.peer, CommError(f"rank {mail.peer} sent what is no message: {error}", peer=mail.peer)
+            )
             return None
 
-    def _sorted(self, mail: Mail) -> tuple[Task, bool] | None:
+    def _sorted(self, mail: Envelope) -> tuple[Task, bool] | None:
         agent = self._agent
         kind, number, _, _ = HEADER.unpack_from(mail.head)
         if kind in (protocol.REQUEST, protocol.REMOTE):
@@ -122,8 +124,10 @@ class Office:
             return self.empty_outbox, True
         if kind == protocol.CANCEL:
             agent.serving.cancel(mail.peer, words[0])
-        elif kind == protocol.BYE:
-            self._box.lose(mail.peer, PeerLostError(f"rank {mail.peer} serves no more: {words[0]}", peer=mail.peer))
+        elif kind == protocol.EXIT:
+            self._box.mark_lost(
+                mail.peer, PeerLostError(f"rank {mail.peer} serves no more: {words[0]}", peer=mail.peer)
+            )
         elif kind == protocol.DISCARD:
             return lambda: agent.contexts.discard(words[0]), True
         else:
@@ -151,7 +155,7 @@ class Office:
         agent.closing.look()
 
 
-def take_back(undo: Sequence[Callable[[], None]]) -> None:
+def rollback(undo: Sequence[Callable[[], None]]) -> None:
     """A message is not sent after all."""
     for action in undo:
         action()

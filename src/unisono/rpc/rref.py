@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc.context import current_agent
-from unisono.rpc.message import Packing
+from unisono.rpc.message import MessageWriter
 from unisono.rpc.refcount import Key
 from unisono.rpc.value_codecs import register_reference
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from unisono.rpc.agent import Agent, WorkerInfo
     from unisono.rpc.pending_calls import CallFuture
 
-__all__ = ["Outcome", "RRef", "RRefs"]
+__all__ = ["OwnedValue", "RRef", "RRefContext"]
 
 T = TypeVar("T")
 
 
-class Outcome:
+class OwnedValue:
     """What an object is, once it is known: a value, or the error of what was to make it."""
 
     __slots__ = ("_callbacks", "_lock", "error", "known", "trace", "value")
@@ -189,14 +189,16 @@ class _Proxy:
         return self.__getattr__("__call__")(*args, **kwargs)
 
 
-class RRefs:
-    """The references of one agent: the protocol of `references`, with `RRef`s for handles and `Outcome`s for values."""
+class RRefContext:
+    """The references of one agent: the protocol of `references`, with `RRef`s for handles and `OwnedValue`s for
+    values.
+    """
 
     def __init__(self, agent: Agent) -> None:
         from unisono.rpc.refcount import References
 
         self._agent = agent
-        self._protocol = References(agent.rank, agent.office.tell, Outcome)
+        self._protocol = References(agent.rank, agent.office.send_control, OwnedValue)
         self.arrived, self.dropped = self._protocol.arrived, self._protocol.dropped
         self.new_key, self.unused = self._protocol.new_key, self._protocol.unused
 
@@ -216,9 +218,9 @@ class RRefs:
     def flush(self) -> None:
         """Tell owners of the references that were dropped here."""
         self._protocol.flush()
-        self.bury()
+        self.collect_freed()
 
-    def bury(self) -> None:
+    def collect_freed(self) -> None:
         """Let go of what was freed; its finalizers may do anything."""
         freed = self._protocol.freed
         while freed:
@@ -237,16 +239,16 @@ class RRefs:
         self.expect(key, self._agent.rank).settle(value)
         return key
 
-    def expect(self, key: Key, holder: int) -> Outcome:
+    def expect(self, key: Key, holder: int) -> OwnedValue:
         """The place of an object that is about to be made; counts one reference."""
         with self._protocol.lock:
-            outcome: Outcome = self._protocol.ledger.make(key, holder)
+            outcome: OwnedValue = self._protocol.ledger.make(key, holder)
         return outcome
 
-    def outcome(self, key: Key) -> Outcome:
+    def outcome(self, key: Key) -> OwnedValue:
         """Of an object that somebody refers to. Raises PeerLostError if it was freed."""
         with self._protocol.lock:
-            outcome: Outcome | None = self._protocol.ledger.value(key)
+            outcome: OwnedValue | None = self._protocol.ledger.value(key)
         if outcome is None:
             raise PeerLostError("the object was freed: every rank that was known to refer to it has died or dropped it")
         return outcome
@@ -255,7 +257,7 @@ class RRefs:
         """The value of an object of this rank."""
         return self.value_of(self.outcome(key), timeout)
 
-    def value_of(self, outcome: Outcome, timeout: float | None) -> Any:
+    def value_of(self, outcome: OwnedValue, timeout: float | None) -> Any:
         """The same; nobody need refer to it any more."""
         if not outcome.known:
             self._agent.wait_known(outcome, timeout)
@@ -264,7 +266,7 @@ class RRefs:
             raise outcome.error.with_traceback(outcome.trace)
         return outcome.value
 
-    def pass_on(self, rref: RRef[Any], parts: Packing) -> tuple[int, int, int, int]:
+    def pass_on(self, rref: RRef[Any], parts: MessageWriter) -> tuple[int, int, int, int]:
         """Make ready a reference for a rank: what travels."""
         if rref._agent is not self._agent:
             raise CommError("this RRef belongs to another agent, whose communicator is not this one")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.core.mailbox import Mail
-from unisono.rpc.message import Packing, Unpacking
+from unisono.core.mailbox import Envelope
+from unisono.rpc.message import MessageReader, MessageWriter
 from unisono.rpc.protocol import HEADER, NO_CONTEXT
 from unisono.rpc.value_codecs import install, put_pickled
-from unisono.serialization.format import MAX_DEPTH, UnsendableError, decoders, encoders, put
+from unisono.serialization.format import MAX_DEPTH, UnsendableError, decoders, encoders, write
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
@@ -33,7 +33,7 @@ def pack(
     Raises:
         CallTypeError: One of them cannot be sent; says which and why.
     """
-    parts = Packing(agent, peer, context)
+    parts = MessageWriter(agent, peer, context)
     parts.append(b"")
     try:
         if agent.exposed.trusted:
@@ -41,7 +41,7 @@ def pack(
                 _put(parts, value, MAX_DEPTH)
         else:
             for value in values:
-                (encoders.get(type(value)) or put)(parts, value, MAX_DEPTH)
+                (encoders.get(type(value)) or write)(parts, value, MAX_DEPTH)
         message = agent.contexts.send(context, peer, parts.recorded) if parts.recorded else 0
     except BaseException as error:
         for action in parts.undo:
@@ -59,11 +59,11 @@ def pack(
     return b"".join(parts), parts.bodies, parts.undo
 
 
-def _put(parts: Packing, value: object, depth: int) -> None:
+def _put(parts: MessageWriter, value: object, depth: int) -> None:
     """Append a value, by pickle if that is needed."""
     marks = len(parts), len(parts.bodies), len(parts.recorded), len(parts.undo)
     try:
-        put(parts, value, depth)
+        write(parts, value, depth)
     except UnsendableError:
         # Something in it needs pickle: then all of it goes that way.
         for items, mark in zip((parts, parts.bodies, parts.recorded), marks, strict=False):
@@ -73,12 +73,12 @@ def _put(parts: Packing, value: object, depth: int) -> None:
         put_pickled(parts, value, depth)
 
 
-def unpack(agent: Agent, mail: Mail, context: int, message: int, at: int, count: int) -> list[Any]:
+def unpack(agent: Agent, mail: Envelope, context: int, message: int, at: int, count: int) -> list[Any]:
     """Some values of a message, from a place on to its end. Raises ValueError for bytes that no agent makes."""
     content, peer = mail.head, mail.peer
     if count == 1 and content[at:] == b"N":
         return [None]
-    view = Unpacking(content)
+    view = MessageReader(content)
     view.agent, view.peer, view.bodies, view.context, view.message = agent, peer, mail.bodies, context, message
     view.tensors, view.refused = 0, None
     values = []

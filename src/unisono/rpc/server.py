@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.core.mailbox import Mail
+from unisono.core.mailbox import Envelope
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc.context import context, request
 from unisono.rpc.exported import changes, is_async
 from unisono.rpc.protocol import ERROR, HEADER, REMOTE, REPLY, REQUEST
 from unisono.rpc.refcount import Key
 from unisono.rpc.remote_errors import packed
-from unisono.rpc.rref import Outcome
+from unisono.rpc.rref import OwnedValue
 from unisono.rpc.serialize import CallTypeError, unpack
 from unisono.serialization.format import take_text
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
     from unisono.rpc.receiver import Task
 
-__all__ = ["Serving", "cancelled"]
+__all__ = ["Server", "cancelled"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +54,12 @@ class _Request:
 
     __slots__ = ("called", "cancelled", "context", "kind", "message", "number", "outcome", "peer", "thread")
 
-    def __init__(self, mail: Mail) -> None:
+    def __init__(self, mail: Envelope) -> None:
         self.kind, self.number, self.context, self.message = HEADER.unpack_from(mail.head)
         self.peer = mail.peer
         self.cancelled = False
-        self.outcome: Outcome | None = None
-        self.called: Outcome | None = None
+        self.outcome: OwnedValue | None = None
+        self.called: OwnedValue | None = None
         self.thread: int | None = None
 
 
@@ -74,7 +74,7 @@ def cancelled() -> bool:
     return now is not None and now.cancelled
 
 
-class Serving:
+class Server:
     """The calls of other ranks, from their arrival until they are answered."""
 
     def __init__(self, agent: Agent) -> None:
@@ -90,7 +90,7 @@ class Serving:
     def __len__(self) -> int:
         return len(self._open)
 
-    def accept(self, mail: Mail) -> tuple[Task, bool]:
+    def accept(self, mail: Envelope) -> tuple[Task, bool]:
         """Take a call in: what is to be done, and whether that is likely to be short."""
         asked = _Request(mail)
         start = HEADER.size + (1 + _NUMBER.size if asked.kind == REMOTE else 0)
@@ -106,7 +106,7 @@ class Serving:
         self._open[mail.peer, asked.number] = asked
         return lambda: self._serve(asked, mail, target), short
 
-    def _called(self, head: bytes, at: int) -> Outcome | None:
+    def _called(self, head: bytes, at: int) -> OwnedValue | None:
         """What a call's key stands for, found before its caller's next message: that may say that it drops it."""
         if head[at : at + 1] == b"N" or len(head) < at + _KEY.size:
             return None
@@ -138,7 +138,7 @@ class Serving:
                 asked.cancelled = True
 
     # -- running -------------------------------------------------------------------------------
-    def _serve(self, asked: _Request, mail: Mail, target: bytes) -> None:
+    def _serve(self, asked: _Request, mail: Envelope, target: bytes) -> None:
         asked.thread = threading.get_ident()
         before, within = request.set(asked), context.set(asked.context)
         started = time.perf_counter()
@@ -162,7 +162,7 @@ class Serving:
             if len(self._quick) < _KEPT:
                 self._quick.add(target)
 
-    def _run(self, asked: _Request, mail: Mail, named: bytes) -> Any:
+    def _run(self, asked: _Request, mail: Envelope, named: bytes) -> Any:
         agent, context, message = self._agent, asked.context, asked.message
         at = HEADER.size + len(named)
         if self._as_of != changes():
@@ -183,7 +183,7 @@ class Serving:
         if key is not None:
             outcome = asked.called or agent.references.outcome(Key(*key))
             if target == "@fetch":
-                return _Later(outcome)
+                return _DeferredValue(outcome)
             function = agent.exposed.method(agent.references.value_of(outcome, None), target[1:])
         elif target == "@call":
             function, args = agent.exposed.given(args[0]), args[1:]
@@ -198,9 +198,9 @@ class Serving:
         return result if not is_async(function) else _future(result, function)
 
     def _answer_with(self, asked: _Request, result: Any) -> None:
-        if isinstance(result, _Later):
+        if isinstance(result, _DeferredValue):
             result.then(lambda outcome: self._settle(asked, outcome.value, outcome.error))
-        elif isinstance(result, _Awaited):
+        elif isinstance(result, _FutureReply):
             result.future.add_done_callback(lambda future: self._settle_by(asked, future))
         else:
             self._settle(asked, result, None)
@@ -248,28 +248,28 @@ class Serving:
                 self.served[asked.peer] += 1
 
 
-class _Later:
+class _DeferredValue:
     """The value of an object that may not be there yet."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: OwnedValue) -> None:
         self._outcome = outcome
 
-    def then(self, action: Callable[[Outcome], None]) -> None:
+    def then(self, action: Callable[[OwnedValue], None]) -> None:
         self._outcome.when_known(lambda: action(self._outcome))
 
 
-class _Awaited:
+class _FutureReply:
     """The future that a function of `async_execution` returned."""
 
     def __init__(self, future: torch._C.Future[Any]) -> None:
         self.future = future
 
 
-def _future(result: Any, function: Callable[..., Any]) -> _Awaited:
+def _future(result: Any, function: Callable[..., Any]) -> _FutureReply:
     # What `then` returns is of the base class.
     if not isinstance(result, torch._C.Future):
         raise CallTypeError(
             f"{getattr(function, '__qualname__', function)} is marked async_execution, so it must return a "
             f"torch.futures.Future, not {type(result).__name__}"
         )
-    return _Awaited(result)
+    return _FutureReply(result)

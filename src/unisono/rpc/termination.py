@@ -2,7 +2,7 @@
 
 The lowest living rank decides. Whoever wants to end and has nothing to do tells it how many calls it has sent to each
 rank, and served for each (`IDLE`). When all have, and what was sent equals what was served, it asks all once more
-(`SUMMON`); if nothing has changed since, nothing was under way in between, and it tells all to `CLOSE`. Ranks that
+(`CONFIRM`); if nothing has changed since, nothing was under way in between, and it tells all to `CLOSE`. Ranks that
 are gone do not count. After Mattern, *Algorithms for distributed termination detection* (1987).
 """
 
@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from unisono import serialization
 from unisono.errors import CommError, CommTimeoutError
-from unisono.rpc.protocol import CLOSE, HEADER, IDLE, NO_CONTEXT, SUMMON
+from unisono.rpc.protocol import CLOSE, CONFIRM, HEADER, IDLE, NO_CONTEXT
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
 
-__all__ = ["Closing"]
+__all__ = ["TerminationDetector"]
 
 _Report = tuple[list[int], list[int]]
 _SEND_S = 0.5
 _SHORTEST_S, _LONGEST_S = 0.01, 0.2
 
 
-class Closing:
+class TerminationDetector:
     """One rank's part in it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Closing:
         self._summon()
         limit = None if timeout is None else time.monotonic() + timeout
         pause = _SHORTEST_S
-        with self._agent.workers.blocked():
+        with self._agent.workers.not_counted():
             while not self._ended.wait(pause if limit is None else min(pause, max(limit - time.monotonic(), 0))):
                 # Looked at now and then, rather than after each call: a rank that only serves waits here all its life.
                 pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
@@ -84,7 +84,7 @@ class Closing:
                 wave = self._wave
             for other in alive:
                 if other != rank:
-                    self._send(other, SUMMON, wave)
+                    self._send(other, CONFIRM, wave)
         self.look()
 
     def finish(self) -> None:
@@ -111,7 +111,7 @@ class Closing:
         """A message about the end has come."""
         if kind == IDLE:
             self._heard(peer, words[0], (words[1], words[2]))
-        elif kind == SUMMON:
+        elif kind == CONFIRM:
             with self._lock:
                 self._wave = max(self._wave, words[0])
                 self._told = None
@@ -125,10 +125,10 @@ class Closing:
         rank, alive = self._agent.rank, self._agent.alive()
         with self._lock:
             verdict, wave = self._judged(peer, wave, report, alive)
-        if verdict == SUMMON:
+        if verdict == CONFIRM:
             for other in [peer] if wave < 0 else alive:
                 if other != rank:
-                    self._send(other, SUMMON, abs(wave))
+                    self._send(other, CONFIRM, abs(wave))
             self.look()
         elif verdict == CLOSE:
             for other in alive:
@@ -139,7 +139,7 @@ class Closing:
     def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
         """What to do now: nothing, close, or summon all; a negative wave summons only this one, which is behind."""
         if wave < self._wave:
-            return SUMMON, -self._wave
+            return CONFIRM, -self._wave
         self._wave = wave
         self._reports.setdefault(wave, {})[peer] = report
         now, before = self._reports[wave], self._reports.get(wave - 1)
@@ -149,7 +149,7 @@ class Closing:
             return CLOSE, wave
         self._wave += 1
         self._reports = {wave: now}
-        return SUMMON, self._wave
+        return CONFIRM, self._wave
 
     def _send(self, peer: int, kind: int, *words: Any) -> None:
         try:

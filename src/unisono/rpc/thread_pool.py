@@ -45,7 +45,7 @@ class Workers:
             self._tasks.append(task)
             self._staff()
 
-    def blocked(self) -> AbstractContextManager[object]:
+    def not_counted(self) -> AbstractContextManager[object]:
         """For the time that this thread waits for another rank."""
         return self._aside() if threading.get_ident() in self._working else _NOT_HERE
 

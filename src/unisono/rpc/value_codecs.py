@@ -20,7 +20,7 @@ import cloudpickle
 import torch
 
 from unisono.rpc.exported import NotExposedError, name_of
-from unisono.rpc.message import Packing, Unpacking
+from unisono.rpc.message import MessageReader, MessageWriter
 from unisono.rpc.protocol import NO_CONTEXT
 from unisono.serialization import tensors
 from unisono.serialization.builtins import put_items, take_items
@@ -33,11 +33,11 @@ from unisono.serialization.format import (
     encoders,
     finders,
     head,
-    put,
     put_text,
-    take,
+    read,
     take_bytes,
     take_text,
+    write,
 )
 
 __all__ = ["install", "put_pickled", "register_reference"]
@@ -61,7 +61,7 @@ def _find(cls: type[Any]) -> Encoder | None:
 
 
 def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
-    if not isinstance(parts, Packing):
+    if not isinstance(parts, MessageWriter):
         encoder = tensors.find(type(tensor))
         assert encoder is not None
         return encoder(parts, tensor, depth)
@@ -95,7 +95,7 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
 
 def _plain(tensor: torch.Tensor) -> bool:
     dense = tensor.layout == torch.strided and not tensor.is_quantized
-    return dense and not tensors.is_hollow(tensor) and tensor.device.type != "meta"
+    return dense and not tensors.has_no_storage(tensor) and tensor.device.type != "meta"
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:
@@ -108,7 +108,7 @@ def _order(tensor: torch.Tensor) -> list[int] | None:
 
 def _take_ordered(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     order, at = take_items(view, at, depth)
-    tensor, at = take(view, at, depth - 1)
+    tensor, at = read(view, at, depth - 1)
     if not isinstance(tensor, torch.Tensor) or sorted(order) != list(range(tensor.dim())):
         raise ValueError("an order of dimensions came without a tensor of these")
     return tensor.permute([order.index(place) for place in range(len(order))]), at
@@ -125,7 +125,7 @@ def _take_aside(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     name, at = take_text(view, at + 1)
     dtype = vars(torch).get(name)
     shape, at = take_items(view, at, depth)
-    if not isinstance(dtype, torch.dtype) or not isinstance(view, Unpacking):
+    if not isinstance(dtype, torch.dtype) or not isinstance(view, MessageReader):
         raise ValueError(f"a tensor of {name!r} came")
     body = view.bodies[view.tensors]
     view.tensors += 1
@@ -134,15 +134,15 @@ def _take_aside(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
 
 
 def _take_recorded(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
-    tensor, at = take(view, at, depth)
-    if not isinstance(view, Unpacking) or not isinstance(tensor, torch.Tensor):
+    tensor, at = read(view, at, depth)
+    if not isinstance(view, MessageReader) or not isinstance(tensor, torch.Tensor):
         raise ValueError("something else than a tensor was recorded")
     return view.agent.contexts.receive(view.context, view.peer, view.message, tensor), at
 
 
 # -- functions and classes -------------------------------------------------------------------------
 def _put_function(parts: Parts, target: Any, depth: int) -> None:
-    if not isinstance(parts, Packing):
+    if not isinstance(parts, MessageWriter):
         raise UnsendableError(f"the {type(target).__name__} {getattr(target, '__qualname__', target)}")
     try:
         name = name_of(target)
@@ -158,7 +158,7 @@ def _put_function(parts: Parts, target: Any, depth: int) -> None:
 
 def _take_function(view: View, at: int, _depth: int) -> tuple[Any, int]:
     name, at = take_text(view, at + 1)
-    if not isinstance(view, Unpacking):
+    if not isinstance(view, MessageReader):
         raise ValueError(f"the function {name} came")
     try:
         return view.agent.exposed.function(name), at
@@ -176,7 +176,7 @@ def register_reference(cls: type[Any]) -> None:
     """Tell which class references are of."""
 
     def put_reference(parts: Parts, reference: Any, depth: int) -> None:
-        if not isinstance(parts, Packing):
+        if not isinstance(parts, MessageWriter):
             raise UnsendableError("an RRef, which only calls carry")
         parts.append(b"r")
         put_items(parts, parts.agent.references.pass_on(reference, parts), depth)
@@ -187,9 +187,9 @@ def register_reference(cls: type[Any]) -> None:
 def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
     words = []
     for _ in range(4):
-        word, at = take(view, at, depth)
+        word, at = read(view, at, depth)
         words.append(word)
-    if not isinstance(view, Unpacking) or not all(type(word) is int for word in words):
+    if not isinstance(view, MessageReader) or not all(type(word) is int for word in words):
         raise ValueError("a reference is out of form")
     return view.agent.references.accept(view.peer, *words), at
 
@@ -198,7 +198,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
     """Pickles, but lets tensors that calls can carry and references travel as in any other call."""
 
-    def __init__(self, file: io.BytesIO, parts: Packing) -> None:
+    def __init__(self, file: io.BytesIO, parts: MessageWriter) -> None:
         super().__init__(file)
         self._parts = parts
         self.values: list[object] = []
@@ -222,7 +222,7 @@ class _Unpickler(pickle.Unpickler):
 
 def put_pickled(parts: Parts, value: Any, depth: int) -> None:
     """Append a value that may be anything."""
-    assert isinstance(parts, Packing)
+    assert isinstance(parts, MessageWriter)
     file = io.BytesIO()
     pickler = _Pickler(file, parts)
     try:
@@ -231,15 +231,15 @@ def put_pickled(parts: Parts, value: Any, depth: int) -> None:
         raise UnsendableError(f"a {type(value).__qualname__}, which cannot be pickled ({error})") from error
     content = file.getvalue()
     parts.append(b"k")
-    put(parts, pickler.values, depth - 1)
+    write(parts, pickler.values, depth - 1)
     parts.append(head("b", len(content))[1:])
     parts.append(content)
 
 
 def _take_pickled(view: View, at: int, depth: int) -> tuple[Any, int]:
-    if not isinstance(view, Unpacking) or not view.agent.exposed.trusted:
+    if not isinstance(view, MessageReader) or not view.agent.exposed.trusted:
         raise ValueError("a pickled value came, which is taken only after rpc.init(..., trusted=True) on this rank")
-    values, at = take(view, at, depth - 1)
+    values, at = read(view, at, depth - 1)
     content, at = take_bytes(view, at)
     return _Unpickler(bytes(content), values).load(), at
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from unisono.serialization import builtins, classes, tensors
 from unisono.serialization.classes import register
-from unisono.serialization.format import MAX_DEPTH, TOO_SHORT, Buffer, Parts, UnsendableError, finders, put, take
+from unisono.serialization.format import MAX_DEPTH, TOO_SHORT, Buffer, Parts, UnsendableError, finders, read, write
 
 __all__ = ["MAX_DEPTH", "decode", "encode", "register"]
 
@@ -41,7 +41,7 @@ def encode(value: object) -> bytes:
     """
     parts: Parts = []
     try:
-        put(parts, value, MAX_DEPTH)
+        write(parts, value, MAX_DEPTH)
     except UnsendableError as error:
         place = "value" + "".join(reversed(error.path))
         raise TypeError(
@@ -71,7 +71,7 @@ def decode(data: Buffer) -> Any:
     # Bytes are indexed twice as fast as a view of them; a slice of a view copies nothing.
     view = data if type(data) is bytes and len(data) < _SMALL else memoryview(data).cast("B")
     try:
-        value, end = take(view, 0, MAX_DEPTH)
+        value, end = read(view, 0, MAX_DEPTH)
         if end != len(view):
             raise ValueError(f"{len(view) - end} bytes follow its end")
     except (IndexError, struct.error):

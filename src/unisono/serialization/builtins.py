@@ -14,12 +14,12 @@ from unisono.serialization.format import (
     decoders,
     encoders,
     head,
-    put,
     put_text,
-    take,
+    read,
     take_bytes,
     take_length,
     take_text,
+    write,
 )
 
 __all__ = ["install", "put_items", "take_items"]
@@ -39,7 +39,7 @@ def put_items(parts: Parts, items: Iterable[object], depth: int) -> None:
         for index, item in enumerate(items):  # noqa: B007
             encoder = encoders.get(type(item))
             if encoder is None:
-                put(parts, item, depth)
+                write(parts, item, depth)
             else:
                 encoder(parts, item, depth)
     except UnsendableError as error:
@@ -152,7 +152,7 @@ def _mapping(kind: str, cls: type[dict[Any, Any]]) -> None:
         put_items(parts, value, depth)
         for key, item in value.items():
             try:
-                put(parts, item, depth - 1)
+                write(parts, item, depth - 1)
             except UnsendableError as error:
                 error.path.append(f"[{key!r}]")
                 raise
@@ -161,7 +161,7 @@ def _mapping(kind: str, cls: type[dict[Any, Any]]) -> None:
         keys, at = take_items(view, at, depth)
         mapping = cls()
         for key in keys:
-            mapping[key], at = take(view, at, depth - 1)
+            mapping[key], at = read(view, at, depth - 1)
         return mapping, at
 
     encoders[cls], decoders[ord(kind)] = encoder, decoder

@@ -17,10 +17,10 @@ from unisono.serialization.format import (
     View,
     decoders,
     head,
-    put,
     put_text,
-    take,
+    read,
     take_text,
+    write,
 )
 
 __all__ = ["find", "install", "register"]
@@ -198,7 +198,7 @@ def _flag_encoder(name: str, _cls: type[Any]) -> Encoder:
     # A combination of flags has no name, so its number travels.
     def encoder(parts: Parts, value: enum.Flag, depth: int) -> None:
         parts.append(start)
-        put(parts, int(value.value), depth)
+        write(parts, int(value.value), depth)
 
     return encoder
 
@@ -233,14 +233,14 @@ def _take_tuple(view: View, at: int, depth: int) -> tuple[Any, int]:
 def _take_enum(view: View, at: int, depth: int) -> tuple[Any, int]:
     name, at = take_text(view, at + 1)
     cls = _known(name, "enum")
-    member, at = take(view, at, depth)
+    member, at = read(view, at, depth)
     return cls.__members__[member], at
 
 
 def _take_flag(view: View, at: int, depth: int) -> tuple[Any, int]:
     name, at = take_text(view, at + 1)
     cls = _known(name, "flag")
-    number, at = take(view, at, depth)
+    number, at = read(view, at, depth)
     if type(number) is not int:
         raise ValueError(f"a {name} is a number, not a {type(number).__name__}")
     return _flag(cls, number), at

@@ -19,12 +19,12 @@ __all__ = [
     "encoders",
     "finders",
     "head",
-    "put",
     "put_text",
-    "take",
+    "read",
     "take_bytes",
     "take_length",
     "take_text",
+    "write",
 ]
 
 MAX_DEPTH = 100
@@ -64,7 +64,7 @@ class UnsendableError(Exception):
         self.path: list[str] = []
 
 
-def put(parts: Parts, value: object, depth: int) -> None:
+def write(parts: Parts, value: object, depth: int) -> None:
     """Append the bytes of one item."""
     encoder = encoders.get(type(value)) or _find(type(value))
     if encoder is None:
@@ -72,7 +72,7 @@ def put(parts: Parts, value: object, depth: int) -> None:
     encoder(parts, value, depth)
 
 
-def take(view: View, at: int, depth: int) -> tuple[Any, int]:
+def read(view: View, at: int, depth: int) -> tuple[Any, int]:
     """The item that begins at `at`, and where the next one does."""
     return decoders[view[at]](view, at + 1, depth)
 

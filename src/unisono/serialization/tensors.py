@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["find", "install", "is_hollow"]
+__all__ = ["find", "has_no_storage", "install"]
 
 
 def find(cls: type[Any]) -> Encoder | None:
@@ -56,7 +56,7 @@ def _take_shape(view: View, at: int) -> tuple[list[int], int]:
 
 
 # -- torch -----------------------------------------------------------------------------------------
-def is_hollow(tensor: torch.Tensor) -> bool:
+def has_no_storage(tensor: torch.Tensor) -> bool:
     """Whether its elements are elsewhere, and its memory anybody's: a DTensor, say, a masked or a nested tensor."""
     import torch
 
@@ -66,7 +66,7 @@ def is_hollow(tensor: torch.Tensor) -> bool:
 def _put_tensor(parts: Parts, tensor: torch.Tensor, _depth: int) -> None:
     import torch
 
-    if is_hollow(tensor):
+    if has_no_storage(tensor):
         raise UnsendableError(f"a {type(tensor).__name__}, whose elements are not in its own memory")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         kind = "meta" if tensor.device.type == "meta" else "quantized" if tensor.is_quantized else str(tensor.layout)

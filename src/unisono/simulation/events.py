@@ -11,7 +11,7 @@ from random import Random
 
 from unisono.simulation.tasks import Task
 
-__all__ = ["NS", "Action", "Calendar", "Event", "Timeout", "Timer", "nanoseconds"]
+__all__ = ["NS", "Action", "Event", "EventQueue", "Timeout", "Timer", "nanoseconds"]
 
 NS = 1_000_000_000
 """Nanoseconds in a second."""
@@ -70,7 +70,7 @@ class Timer(Event):
 _Entry = tuple[int, float, int, Event]
 
 
-class Calendar:
+class EventQueue:
     """Events in the order of their times; those of the same time in any order, by the seed."""
 
     def __init__(self, random: Random) -> None:

@@ -48,7 +48,7 @@ class VirtualLock:
         if self._tasks:
             # A lock promises no order among those who wait.
             scheduler = self._tasks[0].scheduler
-            scheduler.wake(self._tasks.pop(scheduler.pick(len(self._tasks))))
+            scheduler.wake(self._tasks.pop(scheduler.choose(len(self._tasks))))
 
     def locked(self) -> bool:
         return self._lock.locked()

@@ -20,7 +20,7 @@ from typing import Any
 
 from unisono.simulation.events import nanoseconds
 from unisono.simulation.locks import VirtualLock
-from unisono.simulation.tasks import Task, here, outside
+from unisono.simulation.tasks import Task, here, unpatched
 
 __all__ = ["EPOCH_S", "interposed"]
 
@@ -155,7 +155,7 @@ def _threads() -> list[_Patch]:
         task.thread = thread
         run = thread.run
         thread.__dict__.update(_unisono_task=task, run=lambda: parent.scheduler.live(task, run))
-        with outside():
+        with unpatched():
             # It was made by a task, and tells the parent for real that it has started.
             thread.__dict__["_started"] = threading.Event()
             real_start(thread)
@@ -170,7 +170,7 @@ def _threads() -> list[_Patch]:
             task.joiners.append(me)
             if not me.scheduler.block(deadline):
                 return None
-        with outside():
+        with unpatched():
             real_join(thread)
 
     def is_alive(thread: threading.Thread) -> bool:

@@ -10,7 +10,7 @@ from types import FrameType
 
 from unisono.simulation.tasks import Task
 
-__all__ = ["nobody_can_move"]
+__all__ = ["deadlock_report"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARY = os.path.dirname(os.path.dirname(_HERE)) + os.sep
@@ -18,7 +18,7 @@ _STANDARD = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
 
 
-def nobody_can_move(tasks: Sequence[Task], now_s: float) -> tuple[str, dict[int, str]]:
+def deadlock_report(tasks: Sequence[Task], now_s: float) -> tuple[str, dict[int, str]]:
     """A sentence that names each rank, and the operation that each is in where that is known."""
     frames = sys._current_frames()
     told, places = [], {}

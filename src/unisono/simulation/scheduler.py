@@ -10,9 +10,9 @@ from collections.abc import Callable
 from random import Random
 
 from unisono.errors import CommTimeoutError, DeadlockError
-from unisono.simulation.events import NS, Action, Calendar, Timeout, Timer, nanoseconds
-from unisono.simulation.report import nobody_can_move
-from unisono.simulation.tasks import Task, being, here
+from unisono.simulation.events import NS, Action, EventQueue, Timeout, Timer, nanoseconds
+from unisono.simulation.report import deadlock_report
+from unisono.simulation.tasks import Task, as_task, here
 
 __all__ = ["EndedError", "Scheduler"]
 
@@ -63,7 +63,7 @@ class Scheduler:
         self._stuck_s, self._on_rank, self._preempt = stuck_s, on_rank, preempt
         self._tasks: list[Task] = []
         self._ready: list[Task] = []
-        self._calendar = Calendar(self._random)
+        self._calendar = EventQueue(self._random)
         self._due: list[Action] = []
         self._rank: int | None = None
         self._running: Task | None = None
@@ -119,7 +119,7 @@ class Scheduler:
         if deadline is not None:
             patient = deadline - self.now >= self._patience and not task.hasty
             self._calendar.add(deadline, Timeout(task, patient))
-        self._hand_on(task)
+        self._switch_to(task)
         return task.woken
 
     def wake(self, task: Task) -> None:
@@ -139,7 +139,7 @@ class Scheduler:
             task = self._me()
             task.polls = 0
             self._ready.append(task)
-            self._hand_on(task)
+            self._switch_to(task)
 
     def before_lock(self) -> None:
         """Somebody is about to take a lock: what was looked at before may change now."""
@@ -174,7 +174,7 @@ class Scheduler:
         name = "nobody" if task is None else task.name
         self.trace.append(f"{self.now / NS:.9f} {name}: {text}")
 
-    def pick(self, among: int) -> int:
+    def choose(self, among: int) -> int:
         """One of so many, by the seed."""
         return self._random.randrange(among) if among > 1 else 0
 
@@ -191,7 +191,7 @@ class Scheduler:
         task.gate.acquire()
         task.ident = _thread.get_ident()
         try:
-            with being(task):
+            with as_task(task):
                 self._raise_pending(task)
                 run()
         except EndedError:
@@ -211,7 +211,7 @@ class Scheduler:
             raise EndedError
         return task
 
-    def _hand_on(self, task: Task) -> None:
+    def _switch_to(self, task: Task) -> None:
         following = self._choose()
         if following is not task:
             self._pass_to(following)
@@ -232,7 +232,7 @@ class Scheduler:
         self._turns += 1
         while not self._over and self._left:
             if self._ready:
-                task = self._ready.pop(self.pick(len(self._ready)))
+                task = self._ready.pop(self.choose(len(self._ready)))
                 if task.rank is not None and task.rank != self._rank:
                     self._on_rank(self._rank, task.rank)
                     self._rank = task.rank
@@ -252,7 +252,7 @@ class Scheduler:
 
     def _break_deadlock(self) -> None:
         mains = [task for task in self._tasks if task.main and not task.done]
-        said, places = nobody_can_move(self._tasks, self.now / NS)
+        said, places = deadlock_report(self._tasks, self.now / NS)
         self.trace.append(f"{self.now / NS:.9f} nobody: {said}")
         for task in mains:
             assert task.rank is not None

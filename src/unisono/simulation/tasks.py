@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from unisono.simulation.scheduler import Scheduler
 
-__all__ = ["Task", "Wait", "being", "here", "outside", "waiting"]
+__all__ = ["Task", "Wait", "as_task", "here", "unpatched", "waiting"]
 
 Wait = Callable[[], str]
 """What is waited for, in words: put together only if somebody asks."""
@@ -65,7 +65,7 @@ def here() -> Task | None:
 
 
 @contextmanager
-def being(task: Task | None) -> Iterator[None]:
+def as_task(task: Task | None) -> Iterator[None]:
     """This thread is that task."""
     before, _here.task = _here.task, task
     try:
@@ -75,9 +75,9 @@ def being(task: Task | None) -> Iterator[None]:
 
 
 @contextmanager
-def outside() -> Iterator[None]:
+def unpatched() -> Iterator[None]:
     """For a moment this thread is no part of its simulation: clocks, locks and waits are real."""
-    with being(None):
+    with as_task(None):
         yield
 
 

@@ -9,7 +9,7 @@ import torch
 
 from unisono.core.collective import COLLECTIVES, Collective
 from unisono.core.types import ReduceOp
-from unisono.testing.reference import Expected, moved, reduced
+from unisono.testing.reference import Expected, permuted, reduced
 
 __all__ = ["CALLS", "Case", "Row", "Tensors"]
 
@@ -113,12 +113,12 @@ class Case:
         """What the tensors that a rank gets must hold, if `given` is what all ranks put in."""
         what = self.what
         if what.in_place and not what.receives(rank, self.root):
-            return [moved(given[rank][0])]
+            return [permuted(given[rank][0])]
         sources = what.sources(rank, self.size, self.root)
         parts = [self._part(given[source], source, part) for source, part in sources]
         if what.reduces:
             return [reduced(parts, self.op)]
-        return [moved(torch.cat(parts))] if what.packed else [moved(part) for part in parts]
+        return [permuted(torch.cat(parts))] if what.packed else [permuted(part) for part in parts]
 
     def _part(self, given: Tensors, source: int, part: int) -> torch.Tensor:
         if not (self.what.packed and self.what.scatters):

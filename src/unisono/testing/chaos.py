@@ -25,7 +25,7 @@ from unisono.transports.sim import Link, Network
 from unisono.wrappers.checksum import Checksummed
 from unisono.wrappers.fault import Faulty, KilledError
 
-__all__ = ["ChaosError", "Judge", "Run", "Weather", "check", "named_or_right", "run", "weather"]
+__all__ = ["ChaosError", "FaultPlan", "Judge", "Run", "check", "named_or_right", "run", "weather"]
 
 _TIMEOUT_S = 10.0
 
@@ -39,7 +39,7 @@ class ChaosError(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class FaultPlan:
     """What a seed has drawn.
 
     Attributes:
@@ -66,7 +66,7 @@ class Run:
 
     seed: int
     outcomes: list[Any]
-    weather: Weather
+    weather: FaultPlan
     time_s: float
     digest: str
     trace: list[str] = field(repr=False)
@@ -78,7 +78,7 @@ class Run:
         return ", ".join(errors) or "right"
 
 
-def weather(seed: int, nprocs: int) -> Weather:
+def weather(seed: int, nprocs: int) -> FaultPlan:
     """A network and one to three faults, or none in one of eight.
 
     Example:
@@ -94,7 +94,7 @@ def weather(seed: int, nprocs: int) -> Weather:
     faults: dict[str, Any] = {}
     for name in draw.sample(sorted(_FAULTS), draw.randint(1, 3)) if draw.random() < 7 / 8 else ():
         faults.update(_FAULTS[name](draw, nprocs))
-    return Weather(network, faults, draw.choice((0.0, 0.0, 0.1)))
+    return FaultPlan(network, faults, draw.choice((0.0, 0.0, 0.1)))
 
 
 def _soon(draw: Random) -> int:

@@ -11,7 +11,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.core.types import Work
 from unisono.testing.cases import Case
-from unisono.testing.memory_layouts import LINEAR, Placed, place
+from unisono.testing.memory_layouts import LINEAR, LaidOutTensor, place
 
 __all__ = ["Report", "check_case", "check_reports"]
 
@@ -60,7 +60,9 @@ def check_case(comm: Communicator, case: Case) -> Report:
     if not what.in_place:
         complaints += _changed(inputs, given[comm.rank])
     for name, group in (("input", inputs), ("result", outputs)):
-        complaints += [f"memory around {name} {i} has changed" for i, placed in enumerate(group) if placed.spilled()]
+        complaints += [
+            f"memory around {name} {i} has changed" for i, placed in enumerate(group) if placed.guard_bytes()
+        ]
     return Report(tuple(f"rank {comm.rank}: {said}" for said in complaints), _digest(found))
 
 
@@ -73,7 +75,7 @@ def check_reports(case: Case, reports: Sequence[Report]) -> None:
         assert len(ends) == 1, f"{case}\nranks hold {len(ends)} different results"
 
 
-def _as_argument(placed: list[Placed], many: bool, packed: bool) -> torch.Tensor | list[torch.Tensor] | None:
+def _as_argument(placed: list[LaidOutTensor], many: bool, packed: bool) -> torch.Tensor | list[torch.Tensor] | None:
     """One tensor, or one for each rank; None where a rank passes none."""
     views = [one.view for one in placed]
     if many and not packed:
@@ -81,7 +83,7 @@ def _as_argument(placed: list[Placed], many: bool, packed: bool) -> torch.Tensor
     return views[0]
 
 
-def _changed(inputs: list[Placed], given: list[torch.Tensor]) -> list[str]:
+def _changed(inputs: list[LaidOutTensor], given: list[torch.Tensor]) -> list[str]:
     before_and_after = zip(given, inputs, strict=True)
     return [
         f"input {index} has changed"

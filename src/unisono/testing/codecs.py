@@ -106,7 +106,7 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
     fresh.load_state_dict(torch.load(file, weights_only=True))
     for expected, step in zip(after, steps[2:], strict=True):
         assert _same(_averaged(fresh, step, comm, bucket), expected), "it does not go on from the state that it loaded"
-    spawned = codec.spawn()
+    spawned = codec.clone()
     for expected, step in zip(before, steps[:2], strict=True):
         assert _same(_averaged(spawned, step, comm, bucket), expected), "a spawned codec does not begin anew"
     try:
@@ -242,7 +242,7 @@ class _Counted(Wrapper):
         super().__init__(inner)
         self.sent, self.latency_s, self.second_per_byte = 0, 0.0, 1.0
 
-    def rewrap(self, inner: Transport) -> _Counted:
+    def wrap_child(self, inner: Transport) -> _Counted:
         return _Counted(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:

@@ -7,7 +7,7 @@ from math import isqrt
 
 import torch
 
-__all__ = ["LAYOUTS", "LINEAR", "Placed", "place"]
+__all__ = ["LAYOUTS", "LINEAR", "LaidOutTensor", "place"]
 
 LINEAR = ("contiguous", "offset", "every second", "conjugate")
 """Ways that give a tensor one dimension. "conjugate" is one for complex numbers, and else as "contiguous"."""
@@ -20,7 +20,7 @@ _PATTERN = 77
 
 
 @dataclass(slots=True)
-class Placed:
+class LaidOutTensor:
     """A view inside a larger piece of memory.
 
     Attributes:
@@ -39,7 +39,7 @@ class Placed:
         """The view's elements in order: a copy on the CPU, one-dimensional and contiguous."""
         return torch.empty(self.view.numel(), dtype=self.view.dtype).copy_(self.view.detach().reshape(-1))
 
-    def spilled(self) -> bool:
+    def guard_bytes(self) -> bool:
         """Whether anything outside the view has changed since it was placed."""
         view = self.view
         inside = (view.shape, view.stride(), view.storage_offset())
@@ -47,7 +47,7 @@ class Placed:
         return not torch.equal(self._before.view(torch.uint8), self.whole.view(torch.uint8))
 
 
-def place(values: torch.Tensor, layout: str = "contiguous") -> Placed:
+def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
     """A view that holds these values, in this layout.
 
     Args:
@@ -72,7 +72,7 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> Placed:
     if layout == "conjugate" and values.is_complex():
         view = view.conj()
     view.copy_(values.view(shape))
-    return Placed(view, whole)
+    return LaidOutTensor(view, whole)
 
 
 def _geometry(layout: str, count: int, rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:

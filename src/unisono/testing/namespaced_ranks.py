@@ -20,7 +20,7 @@ import torch
 from unisono.launcher.api import init
 from unisono.testing.network import Network, enter
 
-__all__ = ["HostRanks", "live", "word"]
+__all__ = ["HostRanks", "live", "send_signal"]
 
 _ports = itertools.count(29600)
 _TIMEOUT_S = 10.0
@@ -85,7 +85,7 @@ class HostRanks:
         return found
 
     def wait_for_word(self, within_s: float = 60.0) -> None:
-        """Return when every rank has called `word`."""
+        """Return when every rank has called `send_signal`."""
         for rank, reader in enumerate(self._readers):
             assert reader.poll(within_s), f"rank {rank} has not said a word within {within_s} s"
             assert reader.recv_bytes() == b"word", f"rank {rank} has ended early"
@@ -114,7 +114,7 @@ class HostRanks:
 _writers: list[Connection] = []
 
 
-def word() -> None:
+def send_signal() -> None:
     """In a rank: tell the test that this point has been reached."""
     _writers[0].send_bytes(b"word")
 

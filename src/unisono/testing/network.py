@@ -109,7 +109,7 @@ class Network:
         """Pull the plug: nothing comes or goes, and nobody is told."""
         _run("ip", "-n", f"{self._stem}-switch", "link", "set", _port(host), "down")
 
-    def mend(self, host: int) -> None:
+    def heal(self, host: int) -> None:
         """Plug it in again."""
         _run("ip", "-n", f"{self._stem}-switch", "link", "set", _port(host), "up")
 

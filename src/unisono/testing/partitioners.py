@@ -18,13 +18,13 @@ from unisono.data import PartitionSampler
 from unisono.data.apportionment import equal_shares
 from unisono.data.indices import Indices, taken_from
 from unisono.data.partitioner import Partitioner
-from unisono.data.resharding import Deal, Phase, deal
+from unisono.data.resharding import Resharding, ShardingPhase, deal
 
 __all__ = [
     "Divide",
     "Make",
     "MakeSampler",
-    "Parts",
+    "PartitionResult",
     "Samples",
     "check_balance",
     "check_division",
@@ -46,7 +46,7 @@ MakeSampler = Callable[..., PartitionSampler]
 """Called as `PartitionSampler` is, with a dataset, `num_replicas` and `rank`."""
 
 
-class Parts(Protocol):
+class PartitionResult(Protocol):
     """A division into parts, such as a `DataPartitioner`."""
 
     def use(self, rank: int) -> Iterable[int]:
@@ -54,7 +54,7 @@ class Parts(Protocol):
         ...
 
 
-Divide = Callable[[Sequence[int], Sequence[float], int], Parts]
+Divide = Callable[[Sequence[int], Sequence[float], int], PartitionResult]
 """Divides samples, as `DataPartitioner` does; called with the samples, the fractions and a seed."""
 
 
@@ -144,7 +144,7 @@ def check_resume(
     """
     rule = make(dataset)
     order = rule.order(len(dataset), rule.shuffles, seed, epoch, equal_shares(counts[0]))
-    phases: list[Phase] = []
+    phases: list[ShardingPhase] = []
     committed: list[torch.Tensor] = []
     for number, parts in enumerate(counts):
         now = deal(make(dataset), order, phases, parts, seed)
@@ -154,7 +154,7 @@ def check_resume(
         if number + 1 < len(counts):
             ends = [round(share * len(part)) for share, part in zip(taken[number], held, strict=True)]
             committed += [part[:end] for part, end in zip(held, ends, strict=True)]
-            phases.append(Phase(parts, tuple(ends), rule.settings()))
+            phases.append(ShardingPhase(parts, tuple(ends), rule.settings()))
 
 
 def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], done: Sequence[int]) -> None:
@@ -273,7 +273,7 @@ def _held(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> list
 def _divided(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> tuple[Indices, list[torch.Tensor]]:
     rule = make(dataset)
     order = rule.order(len(dataset), rule.shuffles, seed, 0, sizes)
-    places = Deal(order, rule.divide(order, sizes, seed), rule.interleaves).parts
+    places = Resharding(order, rule.divide(order, sizes, seed), rule.interleaves).parts
     return order, [taken_from(part, 0, len(part)) for part in places]
 
 

@@ -19,15 +19,15 @@ import cloudpickle
 from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.launcher.api import launch
 from unisono.launcher.job import Outcome
-from unisono.testing.pool_worker import Service, serve
+from unisono.testing.pool_worker import PoolWorker, serve
 
-__all__ = ["Staff"]
+__all__ = ["PoolProcesses"]
 
 _DUMP_S = 0.5
 _LEAVE_S = 10.0
 
 
-class Staff:
+class PoolProcesses:
     """Running ranks, each of which waits for programs on a connection of its own.
 
     Making one starts the ranks. They end by `close`, or when this process is gone.
@@ -39,7 +39,7 @@ class Staff:
         self._pids: dict[int, int] = {}
         self._ends: list[Any] = []
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-pool-")
-        service = Service(str(Path(self._folder.name) / "pool"), secrets.token_bytes(32), self._folder.name)
+        service = PoolWorker(str(Path(self._folder.name) / "pool"), secrets.token_bytes(32), self._folder.name)
         arguments = {"args": (service,), **options}
         self._thread = threading.Thread(target=self._live, args=(service, backend, arguments), daemon=True)
         with Listener(service.address, authkey=service.key) as listener:
@@ -50,7 +50,7 @@ class Staff:
             self.close()
             raise next(end for end in self._ends if isinstance(end, BaseException))
 
-    def _live(self, service: Service, backend: str, arguments: dict[str, Any]) -> None:
+    def _live(self, service: PoolWorker, backend: str, arguments: dict[str, Any]) -> None:
         """The ranks' whole life, in a thread of its own."""
         try:
             self._ends = launch(serve, self._size, backend, on_failure="continue", **arguments)

@@ -16,11 +16,11 @@ from unisono.communicator import Communicator
 from unisono.errors import CommError
 from unisono.launcher.job import Outcome
 
-__all__ = ["Service", "serve"]
+__all__ = ["PoolWorker", "serve"]
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class PoolWorker:
     """Where a rank of a pool gets its work.
 
     Attributes:
@@ -33,7 +33,7 @@ class Service:
     folder: str
 
 
-def serve(comm: Communicator, service: Service) -> None:
+def serve(comm: Communicator, service: PoolWorker) -> None:
     """Run programs until the one who gives them hangs up."""
     stacks = (Path(service.folder) / f"stacks-{comm.rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -62,7 +62,7 @@ def _perform(comm: Communicator, program: bytes) -> bytes:
         comm.__exit__(type(error), error, error.__traceback__)
         outcome = Outcome.failed(comm.rank, error)
     try:
-        comm.hand_over()
+        comm.release_thread()
     except CommError:
         usable = False
     else:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import cloudpickle
 
 from unisono.launcher.job import conclude
-from unisono.testing.pool_processes import Staff
+from unisono.testing.pool_processes import PoolProcesses
 from unisono.testing.ranks import TIMEOUT_S, run_ranks
 from unisono.transports.hierarchical import transport_named
 
@@ -43,7 +43,7 @@ class RankPool:
     def __init__(self, size: int, backend: str = "gloo", *, limit_s: float = _LIMIT_S, **options: Any) -> None:
         self.size, self.backend = size, backend
         self._limit_s, self._options = limit_s, {"timeout": TIMEOUT_S, **options}
-        self._staff: Staff | None = None
+        self._staff: PoolProcesses | None = None
         self._lock = threading.Lock()
 
     def run(
@@ -73,7 +73,7 @@ class RankPool:
         program = _by_value(fn, args)
         with self._lock:
             if self._staff is None:
-                self._staff = Staff(self.size, self.backend, self._options)
+                self._staff = PoolProcesses(self.size, self.backend, self._options)
             ended, usable = self._staff.run(program, size, self._limit_s)
             if not usable:
                 self._staff = None

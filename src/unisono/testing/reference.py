@@ -10,7 +10,7 @@ import torch
 
 from unisono.core.types import ReduceOp
 
-__all__ = ["DTYPES", "Expected", "moved", "ops_for", "reduced"]
+__all__ = ["DTYPES", "Expected", "ops_for", "permuted", "reduced"]
 
 DTYPES = (
     torch.float16,
@@ -65,7 +65,7 @@ class Expected:
         """What is wrong with a result, in words; empty if nothing is.
 
         Example:
-            >>> moved(torch.tensor([1, 2])).complaint(torch.tensor([1, 3]))
+            >>> permuted(torch.tensor([1, 2])).complaint(torch.tensor([1, 3]))
             'element 1 of 2 is 3, not 2'
         """
         if found.numel() != self.value.numel():
@@ -86,7 +86,7 @@ class Expected:
         return ~torch.where(self.value.isnan(), wide.isnan(), near)
 
 
-def moved(tensor: torch.Tensor) -> Expected:
+def permuted(tensor: torch.Tensor) -> Expected:
     """These very elements, bit for bit."""
     return Expected(tensor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unisono.collectives.algorithms import SCHEDULES
+from unisono.collectives.algorithms import ALGORITHMS
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
@@ -75,7 +75,7 @@ def roots(size: int) -> st.SearchStrategy[int]:
 
 def algorithms(collective: str) -> st.SearchStrategy[str | None]:
     """None (the backend's own, or the cheapest), or the name of a schedule of this collective."""
-    return st.none() | st.sampled_from(SCHEDULES[collective].names())
+    return st.none() | st.sampled_from(ALGORITHMS[collective].names())
 
 
 def splits(size: int, total: int) -> st.SearchStrategy[list[int]]:

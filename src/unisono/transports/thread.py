@@ -9,29 +9,29 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.failure import LEFT
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, Send, Work
-from unisono.core.work import Countdown, elements, misfit
+from unisono.core.work import CountdownWork, elements, size_error
 from unisono.errors import PeerLostError
 
-__all__ = ["TRANSPORT", "Letter", "Mail", "ThreadTransport"]
+__all__ = ["TRANSPORT", "InFlightMessage", "MessageQueue", "ThreadTransport"]
 
 _Key = tuple[str, int, int, int]
 
 
-class Mail:
+class MessageQueue:
     """Messages of all groups of one job that wait for their counterpart. Shared by all ranks."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.waiting: defaultdict[_Key, deque[tuple[Message, Countdown]]] = defaultdict(deque)
+        self.waiting: defaultdict[_Key, deque[tuple[Message, CountdownWork]]] = defaultdict(deque)
         self.broken: dict[tuple[str, int], BaseException] = {}
         self.left: set[tuple[str, int]] = set()
 
-    def offer(self, key: _Key, message: Message, batch: Countdown) -> tuple[Message, Countdown] | None:
+    def offer(self, key: _Key, message: Message, batch: CountdownWork) -> tuple[Message, CountdownWork] | None:
         """The counterpart that already waits, or None after joining the queue. Call with the lock held."""
         queue = self.waiting[key]
         if queue and type(queue[0][0]) is not type(message):
@@ -51,7 +51,7 @@ class Mail:
             for one in everybody:
                 self.broken.pop(one, None)
 
-    def forget(self, group: str, rank: int) -> list[Countdown]:
+    def forget(self, group: str, rank: int) -> list[CountdownWork]:
         """Remove all that a rank has waiting in a group, and return it."""
         with self.lock:
             found = []
@@ -63,7 +63,7 @@ class Mail:
 
 
 @dataclass(slots=True, eq=False)
-class Letter:
+class InFlightMessage:
     """A message whose two ends have met.
 
     Attributes:
@@ -74,10 +74,10 @@ class Letter:
 
     source: int
     sent: Message
-    send: Countdown
+    send: CountdownWork
     target: int
     expected: Message
-    recv: Countdown
+    recv: CountdownWork
 
     def deliver(self) -> None:
         """Copy the content, or refuse to both ranks what does not fit."""
@@ -85,7 +85,7 @@ class Letter:
         if given.dtype != taken.dtype or given.numel() != taken.numel():
             said, wanted = (elements(t.numel(), str(t.dtype)) for t in (given, taken))
             for work, peer in ((self.send, self.target), (self.recv, self.source)):
-                work.complete(misfit(self.source, said, self.target, wanted, self.sent.tag, peer))
+                work.complete(size_error(self.source, said, self.target, wanted, self.sent.tag, peer))
             return
         # The thread of either rank may do this, so the receiver's tensor says which mode it wants to be written in.
         with torch.inference_mode(taken.is_inference()), torch.no_grad():
@@ -107,12 +107,12 @@ class ThreadTransport(Transport):
     latency_s = 20e-6
     second_per_byte = 1e-10
 
-    def __init__(self, group: Group, mail: Mail, timeout_s: float) -> None:
+    def __init__(self, group: Group, mail: MessageQueue, timeout_s: float) -> None:
         self.group, self._mail, self._timeout_s = group, mail, timeout_s
 
     @classmethod
-    def connect(cls, group: Group, control: Control, options: Options) -> ThreadTransport:
-        return cls(group, control.share("thread/mail", Mail), options.timeout_s)
+    def connect(cls, group: Group, control: ControlPlane, options: Options) -> ThreadTransport:
+        return cls(group, control.share("thread/mail", MessageQueue), options.timeout_s)
 
     def post(self, batch: Sequence[Message]) -> Work:
         work, matched = self._work(batch), []
@@ -131,9 +131,9 @@ class ThreadTransport(Transport):
         # Copies are made outside the lock, so that pairs of ranks do not wait for each other.
         for mine, theirs, their_work in matched:
             if isinstance(mine, Send):
-                self._deliver(Letter(self.rank, mine, work, mine.peer, theirs, their_work))
+                self._deliver(InFlightMessage(self.rank, mine, work, mine.peer, theirs, their_work))
             else:
-                self._deliver(Letter(mine.peer, theirs, their_work, self.rank, mine, work))
+                self._deliver(InFlightMessage(mine.peer, theirs, their_work, self.rank, mine, work))
         return work
 
     def iprobe(self, peer: int, tag: int) -> bool:
@@ -143,10 +143,10 @@ class ThreadTransport(Transport):
                 raise _gone(peer)
             return waiting is not None and isinstance(waiting[0][0], Send)
 
-    def _work(self, batch: Sequence[Message]) -> Countdown:
-        return Countdown(self._timeout_s, batch)
+    def _work(self, batch: Sequence[Message]) -> CountdownWork:
+        return CountdownWork(self._timeout_s, batch)
 
-    def _deliver(self, letter: Letter) -> None:
+    def _deliver(self, letter: InFlightMessage) -> None:
         """Both ends are there."""
         letter.deliver()
 

@@ -11,7 +11,7 @@ import torch
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.group import Group
 from unisono.core.transport import Transport
-from unisono.core.types import Call, Message, Work
+from unisono.core.types import CollectiveCall, Message, Work
 
 __all__ = ["Wrapper"]
 
@@ -20,25 +20,25 @@ class Wrapper(Transport):
     """Passes everything on, except native collectives: those would bypass a wrapper that watches `post`.
 
     A wrapper that handles `collective` itself declares so by setting `native` to the inner one's.
-    A new one overrides what it changes, and `rewrap`, by which it follows into sub-groups.
+    A new one overrides what it changes, and `wrap_child`, by which it follows into sub-groups.
     """
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.group = inner.group
         self.tags, self.any_source, self.checks = inner.tags, inner.any_source, inner.checks
-        self.staged = inner.staged
+        self.host_staged = inner.host_staged
         self.devices, self.latency_s, self.second_per_byte = inner.devices, inner.latency_s, inner.second_per_byte
 
     @abstractmethod
-    def rewrap(self, inner: Transport) -> Self:
+    def wrap_child(self, inner: Transport) -> Self:
         """The same wrapper around the transport of a sub-group."""
 
     def split(self, group: Group) -> Transport:
-        return self.rewrap(self.inner.split(group))
+        return self.wrap_child(self.inner.split(group))
 
-    def renew(self, group: Group) -> Transport:
-        return self.rewrap(self.inner.renew(group))
+    def reconfigure(self, group: Group) -> Transport:
+        return self.wrap_child(self.inner.reconfigure(group))
 
     def post(self, batch: Sequence[Message]) -> Work:
         return self.inner.post(batch)
@@ -49,13 +49,13 @@ class Wrapper(Transport):
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
         self.inner.begin(fingerprint, timeout)
 
-    def end(self, fingerprint: Fingerprint, call: Call, timeout: float) -> None:
+    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout: float) -> None:
         self.inner.end(fingerprint, call, timeout)
 
-    def carries(self, call: Call) -> bool:
-        return call.name in self.native and self.inner.carries(call)
+    def supports(self, call: CollectiveCall) -> bool:
+        return call.name in self.native and self.inner.supports(call)
 
-    def collective(self, call: Call) -> Work:
+    def collective(self, call: CollectiveCall) -> Work:
         return self.inner.collective(call)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -70,5 +70,5 @@ class Wrapper(Transport):
     def abort(self, cause: BaseException) -> None:
         self.inner.abort(cause)
 
-    def die(self, error: BaseException) -> NoReturn:
-        self.inner.die(error)
+    def simulate_crash(self, error: BaseException) -> NoReturn:
+        self.inner.simulate_crash(error)

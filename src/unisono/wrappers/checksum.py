@@ -54,16 +54,16 @@ class Checksummed(Wrapper):
         super().__init__(inner)
         self._numbers: Counter[tuple[type[Message], Stream]] = Counter()
 
-    def rewrap(self, inner: Transport) -> Checksummed:
+    def wrap_child(self, inner: Transport) -> Checksummed:
         return Checksummed(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:
         out: list[Message] = []
-        expected: list[_Parcel] = []
+        expected: list[_Frame] = []
         for message in batch:
             key = type(message), (message.peer, message.tag)
             self._numbers[key] += 1
-            parcel = _Parcel(message, self._numbers[key])
+            parcel = _Frame(message, self._numbers[key])
             if isinstance(message, Send):
                 parcel.pack()
                 out.append(Send(parcel.packed, message.peer, message.tag))
@@ -79,7 +79,7 @@ class Checksummed(Wrapper):
         return ChainedWork(work, unpack) if expected else work
 
 
-class _Parcel:
+class _Frame:
     """A message in the form in which it travels: the slip, then the bytes."""
 
     def __init__(self, message: Message, number: int) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from unisono.core.buffer_guard import digest
 from unisono.core.collective import FAMILIES, Collective
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.fingerprint import Fingerprint, explain
 from unisono.core.transport import Transport
-from unisono.core.types import Call
+from unisono.core.types import CollectiveCall
 from unisono.errors import CorruptedError, MismatchError
 from unisono.wrappers.base import Wrapper
 
@@ -29,13 +29,13 @@ class Checked(Wrapper):
         full: Whether to compare contents too.
     """
 
-    def __init__(self, inner: Transport, control: Control, *, full: bool = False) -> None:
+    def __init__(self, inner: Transport, control: ControlPlane, *, full: bool = False) -> None:
         super().__init__(inner)
         self._control, self.full = control, full
         self.native = inner.native
         self.checks = True
 
-    def rewrap(self, inner: Transport) -> Checked:
+    def wrap_child(self, inner: Transport) -> Checked:
         return Checked(inner, self._control, full=self.full)
 
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
@@ -52,7 +52,7 @@ class Checked(Wrapper):
             raise MismatchError(f"{problem}. Nothing was sent")
         return super().begin(fingerprint, timeout)
 
-    def end(self, fingerprint: Fingerprint, call: Call, timeout: float) -> None:
+    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout: float) -> None:
         super().end(fingerprint, call, timeout)
         what = FAMILIES[call.name]
         # A sum has no hash that could be known before: it is compared where all ranks hold it.

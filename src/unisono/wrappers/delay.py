@@ -11,12 +11,12 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
 from unisono.errors import ClosedError
 from unisono.wrappers.base import Wrapper
-from unisono.wrappers.delay_queue import Held, Late
+from unisono.wrappers.delay_queue import DelayedSend, DelayQueue
 
-__all__ = ["Delayed", "Slowness"]
+__all__ = ["Delayed", "LinkModel"]
 
 
-class Slowness:
+class LinkModel:
     """When messages that are sent now over slow links would be sent, by the postal model of a network.
 
     Args:
@@ -76,17 +76,17 @@ class Delayed(Wrapper):
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise ValueError(f"bytes_per_s must be positive, not {bytes_per_s!r}")
         self._latency_s, self._bytes_per_s, self._jitter, self._seed = latency_s, bytes_per_s, jitter, seed
-        self._slowness = Slowness(latency_s, bytes_per_s)
+        self._slowness = LinkModel(latency_s, bytes_per_s)
         self._chance = Random(f"{seed} {self.group.name} {self.rank}")
-        self._late = Late(inner)
+        self._late = DelayQueue(inner)
 
-    def rewrap(self, inner: Transport) -> Delayed:
+    def wrap_child(self, inner: Transport) -> Delayed:
         return Delayed(inner, self._latency_s, bytes_per_s=self._bytes_per_s, jitter=self._jitter, seed=self._seed)
 
     def post(self, batch: Sequence[Message]) -> Work:
         # Receives first: what is waited for must not stand behind what is late.
         posted = self.inner.post([message for message in batch if not isinstance(message, Send)])
-        late = [Held(message, self._due(message)) for message in batch if isinstance(message, Send)]
+        late = [DelayedSend(message, self._due(message)) for message in batch if isinstance(message, Send)]
         return WorkGroup([posted, self._late.post(late)]) if late else posted
 
     def _due(self, send: Send) -> float:

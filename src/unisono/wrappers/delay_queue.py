@@ -8,19 +8,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unisono.core.threads import Crew
+from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Transport
 from unisono.core.types import Send, Work
-from unisono.core.work import Countdown
+from unisono.core.work import CountdownWork
 
-__all__ = ["Held", "Late", "Stream"]
+__all__ = ["DelayQueue", "DelayedSend", "Stream"]
 
 Stream = tuple[int, int]
 """A rank and a tag: what a backend keeps in order."""
 
 
 @dataclass(slots=True)
-class Held:
+class DelayedSend:
     """A message that is sent later.
 
     Attributes:
@@ -34,7 +34,7 @@ class Held:
     swap: bool = False
 
 
-class Late:
+class DelayQueue:
     """Sends messages when they are due, those to one rank with one tag in the order in which they came.
 
     One thread for each stream that has a message waiting; none when idle for 5 s.
@@ -42,9 +42,9 @@ class Late:
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
-        self._crew = Crew(f"unisono late messages {inner.group.name}")
+        self._crew = DaemonThreadPool(f"unisono late messages {inner.group.name}")
         self._changed = threading.Condition()
-        self._streams: dict[Stream, deque[tuple[Held, Countdown]]] = {}
+        self._streams: dict[Stream, deque[tuple[DelayedSend, CountdownWork]]] = {}
         self._cause: BaseException | None = None
 
     def queued(self, stream: Stream) -> bool:
@@ -52,9 +52,9 @@ class Late:
         with self._changed:
             return stream in self._streams
 
-    def post(self, messages: Sequence[Held]) -> Work:
+    def post(self, messages: Sequence[DelayedSend]) -> Work:
         """Send each in its time. The work ends when all are received, each at the latest by the inner timeout."""
-        work = Countdown(threading.TIMEOUT_MAX, [held.send for held in messages])
+        work = CountdownWork(threading.TIMEOUT_MAX, [held.send for held in messages])
         for held in messages:
             stream = (held.send.peer, held.send.tag)
             with self._changed:
@@ -85,7 +85,7 @@ class Late:
                     del self._streams[stream]
                     return
 
-    def _next(self, stream: Stream) -> tuple[Held, Countdown]:
+    def _next(self, stream: Stream) -> tuple[DelayedSend, CountdownWork]:
         """The message to be sent now, which stays at the head of its stream."""
         with self._changed:
             waiting = self._streams[stream]

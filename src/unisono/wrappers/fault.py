@@ -16,8 +16,8 @@ from unisono.core.types import Message, Send, Work
 from unisono.errors import ClosedError
 from unisono.simulation import waiting
 from unisono.wrappers.base import Wrapper
-from unisono.wrappers.delay import Slowness
-from unisono.wrappers.delay_queue import Held, Late, Stream
+from unisono.wrappers.delay import LinkModel
+from unisono.wrappers.delay_queue import DelayedSend, DelayQueue, Stream
 
 __all__ = ["Faulty", "KilledError"]
 
@@ -141,13 +141,13 @@ class Faulty(Wrapper):
         self._faults = self._asked.of_rank(self.group.members[self.rank])
         self._posts = 0
         self._sent: Counter[Stream] = Counter()
-        self._late = Late(inner)
-        self._slowness = Slowness(0.0, self._faults.slow_bytes_per_s)
+        self._late = DelayQueue(inner)
+        self._slowness = LinkModel(0.0, self._faults.slow_bytes_per_s)
         self._thawed = threading.Event()
         # Known to all groups of this rank that come from one.
         self._frozen: list[str] = []
 
-    def rewrap(self, inner: Transport) -> Faulty:
+    def wrap_child(self, inner: Transport) -> Faulty:
         part = Faulty(inner, **{field.name: getattr(self._asked, field.name) for field in fields(self._asked)})
         part._frozen = self._frozen
         return part
@@ -155,7 +155,9 @@ class Faulty(Wrapper):
     def post(self, batch: Sequence[Message]) -> Work:
         self._posts += 1
         if self._posts == self._faults.kill_at:
-            self.die(KilledError(f"rank {self.rank} of {self.size} was killed at its post {self._posts}, as asked"))
+            self.simulate_crash(
+                KilledError(f"rank {self.rank} of {self.size} was killed at its post {self._posts}, as asked")
+            )
         if self._posts == self._faults.freeze_at and not self._frozen:
             self._frozen.append(self.group.name)
             with waiting(lambda: "for nothing: it is frozen, as asked"):
@@ -164,7 +166,7 @@ class Faulty(Wrapper):
             return self.inner.post(batch)
         prompt: list[Message] = []
         again: list[Send] = []
-        late: list[Held] = []
+        late: list[DelayedSend] = []
         for message in batch:
             if not isinstance(message, Send):
                 prompt.append(message)
@@ -175,7 +177,7 @@ class Faulty(Wrapper):
             sent = _corrupted(message, fate) if fate.corrupted else message
             copies = [sent, replace(sent, tensor=sent.tensor.clone())] if fate.doubled else [sent]
             if self._is_late(message, fate, late):
-                late += [Held(copy, self._due(copy, fate), fate.swapped and copy is sent) for copy in copies]
+                late += [DelayedSend(copy, self._due(copy, fate), fate.swapped and copy is sent) for copy in copies]
             else:
                 prompt.append(sent)
                 again += copies[1:]
@@ -186,20 +188,20 @@ class Faulty(Wrapper):
             self.inner.post(again)
         return WorkGroup([posted, self._late.post(late)]) if late else posted
 
-    def _is_late(self, send: Send, fate: _Fate, late: Sequence[Held]) -> bool:
+    def _is_late(self, send: Send, fate: _FaultDecision, late: Sequence[DelayedSend]) -> bool:
         stream = (send.peer, send.tag)
         behind = self._late.queued(stream) or any((held.send.peer, held.send.tag) == stream for held in late)
         return fate.delayed or fate.swapped or behind or self._faults.slow_bytes_per_s is not None
 
-    def _due(self, send: Send, fate: _Fate) -> float:
+    def _due(self, send: Send, fate: _FaultDecision) -> float:
         return self._slowness.due(send, self._faults.delay_s if fate.delayed or fate.swapped else 0.0)
 
-    def _fate(self, message: Send) -> _Fate:
+    def _fate(self, message: Send) -> _FaultDecision:
         stream = (message.peer, message.tag)
         self._sent[stream] += 1
         chance = Random(f"{self._faults.seed} {self.group.name} {self.rank} {stream} {self._sent[stream]}")
         drop, delay, double, swap, corrupt = (chance.random() < getattr(self._faults, name) for name in _CHANCES)
-        return _Fate(drop, delay, double, swap, corrupt, chance.random())
+        return _FaultDecision(drop, delay, double, swap, corrupt, chance.random())
 
     def close(self) -> None:
         self._end(ClosedError("the communicator was closed"))
@@ -215,7 +217,7 @@ class Faulty(Wrapper):
 
 
 @dataclass(frozen=True, slots=True)
-class _Fate:
+class _FaultDecision:
     """What becomes of one message; `where` is the place of the bit that changes, as a part of its length."""
 
     dropped: bool
@@ -226,7 +228,7 @@ class _Fate:
     where: float
 
 
-def _corrupted(send: Send, fate: _Fate) -> Send:
+def _corrupted(send: Send, fate: _FaultDecision) -> Send:
     """The same message with one bit changed; the sender's tensor stays as it is."""
     if not send.tensor.nbytes:
         return send

@@ -15,7 +15,7 @@ from typing import Any
 from unisono.core.combined_work import ChainedWork
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.transport import Transport
-from unisono.core.types import Call, Message, Send, Work
+from unisono.core.types import CollectiveCall, Message, Send, Work
 from unisono.wrappers.base import Wrapper
 
 __all__ = ["SINK", "Event", "Sink", "Traced", "sink_here", "trace", "traced"]
@@ -63,7 +63,7 @@ class Traced(Wrapper):
         super().__init__(inner)
         self.native, self._sink = inner.native, sink
 
-    def rewrap(self, inner: Transport) -> Traced:
+    def wrap_child(self, inner: Transport) -> Traced:
         return Traced(inner, self._sink)
 
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
@@ -76,7 +76,7 @@ class Traced(Wrapper):
         start = time.perf_counter()
         return ChainedWork(self.inner.post(batch), lambda: self._messages(batch, start))
 
-    def collective(self, call: Call) -> Work:
+    def collective(self, call: CollectiveCall) -> Work:
         start = time.perf_counter()
         nbytes = max(sum(t.nbytes for t in call.inputs), sum(t.nbytes for t in call.outputs))
         detail = {"op": call.op, "root": call.root}

@@ -17,7 +17,10 @@ _PATH = Path(_FOLDER.name) / "meet"
 
 
 def seeds() -> list[bytes]:
-    texts = [meeting._Note(host, port, "secret", "host").text() for host, port in (("127.0.0.1", 1), ("::1", 65535))]
+    texts = [
+        meeting._RendezvousFile(host, port, "secret", "host").text()
+        for host, port in (("127.0.0.1", 1), ("::1", 65535))
+    ]
     return [text.encode() for text in texts]
 
 

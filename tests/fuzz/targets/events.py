@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from unisono.diagnostics.event_log import Record, read_events
+from unisono.diagnostics.event_log import EventLog, read_events
 
 REFUSALS = (ValueError,)
 MEMORY = (1 << 20, 30)
@@ -18,7 +18,7 @@ def seeds() -> list[bytes]:
     found = []
     for count in (0, 1, 3):
         _PATH.unlink(missing_ok=True)
-        record = Record(_PATH, 0, kept=2)
+        record = EventLog(_PATH, 0, kept=2)
         for number in range(count):
             record.put("enter", "world", 0, number, f"all_reduce #{number} at train.py:12")
         del record

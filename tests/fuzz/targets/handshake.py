@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from unisono.control.auth_channel import Greeting
+from unisono.control.auth_channel import Hello
 from unisono.control.handshake import AuthenticationError, Handshake
 
 REFUSALS = (ConnectionError, AuthenticationError)
@@ -12,8 +12,8 @@ MEMORY = (1 << 19, 20)
 
 
 def seeds() -> list[bytes]:
-    greeting = Greeting(b"a guess", client=True)
-    greeting.meet(Greeting(b"the secret", client=False).hello)
+    greeting = Hello(b"a guess", client=True)
+    greeting.meet(Hello(b"the secret", client=False).hello)
     # No stranger can say more that is taken.
     return [greeting.hello, greeting.hello + greeting.proof()[:20]]
 

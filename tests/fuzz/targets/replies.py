@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from unisono import serialization
-from unisono.control.client_base import Requester
-from unisono.control.reply_schema import Waiter, reply_of
+from unisono.control.client_base import ControlClient
+from unisono.control.reply_schema import PendingRequest, reply_of
 from unisono.core.group import Group
 
 REFUSALS = (ValueError,)
 MEMORY = (1 << 19, 700)
 
 
-class Deaf(Requester):
+class Deaf(ControlClient):
     """A handle whose requests go nowhere."""
 
     _where = "nowhere"
@@ -25,7 +25,7 @@ class Deaf(Requester):
     def _mention(self, words: tuple[Any, ...]) -> None:
         pass
 
-    def _wait(self, waiter: Waiter, timeout: float) -> bool:
+    def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         return waiter.reply is not None
 
     def share(self, key: str, make: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 
 from unisono.core.types import Recv, Send
 from unisono.errors import CorruptedError
-from unisono.wrappers.checksum import _Parcel
+from unisono.wrappers.checksum import _Frame
 
 REFUSALS = (CorruptedError,)
 MEMORY = (1 << 18, 40)
@@ -14,7 +14,7 @@ CONTENT = torch.arange(16, dtype=torch.uint8)
 
 
 def seeds() -> list[bytes]:
-    parcels = [_Parcel(Send(CONTENT, 1, 0), number) for number in (1, 2)]
+    parcels = [_Frame(Send(CONTENT, 1, 0), number) for number in (1, 2)]
     for parcel in parcels:
         parcel.pack()
     return [bytes(parcel.packed.tolist()) for parcel in parcels[:1]] * 2
@@ -22,7 +22,7 @@ def seeds() -> list[bytes]:
 
 def run(data: bytes) -> None:
     got = torch.zeros_like(CONTENT)
-    parcel = _Parcel(Recv(got, 1, 0), 1)
+    parcel = _Frame(Recv(got, 1, 0), 1)
     size = parcel.packed.numel()
     parcel.packed.copy_(torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8))
     parcel.unpack()

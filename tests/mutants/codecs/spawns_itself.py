@@ -11,5 +11,5 @@ COMPLAINT = "does not begin anew"
 
 
 class CODEC(error_feedback):
-    def spawn(self) -> Self:
+    def clone(self) -> Self:
         return self

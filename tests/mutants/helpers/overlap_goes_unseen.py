@@ -11,4 +11,4 @@ COMPLAINT = "ranks differ in counts: .* 4 elements"
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "injective", lambda tensor: True)
+    monkeypatch.setattr(tensors, "is_non_overlapping", lambda tensor: True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.data import PartitionSampler
-from unisono.data.stateful_iterator import Walk
+from unisono.data.stateful_iterator import StatefulIterator
 
 LAW = "check_global_order"
 COMPLAINT = "ranks went through"
 
 
 class MUTANT(PartitionSampler):
-    def __iter__(self) -> Walk:
+    def __iter__(self) -> StatefulIterator:
         self._last = super().__iter__()
         return self._last
 

@@ -7,13 +7,13 @@ from typing import Any, Self
 
 import torch
 
-from unisono.data.assignment import Assigned
+from unisono.data.assignment import AssignmentPartitioner
 
 LAW = "check_resume"
 COMPLAINT = "part 0 has samples"
 
 
-class MUTANT(Assigned):
+class MUTANT(AssignmentPartitioner):
     @classmethod
     def of(cls, dataset: Any) -> Self:
         return cls(torch.arange(len(dataset)), "samples")

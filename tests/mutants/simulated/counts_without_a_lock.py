@@ -20,7 +20,7 @@ class Mutant(Wrapper):
         self._lock = threading.Lock()
         GIVEN.clear()
 
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:

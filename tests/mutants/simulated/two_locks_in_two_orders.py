@@ -22,7 +22,7 @@ class Mutant(Wrapper):
         while len(LOCKS) < self.size:
             LOCKS.append(threading.Lock())
 
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:

@@ -10,7 +10,7 @@ COMPLAINT = "the wait went on after the abort"
 
 
 class Mutant(Wrapper):
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def abort(self, cause: BaseException) -> None:

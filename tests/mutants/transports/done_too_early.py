@@ -19,7 +19,7 @@ class Early(ChainedWork):
 
 
 class Mutant(Wrapper):
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:

@@ -13,7 +13,7 @@ COMPLAINT = r"messages of \[1025, 16385, 1048579\] elements have changed"
 
 
 class Mutant(Wrapper):
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unisono.core.group import Group
-from unisono.transports.thread import Letter, ThreadTransport
+from unisono.transports.thread import InFlightMessage, ThreadTransport
 
 LAW = "a_receive_that_does_not_fit_is_refused"
 COMPLAINT = "a receive of 3 torch.float32 for 4 of float32 said: nothing"
@@ -13,7 +13,7 @@ class Mutant(ThreadTransport):
     def split(self, group: Group) -> Mutant:
         return Mutant(group, self._mail, self._timeout_s)
 
-    def _deliver(self, letter: Letter) -> None:
+    def _deliver(self, letter: InFlightMessage) -> None:
         given, taken = letter.sent.tensor, letter.expected.tensor
         count = min(given.numel(), taken.numel())
         taken[:count] = given[:count]

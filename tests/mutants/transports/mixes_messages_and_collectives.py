@@ -13,7 +13,7 @@ COMPLAINT = r"waited 1.0 s (for 4 B from rank 0|in call 2 for rank 1)"
 
 
 class Mutant(Wrapper):
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:

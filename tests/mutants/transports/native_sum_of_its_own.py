@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from unisono.core.transport import Transport
-from unisono.core.types import COLLECTIVE_TAG, Call, Recv, ReduceOp, Send, Work
+from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Recv, ReduceOp, Send, Work
 from unisono.core.work import Completion
 from unisono.wrappers.base import Wrapper
 
@@ -18,13 +18,13 @@ class Mutant(Wrapper):
         super().__init__(inner)
         self.native = frozenset({"all_reduce"})
 
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
-    def carries(self, call: Call) -> bool:
+    def supports(self, call: CollectiveCall) -> bool:
         return call.name == "all_reduce" and call.op is ReduceOp.SUM and call.inputs[0].is_floating_point()
 
-    def collective(self, call: Call) -> Work:
+    def collective(self, call: CollectiveCall) -> Work:
         tensor, others = call.outputs[0], [rank for rank in range(self.size) if rank != self.rank]
         got = [torch.empty_like(tensor) for _ in others]
         receives = [Recv(t, rank, COLLECTIVE_TAG) for t, rank in zip(got, others, strict=True)]

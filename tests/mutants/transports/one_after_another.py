@@ -13,7 +13,7 @@ COMPLAINT = "waited 1.0 s for 1.0 MiB"
 
 
 class Mutant(Wrapper):
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:

@@ -18,7 +18,7 @@ class Mutant(Wrapper):
         super().__init__(inner)
         self._held: dict[tuple[int, int], tuple[Send, Completion]] = {}
 
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:

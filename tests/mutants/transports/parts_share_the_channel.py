@@ -11,7 +11,7 @@ COMPLAINT = r"parent, part, part brought \[2\.0, 1\.0, 0\.0\]"
 
 
 class Mutant(Wrapper):
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def split(self, group: Group) -> Mutant:

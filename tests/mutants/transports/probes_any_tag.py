@@ -10,7 +10,7 @@ COMPLAINT = r"waited 1.0 s for (4 B from rank 1|rank 0 to take 4 B)"
 
 
 class Mutant(Wrapper):
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def iprobe(self, peer: int, tag: int) -> bool:

@@ -10,7 +10,7 @@ COMPLAINT = "rank 0 is in probe"
 
 
 class Mutant(Wrapper):
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def iprobe(self, peer: int, tag: int) -> bool:

@@ -10,7 +10,7 @@ COMPLAINT = r"before any was sent|rank 2 has left|for 4 B from rank 2"
 
 
 class Mutant(Wrapper):
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def iprobe(self, peer: int, tag: int) -> bool:

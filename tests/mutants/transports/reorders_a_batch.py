@@ -13,7 +13,7 @@ COMPLAINT = r"rank 0 got \[\[12\.0, 11\.0, 10\.0\]"
 
 
 class Mutant(Wrapper):
-    def rewrap(self, inner: Transport) -> Mutant:
+    def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:

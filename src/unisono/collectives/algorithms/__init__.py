@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from unisono.collectives.algorithms.semantics import COLLECTIVES, chunks_of
-from unisono.collectives.algorithms.step import Cost, Move, Schedule, Step
+from unisono.collectives.algorithms.step import Algorithm, Cost, Move, Step
 from unisono.core.registry import Registry
 
-__all__ = ["COLLECTIVES", "SCHEDULES", "Cost", "Move", "Schedule", "Step", "chunks_of"]
+__all__ = ["ALGORITHMS", "COLLECTIVES", "Algorithm", "Cost", "Move", "Step", "chunks_of"]
 
-SCHEDULES: dict[str, Registry[Schedule]] = {
+ALGORITHMS: dict[str, Registry[Algorithm]] = {
     collective: Registry(
         f"{collective} algorithm",
         f"unisono.collectives.algorithms.{collective}",
@@ -16,4 +16,4 @@ SCHEDULES: dict[str, Registry[Schedule]] = {
     )
     for collective in COLLECTIVES
 }
-"""For each collective, its algorithms: `SCHEDULES["all_reduce"]["ring"]`."""
+"""For each collective, its algorithms: `ALGORITHMS["all_reduce"]["ring"]`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unisono.collectives.algorithms.step import Schedule
+from unisono.collectives.algorithms.step import Algorithm
 from unisono.core.collective import FAMILIES, family_of
 
 __all__ = ["COLLECTIVES", "chunks_of", "default_chunks", "goal", "start"]
@@ -57,7 +57,7 @@ def default_chunks(collective: str, size: int) -> int:
     return 2 * size if what.pairwise else size if what.moves else 1
 
 
-def chunks_of(schedule: Schedule, collective: str, size: int) -> int:
+def chunks_of(schedule: Algorithm, collective: str, size: int) -> int:
     """The number of chunks that the steps of a schedule speak of, among `size` ranks.
 
     Example:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-__all__ = ["Cost", "Move", "Schedule", "Step"]
+__all__ = ["Algorithm", "Cost", "Move", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Cost:
     sent: Fraction
 
 
-class Schedule(Protocol):
+class Algorithm(Protocol):
     """A file of `schedules/<collective>/`. Rooted collectives are written for root 0.
 
     The interpreter renumbers ranks for other roots. `chunks` may be left out where it is one a

@@ -9,13 +9,13 @@ whose last segment is held up by a third rank holds up all that it is connected 
 from __future__ import annotations
 
 from unisono.collectives.algorithms.semantics import chunks_of, start
-from unisono.collectives.algorithms.step import Move, Schedule
-from unisono.collectives.verify.rank_model import Held, Place, ScheduleError
+from unisono.collectives.algorithms.step import Algorithm, Move
+from unisono.collectives.verify.rank_model import AlgorithmError, Contribution, RankModel
 
-__all__ = ["World"]
+__all__ = ["ModelChecker"]
 
 
-class World:
+class ModelChecker:
     """Every rank of a schedule, from what a collective starts from until the last step.
 
     Attributes:
@@ -24,44 +24,44 @@ class World:
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring
-        >>> world = World("all_reduce", ring, size=3)
+        >>> world = ModelChecker("all_reduce", ring, size=3)
         >>> world.run()
         >>> [place.number for place in world.places]
         [4, 4, 4]
     """
 
-    def __init__(self, collective: str, schedule: Schedule, size: int) -> None:
+    def __init__(self, collective: str, schedule: Algorithm, size: int) -> None:
         self.collective, self.size = collective, size
         self.chunks = chunks_of(schedule, collective, size)
         self.places = [self._place(schedule, rank) for rank in range(size)]
 
-    def _place(self, schedule: Schedule, rank: int) -> Place:
+    def _place(self, schedule: Algorithm, rank: int) -> RankModel:
         owners = [start(self.collective, rank, chunk, self.size) for chunk in range(self.chunks)]
-        held = [Held(once=owner, twice=0, formula=owner) for owner in owners]
-        return Place(rank, self.size, self.collective, schedule.steps(rank, self.size), held)
+        held = [Contribution(once=owner, twice=0, formula=owner) for owner in owners]
+        return RankModel(rank, self.size, self.collective, schedule.steps(rank, self.size), held)
 
     def run(self) -> None:
-        """Move all that can move; raise `ScheduleError` if a step is wrong or somebody waits for ever."""
+        """Move all that can move; raise `AlgorithmError` if a step is wrong or somebody waits for ever."""
         for place in self.places:
             place.begin()
         while self._sweep():
             pass
         if any(place.step for place in self.places):
-            raise self._stuck()
+            raise self._deadlock_error()
 
     def _sweep(self) -> bool:
         """Let every step happen that can; whether there was one."""
         happened, seen = False, set[int]()
         for place in self.places:
             if place.step and place.rank not in seen:
-                gang = self._gang(place)
+                gang = self._matching_steps(place)
                 seen.update(gang)
-                if not any(self._unmet(member) for member in gang.values()):
+                if not any(self._unmatched(member) for member in gang.values()):
                     self._exchange(gang)
                     happened = True
         return happened
 
-    def _gang(self, place: Place) -> dict[int, Place]:
+    def _matching_steps(self, place: RankModel) -> dict[int, RankModel]:
         """Those whose steps can only happen together with this one, by rank."""
         gang, queue = {place.rank: place}, [place]
         for member in queue:
@@ -71,14 +71,14 @@ class World:
                     queue.append(self.places[move.peer])
         return gang
 
-    def _answer(self, place: Place, verb: str, move: Move) -> Move | None:
+    def _answer(self, place: RankModel, verb: str, move: Move) -> Move | None:
         partner = self.places[move.peer]
         return (partner.recvs if verb == "send" else partner.sends).get(place.rank)
 
-    def _unmet(self, place: Place) -> list[tuple[str, Move]]:
+    def _unmatched(self, place: RankModel) -> list[tuple[str, Move]]:
         return [(verb, move) for verb, move in place.moves if not self._answer(place, verb, move)]
 
-    def _exchange(self, gang: dict[int, Place]) -> None:
+    def _exchange(self, gang: dict[int, RankModel]) -> None:
         ended = []
         for place in gang.values():
             arrived = [(move, self._sent(self.places[peer], place, move)) for peer, move in place.recvs.items()]
@@ -88,12 +88,12 @@ class World:
             place.end(arrived, rounds)
             place.begin()
 
-    def _sent(self, source: Place, target: Place, recv: Move) -> list[Held]:
+    def _sent(self, source: RankModel, target: RankModel, recv: Move) -> list[Contribution]:
         send = source.sends[target.rank]
         self._check_match(source, send, target, recv)
         return source.chunks[send.start : send.stop]
 
-    def _check_match(self, source: Place, send: Move, target: Place, recv: Move) -> None:
+    def _check_match(self, source: RankModel, send: Move, target: RankModel, recv: Move) -> None:
         expected = send.start, send.stop
         if self.collective == "all_to_all":
             if expected != (target.rank, target.rank + 1):
@@ -105,9 +105,9 @@ class World:
             sent = f"rank {source.rank}, which in its step {source.number} sends {_named(send)}"
             raise target.error(f"{_named(recv)} is expected from {sent}")
 
-    def _stuck(self) -> ScheduleError:
+    def _deadlock_error(self) -> AlgorithmError:
         """Who waits for whom."""
-        waiting = [(place, *wish) for place in self.places for wish in self._unmet(place)]
+        waiting = [(place, *wish) for place in self.places for wish in self._unmatched(place)]
         for place, verb, move in waiting:
             partner = self.places[move.peer]
             if not partner.step:

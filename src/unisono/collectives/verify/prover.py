@@ -5,16 +5,16 @@ from __future__ import annotations
 from fractions import Fraction
 
 from unisono.collectives.algorithms.semantics import default_chunks, goal
-from unisono.collectives.algorithms.step import Cost, Schedule
-from unisono.collectives.verify.model_checker import World
-from unisono.collectives.verify.rank_model import Place, ScheduleError
+from unisono.collectives.algorithms.step import Algorithm, Cost
+from unisono.collectives.verify.model_checker import ModelChecker
+from unisono.collectives.verify.rank_model import AlgorithmError, RankModel
 
-__all__ = ["ScheduleError", "count", "prove"]
+__all__ = ["AlgorithmError", "count", "verify"]
 
 _FREE_CHUNKS = {"all_reduce", "broadcast", "reduce"}
 
 
-def prove(collective: str, schedule: Schedule, size: int) -> Cost:
+def verify(collective: str, schedule: Algorithm, size: int) -> Cost:
     """Run a schedule among `size` ranks on sets of contributions instead of numbers; its counted cost.
 
     Proved is, for this size: every contribution that belongs into a result enters it exactly once
@@ -38,7 +38,7 @@ def prove(collective: str, schedule: Schedule, size: int) -> Cost:
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring
-        >>> prove("all_reduce", ring, size=4)
+        >>> verify("all_reduce", ring, size=4)
         Cost(rounds=6, sent=Fraction(3, 2))
     """
     counted, declared = count(collective, schedule, size), schedule.cost(size)
@@ -49,8 +49,8 @@ def prove(collective: str, schedule: Schedule, size: int) -> Cost:
     return counted
 
 
-def count(collective: str, schedule: Schedule, size: int) -> Cost:
-    """As `prove`, but whatever the schedule itself says of its cost.
+def count(collective: str, schedule: Algorithm, size: int) -> Cost:
+    """As `verify`, but whatever the schedule itself says of its cost.
 
     Example:
         >>> from unisono.collectives.algorithms.barrier import dissemination
@@ -59,7 +59,7 @@ def count(collective: str, schedule: Schedule, size: int) -> Cost:
     """
     if size < 1:
         raise ValueError(f"a group has at least 1 rank, not {size}")
-    world = World(collective, schedule, size)
+    world = ModelChecker(collective, schedule, size)
     usual = default_chunks(collective, size)
     if world.chunks < 1 or (world.chunks != usual and collective not in _FREE_CHUNKS):
         raise _error(collective, size, f"there are {world.chunks} chunks; it needs {usual}")
@@ -72,7 +72,7 @@ def count(collective: str, schedule: Schedule, size: int) -> Cost:
     return Cost(max(place.rounds for place in world.places), Fraction(max(place.sent for place in world.places), whole))
 
 
-def _check_contributions(place: Place) -> None:
+def _check_contributions(place: RankModel) -> None:
     for chunk, held in enumerate(place.chunks):
         wanted = goal(place.collective, place.rank, chunk, place.size)
         again = 0 if place.collective == "barrier" else held.twice
@@ -82,7 +82,7 @@ def _check_contributions(place: Place) -> None:
             raise place.error(f"this was the last; of the contributions to chunk {chunk} it {told}")
 
 
-def _check_bits(place: Place, first: Place) -> None:
+def _check_bits(place: RankModel, first: RankModel) -> None:
     for chunk, (held, reference) in enumerate(zip(place.chunks, first.chunks, strict=True)):
         if held.formula != reference.formula:
             raise place.error(f"chunk {chunk} is put together in another order than on rank 0, so its bits may differ")
@@ -93,5 +93,5 @@ def _ranks(contributors: int) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
 
 
-def _error(collective: str, size: int, message: str) -> ScheduleError:
-    return ScheduleError(f"among {size} ranks {message}", size=size, operation=collective)
+def _error(collective: str, size: int, message: str) -> AlgorithmError:
+    return AlgorithmError(f"among {size} ranks {message}", size=size, operation=collective)

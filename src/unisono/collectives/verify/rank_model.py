@@ -10,14 +10,14 @@ from typing import NamedTuple
 from unisono.collectives.algorithms.step import Move, Step
 from unisono.errors import CommError
 
-__all__ = ["Held", "Place", "ScheduleError"]
+__all__ = ["AlgorithmError", "Contribution", "RankModel"]
 
 
-class ScheduleError(CommError, ValueError):
+class AlgorithmError(CommError, ValueError):
     """A schedule is wrong; the message names the rank, its step (counted from 1) and the chunk."""
 
 
-class Held(NamedTuple):
+class Contribution(NamedTuple):
     """Whose contributions a chunk holds.
 
     Attributes:
@@ -30,14 +30,14 @@ class Held(NamedTuple):
     twice: int
     formula: int
 
-    def plus(self, other: Held) -> Held:
+    def plus(self, other: Contribution) -> Contribution:
         """This and the other, in this order."""
         again = self.twice | other.twice | (self.once & other.once)
-        return Held(self.once | other.once, again, hash((self.formula, other.formula)))
+        return Contribution(self.once | other.once, again, hash((self.formula, other.formula)))
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class RankModel:
     """One rank at work.
 
     Attributes:
@@ -54,7 +54,7 @@ class Place:
     size: int
     collective: str
     program: Iterator[Step]
-    chunks: list[Held]
+    chunks: list[Contribution]
     step: Step | None = None
     number: int = 0
     moves: list[tuple[str, Move]] = field(default_factory=list)
@@ -63,10 +63,10 @@ class Place:
     rounds: int = 0
     sent: int = 0
 
-    def error(self, message: str) -> ScheduleError:
+    def error(self, message: str) -> AlgorithmError:
         """That the step under way is wrong."""
         message = f"step {self.number}: {message}"
-        return ScheduleError(message, rank=self.rank, size=self.size, operation=self.collective)
+        return AlgorithmError(message, rank=self.rank, size=self.size, operation=self.collective)
 
     def begin(self) -> None:
         """Take up the next step, if there is one."""
@@ -80,16 +80,16 @@ class Place:
             self._check_moves(step)
             self._check_chunks(step)
 
-    def end(self, arrived: list[tuple[Move, list[Held]]], rounds: int) -> None:
+    def end(self, arrived: list[tuple[Move, list[Contribution]]], rounds: int) -> None:
         """Write what the step under way has brought."""
-        incoming: dict[int, list[tuple[int, Held]]] = {}
+        incoming: dict[int, list[tuple[int, Contribution]]] = {}
         for run, values in arrived:
             for chunk, held in enumerate(values, run.start):
                 incoming.setdefault(chunk, []).append((run.peer, held))
         for chunk, terms in incoming.items():
             if self.step and self.step.reduce:
                 terms.append((self.rank, self.chunks[chunk]))
-            self.chunks[chunk] = reduce(Held.plus, (held for _, held in sorted(terms)))
+            self.chunks[chunk] = reduce(Contribution.plus, (held for _, held in sorted(terms)))
         self.sent += sum(move.stop - move.start for move in self.sends.values())
         self.rounds = rounds
 

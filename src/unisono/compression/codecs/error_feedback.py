@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unisono.communicator import Communicator
-from unisono.compression.codec import Codec, check_bucket, wide
+from unisono.compression.codec import Codec, accumulation_dtype, check_bucket
 from unisono.compression.registry import Spec, resolve
 
 __all__ = ["CODEC", "ErrorFeedback"]
@@ -62,7 +62,7 @@ class ErrorFeedback(Codec):
         check_bucket(flat, shapes, kept)
         residual = self._residual
         if residual is None:
-            given = flat.clone().to(wide(flat.dtype))
+            given = flat.clone().to(accumulation_dtype(flat.dtype))
         elif residual.numel() == flat.numel():
             given = flat + residual
             flat.copy_(given)
@@ -75,7 +75,7 @@ class ErrorFeedback(Codec):
         self.codec.average(flat, comm, shapes, kept)
         self._residual = given.sub_(kept).nan_to_num_(0.0, 0.0, 0.0)
 
-    def average_used(
+    def average_masked(
         self, flat: torch.Tensor, comm: Communicator, shapes: Sequence[torch.Size], used: Sequence[bool]
     ) -> None:
         if all(used):
@@ -84,7 +84,11 @@ class ErrorFeedback(Codec):
         # What a parameter is owed waits until it is used again: if it were sent now, it would be lost.
         sizes = torch.tensor([math.prod(shape) for shape in shapes])
         idle = torch.tensor(used).logical_not_().repeat_interleave(sizes).to(flat.device)
-        owed = flat.new_zeros(flat.shape, dtype=wide(flat.dtype)) if self._residual is None else self._residual
+        owed = (
+            flat.new_zeros(flat.shape, dtype=accumulation_dtype(flat.dtype))
+            if self._residual is None
+            else self._residual
+        )
         self._residual = owed.masked_fill(idle, 0.0)
         try:
             self.average(flat, comm, shapes)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.compression.half_precision import Halves
+from unisono.compression.half_precision import HalfPrecision
 
 __all__ = ["CODEC", "Fp16"]
 
 
 @dataclass(repr=False, eq=False)
-class Fp16(Halves):
+class Fp16(HalfPrecision):
     """Sends float16. Half of float32's bytes; 11 bits of precision for magnitudes from 6e-5 to 65504.
 
     A contribution is divided by p before it is rounded. Beyond 65504 p it becomes infinite, as NaN and

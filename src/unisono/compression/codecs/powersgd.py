@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from unisono.communicator import Communicator
-from unisono.compression.codec import Codec, wide
+from unisono.compression.codec import Codec, accumulation_dtype
 
 __all__ = ["CODEC", "Powersgd"]
 
@@ -67,7 +67,7 @@ class Powersgd(Codec):
         self.prepare(flat, comm, shapes, kept)
         if not flat.numel():
             return
-        share = flat.to(wide(flat.dtype)) / comm.size
+        share = flat.to(accumulation_dtype(flat.dtype)) / comm.size
         plain, matrices = self._parts(share, shapes)
         right = self._starting_columns(matrices)
         left = [matrix @ columns for matrix, columns in zip(matrices, right, strict=True)]

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from unisono.communicator import Communicator
-from unisono.compression.codec import Codec, wide
+from unisono.compression.codec import Codec, accumulation_dtype
 
 __all__ = ["CODEC", "Topk"]
 
@@ -64,7 +64,7 @@ class Topk(Codec):
         arrived = torch.empty((comm.size, *coded.shape), dtype=torch.int16, device=flat.device)
         # As bytes, for not every backend carries int16.
         comm.all_gather_single(arrived.view(torch.uint8), coded.view(torch.uint8))
-        total = torch.zeros(blocks * length, dtype=wide(flat.dtype), device=flat.device)
+        total = torch.zeros(blocks * length, dtype=accumulation_dtype(flat.dtype), device=flat.device)
         starts = torch.arange(0, blocks * length, length, device=flat.device).unsqueeze(1)
         for rank in range(comm.size):
             # One rank's places differ from each other, so the order of additions is the order of ranks.

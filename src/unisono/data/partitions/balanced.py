@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 
-from unisono.data.assignment import Assigned
+from unisono.data.assignment import AssignmentPartitioner
 from unisono.data.dataset_attributes import digest, numbers, of_dataset
 from unisono.data.indices import Indices
 from unisono.data.lpt import deal_evenly, largest_first
@@ -18,7 +18,7 @@ __all__ = ["PARTITIONER", "Balanced", "Method"]
 Method = Literal["largest_first", "same_count", "runs"]
 
 
-class Balanced(Assigned):
+class Balanced(AssignmentPartitioner):
     """Parts of equal cost: tokens, frames, seconds. By name: the dataset's `costs` or `lengths`.
 
     Args:

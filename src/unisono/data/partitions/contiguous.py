@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from unisono.data.apportionment import apportion
 from unisono.data.feistel import IndexShuffle
-from unisono.data.indices import Counted, Indices, Joined, Places
+from unisono.data.indices import Concatenated, Counted, Indices, Places
 from unisono.data.partitioner import Partitioner
 
 __all__ = ["PARTITIONER", "Contiguous"]
@@ -31,7 +31,7 @@ class Contiguous(Partitioner):
         lengths = apportion(count, shares)
         # The place among the parts makes two runs of one length differ.
         runs = [IndexShuffle(length, (seed << 20) + part, epoch) for part, length in enumerate(lengths)]
-        return Joined(runs, [0, *accumulate(lengths)][:-1])
+        return Concatenated(runs, [0, *accumulate(lengths)][:-1])
 
     def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
         ends = [0, *accumulate(apportion(len(samples), shares))]

@@ -10,14 +10,14 @@ from typing import Any, Self
 import torch
 
 from unisono.data.apportionment import apportion, fractions_of
-from unisono.data.assignment import Assigned
+from unisono.data.assignment import AssignmentPartitioner
 from unisono.data.dataset_attributes import codes, digest, of_dataset
 from unisono.data.feistel import IndexShuffle
 
 __all__ = ["PARTITIONER", "Dirichlet"]
 
 
-class Dirichlet(Assigned):
+class Dirichlet(AssignmentPartitioner):
     """Parts that are not alike: each draws its mix of labels. By name: the dataset's `targets` or `labels`.
 
     Args:

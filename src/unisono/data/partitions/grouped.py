@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from unisono.data.assignment import Assigned
+from unisono.data.assignment import AssignmentPartitioner
 from unisono.data.dataset_attributes import codes, digest, of_dataset
 from unisono.data.indices import Indices
 from unisono.data.lpt import largest_first
@@ -16,7 +16,7 @@ from unisono.data.partitioner import Bound
 __all__ = ["PARTITIONER", "Grouped"]
 
 
-class Grouped(Assigned):
+class Grouped(AssignmentPartitioner):
     """Samples of one group (a patient, a speaker, a video) are never in two parts. By name: the dataset's `groups`.
 
     When a job goes on with another number of ranks in the middle of an epoch, the samples that are left are dealt

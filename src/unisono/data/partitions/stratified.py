@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from unisono.data.apportionment import apportion
-from unisono.data.assignment import Assigned
+from unisono.data.assignment import AssignmentPartitioner
 from unisono.data.dataset_attributes import codes, digest, of_dataset
 from unisono.data.feistel import IndexShuffle
 from unisono.data.indices import Indices
@@ -18,7 +18,7 @@ from unisono.data.partitioner import Bound
 __all__ = ["PARTITIONER", "Stratified"]
 
 
-class Stratified(Assigned):
+class Stratified(AssignmentPartitioner):
     """Every part has its share of each label. By name: the dataset's `targets` or `labels`.
 
     Args:

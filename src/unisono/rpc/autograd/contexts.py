@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.errors import CommError
-from unisono.rpc.autograd.functions import Received, Sent, arrival, departure
+from unisono.rpc.autograd.functions import RecvRecord, SendRecord, arrival, departure
 from unisono.rpc.autograd.leaves import Leaves
 from unisono.rpc.protocol import DISCARD, NO_CONTEXT
 
 if TYPE_CHECKING:
     from unisono.rpc.agent import Agent
-    from unisono.rpc.autograd.engine import Pass
+    from unisono.rpc.autograd.engine import BackwardPass
 
 __all__ = ["Context", "Contexts"]
 
@@ -44,11 +44,11 @@ class Context:
         self.number, self.leaves = number, leaves
         self.lock = threading.RLock()
         self.numbers = itertools.count(1)
-        self.sent: dict[int, Sent] = {}
-        self.received: dict[tuple[int, int], Received] = {}
+        self.sent: dict[int, SendRecord] = {}
+        self.received: dict[tuple[int, int], RecvRecord] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.peers: set[int] = set()
-        self.passes: dict[tuple[int, int], Pass] = {}
+        self.passes: dict[tuple[int, int], BackwardPass] = {}
 
     def accumulate(self, sums: dict[torch.Tensor, torch.Tensor]) -> None:
         """Add what leaves got in one pass, as their hooks leave it."""
@@ -105,7 +105,7 @@ class Contexts:
             while len(self._ended) > _ENDED_KEPT:
                 self._ended.popitem(last=False)
         for peer in found.peers - {self._agent.rank} if found is not None else ():
-            self._agent.office.tell(peer, DISCARD, number)
+            self._agent.office.send_control(peer, DISCARD, number)
 
     def lose(self, peer: int) -> None:
         """A rank is gone, and the contexts that it began."""
@@ -135,7 +135,7 @@ class Contexts:
         if context is None or not message or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         with self._lock:
-            record = context.received.setdefault((peer, message), Received(peer, message))
+            record = context.received.setdefault((peer, message), RecvRecord(peer, message))
         return arrival(record, tensor)
 
     def reach(self, number: int) -> Context | None:

@@ -19,12 +19,12 @@ import torch
 
 from unisono.errors import CommError
 from unisono.rpc.autograd.contexts import Context
-from unisono.rpc.autograd.functions import Received, Sent, reachable
+from unisono.rpc.autograd.functions import RecvRecord, SendRecord, reachable
 from unisono.rpc.context import current_agent
 from unisono.rpc.exported import async_execution, expose
 from unisono.rpc.rref import RRef
 
-__all__ = ["Output", "Pass", "backward_of", "discover", "propagate", "start"]
+__all__ = ["BackwardPass", "Output", "backward_of", "discover", "propagate", "start"]
 
 _Gradients = list[torch.Tensor | None]
 _numbers = itertools.count(1)
@@ -40,12 +40,12 @@ class Output:
         received: The messages that are reached.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], record: Sent | None = None) -> None:
+    def __init__(self, tensors: list[torch.Tensor], record: SendRecord | None = None) -> None:
         self.tensors, self.record = tensors, record
         self.leaves, self.received = reachable(tensors)
 
 
-class Pass:
+class BackwardPass:
     """One backward pass on one rank.
 
     Args:
@@ -61,7 +61,7 @@ class Pass:
         self._gathered: dict[tuple[int, int], _Gradients] = {}
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
 
-    def join(self, number: int, output: Output) -> list[Received]:
+    def join(self, number: int, output: Output) -> list[RecvRecord]:
         """_Gradients will flow back from this, too: the messages that nobody has asked about yet."""
         self._outputs[number] = output
         triggers = {id(trigger) for record in output.received for trigger in record.triggers}
@@ -87,7 +87,7 @@ class Pass:
 
     def flow(
         self, number: int, gradients: _Gradients | None
-    ) -> tuple[list[tuple[Received, _Gradients]], dict[torch.Tensor, torch.Tensor] | None]:
+    ) -> tuple[list[tuple[RecvRecord, _Gradients]], dict[torch.Tensor, torch.Tensor] | None]:
         """Back-propagate from one output: the messages whose gradients are complete by that.
 
         After the last output also the sums that this rank's leaves got.
@@ -134,7 +134,7 @@ class Pass:
                 known = self._gradients.get(leaf)
                 self._gradients[leaf] = gradient if known is None else known + gradient
 
-    def _gather(self, key: tuple[int, int], record: Received) -> None:
+    def _gather(self, key: tuple[int, int], record: RecvRecord) -> None:
         found, record.found = record.found, {}
         gathered = self._gathered[key]
         for place, gradient in found.items():
@@ -169,7 +169,7 @@ def start(context: Context, roots: Any, retain_graph: bool) -> None:
     """The whole pass, from the rank that has the roots. Returns when all ranks are done."""
     roots = _checked(roots)
     name = current_agent().rank, next(_numbers)
-    beginning = context.passes[name] = Pass(context, retain_graph)
+    beginning = context.passes[name] = BackwardPass(context, retain_graph)
     try:
         with context.lock:
             new = beginning.join(0, Output(roots))
@@ -200,9 +200,9 @@ def discover(
 ) -> torch.futures.Future[Any]:
     """On the sender of some messages: gradients will come for them. Answered when all before them know that, too."""
     context = _known(number)
-    new: list[Received] = []
+    new: list[RecvRecord] = []
     with context.lock:
-        taking_part = context.passes.setdefault(name, Pass(context, retain_graph))
+        taking_part = context.passes.setdefault(name, BackwardPass(context, retain_graph))
         for message in messages:
             if not taking_part.joined(message):
                 record = context.sent.get(message)
@@ -233,7 +233,7 @@ def _known(number: int) -> Context:
 
 
 def _ask(
-    number: int, name: tuple[int, int], records: Sequence[Received], retain_graph: bool
+    number: int, name: tuple[int, int], records: Sequence[RecvRecord], retain_graph: bool
 ) -> torch.futures.Future[Any]:
     """Ask the senders of some messages."""
     agent, senders = current_agent(), dict[int, list[int]]()

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Received", "Sent", "arrival", "departure", "reachable"]
+__all__ = ["RecvRecord", "SendRecord", "arrival", "departure", "reachable"]
 
 
-class Sent:
+class SendRecord:
     """Tensors that went out in one message.
 
     Attributes:
@@ -23,7 +23,7 @@ class Sent:
         self.gradients: list[torch.Tensor | None] = []
 
 
-class Received:
+class RecvRecord:
     """Tensors that came in one message.
 
     Attributes:
@@ -38,11 +38,11 @@ class Received:
         self.found: dict[int, torch.Tensor] = {}
 
 
-class _Departure(torch.autograd.Function):
+class _SendBackward(torch.autograd.Function):
     """Many tensors in, a token out; back go the gradients that have come for them."""
 
     @staticmethod
-    def forward(ctx: Any, record: Sent, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, record: SendRecord, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.record = record
         return torch.zeros(())
 
@@ -51,11 +51,11 @@ class _Departure(torch.autograd.Function):
         return None, *ctx.record.gradients
 
 
-class _Arrival(torch.autograd.Function):
+class _RecvBackward(torch.autograd.Function):
     """A tensor made out of nothing but a trigger; its gradient is kept for who sent it."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: torch.Tensor, record: Received, place: int, content: list[torch.Tensor]) -> Any:
+    def forward(ctx: Any, trigger: torch.Tensor, record: RecvRecord, place: int, content: list[torch.Tensor]) -> Any:
         ctx.record, ctx.place = record, place
         # No view of the bytes that came: who got it may change it in place.
         return content.pop().data
@@ -67,34 +67,34 @@ class _Arrival(torch.autograd.Function):
         return None, None, None, None
 
 
-def departure(tensors: list[torch.Tensor]) -> Sent:
+def departure(tensors: list[torch.Tensor]) -> SendRecord:
     """Record that these leave, in this order."""
-    record = Sent()
+    record = SendRecord()
     with torch.enable_grad():
-        record.token = _Departure.apply(record, *tensors)  # type: ignore[no-untyped-call]  # torch's apply has no types
+        record.token = _SendBackward.apply(record, *tensors)  # type: ignore[no-untyped-call]  # torch's apply has no types
     return record
 
 
-def arrival(record: Received, tensor: torch.Tensor) -> torch.Tensor:
+def arrival(record: RecvRecord, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, as the next one of this message, with a history that begins here."""
     trigger = torch.zeros((), requires_grad=True)
     place = len(record.triggers)
     record.triggers.append(trigger)
     # Torch's apply has no types.
-    arrived: torch.Tensor = _Arrival.apply(trigger, record, place, [tensor])  # type: ignore[no-untyped-call]
+    arrived: torch.Tensor = _RecvBackward.apply(trigger, record, place, [tensor])  # type: ignore[no-untyped-call]
     return arrived
 
 
-def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Received]]:
+def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[RecvRecord]]:
     """What a backward pass from these comes to on this rank: leaves, triggers among them, and messages."""
     leaves: dict[int, torch.Tensor] = {id(t): t for t in tensors if t.grad_fn is None and t.requires_grad}
-    records: dict[int, Received] = {}
+    records: dict[int, RecvRecord] = {}
     for node in _nodes([t.grad_fn for t in tensors if t.grad_fn is not None]):
         variable = getattr(node, "variable", None)
         if variable is not None:
             leaves[id(variable)] = variable
         record = getattr(node, "record", None)
-        if isinstance(record, Received):
+        if isinstance(record, RecvRecord):
             records[id(record)] = record
     return list(leaves.values()), list(records.values())
 

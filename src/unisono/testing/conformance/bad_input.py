@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from unisono.collectives.algorithms import SCHEDULES
+from unisono.collectives.algorithms import ALGORITHMS
 from unisono.communicator import Communicator
 from unisono.core.types import Recv
 from unisono.errors import CommError
@@ -27,7 +27,7 @@ def bad_arguments_are_refused_before_anything_is_sent(world: World) -> None:
 
 
 def a_second_thread_is_refused(world: World) -> None:
-    """A communicator belongs to one thread, until `hand_over`."""
+    """A communicator belongs to one thread, until `release_thread`."""
 
     def program(comm: Communicator) -> list[str]:
         together(comm)
@@ -43,7 +43,7 @@ def a_second_thread_is_refused(world: World) -> None:
 
         for hand_over in (False, True):
             if hand_over:
-                comm.hand_over()
+                comm.release_thread()
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
@@ -196,7 +196,7 @@ _BAD: tuple[_Bad, ...] = (
         lambda c: c.reduce_scatter(_one(c).to(torch.complex64), [_one(c).to(torch.complex64)] * 2, "max"),
     ),
     *(
-        ("an unknown algorithm", ValueError, ("'rang'", SCHEDULES[name].names()[0]), call)
+        ("an unknown algorithm", ValueError, ("'rang'", ALGORITHMS[name].names()[0]), call)
         for name, call in {
             "all_reduce": lambda c: c.all_reduce(_one(c), algorithm="rang"),
             "broadcast": lambda c: c.broadcast(_one(c), 0, algorithm="rang"),

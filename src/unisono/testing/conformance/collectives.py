@@ -8,7 +8,7 @@ from random import Random
 
 import torch
 
-from unisono.collectives.algorithms import SCHEDULES
+from unisono.collectives.algorithms import ALGORITHMS
 from unisono.communicator import Communicator
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import ReduceOp
@@ -61,7 +61,7 @@ def results_are_the_same_bits_everywhere_and_every_time(world: World) -> None:
     for size in (3, 4):
         cases = [
             Case("all_reduce", size, 1500, torch.float32, op, algorithm=algorithm, numbers="any")
-            for algorithm in [None, *SCHEDULES["all_reduce"].names()]
+            for algorithm in [None, *ALGORITHMS["all_reduce"].names()]
             for op in ops
         ]
         assert _hold(world, cases, size) == _hold(world, cases, size), "a second run gave other bits"
@@ -100,7 +100,7 @@ def the_native_collective_has_a_name(world: World) -> None:
         case = Case(call, 2, 10, algorithm="native")
         found = world.run(program, case)
         if isinstance(found[0], str):
-            known = SCHEDULES[COLLECTIVES[call].family].names()
+            known = ALGORITHMS[COLLECTIVES[call].family].names()
             assert all("no native" in said and known[0] in said for said in found), found
         else:
             check_reports(case, found)
@@ -121,7 +121,7 @@ def a_barrier_waits_for_everyone(world: World) -> None:
         comm.barrier(algorithm=algorithm)
         return came, time.monotonic()
 
-    for algorithm in [None, *SCHEDULES["barrier"].names()]:
+    for algorithm in [None, *ALGORITHMS["barrier"].names()]:
         for last in range(4):
             found = world.run(program, algorithm, last, size=4)
             assert max(came for came, _ in found) <= min(left for _, left in found), f"{algorithm}: {found}"
@@ -167,7 +167,7 @@ def _check_all(comm: Communicator, cases: list[Case]) -> list[Report]:
 def _sample(world: World, call: str, size: int) -> Iterator[Case]:
     """For each algorithm every count that often goes wrong, with everything else by chance, the same every time."""
     chance = Random(f"{call} {size}")
-    for algorithm in [None, *SCHEDULES[COLLECTIVES[call].family].names()]:
+    for algorithm in [None, *ALGORITHMS[COLLECTIVES[call].family].names()]:
         for seed, count in enumerate((0, 1, size - 1, size, size + 1, 12, 97, None)):
             dtype = chance.choice(DTYPES)
             # What enters twice, or not at all, shows in a sum; in a maximum it often does not.

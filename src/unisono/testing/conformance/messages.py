@@ -242,7 +242,7 @@ def strided_messages_arrive(world: World) -> None:
                 else:
                     comm.recv(got.view, 0)
                     wrong += [] if torch.equal(got.values(), values) else [f"{layout} to {other}: wrong numbers"]
-                wrong += [f"{layout} to {other}: wrote outside"] if sent.spilled() or got.spilled() else []
+                wrong += [f"{layout} to {other}: wrote outside"] if sent.guard_bytes() or got.guard_bytes() else []
         return wrong
 
     wrong = [said for found in world.run(program) for said in found]

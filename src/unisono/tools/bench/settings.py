@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from unisono.collectives.algorithms import SCHEDULES
+from unisono.collectives.algorithms import ALGORITHMS
 from unisono.core.collective import FAMILIES
 from unisono.core.reduce_op import check_reducible, parse_op
-from unisono.host.network import shm_obstacle
+from unisono.host.network import why_no_shm
 from unisono.tools.bench.peers import PEERS
 from unisono.tools.bench.workload import COLLECTIVES, Workload
 from unisono.transports.hierarchical import transport_named
@@ -69,7 +69,7 @@ class Settings:
         op = parse_op(self.op)
         if FAMILIES[self.collective].reduces:
             check_reducible(op, self._dtype)
-        known = ["native", *SCHEDULES[self.collective].names()]
+        known = ["native", *ALGORITHMS[self.collective].names()]
         if self.algorithm is not None and self.algorithm not in known:
             raise ValueError(f"unknown {self.collective} algorithm {self.algorithm!r}; known: {', '.join(known)}")
         if self.chosen_backend == "nccl":
@@ -98,7 +98,7 @@ class Settings:
         """The backend that "auto" means here."""
         if self.backend != "auto":
             return self.backend
-        return "shm" if shm_obstacle() is None else "gloo"
+        return "shm" if why_no_shm() is None else "gloo"
 
     @property
     def started_by_mpi(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from unisono import __version__
 from unisono.core.registry import Registry
 from unisono.errors import CommError, UnavailableError
-from unisono.tools.cli.command import Command, Refusal
+from unisono.tools.cli.command import Command, UsageError
 
 __all__ = ["COMMANDS", "main"]
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except (Refusal, UnavailableError) as error:
+    except (UsageError, UnavailableError) as error:
         return _complain(given.command, error, _REFUSED)
     except CommError as error:
         return _complain(given.command, error, _FAILED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-__all__ = ["Command", "Refusal"]
+__all__ = ["Command", "UsageError"]
 
 
 class Command(Protocol):
@@ -18,9 +18,9 @@ class Command(Protocol):
         ...
 
     def run(self, given: argparse.Namespace) -> int:
-        """Do it, and return the exit status. Raises `Refusal` if it cannot be done as asked."""
+        """Do it, and return the exit status. Raises `UsageError` if it cannot be done as asked."""
         ...
 
 
-class Refusal(Exception):
+class UsageError(Exception):
     """What was asked for cannot be; the text is one sentence that says what can. Exit status 2."""

@@ -11,7 +11,7 @@ import unisono as un
 from unisono.tools.demo.batches import Batches
 from unisono.tools.demo.data import Pictures
 from unisono.tools.demo.model import build
-from unisono.tools.demo.train import Weights, descend
+from unisono.tools.demo.train import Weights, sgd_step
 
 __all__ = ["difference", "largest", "one_rank", "ring_error", "several_ranks"]
 
@@ -25,7 +25,7 @@ def several_ranks(comm: un.Communicator, pictures: Pictures, steps: int, seed: i
     model = build(pictures, seed + comm.rank, torch.float64).to(comm.device)
     un.broadcast_parameters(model, comm)
     epochs = (batches.of(comm.rank, epoch) for epoch in range(_epochs(steps, batches)))
-    for _ in islice(descend(model, pictures, epochs, lambda: un.average_gradients(model, comm)), steps):
+    for _ in islice(sgd_step(model, pictures, epochs, lambda: un.average_gradients(model, comm)), steps):
         pass
     return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
@@ -35,7 +35,7 @@ def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
     batches = Batches(pictures, ranks, seed)
     model = build(pictures, seed, torch.float64)
     epochs = (batches.whole(epoch) for epoch in range(_epochs(steps, batches)))
-    for _ in islice(descend(model, pictures, epochs, lambda: None), steps):
+    for _ in islice(sgd_step(model, pictures, epochs, lambda: None), steps):
         pass
     return dict(model.state_dict())
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import unisono as un
-from unisono.host.network import shm_obstacle
+from unisono.host.network import why_no_shm
 from unisono.tools.demo.batches import Batches
 from unisono.tools.demo.data import Pictures, load, split
 from unisono.tools.demo.equivalence import difference, largest, one_rank, ring_error, several_ranks
@@ -20,7 +20,7 @@ from unisono.tools.demo.model import accuracy, build
 from unisono.tools.demo.train import train
 from unisono.transports.hierarchical import transport_named
 
-__all__ = ["Ready", "Settings", "prepare", "show"]
+__all__ = ["PreparedDemo", "Settings", "prepare", "show"]
 
 _TOLERANCE = 1e-10
 _TIMEOUT_S = 120.0
@@ -40,7 +40,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedDemo:
     """Settings that were found to be possible, and the pictures."""
 
     settings: Settings
@@ -56,7 +56,7 @@ class Ready:
         )
 
 
-def prepare(settings: Settings) -> Ready:
+def prepare(settings: Settings) -> PreparedDemo:
     """Load the pictures and check everything that can be checked before the first rank starts.
 
     Raises:
@@ -76,7 +76,7 @@ def prepare(settings: Settings) -> Ready:
         raise ValueError(
             f"--ranks {settings.ranks} is more than the {len(training)} pictures to train on: each rank needs one"
         )
-    return Ready(settings, backend, training, held_out)
+    return PreparedDemo(settings, backend, training, held_out)
 
 
 def _backend(settings: Settings) -> str:
@@ -90,10 +90,10 @@ def _backend(settings: Settings) -> str:
         return settings.backend
     # NCCL wants a GPU for each rank; the others let ranks share one.
     enough = settings.device == "cuda" and torch.cuda.device_count() >= settings.ranks
-    return "nccl" if enough else "gloo" if shm_obstacle() else "shm"
+    return "nccl" if enough else "gloo" if why_no_shm() else "shm"
 
 
-def show(ready: Ready) -> int:
+def show(ready: PreparedDemo) -> int:
     """Train, prove, and print; the exit status: 0, or 1 if the proof failed."""
     # So small a network is fastest on one core, and more would hinder each other: also in ranks that are threads.
     before = torch.get_num_threads()
@@ -104,7 +104,7 @@ def show(ready: Ready) -> int:
         torch.set_num_threads(before)
 
 
-def _show(ready: Ready) -> int:
+def _show(ready: PreparedDemo) -> int:
     settings, training = ready.settings, ready.training
     steps = Batches(training, settings.ranks, settings.seed).steps
     total = len(training) + len(ready.held_out)
@@ -126,7 +126,7 @@ def _show(ready: Ready) -> int:
     return 0 if proved else 1
 
 
-def _prove(ready: Ready, steps: int) -> bool:
+def _prove(ready: PreparedDemo, steps: int) -> bool:
     """Print how far several ranks are from one, and the ring from the sum; whether both are near enough."""
     settings = ready.settings
     finished = ready.launch(several_ranks, ready.training, steps, settings.seed)

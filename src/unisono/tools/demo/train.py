@@ -16,7 +16,7 @@ from unisono.tools.demo.data import Pictures
 from unisono.tools.demo.model import build
 from unisono.tools.demo.progress import progress
 
-__all__ = ["Trained", "Weights", "descend", "train"]
+__all__ = ["TrainResult", "Weights", "sgd_step", "train"]
 
 Weights = dict[str, torch.Tensor]
 
@@ -24,7 +24,7 @@ _LEARNING_RATE, _MOMENTUM = 0.1, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainResult:
     """What training gave on one rank.
 
     Attributes:
@@ -38,7 +38,7 @@ class Trained:
     communication_s: float
 
 
-def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int) -> Trained:
+def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int) -> TrainResult:
     """Train on this rank's partition, together with all other ranks. The program of each rank."""
     batches = Batches(pictures, comm.size, seed)
     # Each rank draws weights of its own; rank 0's are then given to all.
@@ -47,7 +47,7 @@ def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int) -> 
     with progress(epochs, batches.steps, shown=comm.rank == 0) as tell, _Clock(comm.device) as whole:
         with clock:
             un.broadcast_parameters(model, comm)
-        steps = descend(
+        steps = sgd_step(
             model,
             pictures,
             (batches.of(comm.rank, epoch) for epoch in range(epochs)),
@@ -56,10 +56,10 @@ def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int) -> 
         for loss in steps:
             tell(loss)
     weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-    return Trained(weights, whole.seconds, clock.seconds)
+    return TrainResult(weights, whole.seconds, clock.seconds)
 
 
-def descend(
+def sgd_step(
     model: nn.Module, pictures: Pictures, epochs: Iterable[list[Share]], average: Callable[[], None]
 ) -> Iterator[torch.Tensor]:
     """Plain SGD that calls `average` between `backward` and `step`; yields each step's loss.

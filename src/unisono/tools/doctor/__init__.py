@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from unisono.tools.doctor.finding import Finding
 from unisono.tools.doctor.runner import CHECKS, examine
-from unisono.tools.doctor.target import PORT, Patient
+from unisono.tools.doctor.target import PORT, Target
 
-__all__ = ["CHECKS", "PORT", "Finding", "Patient", "examine"]
+__all__ = ["CHECKS", "PORT", "Finding", "Target", "examine"]

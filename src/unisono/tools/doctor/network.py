@@ -10,7 +10,7 @@ from unisono.control.sockets import listen
 from unisono.errors import CommError
 from unisono.host.network import address_of
 
-__all__ = ["ANYWHERE", "addresses", "free_port", "holder", "is_own", "own_addresses"]
+__all__ = ["ANYWHERE", "addresses", "free_port", "is_own", "own_addresses", "port_owner"]
 
 ANYWHERE = "0.0.0.0"
 """Every address of this host, to listen at."""
@@ -52,7 +52,7 @@ def free_port(wanted: int) -> int:
     raise OSError("no port can be had")
 
 
-def holder(port: int) -> str:
+def port_owner(port: int) -> str:
     """Who listens at a port, as far as this user may know."""
     sockets = _listening(port)
     for process in Path("/proc").glob("[0-9]*"):

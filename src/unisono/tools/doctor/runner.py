@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from unisono.core.registry import Registry
 from unisono.tools.doctor.finding import Finding, cross
-from unisono.tools.doctor.target import Check, Patient
+from unisono.tools.doctor.target import Check, Target
 
 __all__ = ["CHECKS", "examine"]
 
@@ -19,7 +19,7 @@ CHECKS: Registry[Check] = Registry("check", "unisono.tools.doctor.checks")
 _GRACE_S = 10.0
 
 
-def examine(patient: Patient, names: Sequence[str] | None = None) -> Iterator[tuple[str, list[Finding]]]:
+def examine(patient: Target, names: Sequence[str] | None = None) -> Iterator[tuple[str, list[Finding]]]:
     """Each check's name and what it found, in the order of the report, as soon as it is known.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unisono.tools.doctor.finding import Finding, cross, tick
-from unisono.tools.doctor.subprocesses import Ended, clean_environment, run
+from unisono.tools.doctor.subprocesses import CompletedRun, clean_environment, run
 
 __all__ = ["tried"]
 
@@ -50,7 +50,7 @@ def tried(
     return [_judged(backend, said.get(backend, []), ended, fix) for backend, fix in fixes.items()]
 
 
-def _said(ended: Ended) -> dict[str, list[dict[str, Any]]]:
+def _said(ended: CompletedRun) -> dict[str, list[dict[str, Any]]]:
     """Each rank's line, by backend; others may have printed between them."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in ended.out.splitlines():
@@ -63,7 +63,7 @@ def _said(ended: Ended) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _judged(backend: str, said: Sequence[dict[str, Any]], ended: Ended, fix: str) -> Finding:
+def _judged(backend: str, said: Sequence[dict[str, Any]], ended: CompletedRun, fix: str) -> Finding:
     errors = [one["error"] for one in said if "error" in one]
     if errors or not said:
         return cross(f"{backend}: {errors[0] if errors else ended.why}", fix)

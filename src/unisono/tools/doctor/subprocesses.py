@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.host.mpi_library import unlaunched
+from unisono.host.mpi_library import env_without_launcher
 
-__all__ = ["Ended", "clean_environment", "run"]
+__all__ = ["CompletedRun", "clean_environment", "run"]
 
 _GRACE_S = 2.0
 # What launchers tell their ranks, beside MPI's; a program that is started here is none of those.
@@ -20,7 +20,7 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CompletedRun:
     """How a program ended.
 
     Attributes:
@@ -44,7 +44,7 @@ class Ended:
         return f"exit status {self.status}: {last}"
 
 
-def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> Ended:
+def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> CompletedRun:
     """Run a program, and end all of its processes if it takes longer than `limit_s` seconds."""
     try:
         process = subprocess.Popen(
@@ -58,25 +58,25 @@ def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
             errors="replace",
         )
     except OSError as error:
-        return Ended(127, "", f"{command[0]} cannot be run: {error.strerror or error}")
+        return CompletedRun(127, "", f"{command[0]} cannot be run: {error.strerror or error}")
     with process:
         try:
             out, err = process.communicate(timeout=limit_s)
-            return Ended(process.returncode, out, err)
+            return CompletedRun(process.returncode, out, err)
         except subprocess.TimeoutExpired:
             # Asked politely first, mpiexec ends its ranks.
             for how in (signal.SIGTERM, signal.SIGKILL):
                 _signal_all(process.pid, how)
                 try:
                     out, err = process.communicate(timeout=_GRACE_S)
-                    return Ended(None, out, err)
+                    return CompletedRun(None, out, err)
                 except subprocess.TimeoutExpired:
                     continue
             # What still holds the pipes has left the session; it is not waited for.
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
-            return Ended(None, "", "")
+            return CompletedRun(None, "", "")
         finally:
             _signal_all(process.pid, signal.SIGKILL)
 
@@ -88,6 +88,6 @@ def _signal_all(session: int, how: signal.Signals) -> None:
 
 def clean_environment(**more: str) -> dict[str, str]:
     """This process's environment, without what a launcher has told it, and with `more`."""
-    kept = unlaunched(os.environ)
+    kept = env_without_launcher(os.environ)
     told = [name for name in kept if name in _RANKS or name.startswith(_LAUNCHERS)]
     return {name: text for name, text in kept.items() if name not in told} | more

@@ -8,14 +8,14 @@ from typing import Protocol
 
 from unisono.tools.doctor.finding import Finding
 
-__all__ = ["PORT", "Check", "Patient"]
+__all__ = ["PORT", "Check", "Target"]
 
 PORT = 29555
 """Where hosts meet for `--hosts`, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
+class Target:
     """This process's surroundings, with what the caller wants to do in them.
 
     Attributes:
@@ -49,6 +49,6 @@ class Check(Protocol):
     __doc__: str | None
     ORDER: int
 
-    def check(self, patient: Patient) -> Iterable[Finding]:
+    def check(self, patient: Target) -> Iterable[Finding]:
         """Look, and say what was found; nothing if it does not matter to this patient."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.transports import TRANSPORTS
@@ -41,7 +41,7 @@ class Pair:
         launchers = [TRANSPORTS[name].launcher for name in (self.inner, self.outer)]
         return next((launcher for launcher in launchers if launcher != Transport.launcher), Transport.launcher)
 
-    def connect(self, group: Group, control: Control, options: Options) -> Transport:
+    def connect(self, group: Group, control: ControlPlane, options: Options) -> Transport:
         """As `Transport.connect`. Which ranks share a host is in the options, or is found out."""
         hosts = options.hosts or find_hosts(self.inner, group, control, options.timeout_s)
         return over(
@@ -81,10 +81,10 @@ def transport_named(name: str) -> Connectable:
     return Pair(inner, outer)
 
 
-def find_hosts(name: str, group: Group, control: Control, timeout: float) -> Hosts:
+def find_hosts(name: str, group: Group, control: ControlPlane, timeout: float) -> Hosts:
     """For each host, the ranks that a transport of this name connects there, by proof. Collective."""
     control.join(group)
-    return TRANSPORTS[name].neighbours(group, control, timeout)
+    return TRANSPORTS[name].shm_peers(group, control, timeout)
 
 
 def _within(hosts: Hosts, size: int) -> Hosts:

@@ -18,23 +18,23 @@ from typing import Self
 import torch
 
 from unisono.collectives.chunk_layout import even_edges
-from unisono.core.threads import Crew
+from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Transport
-from unisono.core.types import Call
+from unisono.core.types import CollectiveCall
 from unisono.core.work import Completion
-from unisono.transports.hierarchical.subset import Carrier, Some
+from unisono.transports.hierarchical.subset import SubsetCollectives, SubsetTransport
 
-__all__ = ["Bulk"]
+__all__ = ["HierarchicalCollectives"]
 
 _AHEAD = 1
 """Tiles that are between hosts while the next one is reduced inside."""
 _PARTS = 4
 _SAY_S = 5.0
 
-_crew = Crew("unisono between hosts")
+_crew = DaemonThreadPool("unisono between hosts")
 
 
-class Bulk:
+class HierarchicalCollectives:
     """One group's long collectives. All ranks have agreed on each call before it comes here.
 
     All but reduce_scatter and all_gather are right for any numbers of ranks a host; these want equal ones.
@@ -53,7 +53,7 @@ class Bulk:
     def __init__(
         self,
         outer: Transport,
-        inside: Carrier | None,
+        inside: SubsetCollectives | None,
         hosts: Sequence[Sequence[int]],
         chunk_bytes: int,
         timeout_s: float,
@@ -66,11 +66,13 @@ class Bulk:
         self._carriers = min(len(ranks) for ranks in hosts)
         rail = [ranks[self._place] for ranks in hosts] if self._place < self._carriers else None
         # Smaller messages than tiles, so that the last sum of one tile hardly holds up the next one.
-        self._rail = Carrier(Some(outer, rail), max(1, chunk_bytes // _PARTS)) if rail is not None else None
-        self._across: dict[tuple[int, ...], Carrier] = {}
+        self._rail = (
+            SubsetCollectives(SubsetTransport(outer, rail), max(1, chunk_bytes // _PARTS)) if rail is not None else None
+        )
+        self._across: dict[tuple[int, ...], SubsetCollectives] = {}
 
     # -- all_reduce ----------------------------------------------------------------------------
-    def all_reduce(self, call: Call, deadline: float) -> None:
+    def all_reduce(self, call: CollectiveCall, deadline: float) -> None:
         """Tile by tile: while one is between hosts, the next one is reduced inside."""
         tensor = call.outputs[0]
         usual = self._carriers * self._chunk_bytes // tensor.element_size()
@@ -81,7 +83,7 @@ class Bulk:
                 self._exchange(call, share, deadline)
                 self._gathered(tile, share, deadline)
             return
-        with _Line(self._timeout_s) as line:
+        with _InterHostStage(self._timeout_s) as line:
             ahead: deque[tuple[torch.Tensor, torch.Tensor, Completion]] = deque()
             for tile in tiles:
                 share = self._scattered(call, tile, deadline)
@@ -102,27 +104,29 @@ class Bulk:
         edges += [edges[-1]] * (len(self._hosts[self._here]) - self._carriers)
         return tuple(tile[low:high] for low, high in pairwise(edges))
 
-    def _scattered(self, call: Call, tile: torch.Tensor, deadline: float) -> torch.Tensor:
+    def _scattered(self, call: CollectiveCall, tile: torch.Tensor, deadline: float) -> torch.Tensor:
         """This rank's share of the host's sum."""
         if self._inside is None:
             return tile
         shares = self._shares(tile)
         share = torch.empty_like(shares[self._place])
-        inner = Call(name="reduce_scatter", inputs=shares, outputs=(share,), op=call.op, whole=tile)
+        inner = CollectiveCall(name="reduce_scatter", inputs=shares, outputs=(share,), op=call.op, packed=tile)
         self._inside(inner, deadline)
         return share
 
-    def _exchange(self, call: Call, share: torch.Tensor, deadline: float) -> None:
+    def _exchange(self, call: CollectiveCall, share: torch.Tensor, deadline: float) -> None:
         """Sum a share over the hosts, in place."""
         if self._rail is not None and share.numel():
-            self._rail(Call(name="all_reduce", inputs=(share,), outputs=(share,), op=call.op), deadline)
+            self._rail(CollectiveCall(name="all_reduce", inputs=(share,), outputs=(share,), op=call.op), deadline)
 
     def _gathered(self, tile: torch.Tensor, share: torch.Tensor, deadline: float) -> None:
         if self._inside is not None:
-            self._inside(Call(name="all_gather", inputs=(share,), outputs=self._shares(tile), whole=tile), deadline)
+            self._inside(
+                CollectiveCall(name="all_gather", inputs=(share,), outputs=self._shares(tile), packed=tile), deadline
+            )
 
     # -- the others ----------------------------------------------------------------------------
-    def broadcast(self, call: Call, deadline: float) -> None:
+    def broadcast(self, call: CollectiveCall, deadline: float) -> None:
         """To one rank of each host, and from there to the others."""
         root = _root(call)
         one = self._one_each(root)
@@ -132,40 +136,42 @@ class Bulk:
             source = self._hosts[self._here].index(one[self._here])
             self._inside(_moved(call, source, source == self._place), deadline)
 
-    def reduce(self, call: Call, deadline: float) -> None:
+    def reduce(self, call: CollectiveCall, deadline: float) -> None:
         """On one rank of each host, and of those on the root."""
         root, tensor = _root(call), call.inputs[0]
         one = self._one_each(root)
         if self._inside is not None:
             into = self._hosts[self._here].index(one[self._here])
             outputs = (tensor,) if into == self._place else ()
-            self._inside(Call(name="reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=into), deadline)
+            self._inside(
+                CollectiveCall(name="reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=into), deadline
+            )
         if self._outer.rank in one:
             outputs = (tensor,) if root == self._outer.rank else ()
-            inner = Call(name="reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=one.index(root))
+            inner = CollectiveCall(name="reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=one.index(root))
             self._between(one)(inner, deadline)
 
     def _one_each(self, root: int) -> tuple[int, ...]:
         """A rank for each host: the root on its own, the first on the others."""
         return tuple(root if root in ranks else ranks[0] for ranks in self._hosts)
 
-    def _between(self, ranks: tuple[int, ...]) -> Carrier:
+    def _between(self, ranks: tuple[int, ...]) -> SubsetCollectives:
         found = self._across.get(ranks)
         if found is None:
-            found = self._across[ranks] = Carrier(Some(self._outer, ranks), self._chunk_bytes)
+            found = self._across[ranks] = SubsetCollectives(SubsetTransport(self._outer, ranks), self._chunk_bytes)
         return found
 
-    def all_gather(self, call: Call, deadline: float) -> None:
+    def all_gather(self, call: CollectiveCall, deadline: float) -> None:
         """Each rank fetches the tensors of its peers on the other hosts, and hands them on inside."""
         assert self._rail is not None
         assert self._inside is not None
         rail = tuple(call.outputs[ranks[self._place]] for ranks in self._hosts)
-        self._rail(Call(name="all_gather", inputs=call.inputs, outputs=rail), deadline)
+        self._rail(CollectiveCall(name="all_gather", inputs=call.inputs, outputs=rail), deadline)
         for ranks in self._hosts:
             outputs = tuple(call.outputs[rank] for rank in ranks)
-            self._inside(Call(name="all_gather", inputs=(outputs[self._place],), outputs=outputs), deadline)
+            self._inside(CollectiveCall(name="all_gather", inputs=(outputs[self._place],), outputs=outputs), deadline)
 
-    def reduce_scatter(self, call: Call, deadline: float) -> None:
+    def reduce_scatter(self, call: CollectiveCall, deadline: float) -> None:
         """For each host a reduce-scatter inside; then each rank sums its own with its peers on the other hosts."""
         assert self._rail is not None
         assert self._inside is not None
@@ -175,9 +181,13 @@ class Bulk:
         for ranks, share in zip(self._hosts, rail, strict=True):
             inputs, whole = _consecutive([call.inputs[rank] for rank in ranks])
             self._inside(
-                Call(name="reduce_scatter", inputs=inputs, outputs=(share,), op=call.op, whole=whole), deadline
+                CollectiveCall(name="reduce_scatter", inputs=inputs, outputs=(share,), op=call.op, packed=whole),
+                deadline,
             )
-        self._rail(Call(name="reduce_scatter", inputs=rail, outputs=call.outputs, op=call.op, whole=partly), deadline)
+        self._rail(
+            CollectiveCall(name="reduce_scatter", inputs=rail, outputs=call.outputs, op=call.op, packed=partly),
+            deadline,
+        )
 
 
 def _tiles(count: int, usual: int) -> list[int]:
@@ -196,15 +206,15 @@ def _tiles(count: int, usual: int) -> list[int]:
     return found
 
 
-def _root(call: Call) -> int:
+def _root(call: CollectiveCall) -> int:
     assert call.root is not None
     return call.root
 
 
-def _moved(call: Call, root: int, here: bool) -> Call:
+def _moved(call: CollectiveCall, root: int, here: bool) -> CollectiveCall:
     """The same broadcast, among other ranks."""
     target = call.outputs[0]
-    return Call(name="broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
+    return CollectiveCall(name="broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
 
 
 def _consecutive(parts: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -213,7 +223,7 @@ def _consecutive(parts: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...
     return whole.split([part.numel() for part in parts]), whole
 
 
-class _Line:
+class _InterHostStage:
     """Does things one after another, in another thread, for as long as the block lasts."""
 
     def __init__(self, timeout_s: float) -> None:

@@ -11,14 +11,14 @@ from hashlib import blake2b
 
 import torch
 
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.fingerprint import Fingerprint, explain
 from unisono.core.group import Group
 from unisono.core.reduce_op import combine_all
-from unisono.core.types import Call, ReduceOp
+from unisono.core.types import CollectiveCall, ReduceOp
 from unisono.errors import CommError, CommTimeoutError, MismatchError
-from unisono.transports.hierarchical.host_links import Lanes, Packet
-from unisono.transports.hierarchical.subset import Carrier
+from unisono.transports.hierarchical.host_links import HostLinks, Packet
+from unisono.transports.hierarchical.subset import SubsetCollectives
 
 __all__ = ["Agreement"]
 
@@ -49,10 +49,10 @@ class Agreement:
     def __init__(
         self,
         group: Group,
-        control: Control,
+        control: ControlPlane,
         hosts: int,
-        inside: Carrier | None,
-        lanes: Lanes | None,
+        inside: SubsetCollectives | None,
+        lanes: HostLinks | None,
         here: int,
         short_bytes: int,
         timeout_s: float,
@@ -62,7 +62,7 @@ class Agreement:
         self._calls = 0
         self.short_bytes = short_bytes // (hosts - 1)
         # The first rank of a host has room for what each host says, its own partial result among them.
-        self._rooms = [_Room(self.short_bytes) for _ in range(hosts if lanes is not None else 1)]
+        self._rooms = [_HostRound(self.short_bytes) for _ in range(hosts if lanes is not None else 1)]
         self._own = here if lanes is not None else 0
 
     def agree(self, mine: Fingerprint, deadline: float) -> None:
@@ -79,13 +79,13 @@ class Agreement:
             return
         self._settle(mine, self._alike(mine, deadline), None, deadline)
 
-    def reduce(self, call: Call, mine: Fingerprint, deadline: float) -> None:
+    def reduce(self, call: CollectiveCall, mine: Fingerprint, deadline: float) -> None:
         """As `agree`, of an all_reduce of at most `short_bytes`, which is done when this returns."""
         self._calls += 1
         target = call.outputs[0]
         partial = self._rooms[self._own].like(target)
         partial.copy_(target)
-        partly = Call(name=call.name, inputs=(partial,), outputs=(partial,), op=call.op, average=call.average)
+        partly = CollectiveCall(name=call.name, inputs=(partial,), outputs=(partial,), op=call.op, average=call.average)
         self._settle(mine, self._summed(partly, mine, deadline), partly, deadline)
         target.copy_(self._rooms[0].like(target))
 
@@ -121,7 +121,7 @@ class Agreement:
             return False
         return True
 
-    def _summed(self, partly: Call, mine: Fingerprint, deadline: float) -> bool:
+    def _summed(self, partly: CollectiveCall, mine: Fingerprint, deadline: float) -> bool:
         """Reduce what the ranks of this host have, if they are about to do the same; whether they are."""
         if self._inside is None:
             return True
@@ -140,11 +140,11 @@ class Agreement:
         assert self._inside is not None
         own = torch.frombuffer(bytearray(_digest(mine)), dtype=torch.uint8)
         all_of_them = tuple(torch.empty_like(own) for _ in range(self._inside.transport.size))
-        self._inside(Call(name="all_gather", inputs=(own,), outputs=all_of_them), deadline)
+        self._inside(CollectiveCall(name="all_gather", inputs=(own,), outputs=all_of_them), deadline)
         return all(torch.equal(own, other) for other in all_of_them)
 
     # -- between hosts, and back ---------------------------------------------------------------
-    def _settle(self, mine: Fingerprint, alike: bool, partly: Call | None, deadline: float) -> None:
+    def _settle(self, mine: Fingerprint, alike: bool, partly: CollectiveCall | None, deadline: float) -> None:
         """Compare between hosts, and let all ranks know; with the partial results of a reduction, if there is one."""
         nbytes = 0 if partly is None else partly.outputs[0].nbytes
         first = self._rooms[0]
@@ -161,21 +161,21 @@ class Agreement:
             whole = first.whole(nbytes)
             given = (whole,) if self._lanes is not None else ()
             # Who waits for another host tells the others of its own when it gives up, a little after its time.
-            self._inside(Call(name="broadcast", inputs=given, outputs=(whole,), root=0), deadline + _SAY_S)
+            self._inside(CollectiveCall(name="broadcast", inputs=given, outputs=(whole,), root=0), deadline + _SAY_S)
         if first.verdict == _LATE:
             raise error or _late(first.late, deadline)
         if first.verdict != _AGREED:
             self._explain(mine, f"mismatch in call {self._calls}", min(self._timeout_s, _QUOTE_S))
             raise MismatchError("ranks differ in what they are about to do. Nothing was sent")
 
-    def _swapped(self, lanes: Lanes, mine: Fingerprint, alike: bool, nbytes: int, deadline: float) -> bool:
+    def _swapped(self, lanes: HostLinks, mine: Fingerprint, alike: bool, nbytes: int, deadline: float) -> bool:
         """Whether all hosts are about to do the same."""
         digest = _digest(mine) if alike else _WITHOUT
         packet = Packet(digest, self._rooms[self._own].content(nbytes if alike else 0))
         theirs = {host: room.content(nbytes) for host, room in enumerate(self._rooms) if host != self._own}
         return lanes.swap(packet, theirs, deadline) and alike
 
-    def _combine(self, partly: Call | None) -> None:
+    def _combine(self, partly: CollectiveCall | None) -> None:
         """In the order of hosts, on every host: so the bits agree."""
         if partly is not None:
             shares = [room.like(partly.outputs[0]) for room in self._rooms]
@@ -188,7 +188,7 @@ class Agreement:
             raise MismatchError(f"{problem}. Nothing was sent")
 
 
-class _Room:
+class _HostRound:
     """Memory for one packet, seen as bytes and as tensors: whether all agree, and a partial result."""
 
     def __init__(self, nbytes: int) -> None:

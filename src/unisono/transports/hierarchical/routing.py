@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from unisono.core.combined_work import ChainedWork, WorkGroup
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.transport import Transport
-from unisono.core.types import Call, Message, Work
+from unisono.core.types import CollectiveCall, Message, Work
 from unisono.errors import CommError
 from unisono.wrappers.base import Wrapper
 
-__all__ = ["Renumbered", "Routes"]
+__all__ = ["RankMappedTransport", "Routes"]
 
 _POLL_S = 0.01
 _RANKS = re.compile(r"\b(ranks?) (\d+(?:, \d+)*)")
 
 
-class Renumbered(Wrapper):
+class RankMappedTransport(Wrapper):
     """A transport whose errors speak of its ranks in the numbers of a larger group.
 
     Args:
@@ -31,8 +31,8 @@ class Renumbered(Wrapper):
         self.native, self._ranks = inner.native, tuple(ranks)
         self._cause: BaseException | None = None
 
-    def rewrap(self, inner: Transport) -> Renumbered:
-        return Renumbered(inner, range(inner.size))
+    def wrap_child(self, inner: Transport) -> RankMappedTransport:
+        return RankMappedTransport(inner, range(inner.size))
 
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
         try:
@@ -49,7 +49,7 @@ class Renumbered(Wrapper):
         except CommError as error:
             raise self.told(error) from error
 
-    def collective(self, call: Call) -> Work:
+    def collective(self, call: CollectiveCall) -> Work:
         return ChainedWork(super().collective(call), translate=self.told)
 
     def abort(self, cause: BaseException) -> None:

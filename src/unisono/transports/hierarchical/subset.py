@@ -6,17 +6,17 @@ import time
 from collections.abc import Sequence
 
 from unisono.collectives.algorithm import run_algorithm
-from unisono.collectives.executor import Spare
+from unisono.collectives.executor import ScratchPool
 from unisono.collectives.plan import message_bytes
 from unisono.collectives.selection import choose
 from unisono.core.group import Group
 from unisono.core.transport import Transport
-from unisono.core.types import Call, Message, Work
+from unisono.core.types import CollectiveCall, Message, Work
 
-__all__ = ["Carrier", "Some"]
+__all__ = ["SubsetCollectives", "SubsetTransport"]
 
 
-class Some(Transport):
+class SubsetTransport(Transport):
     """Some ranks of another transport, renumbered, for schedules: it carries messages, and nothing else.
 
     Args:
@@ -28,7 +28,7 @@ class Some(Transport):
         self._whole, self._ranks = whole, tuple(ranks)
         self.group = whole.group.child("some", self._ranks)
         self.latency_s, self.second_per_byte = whole.latency_s, whole.second_per_byte
-        self.devices, self.staged = whole.devices, whole.staged
+        self.devices, self.host_staged = whole.devices, whole.host_staged
 
     def post(self, batch: Sequence[Message]) -> Work:
         return self._whole.post([_to(message, self._ranks[message.peer]) for message in batch])
@@ -47,7 +47,7 @@ def _to(message: Message, peer: int) -> Message:
     return type(message)(message.tensor, peer, message.tag)
 
 
-class Carrier:
+class SubsetCollectives:
     """Carries out calls, one at a time, on the memory that they name.
 
     Args:
@@ -57,12 +57,12 @@ class Carrier:
 
     def __init__(self, transport: Transport, chunk_bytes: int) -> None:
         self.transport, self._chunk_bytes = transport, chunk_bytes
-        self._spare = Spare()
+        self._spare = ScratchPool()
 
-    def __call__(self, call: Call, deadline: float) -> None:
+    def __call__(self, call: CollectiveCall, deadline: float) -> None:
         """Return when this rank's part is done. What a schedule reduces, it reduces in the call's inputs."""
         transport = self.transport
-        if transport.carries(call):
+        if transport.supports(call):
             transport.collective(call).wait(max(0.0, deadline - time.monotonic()))
             return
         run_algorithm(

@@ -9,19 +9,19 @@ from typing import NoReturn
 
 import torch
 
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.group import Group
 from unisono.core.lazy_work import Deferred
 from unisono.core.mailbox import Mailbox
 from unisono.core.transport import Options, Transport
-from unisono.core.types import Call, Message, Work
+from unisono.core.types import CollectiveCall, Message, Work
 from unisono.errors import ClosedError, CommTimeoutError, UnavailableError
-from unisono.transports.hierarchical.collectives import Bulk
+from unisono.transports.hierarchical.collectives import HierarchicalCollectives
 from unisono.transports.hierarchical.consistency import Agreement
 from unisono.transports.hierarchical.host_links import meet
-from unisono.transports.hierarchical.routing import Renumbered, Routes
-from unisono.transports.hierarchical.subset import Carrier
+from unisono.transports.hierarchical.routing import RankMappedTransport, Routes
+from unisono.transports.hierarchical.subset import SubsetCollectives
 
 __all__ = ["Hierarchical", "Hosts", "over"]
 
@@ -59,7 +59,7 @@ class Hierarchical(Transport):
     def __init__(
         self,
         group: Group,
-        control: Control,
+        control: ControlPlane,
         options: Options,
         hosts: Hosts,
         inner: Callable[[Group], Transport],
@@ -87,15 +87,15 @@ class Hierarchical(Transport):
             self._declare()
             self._undo = undo.pop_all()
         chunk_bytes, timeout_s = options.chunk_bytes, options.timeout_s
-        inside = Carrier(self.inner, chunk_bytes) if self.inner is not None else None
+        inside = SubsetCollectives(self.inner, chunk_bytes) if self.inner is not None else None
         short = min(_SHORT_BYTES, chunk_bytes // _SHORT_PART)
         self._routes = Routes(self.inner, self.outer, self._here, timeout_s)
         self._agreement = Agreement(group, control, len(hosts), inside, self._lanes, here, short, timeout_s)
-        self._bulk = Bulk(self.outer, inside, hosts, chunk_bytes, timeout_s)
+        self._bulk = HierarchicalCollectives(self.outer, inside, hosts, chunk_bytes, timeout_s)
 
     def _numbered(self, inner: Transport) -> Transport:
         same = self._here == tuple(range(len(self._here)))
-        return inner if same else Renumbered(inner, self._here)
+        return inner if same else RankMappedTransport(inner, self._here)
 
     def _declare(self) -> None:
         inner, outer = self.inner, self.outer
@@ -103,12 +103,12 @@ class Hierarchical(Transport):
         self.native = _ANYWHERE | _IF_EVEN if even else _ANYWHERE
         self.latency_s, self.second_per_byte = outer.latency_s, outer.second_per_byte
         self.tags, self.any_source = outer.tags, outer.any_source
-        self.devices, self.staged = outer.devices, outer.staged
+        self.devices, self.host_staged = outer.devices, outer.host_staged
         if inner is not None:
             self.tags = inner.tags and outer.tags
             self.any_source = inner.any_source and outer.any_source
             self.devices = _common(inner, outer)
-            self.staged = inner.staged & self.devices
+            self.host_staged = inner.host_staged & self.devices
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
@@ -128,12 +128,12 @@ class Hierarchical(Transport):
             with self._told_of(timeout):
                 self._agreement.agree(fingerprint, time.monotonic() + timeout)
 
-    def collective(self, call: Call) -> Work:
+    def collective(self, call: CollectiveCall) -> Work:
         fingerprint = self._now
         assert fingerprint is not None
         return Deferred(lambda deadline: self._run(call, fingerprint, deadline), self._options.timeout_s)
 
-    def _run(self, call: Call, fingerprint: Fingerprint, deadline: float) -> None:
+    def _run(self, call: CollectiveCall, fingerprint: Fingerprint, deadline: float) -> None:
         with self._told_of(deadline - time.monotonic()):
             if call.name == "all_reduce" and call.outputs[0].nbytes <= self._agreement.short_bytes:
                 self._agreement.reduce(call, fingerprint, deadline)
@@ -173,7 +173,7 @@ class Hierarchical(Transport):
         # The outer transport reaches everybody, and one place for messages can be waited at, two cannot.
         return self.outer.mailbox(group)
 
-    def renew(self, group: Group) -> Transport:
+    def reconfigure(self, group: Group) -> Transport:
         """Where everybody is, newcomers too, is found out again."""
         return self._anew(group)
 
@@ -182,8 +182,8 @@ class Hierarchical(Transport):
             self.inner.leave()
         self.outer.leave()
 
-    def die(self, error: BaseException) -> NoReturn:
-        self.outer.die(error)
+    def simulate_crash(self, error: BaseException) -> NoReturn:
+        self.outer.simulate_crash(error)
 
     def close(self) -> None:
         self._end(ClosedError("the communicator is closed"))
@@ -203,7 +203,7 @@ class Hierarchical(Transport):
 
 def over(
     group: Group,
-    control: Control,
+    control: ControlPlane,
     options: Options,
     hosts: Hosts,
     inner: Callable[[Group], Transport],
@@ -233,12 +233,14 @@ def _in_order(hosts: Hosts) -> Hosts:
 
 
 def _bare(inner: Transport) -> Transport:
-    return inner.inner if isinstance(inner, Renumbered) else inner
+    return inner.inner if isinstance(inner, RankMappedTransport) else inner
 
 
 def _common(inner: Transport, outer: Transport) -> frozenset[str]:
     """Types of devices that both carry, in the same way: straight, or by way of the CPU's memory."""
-    both = {kind for kind in inner.devices & outer.devices if (kind in inner.staged) == (kind in outer.staged)}
+    both = {
+        kind for kind in inner.devices & outer.devices if (kind in inner.host_staged) == (kind in outer.host_staged)
+    }
     if not both:
         raise UnavailableError(
             f"{type(inner).__name__} carries tensors of {', '.join(sorted(inner.devices))}, {type(outer).__name__} of "

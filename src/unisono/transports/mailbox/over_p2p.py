@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from unisono.core.mailbox import Mail, Mailbox
+from unisono.core.mailbox import Envelope, Mailbox
 from unisono.core.types import Message, Recv, Send, Work
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
     from unisono.core.transport import Transport
 
-__all__ = ["PostMailbox"]
+__all__ = ["PointToPointMailbox"]
 
 _ENVELOPE_BYTES = 2048
 _FIXED = struct.Struct("<II")
@@ -42,7 +42,7 @@ class _Incoming:
         """The receives to post next."""
         return [Recv(tensor, self.peer) for tensor in (self.rest or [self.envelope])]
 
-    def arrived(self) -> Mail | None:
+    def arrived(self) -> Envelope | None:
         """What was posted has come: the message, if it is whole."""
         if self.rest is None:
             self._open()
@@ -50,7 +50,7 @@ class _Incoming:
                 return None
         elif self.long_head is not None:
             self.head = _bytes(self.long_head)
-        mail = Mail(self.peer, self.head, self.bodies)
+        mail = Envelope(self.peer, self.head, self.bodies)
         self.rest, self.long_head, self.bodies = None, None, []
         return mail
 
@@ -72,7 +72,7 @@ class _Incoming:
             self.rest.insert(0, self.long_head)
 
 
-class PostMailbox(Mailbox):
+class PointToPointMailbox(Mailbox):
     """For every ordered pair of ranks a stream of messages of tag 0: an envelope of 2 KiB, and what is longer apart.
 
     Needs nothing of a transport but `post` and the futures of its works, and so keeps what wrappers do to
@@ -120,7 +120,7 @@ class PostMailbox(Mailbox):
             self._see_through(work, peer, timeout)
         except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
             # Nobody knows any more whether it arrives. A timeout is no such thing: what was posted goes on.
-            self.lose_half_way(peer, error)
+            self.abort_message(peer, error)
             raise
 
     def _see_through(self, work: Work, peer: int, timeout: float) -> None:
@@ -137,35 +137,35 @@ class PostMailbox(Mailbox):
                     raise
             except CommError as error:
                 # The other end has closed, or is about to be called lost.
-                self.lose(peer, error)
+                self.mark_lost(peer, error)
                 raise PeerLostError(f"rank {peer} has gone: {error.message}", peer=peer) from error
 
-    def poll(self) -> list[Mail]:
+    def poll(self) -> list[Envelope]:
         while True:
             try:
                 self._rung.append(self._bell.get_nowait())
             except queue.Empty:
                 break
-        mails: list[Mail] = []
+        mails: list[Envelope] = []
         while self._rung:
             peer = self._rung.pop(0)
             if peer >= 0:
                 self._advance(self._incoming[peer], mails)
         return mails
 
-    def _advance(self, incoming: _Incoming, mails: list[Mail]) -> None:
+    def _advance(self, incoming: _Incoming, mails: list[Envelope]) -> None:
         if self.closed or incoming.peer in self.lost or incoming.work is None:
             return
         error = incoming.work.exception()
         if error is not None:
             incoming.work = None
-            self.lose(incoming.peer, error)
+            self.mark_lost(incoming.peer, error)
             return
         try:
             mail = incoming.arrived()
             self._post(incoming)
         except (CommError, TypeError, RuntimeError, MemoryError, struct.error) as failure:
-            self.lose(incoming.peer, failure)
+            self.mark_lost(incoming.peer, failure)
             return
         if mail is not None:
             mails.append(mail)
@@ -177,7 +177,7 @@ class PostMailbox(Mailbox):
             except queue.Empty:
                 return
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         # A SimpleQueue may be used in a finalizer.
         self._bell.put(-1)
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from unisono.control.auth_channel import Channel
-from unisono.control.sockets import close_after_fork
-from unisono.core.control import Control
+from unisono.control.sockets import invalidate_after_fork
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.mailbox import Mail, Mailbox
+from unisono.core.mailbox import Envelope, Mailbox
 from unisono.core.tensors import view_of
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.transports.mailbox.tcp_connect import meet
@@ -42,7 +42,7 @@ class _Stream:
         self._bodies: list[torch.Tensor] | None = None
         self._gaps: list[memoryview] = []
 
-    def read(self, mails: list[Mail]) -> bool:
+    def read(self, mails: list[Envelope]) -> bool:
         """Take what is there; False at the end of the connection. Raises ValueError for what no rank sends."""
         while True:
             try:
@@ -68,7 +68,7 @@ class _Stream:
         if not self._gaps[0]:
             self._gaps.pop(0)
 
-    def _parse(self, mails: list[Mail]) -> bool:
+    def _parse(self, mails: list[Envelope]) -> bool:
         """One step on; whether there was one."""
         if self._bodies is None:
             if len(self._arrived) < _SIZE.size:
@@ -90,7 +90,7 @@ class _Stream:
         if self._gaps:
             return False
         assert self._bodies is not None
-        mails.append(Mail(self.peer, self._head, self._bodies))
+        mails.append(Envelope(self.peer, self._head, self._bodies))
         self._bodies = None
         return True
 
@@ -111,7 +111,7 @@ class TcpMailbox(Mailbox):
     Cost: one system call to send, and two to receive.
     """
 
-    def __init__(self, group: Group, control: Control, address: str, timeout_s: float) -> None:
+    def __init__(self, group: Group, control: ControlPlane, address: str, timeout_s: float) -> None:
         super().__init__(group)
         links = meet(group, control, address, timeout_s)
         self._links = links
@@ -124,7 +124,7 @@ class TcpMailbox(Mailbox):
         for number in (self._ear.fileno(), *self._streams):
             self._watch.register(number, select.POLLIN)
         self._ready: list[int] = []
-        close_after_fork(self)
+        invalidate_after_fork(self)
 
     # -- sending -------------------------------------------------------------------------------
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
@@ -139,9 +139,9 @@ class TcpMailbox(Mailbox):
                 self._send_all(line, peer, [memoryview(content), *(view_of(b) for b in bodies if b.numel())], timeout)
             except BaseException as error:
                 if isinstance(error, OSError) and not isinstance(error, CommError):
-                    self.lose(peer, PeerLostError(f"the connection to rank {peer} has ended: {error}", peer=peer))
+                    self.mark_lost(peer, PeerLostError(f"the connection to rank {peer} has ended: {error}", peer=peer))
                     self.check(peer)
-                self.lose_half_way(peer, error)
+                self.abort_message(peer, error)
                 raise
 
     def _send_all(self, line: socket.socket, peer: int, rest: list[memoryview], timeout: float) -> None:
@@ -171,8 +171,8 @@ class TcpMailbox(Mailbox):
                 raise CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)
 
     # -- receiving -----------------------------------------------------------------------------
-    def poll(self) -> list[Mail]:
-        mails: list[Mail] = []
+    def poll(self) -> list[Envelope]:
+        mails: list[Envelope] = []
         if self.closed:
             return mails
         ready, self._ready = self._ready, []
@@ -184,7 +184,7 @@ class TcpMailbox(Mailbox):
                 self._read(number, mails)
         return mails
 
-    def _read(self, number: int, mails: list[Mail]) -> None:
+    def _read(self, number: int, mails: list[Envelope]) -> None:
         stream = self._streams[number]
         try:
             if stream.read(mails):
@@ -196,13 +196,13 @@ class TcpMailbox(Mailbox):
             error = PeerLostError(f"the connection to rank {stream.peer} has failed: {failure}", peer=stream.peer)
         self._watch.unregister(number)
         del self._streams[number]
-        self.lose(stream.peer, error)
+        self.mark_lost(stream.peer, error)
 
     def wait(self, timeout: float) -> None:
         if not self._ready and not self.closed:
             self._ready = [number for number, _ in self._watch.poll(max(timeout, 0.0) * 1000)]
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         # A full bell rings as well; one that is gone need not.
         with contextlib.suppress(OSError):
             self._bell.send(b"!")
@@ -232,9 +232,9 @@ class TcpMailbox(Mailbox):
                 if over:
                     watch.unregister(number)
                     del lines[number]
-        self.let_go()
+        self.invalidate_after_fork()
 
-    def let_go(self) -> None:
+    def invalidate_after_fork(self) -> None:
         """Close every descriptor."""
         for line, _ in self._links.values():
             line.close()

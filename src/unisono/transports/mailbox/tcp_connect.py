@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from unisono.control.mesh import Link, Mesh
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError
 
 __all__ = ["Link", "meet"]
 
 
-def meet(group: Group, control: Control, address: str, timeout: float) -> dict[int, Link]:
+def meet(group: Group, control: ControlPlane, address: str, timeout: float) -> dict[int, Link]:
     """Connect to every other rank. Collective; the group is joined.
 
     Raises:

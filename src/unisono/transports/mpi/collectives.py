@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from unisono.core.collective import FAMILIES
-from unisono.core.types import Call
-from unisono.transports.mpi.communicators import Comms
+from unisono.core.types import CollectiveCall
+from unisono.transports.mpi.communicators import MpiCommunicators
 from unisono.transports.mpi.reduce_op import Reductions, reducible
 from unisono.transports.mpi.requests import LONGEST, memory
-from unisono.transports.mpi.watchdog import Watch
+from unisono.transports.mpi.watchdog import Watchdog
 
 __all__ = ["NATIVE", "Native", "carries", "in_one_call", "too_long"]
 
@@ -26,7 +26,7 @@ _MOST_BYTES = 2**31 - 1
 _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
-def carries(call: Call, size: int) -> bool:
+def carries(call: CollectiveCall, size: int) -> bool:
     """Whether MPI gives the right result; the same answer on every rank."""
     if FAMILIES[call.name].reduces:
         assert call.op is not None
@@ -58,18 +58,18 @@ class Native:
         watch: Told of each call's time limit, since MPI knows none.
     """
 
-    def __init__(self, comms: Comms, watch: Watch) -> None:
+    def __init__(self, comms: MpiCommunicators, watch: Watchdog) -> None:
         self._comms, self._mpi, self._comm, self.watch = comms, comms.mpi, comms.own, watch
         self.reductions = Reductions(comms.mpi)
         self._rank = self._comm.Get_rank()
 
-    def run(self, call: Call, deadline: float) -> None:
+    def run(self, call: CollectiveCall, deadline: float) -> None:
         """Every rank has reached this call."""
         # In an all_to_all, one rank may have nothing where others have.
         if call.name != "all_to_all" and not any(t.numel() for t in (*call.inputs, *call.outputs)):
             return
         self._comms.deadline = deadline
-        self.watch.enrol()
+        self.watch.arm()
         try:
             with self._comms.turn:
                 _RUN[call.name](self, call)
@@ -86,14 +86,14 @@ class Native:
         return [memory(self._comms, tensor, start * width, (stop - start) * width), stop - start, kind]
 
     # -- reductions ----------------------------------------------------------------------------
-    def _reduce_all(self, call: Call) -> None:
+    def _reduce_all(self, call: CollectiveCall) -> None:
         assert call.op is not None
         tensor, kind, op = self.reductions.prepare(call.outputs[0], call.op)
         for start, stop in _cuts(tensor.numel()):
             self._comm.Allreduce(self._mpi.IN_PLACE, self._described(tensor, kind, start, stop), op)
         self.reductions.finish(call.outputs[0], call.op)
 
-    def _reduce(self, call: Call) -> None:
+    def _reduce(self, call: CollectiveCall) -> None:
         assert call.op is not None
         root, here = call.root, call.root == self._rank
         tensor, kind, op = self.reductions.prepare(call.inputs[0], call.op)
@@ -103,12 +103,12 @@ class Native:
         if here:
             self.reductions.finish(call.outputs[0], call.op)
 
-    def _reduce_scatter(self, call: Call) -> None:
+    def _reduce_scatter(self, call: CollectiveCall) -> None:
         assert call.op is not None
-        assert call.whole is not None
+        assert call.packed is not None
         target = call.outputs[0]
-        whole, kind, op = self.reductions.prepare(call.whole, call.op)
-        factor = whole.numel() // max(1, call.whole.numel())
+        whole, kind, op = self.reductions.prepare(call.packed, call.op)
+        factor = whole.numel() // max(1, call.packed.numel())
         counts = [t.numel() * factor for t in call.inputs]
         given, into = memory(self._comms, whole), [memory(self._comms, target), target.numel() * factor, kind]
         if len(set(counts)) > 1:
@@ -118,12 +118,12 @@ class Native:
         self.reductions.finish(target, call.op)
 
     # -- what only moves -----------------------------------------------------------------------
-    def _broadcast(self, call: Call) -> None:
+    def _broadcast(self, call: CollectiveCall) -> None:
         tensor = call.outputs[0]
         for start, stop in _cuts(tensor.nbytes):
             self._comm.Bcast([memory(self._comms, tensor, start, stop - start), self._mpi.BYTE], call.root)
 
-    def _gather(self, call: Call) -> None:
+    def _gather(self, call: CollectiveCall) -> None:
         if call.root != self._rank:
             self._comm.Gatherv(self._described(call.inputs[0]), None, call.root)
             return
@@ -133,7 +133,7 @@ class Native:
         self._comm.Gatherv(self._mpi.IN_PLACE, pieces.described(), call.root)
         pieces.copy_out()
 
-    def _scatter(self, call: Call) -> None:
+    def _scatter(self, call: CollectiveCall) -> None:
         if call.root != self._rank:
             self._comm.Scatterv(None, self._described(call.outputs[0]), call.root)
             return
@@ -142,26 +142,26 @@ class Native:
         self._comm.Scatterv(pieces.described(), self._mpi.IN_PLACE, call.root)
         _place(call.outputs[0], call.inputs[self._rank])
 
-    def _all_gather(self, call: Call) -> None:
+    def _all_gather(self, call: CollectiveCall) -> None:
         # MPI wants all ranks to say that theirs lies in place, or none.
         given = call.inputs[0]
         if call.outputs and call.outputs[self._rank].data_ptr() == given.data_ptr():
             given = given.clone()
-        if call.whole is not None:
-            self._comm.Allgather(self._described(given), self._described(call.whole))
+        if call.packed is not None:
+            self._comm.Allgather(self._described(given), self._described(call.packed))
             return
         pieces = _Pieces(self._comms, call.outputs)
         self._comm.Allgatherv(self._described(given), pieces.described())
         pieces.copy_out()
 
-    def _all_to_all(self, call: Call) -> None:
+    def _all_to_all(self, call: CollectiveCall) -> None:
         _place(call.outputs[self._rank], call.inputs[self._rank])
         sent, received = (_Pieces(self._comms, tensors, without=self._rank) for tensors in (call.inputs, call.outputs))
         sent.copy_in()
         self._comm.Alltoallv(sent.described(), received.described())
         received.copy_out()
 
-    def _barrier(self, call: Call) -> None:
+    def _barrier(self, call: CollectiveCall) -> None:
         # That all have come is known by now.
         return
 
@@ -169,7 +169,7 @@ class Native:
 class _Pieces:
     """Tensors, one a rank, as one piece of memory with a place for each."""
 
-    def __init__(self, comms: Comms, tensors: Sequence[torch.Tensor], without: int | None = None) -> None:
+    def __init__(self, comms: MpiCommunicators, tensors: Sequence[torch.Tensor], without: int | None = None) -> None:
         self._comms, self._tensors = comms, list(tensors)
         self._counts = [0 if rank == without else t.nbytes for rank, t in enumerate(tensors)]
         places = [(t.data_ptr(), n) for t, n in zip(tensors, self._counts, strict=True) if n]
@@ -219,7 +219,7 @@ def _place(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-_RUN: dict[str, Callable[[Native, Call], None]] = {
+_RUN: dict[str, Callable[[Native, CollectiveCall], None]] = {
     "all_gather": Native._all_gather,
     "all_reduce": Native._reduce_all,
     "all_to_all": Native._all_to_all,

@@ -12,9 +12,9 @@ from typing import Any
 import xxhash
 
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
-from unisono.host.mpi_library import library, until
+from unisono.host.mpi_library import library, poll_until
 
-__all__ = ["Base", "Comms"]
+__all__ = ["CommHandle", "MpiCommunicators"]
 
 _NOTICED_S = 1.0
 
@@ -23,7 +23,7 @@ _turns = threading.RLock()
 _unused: list[Any] = []
 
 
-class Base:
+class CommHandle:
     """A communicator of our own, from which those of groups are made, and on which nothing else is ever sent.
 
     Open MPI takes messages of its own, by which it makes a communicator from another one, for messages to a
@@ -40,10 +40,10 @@ class Base:
         _unused.append(self.comm)
 
     @classmethod
-    def twin(cls, comm: Any, deadline: float) -> Base:
+    def dup(cls, comm: Any, deadline: float) -> CommHandle:
         """Of the same ranks as another one, all of which call this. `CommTimeoutError` if not all have in time."""
         made, request = comm.Idup()
-        if not until(request.Test, deadline, spins=1):
+        if not poll_until(request.Test, deadline, spins=1):
             raise CommTimeoutError(
                 f"not all of the {comm.Get_size()} ranks of the MPI communicator have come in time. "
                 "Are they alive, and does each of them make the call?"
@@ -51,7 +51,7 @@ class Base:
         return cls(made)
 
     @classmethod
-    def part(cls, comm: Any, ranks: Sequence[int], tag: int) -> Base:
+    def create(cls, comm: Any, ranks: Sequence[int], tag: int) -> CommHandle:
         """Of some of the ranks of another one, who all call this."""
         whole = comm.Get_group()
         members = whole.Incl(list(ranks))
@@ -60,7 +60,7 @@ class Base:
         whole.Free()
         return cls(made)
 
-    def dead(self) -> set[int]:
+    def failed(self) -> set[int]:
         """The ranks that MPI knows to be dead; none, if this MPI does not outlive them."""
         mpi = library()
         with contextlib.suppress(mpi.Exception):
@@ -72,12 +72,12 @@ class Base:
         except (NotImplementedError, mpi.Exception):
             return set()
 
-    def shrunk(self) -> Base:
+    def shrink(self) -> CommHandle:
         """Of those that live, in their order, who all call this."""
-        return Base(self.comm.Shrink())
+        return CommHandle(self.comm.Shrink())
 
 
-class Comms:
+class MpiCommunicators:
     """Two communicators of the same ranks, which nobody else uses.
 
     Args:
@@ -95,7 +95,7 @@ class Comms:
         largest_tag: That users may give; each message takes two of MPI's.
     """
 
-    def __init__(self, base: Base, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, base: CommHandle, ranks: Sequence[int], name: str) -> None:
         mpi = self.mpi = library()
         several = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self.turn: AbstractContextManager[object] = nullcontext() if several else _turns
@@ -118,12 +118,12 @@ class Comms:
         self._ours = [self.users, self.own]
         self._ended_by: BaseException | None = None
 
-    def part(self, ranks: Sequence[int], name: str) -> Comms:
+    def part(self, ranks: Sequence[int], name: str) -> MpiCommunicators:
         """The communicators of some of these ranks, who all call this. These ones may be broken."""
-        return Comms(self._base, [self._ranks[rank] for rank in ranks], name)
+        return MpiCommunicators(self._base, [self._ranks[rank] for rank in ranks], name)
 
-    def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> Comms:
-        """As `part`, where the others of the base may have died.
+    def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> MpiCommunicators:
+        """As `create`, where the others of the base may have died.
 
         Args:
             ranks: Those that live and go on.
@@ -132,12 +132,12 @@ class Comms:
         """
         going_on = {self._ranks[rank] for rank in ranks}
         missing = set(range(self._base.comm.Get_size())) - going_on
-        until(lambda: self._base.dead() >= missing, time.monotonic() + _NOTICED_S, spins=1)
-        if not missing or union(sorted(self._base.dead())) < missing:
+        poll_until(lambda: self._base.failed() >= missing, time.monotonic() + _NOTICED_S, spins=1)
+        if not missing or union(sorted(self._base.failed())) < missing:
             # Somebody lives but does not go on: MPI can do without only those who call.
             return self.part(ranks, name)
         order = sorted(going_on)
-        return Comms(self._base.shrunk(), [order.index(self._ranks[rank]) for rank in ranks], name)
+        return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
         """Let go of them, soon: nothing is under way any more. From any thread, at any moment."""

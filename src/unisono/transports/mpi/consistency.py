@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from unisono.errors import CommTimeoutError, PeerLostError
-from unisono.host.mpi_library import until
-from unisono.transports.mpi.communicators import Comms
+from unisono.host.mpi_library import poll_until
+from unisono.transports.mpi.communicators import MpiCommunicators
 
 __all__ = ["Agreement"]
 
@@ -41,7 +41,7 @@ class Agreement:
         counted: How many ranks counted the last time.
     """
 
-    def __init__(self, comms: Comms, look: Callable[[Sequence[int]], object], spins: int) -> None:
+    def __init__(self, comms: MpiCommunicators, look: Callable[[Sequence[int]], object], spins: int) -> None:
         mpi = comms.mpi
         self._comms, self._spins, self._look = comms, spins, look
         self._rank, self._size = comms.own.Get_rank(), comms.own.Get_size()
@@ -53,7 +53,7 @@ class Agreement:
         self._taken: list[int] = []
         self.number, self.counted = 0, 0
 
-    def reach(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
+    def check(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
         """Whether all ranks are at this call, and their rows fit.
 
         Args:
@@ -92,10 +92,10 @@ class Agreement:
                 return bool(self._test())
 
         try:
-            over = until(done, deadline, lambda: self._look(self._others), self._spins)
+            over = poll_until(done, deadline, lambda: self._look(self._others), self._spins)
         except PeerLostError:
             # Its last word may have come before it left.
-            if not until(done, time.monotonic() + _LAST_WORD_S, spins=self._spins):
+            if not poll_until(done, time.monotonic() + _LAST_WORD_S, spins=self._spins):
                 raise
             return
         if not over:

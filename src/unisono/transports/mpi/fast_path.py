@@ -10,9 +10,9 @@ import torch
 from unisono.core.collective import Collective
 from unisono.core.fingerprint import Fingerprint, hash_of
 from unisono.core.reduce_op import check_reducible
-from unisono.core.tensors import as_flat, put_back
+from unisono.core.tensors import as_flat, copy_back
 from unisono.core.transport import Status
-from unisono.core.types import Call, ReduceOp
+from unisono.core.types import CollectiveCall, ReduceOp
 from unisono.transports.mpi.collectives import in_one_call
 from unisono.transports.mpi.consistency import Agreement
 from unisono.transports.mpi.reduce_op import prepares, reducible
@@ -38,7 +38,7 @@ class MpiFastPath:
     def __init__(
         self,
         agreement: Agreement,
-        run: Callable[[Call, float], None],
+        run: Callable[[CollectiveCall, float], None],
         rank: int,
         size: int,
         mismatch: Callable[[Fingerprint], NoReturn],
@@ -52,7 +52,7 @@ class MpiFastPath:
             return Status.REFUSED
         if not what.moves:
             word = hash_of((what.name, ReduceOp.BOR.value, None, None, (), None, "native"))
-            return Status.OK if self._agreement.reach(word, deadline) else Status.DIFFERS
+            return Status.OK if self._agreement.check(word, deadline) else Status.DIFFERS
         if not (what.in_place or what.packed):
             return Status.REFUSED
         writes = what.writes(self._rank, root)
@@ -71,11 +71,11 @@ class MpiFastPath:
         counts = what.compared_counts(read, written)
         word = hash_of((what.name, operation and operation.value, root, dtype, counts, "cpu", "native"))
         rows = self._agreement.rows_of(read, written) if what.pairwise else 0
-        if not self._agreement.reach(word, deadline, rows):
+        if not self._agreement.check(word, deadline, rows):
             return Status.DIFFERS
         self._run(call, deadline)
         if writes and target is not output:
-            put_back(output, target)
+            copy_back(output, target)
         return Status.OK
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
@@ -111,7 +111,7 @@ class MpiFastPath:
         root: int | None,
         read: list[int],
         written: list[int],
-    ) -> Call:
+    ) -> CollectiveCall:
         """The call as it passes the door; parts of equal length are told by the whole alone."""
         inputs: tuple[torch.Tensor, ...] = (source,)
         outputs: tuple[torch.Tensor, ...] = (target,)
@@ -124,7 +124,7 @@ class MpiFastPath:
             outputs, whole = (), target
         else:
             inputs, whole = (), source
-        return Call(name=what.family, inputs=inputs, outputs=outputs, op=op, root=root, whole=whole)
+        return CollectiveCall(name=what.family, inputs=inputs, outputs=outputs, op=op, root=root, packed=whole)
 
 
 def _parts(tensor: torch.Tensor, many: bool, size: int) -> list[int]:

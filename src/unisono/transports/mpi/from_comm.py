@@ -7,17 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.bootstrap.mpi import find_on
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.transport import Options
 from unisono.host.mpi_library import library
-from unisono.transports.mpi.communicators import Base, Comms
+from unisono.transports.mpi.communicators import CommHandle, MpiCommunicators
 from unisono.transports.mpi.transport import MpiTransport
 
 __all__ = ["adopt"]
 
 
-def adopt(comm: Any, timeout_s: float, chunk_bytes: int) -> tuple[MpiTransport, Control, Options, Callable[[], None]]:
+def adopt(
+    comm: Any, timeout_s: float, chunk_bytes: int
+) -> tuple[MpiTransport, ControlPlane, Options, Callable[[], None]]:
     """The transport, control handle and options of this rank, and what to do at the end.
 
     Messages travel on communicators of our own of the same ranks, so that they never meet the owner's. Rank 0
@@ -36,11 +38,11 @@ def adopt(comm: Any, timeout_s: float, chunk_bytes: int) -> tuple[MpiTransport, 
         raise ValueError("comm is an intercommunicator; merge its two groups first: comm.Merge()")
     rank, size = comm.Get_rank(), comm.Get_size()
     deadline = time.monotonic() + timeout_s
-    base = Base.twin(comm, deadline)
+    base = CommHandle.dup(comm, deadline)
     place = find_on(base.comm, f"rank {rank} of {size} of an MPI communicator", deadline)
     try:
         options = Options("mpi", "cpu", timeout_s, place.address, chunk_bytes)
-        comms = Comms(base, range(size), place.name)
+        comms = MpiCommunicators(base, range(size), place.name)
         transport = MpiTransport(Group.world(rank, size, place.name), comms, place.control, options)
     except BaseException:
         place.close()

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from unisono.core.threads import Crew
+from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import COLLECTIVE_TAG, Message, Recv
-from unisono.core.work import Countdown, late
+from unisono.core.work import CountdownWork, timeout_error
 from unisono.errors import CommError, PeerLostError
-from unisono.host.mpi_library import until
-from unisono.transports.mpi.communicators import Comms
-from unisono.transports.mpi.requests import Bare, Part, Received, Sent
+from unisono.host.mpi_library import poll_until
+from unisono.transports.mpi.communicators import MpiCommunicators
+from unisono.transports.mpi.requests import DirectMessage, MessageRequest, RendezvousRecv, RendezvousSend
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ _MANY = 64
 LAST_LOOKS = 100
 _BYTES_A_ROUND = 1 << 20
 _FOREVER_S = 1e9
-_crew = Crew("unisono MPI messages")
+_crew = DaemonThreadPool("unisono MPI messages")
 
 # What MPI may still read or write though nobody waits for it any more. MPI's requests outlive communicators.
 _limbo: dict[int, tuple[Any, object]] = {}
@@ -56,7 +56,9 @@ class Messages:
         numbers: Of long messages of users.
     """
 
-    def __init__(self, comms: Comms, timeout_s: float, look: Callable[[Sequence[int]], object], spins: int) -> None:
+    def __init__(
+        self, comms: MpiCommunicators, timeout_s: float, look: Callable[[Sequence[int]], object], spins: int
+    ) -> None:
         self.comms, self.timeout_s, self.look, self.spins = comms, timeout_s, look, spins
         self._open: set[Posted] = set()
         self.numbers = itertools.count()
@@ -77,12 +79,12 @@ class Messages:
                 self.move()
         return work
 
-    def _part(self, message: Message) -> Part:
+    def _part(self, message: Message) -> MessageRequest:
         if message.tag == COLLECTIVE_TAG:
-            return Bare(self.comms, message)
+            return DirectMessage(self.comms, message)
         if isinstance(message, Recv):
-            return Received(self.comms, message)
-        return Sent(self.comms, message, next(self.numbers) % self.comms.largest_tag)
+            return RendezvousRecv(self.comms, message)
+        return RendezvousSend(self.comms, message, next(self.numbers) % self.comms.largest_tag)
 
     def iprobe(self, peer: int, tag: int) -> bool:
         """Whether MPI has the envelope of a user's message of this tag, and no receive for it."""
@@ -117,10 +119,10 @@ class Messages:
         return not self._open
 
 
-class Posted(Countdown):
+class Posted(CountdownWork):
     """The messages of one batch: who waits for them, or asks, moves them along."""
 
-    def __init__(self, messages: Messages, parts: list[Part], batch: Sequence[Message]) -> None:
+    def __init__(self, messages: Messages, parts: list[MessageRequest], batch: Sequence[Message]) -> None:
         super().__init__(messages.timeout_s, batch)
         self._all, self._moving = messages, threading.Lock()
         self._parts = parts
@@ -139,7 +141,7 @@ class Posted(Countdown):
                 self._moving.release()
         return self._done.is_set()
 
-    def _advance(self, part: Part) -> None:
+    def _advance(self, part: MessageRequest) -> None:
         if part.move():
             self._parts.remove(part)
             self.arrived(part.message)
@@ -173,14 +175,14 @@ class Posted(Countdown):
             limit = self.timeout_s if timeout is None else timeout
             try:
                 spins = self._all.spins_for(sum(message.tensor.nbytes for message in self._messages))
-                over = until(self.move, started + limit, self._look, spins)
+                over = poll_until(self.move, started + limit, self._look, spins)
             except PeerLostError:
                 # What it sent before it left may be here.
                 over = any(self.move() for _ in range(LAST_LOOKS))
                 if not over:
                     raise
             if not over:
-                raise late(self._messages, time.monotonic() - started)
+                raise timeout_error(self._messages, time.monotonic() - started)
         super().wait(0.0)
 
     def _look(self) -> None:

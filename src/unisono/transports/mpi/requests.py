@@ -10,8 +10,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from unisono.core.types import Message, Recv, Send
-from unisono.core.work import elements, misfit
-from unisono.transports.mpi.communicators import Comms
+from unisono.core.work import elements, size_error
+from unisono.transports.mpi.communicators import MpiCommunicators
 
 if TYPE_CHECKING:
     import torch
@@ -20,10 +20,10 @@ __all__ = [
     "ENVELOPE_BYTES",
     "INLINE_BYTES",
     "LONGEST",
-    "Bare",
-    "Part",
-    "Received",
-    "Sent",
+    "DirectMessage",
+    "MessageRequest",
+    "RendezvousRecv",
+    "RendezvousSend",
     "memory",
     "name_of",
     "opened",
@@ -39,12 +39,12 @@ ENVELOPE_BYTES = 4096
 INLINE_BYTES = ENVELOPE_BYTES - _HEADER.size
 
 
-def memory(comms: Comms, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> Any:
+def memory(comms: MpiCommunicators, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> Any:
     """Some bytes of a tensor's memory, as MPI takes them. Copies nothing."""
     return comms.mpi.buffer.fromaddress(tensor.data_ptr() + start, tensor.nbytes if nbytes is None else nbytes)
 
 
-class Part(ABC):
+class MessageRequest(ABC):
     """One message, as requests of MPI.
 
     Attributes:
@@ -74,10 +74,10 @@ class Part(ABC):
         """The first of the requests is done. Raises `MismatchError` if what comes does not fit."""
 
 
-class Bare(Part):
+class DirectMessage(MessageRequest):
     """A message of a collective."""
 
-    def __init__(self, comms: Comms, message: Message) -> None:
+    def __init__(self, comms: MpiCommunicators, message: Message) -> None:
         self._comms, self.message = comms, message
         self.requests = []
         self.held = message.tensor
@@ -88,10 +88,10 @@ class Bare(Part):
             self.requests.append(start(part, self.message.peer, nbytes % self._comms.largest_tag))
 
 
-class Sent(Part):
+class RendezvousSend(MessageRequest):
     """A user's message on its way out."""
 
-    def __init__(self, comms: Comms, message: Send, number: int) -> None:
+    def __init__(self, comms: MpiCommunicators, message: Send, number: int) -> None:
         self._comms, self.message = comms, message
         tensor, self._number = message.tensor, number
         self._envelope = _HEADER.pack(tensor.numel(), number, name_of(tensor.dtype))
@@ -109,10 +109,10 @@ class Sent(Part):
                 self.requests.append(send(part, message.peer, 2 * self._number + 1))
 
 
-class Received(Part):
+class RendezvousRecv(MessageRequest):
     """A user's message on its way in."""
 
-    def __init__(self, comms: Comms, message: Recv) -> None:
+    def __init__(self, comms: MpiCommunicators, message: Recv) -> None:
         self._comms, self.message = comms, message
         self._envelope = bytearray(ENVELOPE_BYTES)
         self._opened = False
@@ -137,13 +137,13 @@ class Received(Part):
             self.requests.append(self._comms.users.Irecv(part, message.peer, 2 * number + 1))
 
 
-def opened(comms: Comms, envelope: bytearray, message: Message) -> int:
+def opened(comms: MpiCommunicators, envelope: bytearray, message: Message) -> int:
     """The number of the message whose envelope has come; `MismatchError` if it is not what is to be received."""
     tensor, peer = message.tensor, message.peer
     numel, number, name = _HEADER.unpack_from(envelope)
     if numel != tensor.numel() or name.rstrip(b"\0") != name_of(tensor.dtype):
         sent, expected = elements(numel, name.rstrip(b"\0").decode()), elements(tensor.numel(), str(tensor.dtype))
-        raise misfit(peer, sent, comms.own.Get_rank(), expected, message.tag, peer)
+        raise size_error(peer, sent, comms.own.Get_rank(), expected, message.tag, peer)
     found: int = number
     return found
 
@@ -154,7 +154,7 @@ def name_of(dtype: torch.dtype) -> bytes:
     return str(dtype).removeprefix("torch.").encode()
 
 
-def _cut(comms: Comms, tensor: torch.Tensor) -> Iterator[tuple[list[Any], int]]:
+def _cut(comms: MpiCommunicators, tensor: torch.Tensor) -> Iterator[tuple[list[Any], int]]:
     """A tensor's memory in pieces that MPI can count, at least one."""
     total = tensor.nbytes
     for at in range(0, total, LONGEST) if total else (0,):

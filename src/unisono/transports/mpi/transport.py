@@ -13,21 +13,21 @@ from unisono.core.fingerprint import Fingerprint, explain, hash_of
 from unisono.core.group import Group
 from unisono.core.lazy_work import Deferred
 from unisono.core.transport import Options, Transport
-from unisono.core.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
+from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Work
 from unisono.core.work import Completion
 from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import ClosedError, CommError, MismatchError, PeerLostError, UnavailableError
 from unisono.host.cpu_count import cores
 from unisono.host.mpi_library import check_world, library
 from unisono.transports.mpi.collectives import NATIVE, Native, carries, too_long
-from unisono.transports.mpi.communicators import Base, Comms
+from unisono.transports.mpi.communicators import CommHandle, MpiCommunicators
 from unisono.transports.mpi.consistency import Agreement
 from unisono.transports.mpi.fast_path import MpiFastPath
 from unisono.transports.mpi.point_to_point import LAST_LOOKS, Messages
-from unisono.transports.mpi.watchdog import Watch
+from unisono.transports.mpi.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from unisono.core.control import Control
+    from unisono.core.control import ControlPlane
 
 __all__ = ["TRANSPORT", "MpiTransport"]
 
@@ -54,11 +54,11 @@ class MpiTransport(Transport):
     native = NATIVE
     any_source = checks = True
     devices = frozenset({"cpu", "cuda"})
-    staged = frozenset({"cuda"})
+    host_staged = frozenset({"cuda"})
     latency_s = 3e-6
     second_per_byte = 2e-10
 
-    def __init__(self, group: Group, comms: Comms, control: Control, options: Options) -> None:
+    def __init__(self, group: Group, comms: MpiCommunicators, control: ControlPlane, options: Options) -> None:
         self.group, self._comms, self._control, self._options = group, comms, control, options
         self._fingerprint: Fingerprint | None = None
         self._looked_s = 0.0
@@ -67,16 +67,18 @@ class MpiTransport(Transport):
         spins = _CROWDED_SPINS if crowded else _SPINS
         self._messages = Messages(comms, options.timeout_s, self._look, spins)
         self._agreement = Agreement(comms, self._look, spins)
-        self._watch = Watch(comms.mpi, comms, self._give_up)
+        self._watch = Watchdog(comms.mpi, comms, self._give_up)
         self._native = Native(comms, self._watch)
         self.fast_path = MpiFastPath(self._agreement, self._run, group.rank, group.size, self._differ)
 
     @classmethod
-    def connect(cls, group: Group, control: Control, options: Options) -> MpiTransport:
+    def connect(cls, group: Group, control: ControlPlane, options: Options) -> MpiTransport:
         mpi = library()
         check_world(mpi, group.size)
         if group.size == 1:
-            return cls(group, Comms(Base.part(mpi.COMM_SELF, [0], 0), [0], group.name), control, options)
+            return cls(
+                group, MpiCommunicators(CommHandle.create(mpi.COMM_SELF, [0], 0), [0], group.name), control, options
+            )
         world = mpi.COMM_WORLD
         control.join(group)
         cards = control.exchange(group, "MPI's world", (world.Get_rank(), world.Get_size()), options.timeout_s)
@@ -87,17 +89,17 @@ class MpiTransport(Transport):
                 f"{sorted(sizes)}); start all of them by one mpirun"
             )
         if group.size < world.Get_size():
-            base = Base.part(world, ranks, 0)
+            base = CommHandle.create(world, ranks, 0)
             ranks = list(range(group.size))
         else:
-            base = Base.twin(world, time.monotonic() + options.timeout_s)
-        return cls(group, Comms(base, ranks, group.name), control, options)
+            base = CommHandle.dup(world, time.monotonic() + options.timeout_s)
+        return cls(group, MpiCommunicators(base, ranks, group.name), control, options)
 
     def split(self, group: Group) -> MpiTransport:
         ranks = [self.group.members.index(member) for member in group.members]
         return MpiTransport(group, self._comms.part(ranks, group.name), self._control, self._options)
 
-    def renew(self, group: Group) -> MpiTransport:
+    def reconfigure(self, group: Group) -> MpiTransport:
         def union(mine: list[int]) -> set[int]:
             return {rank for known in self._control.exchange(group, "MPI's dead", mine, timeout) for rank in known}
 
@@ -142,17 +144,17 @@ class MpiTransport(Transport):
 
     def _agree(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> None:
         """Return when all ranks have come to the same call."""
-        if not self._agreement.reach(word, deadline, rows, count):
+        if not self._agreement.check(word, deadline, rows, count):
             assert self._fingerprint is not None
             self._differ(self._fingerprint)
 
-    def carries(self, call: Call) -> bool:
+    def supports(self, call: CollectiveCall) -> bool:
         return call.name in self.native and carries(call, self.size)
 
-    def collective(self, call: Call) -> Work:
+    def collective(self, call: CollectiveCall) -> Work:
         return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
 
-    def _run(self, call: Call, deadline: float) -> None:
+    def _run(self, call: CollectiveCall, deadline: float) -> None:
         if call.name != "all_to_all" or not self._agreement.counted:
             self._native.run(call, deadline)
             return

@@ -10,20 +10,20 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from unisono.host.mpi_library import survives
-from unisono.transports.mpi.communicators import Comms
+from unisono.host.mpi_library import has_ulfm
+from unisono.transports.mpi.communicators import MpiCommunicators
 
-__all__ = ["Watch"]
+__all__ = ["Watchdog"]
 
 _EVERY_S = 0.1
 _GRACE_S = 3.0
 
-_watched: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 _patrols: list[threading.Thread] = []
 _lock = threading.Lock()
 
 
-class Watch:
+class Watchdog:
     """Whoever enters a blocking call of MPI sets `deadline` of its communicators, and takes it back afterwards.
 
     A daemon thread of the process looks ten times a second. What is late is given up, as by an abort; where MPI can
@@ -39,14 +39,14 @@ class Watch:
     def __init__(
         self,
         mpi: Any,
-        comms: Comms,
+        comms: MpiCommunicators,
         give_up: Callable[[], object],
     ) -> None:
         self._mpi, self._comms, self._give_up = mpi, comms, give_up
         self._since: float | None = None
         self.enrolled = False
 
-    def enrol(self) -> None:
+    def arm(self) -> None:
         """Be looked at from now on."""
         if not self.enrolled:
             self.enrolled = True
@@ -68,23 +68,23 @@ class Watch:
             self._end(cause)
 
     def _end(self, cause: BaseException) -> None:
-        what = "this rank" if survives() else "the job"
+        what = "this rank" if has_ulfm() else "the job"
         sys.stderr.write(f"{cause}\nMPI does not let go of a collective that has begun: {what} is ended.\n")
         sys.stderr.flush()
-        if survives():
+        if has_ulfm():
             os._exit(1)
         self._mpi.COMM_WORLD.Abort(1)
 
 
-def _enrol(watch: Watch) -> None:
+def _enrol(watch: Watchdog) -> None:
     with _lock:
         _watched.add(watch)
         if not any(thread.is_alive() for thread in _patrols):
-            _patrols[:] = [threading.Thread(target=_patrol, name="unisono MPI watch", daemon=True)]
+            _patrols[:] = [threading.Thread(target=_loop, name="unisono MPI watch", daemon=True)]
             _patrols[0].start()
 
 
-def _patrol() -> None:
+def _loop() -> None:
     """The thread: as long as there is anything to watch."""
     while True:
         time.sleep(_EVERY_S)

@@ -12,7 +12,7 @@ from unisono.core.failure import LEFT
 from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.host.cpu_count import cores
 
-__all__ = ["Board", "late"]
+__all__ = ["SharedBarrier", "late"]
 
 _LINE = 8
 _LINES = 4
@@ -46,11 +46,11 @@ def late(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
     )
 
 
-class Board:
+class SharedBarrier:
     """Counters of every rank, 256 bytes each, and the wait for them.
 
     A rank writes its own counters only, as aligned 64-bit words, which x86 stores whole and in
-    order. `arrive` counts rounds: a rank that has arrived in round n has finished reading what the others
+    order. `barrier` counts rounds: a rank that has arrived in round n has finished reading what the others
     wrote for round n - 1, so that two buffers used in turn need no further agreement. With the arrival
     go a few words, the mark, that tell what the rank is about to do.
 
@@ -84,7 +84,7 @@ class Board:
         """The number of the last round; the native core counts in the same words."""
         return self._words[self._own]
 
-    def arrive(
+    def barrier(
         self,
         deadline: float,
         mark: tuple[int, int, int, int] | None = None,
@@ -111,12 +111,12 @@ class Board:
                 return True
         return False
 
-    def extras(self) -> list[int]:
+    def payloads(self) -> list[int]:
         """The fourth word of each rank's mark of this round."""
         words, offset = self._words, _MARKS[self.round & 1] + 3
         return [words[base + offset] for base in self._base]
 
-    def reduced(self, deadline: float) -> None:
+    def reduce_barrier(self, deadline: float) -> None:
         """Tell that this rank's share of the round is reduced, and wait for all the others' shares."""
         self._words[self._own + _REDUCED] = number = self._words[self._own + _REDUCED] + 1
         self._wait(_REDUCED, number, deadline)
@@ -126,7 +126,7 @@ class Board:
         words = self._words
         for base in self._bases:
             if words[base + _ASLEEP]:
-                self.ring(base // _STRIDE)
+                self.wake(base // _STRIDE)
         for base in self._bases:
             place = base + counter
             if words[place] >= number:
@@ -183,9 +183,9 @@ class Board:
         """Tell that this rank will take no further part."""
         self._words[self._own + _LEFT] = 1
         for base in self._bases:
-            self.ring(base // _STRIDE)
+            self.wake(base // _STRIDE)
 
-    def ring(self, rank: int) -> None:
+    def wake(self, rank: int) -> None:
         """Wake one rank if it sleeps."""
         base = self._base[rank]
         if self._words[base + _ASLEEP]:

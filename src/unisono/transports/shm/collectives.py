@@ -6,35 +6,35 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.core.types import Call
+from unisono.core.types import CollectiveCall
 from unisono.transports.shm.reductions import Reductions, root_of
-from unisono.transports.shm.signature import Mark
+from unisono.transports.shm.signature import Signature
 
-__all__ = ["Rounds"]
+__all__ = ["ShmCollectives"]
 
 
-class Rounds(Reductions):
+class ShmCollectives(Reductions):
     """The collectives of one group."""
 
     # -- movements, as bytes -------------------------------------------------------------------
-    def barrier(self, mark: Mark, deadline: float) -> None:
+    def barrier(self, mark: Signature, deadline: float) -> None:
         self.first(mark, deadline)
 
-    def broadcast(self, call: Call, mark: Mark, deadline: float) -> None:
+    def broadcast(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
         target, root = call.outputs[0].view(torch.uint8), root_of(call)
         for start in range(0, max(1, target.numel()), self.stage_bytes):
             part = target[start : start + self.stage_bytes]
-            view = self.heads(self._next_half(), torch.uint8, part.numel())[root]
+            view = self.views(self._next_half(), torch.uint8, part.numel())[root]
             if self.rank == root:
                 view.copy_(part)
             self._arrive(mark if start == 0 else None, deadline)
             if self.rank != root:
                 part.copy_(view)
 
-    def all_gather(self, call: Call, mark: Mark, deadline: float) -> None:
+    def all_gather(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
         self._collect(call.inputs[0], call.outputs, range(self.size), mark, deadline, read=True)
 
-    def gather(self, call: Call, mark: Mark, deadline: float) -> None:
+    def gather(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
         here = self.rank == root_of(call)
         self._collect(
             call.inputs[0], call.outputs, range(self.size) if here else range(0), mark, deadline, read=not here
@@ -45,7 +45,7 @@ class Rounds(Reductions):
         source: torch.Tensor,
         targets: Sequence[torch.Tensor],
         ranks: range,
-        mark: Mark,
+        mark: Signature,
         deadline: float,
         *,
         read: bool,
@@ -65,7 +65,7 @@ class Rounds(Reductions):
                 if into.numel():
                     into.copy_(part if r == self.rank else self.stages[r][half][: into.numel()])
 
-    def scatter(self, call: Call, mark: Mark, deadline: float) -> None:
+    def scatter(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
         target, root = call.outputs[0].view(torch.uint8), root_of(call)
         sources = [t.view(torch.uint8) for t in call.inputs]
         piece = self.piece(1)
@@ -86,7 +86,7 @@ class Rounds(Reductions):
             if r != self.rank and part.numel():
                 stage[r * piece : r * piece + part.numel()].copy_(part)
 
-    def all_to_all(self, call: Call, mark: Mark, deadline: float) -> None:
+    def all_to_all(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
         """Rows may be uneven. Where all of them are as long, on all ranks, their first pieces are there at once."""
         sources = [t.view(torch.uint8) for t in call.inputs]
         targets = [t.view(torch.uint8) for t in call.outputs]
@@ -96,13 +96,13 @@ class Rounds(Reductions):
         if level:
             self._lay_pieces(self.stages[self.rank][half], sources, 0, piece)
         self.first((*mark[:3], level), deadline)
-        if level and self._board.extras() == [level] * self.size:
+        if level and self._board.payloads() == [level] * self.size:
             self._take_pieces(half, sources, targets, 0, piece)
             self._exchange(sources, targets, piece, counts[0] * call.inputs[0].element_size(), deadline)
         else:
-            self.uneven(call, deadline)
+            self.ragged_all_to_all(call, deadline)
 
-    def uneven(self, call: Call, deadline: float) -> None:
+    def ragged_all_to_all(self, call: CollectiveCall, deadline: float) -> None:
         """The rest of an all_to_all, where what ranks said is not that all rows are as long."""
         counts = [t.numel() for t in (*call.inputs, *call.outputs)]
         longest = self._longest_row(counts, deadline) * call.inputs[0].element_size()
@@ -122,7 +122,7 @@ class Rounds(Reductions):
         for at in range(start, longest, piece):
             half = self._next_half()
             self._lay_pieces(self.stages[self.rank][half], sources, at, piece)
-            self._board.arrive(deadline)
+            self._board.barrier(deadline)
             self._take_pieces(half, sources, targets, at, piece)
 
     def _take_pieces(
@@ -136,7 +136,7 @@ class Rounds(Reductions):
             elif part.numel():
                 part.copy_(self.stages[r][half][place : place + part.numel()])
 
-    def pairs(self, own: Sequence[int], mark: Mark, deadline: float) -> None:
+    def check_pairs(self, own: Sequence[int], mark: Signature, deadline: float) -> None:
         """Compare what ranks are about to do, and what each gives another one with what that one expects.
 
         Args:
@@ -148,9 +148,9 @@ class Rounds(Reductions):
 
     def _longest_row(self, own: Sequence[int], deadline: float) -> int:
         """The most elements that any rank gives another one, once that was compared."""
-        views, size = self.heads(self._next_half(), torch.int64, len(own)), self.size
+        views, size = self.views(self._next_half(), torch.int64, len(own)), self.size
         views[self.rank].copy_(torch.tensor(own, dtype=torch.int64, device="cpu"))
-        self._board.arrive(deadline)
+        self._board.barrier(deadline)
         rows: list[list[int]] = [view.tolist() for view in views]
         if any(rows[a][b] != rows[b][size + a] for a in range(size) for b in range(size)):
             self._differ()

@@ -10,12 +10,12 @@ import torch
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.failure import LEFT
 from unisono.core.fingerprint import Fingerprint
-from unisono.core.tensors import as_flat, put_back
+from unisono.core.tensors import as_flat, copy_back
 from unisono.core.transport import Status
-from unisono.core.types import MAX_TAG, Call, ReduceOp
+from unisono.core.types import MAX_TAG, CollectiveCall, ReduceOp
 from unisono.errors import PeerLostError
-from unisono.transports.shm.barrier import Board, late
-from unisono.transports.shm.p2p_ring import Rings
+from unisono.transports.shm.barrier import SharedBarrier, late
+from unisono.transports.shm.p2p_ring import MessageRings
 from unisono.transports.shm.signature import DTYPE_CODES, DTYPES, OP_CODES
 
 __all__ = ["ShmFastPath"]
@@ -40,7 +40,7 @@ class ShmFastPath:
     def __init__(
         self,
         module: Any,
-        board: Board,
+        board: SharedBarrier,
         words: int,
         stages: int,
         rings: int,
@@ -51,7 +51,7 @@ class ShmFastPath:
     ) -> None:
         known = [(str(dtype).removeprefix("torch."), dtype.itemsize) for dtype in DTYPES]
         self.core = module.Core(words, stages, rings, stage_bytes, board.rank, board.size, crowded, known)
-        self.mismatch, self.rings = mismatch, Rings(board, queues, self.core)
+        self.mismatch, self.rings = mismatch, MessageRings(board, queues, self.core)
         self._board, self._rank, self._size = board, board.rank, board.size
 
     # -- calls as the caller made them ---------------------------------------------------------------
@@ -90,7 +90,7 @@ class ShmFastPath:
             what.number, operation, dtype, root, target.data_ptr(), target.numel(), address, count, deadline
         )
         if target is not output and written and status == Status.OK:
-            put_back(output, target)
+            copy_back(output, target)
         return Status.OK if status == Status.OK else self._ended(status)
 
     def _lists(self, what: Collective, output: Any, input: Any, operation: int, root: int, deadline: float) -> Status:
@@ -118,14 +118,14 @@ class ShmFastPath:
         if status == Status.OK:
             for tensor, result in zip(outputs, targets, strict=True):
                 if result is not tensor:
-                    put_back(tensor, result)
+                    copy_back(tensor, result)
         return self._ended(status)
 
     # -- calls of the general path -------------------------------------------------------------------
-    def carry(self, call: Call, deadline: float) -> Status:
+    def carry(self, call: CollectiveCall, deadline: float) -> Status:
         """Make a call as it passes the door; `REFUSED`, with nothing done, if there is no kernel for it."""
         tensors = (*call.inputs, *call.outputs)
-        number, operation = FAMILIES[call.name].number, 0 if call.asked is None else OP_CODES[call.asked]
+        number, operation = FAMILIES[call.name].number, 0 if call.requested_op is None else OP_CODES[call.requested_op]
         root, dtype = -1 if call.root is None else call.root, DTYPE_CODES[tensors[0].dtype] if tensors else 0
         places = *_memory(call.outputs), *_memory(call.inputs)
         return self._ended(self.core.call_lists(number, operation, dtype, root, *places, False, deadline))
@@ -161,7 +161,7 @@ class ShmFastPath:
             finally:
                 rings.held = False
         if receives and flat is not tensor and status == Status.OK:
-            put_back(tensor, flat)
+            copy_back(tensor, flat)
         return self._ended(status)
 
     # -- ends ----------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.mailbox import Mail, Mailbox
+from unisono.core.mailbox import Envelope, Mailbox
 from unisono.core.tensors import view_of
 from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.transports.shm.byte_ring import Ring, nbytes_of, rings_of
@@ -47,10 +47,10 @@ class _Incoming(NamedTuple):
 
     peer: int
     ring: Ring
-    mails: Iterator[Mail | None]
+    mails: Iterator[Envelope | None]
 
 
-def _mails(peer: int, ring: Ring) -> Iterator[Mail | None]:
+def _mails(peer: int, ring: Ring) -> Iterator[Envelope | None]:
     """Messages of a peer one after another. A long one is read as it arrives, into memory of its own."""
     while True:
         while not ring.available:
@@ -64,7 +64,7 @@ def _mails(peer: int, ring: Ring) -> Iterator[Mail | None]:
             # The usual message: short, whole, and in one piece.
             head = bytes(there[begin : begin + length])
             ring.skip(begin + length)
-            yield Mail(peer, head, ())
+            yield Envelope(peer, head, ())
             continue
         frame = memoryview(bytearray(begin + length))
         if (done := ring.read(frame)) < len(frame):
@@ -73,7 +73,7 @@ def _mails(peer: int, ring: Ring) -> Iterator[Mail | None]:
         bodies = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         for body in bodies:
             yield from _rest(view_of(body), ring)
-        yield Mail(peer, bytes(frame[begin:]), bodies)
+        yield Envelope(peer, bytes(frame[begin:]), bodies)
 
 
 def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
@@ -96,7 +96,7 @@ class ShmMailbox(Mailbox):
 
     eager = True
 
-    def __init__(self, group: Group, control: Control, timeout_s: float) -> None:
+    def __init__(self, group: Group, control: ControlPlane, timeout_s: float) -> None:
         super().__init__(group)
         size, rank = group.size, group.rank
         bells, rings = PAGE_BYTES, -(-size * _LINE * 8 // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
@@ -126,7 +126,7 @@ class ShmMailbox(Mailbox):
                     for part in (memoryview(frame)[done:], *map(view_of, bodies)):
                         self._put(ring, peer, part, deadline)
                 except BaseException as error:
-                    self.lose_half_way(peer, error)
+                    self.abort_message(peer, error)
                     raise
         # Leaving the lock is a fence: what was written is seen by a rank that sets this word later.
         if self._words[peer * _LINE + _ASLEEP]:
@@ -157,8 +157,8 @@ class ShmMailbox(Mailbox):
             time.sleep(_NAP_S)
 
     # -- receiving -----------------------------------------------------------------------------
-    def poll(self) -> list[Mail]:
-        mails: list[Mail] = []
+    def poll(self) -> list[Envelope]:
+        mails: list[Envelope] = []
         for incoming in self._in:
             try:
                 while incoming.ring.available:
@@ -172,7 +172,7 @@ class ShmMailbox(Mailbox):
     def _lose_for_nonsense(self, incoming: _Incoming, error: Exception) -> None:
         """What lies in the ring is no message: nothing more is read there."""
         self._in = [other for other in self._in if other is not incoming]
-        self.lose(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote what is no message: {error}"))
+        self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote what is no message: {error}"))
 
     def wait(self, timeout: float) -> None:
         words, own = self._words, self._own
@@ -199,20 +199,20 @@ class ShmMailbox(Mailbox):
     def _waiting(self) -> bool:
         return any(incoming.ring.available for incoming in self._in)
 
-    def hush(self) -> None:
+    def mute_wakeups(self) -> None:
         self._hushed = True
         self._words[self._own + _ASLEEP] = 0
 
-    def unhush(self) -> None:
+    def unmute(self) -> None:
         self._hushed = False
         if self._dozing:
             self._words[self._own + _ASLEEP] = 1
         with self._fence:
             pass
         if self._waiting():
-            self.nudge()
+            self.wake()
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         self._nudged = True
         self._ring(self.group.rank)
 

@@ -14,15 +14,15 @@ from torch.autograd.graph import increment_version
 
 from unisono.core.tensors import view_of
 from unisono.core.types import Message, Recv, Send
-from unisono.core.work import Countdown, elements, misfit
+from unisono.core.work import CountdownWork, elements, size_error
 from unisono.errors import CommError
-from unisono.transports.shm.barrier import Board
+from unisono.transports.shm.barrier import SharedBarrier
 from unisono.transports.shm.barrier import late as late_by
 from unisono.transports.shm.byte_ring import Ring, nbytes_of, rings_of
 from unisono.transports.shm.ring_work import RingWork
 from unisono.transports.shm.signature import DTYPE_CODES, DTYPES
 
-__all__ = ["Rings"]
+__all__ = ["MessageRings"]
 
 ItemT = TypeVar("ItemT")
 
@@ -42,14 +42,14 @@ class _Outgoing:
 
     def __init__(self, ring: Ring) -> None:
         self._ring, self.pending = ring, 0
-        self._queue: deque[tuple[Send, Countdown]] = deque()
+        self._queue: deque[tuple[Send, CountdownWork]] = deque()
         self._rest: memoryview | None = None
 
-    def works(self) -> list[Countdown]:
+    def works(self) -> list[CountdownWork]:
         """Works of the sends that are not done."""
         return [work for _, work in self._queue]
 
-    def post(self, message: Send, work: Countdown) -> None:
+    def post(self, message: Send, work: CountdownWork) -> None:
         """Send after those that were posted before."""
         self._queue.append((message, work))
         self.pending += 1
@@ -90,20 +90,20 @@ class _Incoming:
 
     def __init__(self, ring: Ring, peer: int, rank: int) -> None:
         self._ring, self._peer, self._rank, self.pending = ring, peer, rank, 0
-        self._posted: dict[int, deque[tuple[Recv, Countdown]]] = {}
+        self._posted: dict[int, deque[tuple[Recv, CountdownWork]]] = {}
         self.early: dict[int, deque[torch.Tensor]] = {}
         self.sought: int | None = None
         self._tag = 0
         self._target: torch.Tensor | None = None
         self._rest = memoryview(b"")
-        self._end: tuple[Recv, Countdown] | None = None
+        self._end: tuple[Recv, CountdownWork] | None = None
 
-    def works(self) -> list[Countdown]:
+    def works(self) -> list[CountdownWork]:
         """Works of the receives that are not done."""
         waiting = [work for queue in self._posted.values() for _, work in queue]
         return waiting + ([self._end[1]] if self._end is not None else [])
 
-    def post(self, message: Recv, work: Countdown) -> None:
+    def post(self, message: Recv, work: CountdownWork) -> None:
         """Receive a message that was put aside, or the next one of its tag."""
         if message.tag not in self.early:
             self._posted.setdefault(message.tag, deque()).append((message, work))
@@ -171,11 +171,11 @@ class _Incoming:
             self.pending -= 1
             self.post(*_next(self._posted, self._tag))
 
-    def _refuse(self, message: Recv, work: Countdown, numel: int, dtype: torch.dtype) -> None:
+    def _refuse(self, message: Recv, work: CountdownWork, numel: int, dtype: torch.dtype) -> None:
         """Fail a receive, because another number of elements or another dtype was sent."""
         sent = elements(numel, str(dtype))
         expected = elements(message.tensor.numel(), str(message.tensor.dtype))
-        work.complete(misfit(self._peer, sent, self._rank, expected, message.tag, self._peer))
+        work.complete(size_error(self._peer, sent, self._rank, expected, message.tag, self._peer))
 
     def holds(self, tag: int) -> bool:
         """Whether a message of a tag is here that no receive waits for."""
@@ -194,7 +194,7 @@ def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
     return first
 
 
-class Rings:
+class MessageRings:
     """All messages of one rank. A thread that waits moves those of all peers; there is no thread beside.
 
     Args:
@@ -214,9 +214,9 @@ class Rings:
         """Memory that the rings of `size` ranks take."""
         return nbytes_of(size, _RING_BYTES)
 
-    def __init__(self, board: Board, memory: memoryview, core: Any) -> None:
+    def __init__(self, board: SharedBarrier, memory: memoryview, core: Any) -> None:
         self._board, self._core = board, core
-        self._wake: Callable[[int], object] = board.ring if core is None else core.wake
+        self._wake: Callable[[int], object] = board.wake if core is None else core.wake
         self.lock, self.idle, self.held = threading.RLock(), True, False
         outgoing, incoming = rings_of(board.rank, board.size, memory, _RING_BYTES)
         self._out = [_Outgoing(ring) for ring in outgoing]
@@ -225,7 +225,7 @@ class Rings:
         self._receiving: dict[int, _End] = {}
         self.early = [end.early for end in self._in]
 
-    def post(self, batch: Sequence[Message], timeout_s: float) -> Countdown:
+    def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
         """Start messages; they are moved as far as possible, and further by whoever waits for the work."""
         work = RingWork(timeout_s, batch, self)
         if self._board.broken is not None:
@@ -245,7 +245,7 @@ class Rings:
             self.move()
         return work
 
-    def pending(self) -> list[Countdown]:
+    def pending(self) -> list[CountdownWork]:
         """The works that are not done."""
         with self.lock:
             ends: list[_End] = [*self._out, *self._in]
@@ -277,7 +277,7 @@ class Rings:
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Wait until messages have moved, or `done` is true.
 
-        Raises as `Board.wait_until`.
+        Raises as `SharedBarrier.wait_until`.
         """
         if self._core is None:
             self._board.wait_until(lambda: self.move() or done(), deadline, missing)
@@ -294,6 +294,6 @@ class Rings:
                 raise late_by(time.monotonic() - started, missing())
 
     def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Move what can be moved; raise as `Board.check` if the rest never can be."""
+        """Move what can be moved; raise as `SharedBarrier.check` if the rest never can be."""
         if not self.move() and not done():
             self._board.check(lambda: self.move() or done(), missing)

@@ -13,17 +13,17 @@ from itertools import pairwise
 import torch
 
 from unisono.core.reduce_op import combine_all, divide
-from unisono.core.types import Call, ReduceOp
-from unisono.transports.shm.barrier import Board
-from unisono.transports.shm.signature import Mark
-from unisono.transports.shm.symmetric_memory import Arenas
+from unisono.core.types import CollectiveCall, ReduceOp
+from unisono.transports.shm.barrier import SharedBarrier
+from unisono.transports.shm.signature import Signature
+from unisono.transports.shm.symmetric_memory import SymmetricMemory
 
 __all__ = ["Reductions", "root_of"]
 
 _MOST_VIEWS = 256
 _IN_PLACE_BYTES = 64 << 10
 """Where any memory was handed out, it costs a round more to reduce other tensors from this length on."""
-_DIVIDES = 1 << 63
+_AVERAGES = 1 << 63
 """Told with the place: this rank's call is over when the average is there, and does not divide the sum by itself."""
 
 
@@ -39,9 +39,9 @@ class Reductions:
 
     def __init__(
         self,
-        board: Board,
+        board: SharedBarrier,
         stages: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        arenas: Arenas,
+        arenas: SymmetricMemory,
         differ: Callable[[], None],
     ) -> None:
         self._board, self.stages, self._arenas, self._differ = board, stages, arenas, differ
@@ -52,15 +52,15 @@ class Reductions:
         self._cut: dict[tuple[int, torch.dtype, int], list[list[torch.Tensor]]] = {}
 
     # -- building blocks -----------------------------------------------------------------------
-    def first(self, mark: Mark, deadline: float) -> None:
+    def first(self, mark: Signature, deadline: float) -> None:
         """Arrive in the first round of a call, and compare what everybody is about to do."""
-        if self._board.arrive(deadline, mark):
+        if self._board.barrier(deadline, mark):
             self._differ()
 
     def _next_half(self) -> int:
         return (self._board.round + 1) & 1
 
-    def heads(self, half: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+    def views(self, half: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
         """The first `count` elements of every rank's stage."""
         key = (half, dtype, count)
         views = self._views.get(key)
@@ -73,7 +73,7 @@ class Reductions:
         return views
 
     # -- reductions ----------------------------------------------------------------------------
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark, deadline: float) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, mark: Signature, deadline: float) -> None:
         """In place. Traffic, in operands: 3p-1 for short messages, at most 7-5/p for long ones.
 
         Where every rank's tensor lies at one place of memory that all share, nothing is staged.
@@ -83,41 +83,41 @@ class Reductions:
         if self.size > 1 and not self._all_reduced(tensor, op, mark, deadline) and op is ReduceOp.AVG:
             divide(tensor, self.size)
 
-    def _all_reduced(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark, deadline: float) -> bool:
+    def _all_reduced(self, tensor: torch.Tensor, op: ReduceOp, mark: Signature, deadline: float) -> bool:
         """Combine in the way that suits; whether in place, and so divided already."""
         short = tensor.nbytes <= self.one_shot_bytes
-        if short and not self.may_lie_in_place(tensor.nbytes):
+        if short and not self.may_be_symmetric(tensor.nbytes):
             self._one_shot(tensor, op, mark, deadline)
             return False
         tile = self.stage_bytes // tensor.element_size()
         place = self._arenas.place(tensor)
         if not place and not short:
             self._lay(tensor[:tile])
-        told = place | _DIVIDES if op is ReduceOp.AVG else place
+        told = place | _AVERAGES if op is ReduceOp.AVG else place
         self.first((*mark[:3], told), deadline)
-        extras = self._board.extras()
+        extras = self._board.payloads()
         alike = extras.count(told) == self.size
-        if place and (alike or all(extra & ~_DIVIDES == place for extra in extras)):
+        if place and (alike or all(extra & ~_AVERAGES == place for extra in extras)):
             self._arenas.reduce(place, tensor, op if alike else ReduceOp.SUM)
-            self._board.reduced(deadline)
+            self._board.reduce_barrier(deadline)
             return alike
         if short:
             self._one_shot(tensor, op, None, deadline)
             return False
         start = 0
-        if not any(extra & ~_DIVIDES for extra in extras):
+        if not any(extra & ~_AVERAGES for extra in extras):
             self._share(tensor[:tile], op, deadline, everywhere=True)
             start = tile
         # Where only some ranks use shared memory, all go by way of the stages, from the beginning.
         self._tiles(tensor[start:], op, deadline, everywhere=True)
         return False
 
-    def may_lie_in_place(self, nbytes: int) -> bool:
+    def may_be_symmetric(self, nbytes: int) -> bool:
         """Whether a call of this length asks where ranks' tensors lie: the same answer on all ranks."""
         return nbytes > self.one_shot_bytes or (nbytes >= _IN_PLACE_BYTES and self._arenas.made > 0)
 
-    def _one_shot(self, tensor: torch.Tensor, op: ReduceOp, mark: Mark | None, deadline: float) -> None:
-        views = self.heads(self._next_half(), tensor.dtype, tensor.numel())
+    def _one_shot(self, tensor: torch.Tensor, op: ReduceOp, mark: Signature | None, deadline: float) -> None:
+        views = self.views(self._next_half(), tensor.dtype, tensor.numel())
         views[self.rank].copy_(tensor)
         self._arrive(mark, deadline)
         combine_all(op, views, tensor)
@@ -127,7 +127,7 @@ class Reductions:
         for start in range(0, tensor.numel(), tile):
             part = tensor[start : start + tile]
             self._lay(part)
-            self._board.arrive(deadline)
+            self._board.barrier(deadline)
             self._share(part, op, deadline, everywhere=everywhere)
 
     def _shares(self, half: int, dtype: torch.dtype, count: int) -> list[list[torch.Tensor]]:
@@ -140,7 +140,7 @@ class Reductions:
             edges = [r * count // self.size for r in range(self.size + 1)]
             sizes = [high - low for low, high in pairwise(edges)]
             with torch.inference_mode(mode=False):
-                found = self._cut[key] = [list(view.split(sizes)) for view in self.heads(half, dtype, count)]
+                found = self._cut[key] = [list(view.split(sizes)) for view in self.views(half, dtype, count)]
         return found
 
     def _lay(self, tile: torch.Tensor) -> None:
@@ -157,12 +157,12 @@ class Reductions:
         own, mine = parts[self.rank], shares[self.rank][self.rank]
         given = [own if r == self.rank else shares[r][self.rank] for r in range(self.size)]
         combine_all(op, given, mine)
-        self._board.reduced(deadline)
+        self._board.reduce_barrier(deadline)
         if everywhere:
             for r, part in enumerate(parts):
                 part.copy_(shares[r][r])
 
-    def reduce(self, call: Call, mark: Mark, deadline: float) -> None:
+    def reduce(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
         """The root alone reduces what is short, and what there are two of; else as the long `all_reduce`."""
         tensor, op, here = call.inputs[0], call.op or ReduceOp.SUM, self.rank == root_of(call)
         tile = self.stage_bytes // tensor.element_size()
@@ -178,21 +178,21 @@ class Reductions:
             self._tiles(tensor[tile:], op, deadline, everywhere=here)
 
     def _reduce_here(
-        self, tensor: torch.Tensor, op: ReduceOp, mark: Mark | None, deadline: float, *, here: bool
+        self, tensor: torch.Tensor, op: ReduceOp, mark: Signature | None, deadline: float, *, here: bool
     ) -> None:
         """All lay it ready, and one rank reads it."""
-        views = self.heads(self._next_half(), tensor.dtype, tensor.numel())
+        views = self.views(self._next_half(), tensor.dtype, tensor.numel())
         views[self.rank].copy_(tensor)
         self._arrive(mark, deadline)
         if here:
             combine_all(op, views, tensor)
 
-    def reduce_scatter(self, call: Call, mark: Mark, deadline: float) -> None:
+    def reduce_scatter(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
         """Each tile holds an equal piece for every rank; a rank sums what all laid ready for it."""
         inputs, target, op = call.inputs, call.outputs[0], call.op or ReduceOp.SUM
         piece = self.piece(target.element_size())
         for start in range(0, max(1, *(t.numel() for t in inputs)), piece):
-            views = self.heads(self._next_half(), target.dtype, piece * self.size)
+            views = self.views(self._next_half(), target.dtype, piece * self.size)
             for r, given in enumerate(inputs):
                 part = given[start : start + piece]
                 if r != self.rank and part.numel():
@@ -205,10 +205,10 @@ class Reductions:
                 shares = [own if r == self.rank else views[r][place : place + total.numel()] for r in range(self.size)]
                 combine_all(op, shares, total)
 
-    def _arrive(self, mark: Mark | None, deadline: float) -> None:
+    def _arrive(self, mark: Signature | None, deadline: float) -> None:
         """In the first round of a call, with its mark; or in another one."""
         if mark is None:
-            self._board.arrive(deadline)
+            self._board.barrier(deadline)
         else:
             self.first(mark, deadline)
 
@@ -217,7 +217,7 @@ class Reductions:
         return max(1, self.stage_bytes // self.size // element_size)
 
 
-def root_of(call: Call) -> int:
+def root_of(call: CollectiveCall) -> int:
     """Of one that has a root."""
     assert call.root is not None
     return call.root

@@ -8,36 +8,36 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from unisono.core.threads import Crew
+from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Message
-from unisono.core.work import Countdown, late, patience
+from unisono.core.work import CountdownWork, resolve_timeout, timeout_error
 from unisono.errors import CommError, CommTimeoutError
 
 if TYPE_CHECKING:
-    from unisono.transports.shm.p2p_ring import Rings
+    from unisono.transports.shm.p2p_ring import MessageRings
 
 __all__ = ["RingWork"]
 
 _FOREVER_S = 1e9
 
-_crew = Crew("unisono shared memory")
+_crew = DaemonThreadPool("unisono shared memory")
 
 
-class RingWork(Countdown):
+class RingWork(CountdownWork):
     """A batch of messages in rings, which are moved by the thread that waits for them, or asks."""
 
-    def __init__(self, timeout_s: float, messages: Sequence[Message], rings: Rings) -> None:
+    def __init__(self, timeout_s: float, messages: Sequence[Message], rings: MessageRings) -> None:
         self._rings, self._seen_through = rings, False
         super().__init__(timeout_s, messages)
 
     def wait(self, timeout: float | None = None) -> None:
         if not self._done.is_set():
-            started, limit = time.monotonic(), patience(timeout, self.timeout_s)
+            started, limit = time.monotonic(), resolve_timeout(timeout, self.timeout_s)
             try:
                 while not self._done.is_set():
                     self._rings.wait(started + limit, self._done.is_set, self._awaited)
             except CommTimeoutError:
-                raise late(self._messages, time.monotonic() - started) from None
+                raise timeout_error(self._messages, time.monotonic() - started) from None
         if self._error is not None:
             raise self._error
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, error_of
 from unisono.core.group import Group
 from unisono.errors import MismatchError, UnavailableError
-from unisono.host.network import host_identity, shm_obstacle
+from unisono.host.network import host_identity, why_no_shm
 
 __all__ = ["PAGE_BYTES", "meet", "neighbours"]
 
@@ -27,7 +27,9 @@ _CARD = struct.Struct("<qqq16s")
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-def meet(group: Group, control: Control, name: str, nbytes: int, timeout: float, mapped: Callable[[int, int], T]) -> T:
+def meet(
+    group: Group, control: ControlPlane, name: str, nbytes: int, timeout: float, mapped: Callable[[int, int], T]
+) -> T:
     """The same zeroed memory on every rank of a group. Collective.
 
     Rank 0 makes an anonymous file and tells its process and descriptor; the others open it through
@@ -100,12 +102,12 @@ def _found(card: bytes) -> tuple[int, int]:
     return descriptor, nbytes
 
 
-def neighbours(group: Group, control: Control, timeout: float) -> tuple[tuple[int, ...], ...]:
+def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
     """Who can map whose memory. The first of those who seem to share a host shows a random number in memory of its own.
 
     Who does not find it there (in another container, say, under the same kernel) counts as a host of its own.
     """
-    usable = shm_obstacle() is None
+    usable = why_no_shm() is None
     seen = control.exchange(group, "who seems to be where", (host_identity(), usable), timeout)
     mine = seen[group.rank]
     first = next(rank for rank, other in enumerate(seen) if other == mine)

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.reduce_op import combine_all, divide
 from unisono.core.types import ReduceOp
 from unisono.transports.shm.segment import PAGE_BYTES, meet
 
-__all__ = ["Arenas"]
+__all__ = ["SymmetricMemory"]
 
 _PLACE_BITS = 44
 _PIECE_BYTES = 256 << 10
@@ -30,7 +30,7 @@ def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _drop(arenas: weakref.ref[Arenas], number: int) -> None:
+def _drop(arenas: weakref.ref[SymmetricMemory], number: int) -> None:
     """Its last tensor is gone. It may outlive all else, which it must not keep."""
     found = arenas()
     if found is not None:
@@ -40,7 +40,7 @@ def _drop(arenas: weakref.ref[Arenas], number: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Arena:
+class _Segment:
     """One piece of shared memory: a row of bytes for each rank."""
 
     number: int
@@ -49,7 +49,7 @@ class _Arena:
     rows: torch.Tensor
 
 
-class Arenas:
+class SymmetricMemory:
     """The memory of one group that its ranks can reduce in place.
 
     Each call of `empty` is an anonymous file of its own, with one equal slice a rank, so the same
@@ -60,10 +60,10 @@ class Arenas:
         core: The native core, which is told of it.
     """
 
-    def __init__(self, group: Group, control: Control, timeout_s: float, core: Any = None) -> None:
+    def __init__(self, group: Group, control: ControlPlane, timeout_s: float, core: Any = None) -> None:
         self._group, self._control, self._timeout_s, self._core = group, control, timeout_s, core
         self._rank, self._size = group.rank, group.size
-        self._arenas: dict[int, _Arena] = {}
+        self._arenas: dict[int, _Segment] = {}
         self.made = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Arenas:
             handed_out: Any = (ctypes.c_ubyte * stride).from_address(rows[rank].data_ptr())
             tensor = torch.frombuffer(handed_out, dtype=torch.uint8)
         handed_out.memory = memory
-        self._arenas[self.made] = _Arena(self.made, tensor.data_ptr(), stride, rows)
+        self._arenas[self.made] = _Segment(self.made, tensor.data_ptr(), stride, rows)
         if self._core is not None:
             self._core.add_arena(self.made, rows.data_ptr(), stride)
         # A tensor and its views keep alive what they were made from, and nothing else does.

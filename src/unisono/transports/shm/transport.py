@@ -20,21 +20,21 @@ from unisono.core.lazy_work import Deferred
 from unisono.core.mailbox import Mailbox
 from unisono.core.native import native
 from unisono.core.transport import Options, Status, Transport
-from unisono.core.types import Call, Message, ReduceOp, Work
+from unisono.core.types import CollectiveCall, Message, ReduceOp, Work
 from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
 from unisono.host.cpu_count import cores
-from unisono.host.network import shm_obstacle
-from unisono.transports.shm.barrier import Board
-from unisono.transports.shm.collectives import Rounds
+from unisono.host.network import why_no_shm
+from unisono.transports.shm.barrier import SharedBarrier
+from unisono.transports.shm.collectives import ShmCollectives
 from unisono.transports.shm.fast_path import ShmFastPath
 from unisono.transports.shm.mailbox import ShmMailbox
-from unisono.transports.shm.p2p_ring import Rings
+from unisono.transports.shm.p2p_ring import MessageRings
 from unisono.transports.shm.segment import PAGE_BYTES, meet, neighbours
 from unisono.transports.shm.signature import mark_of
-from unisono.transports.shm.symmetric_memory import Arenas
+from unisono.transports.shm.symmetric_memory import SymmetricMemory
 
 if TYPE_CHECKING:
-    from unisono.core.control import Control
+    from unisono.core.control import ControlPlane
 
 __all__ = ["TRANSPORT", "ShmTransport"]
 
@@ -58,17 +58,17 @@ class ShmTransport(Transport):
     native = frozenset(FAMILIES)
     any_source = checks = True
     devices = frozenset({"cpu", "cuda"})
-    staged = frozenset({"cuda"})
+    host_staged = frozenset({"cuda"})
     latency_s = 10e-6
     second_per_byte = 2e-10
 
-    def __init__(self, group: Group, control: Control, options: Options, *, spare: bool) -> None:
+    def __init__(self, group: Group, control: ControlPlane, options: Options, *, spare: bool) -> None:
         self.group, self._control, self._options = group, control, options
         self._fingerprint: Fingerprint | None = None
         self._native: ShmFastPath | None = None
         module, size = native(), group.size
         board = -(-(_CARDS + _CARD.size * size) // PAGE_BYTES) * PAGE_BYTES
-        stages = board + -(-Board.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
+        stages = board + -(-SharedBarrier.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
         rings = stages + size * 2 * _STAGE_BYTES
 
         def mapped(descriptor: int, nbytes: int) -> mmap.mmap:
@@ -77,12 +77,12 @@ class ShmTransport(Transport):
             _CARD.pack_into(memory, _CARDS + _CARD.size * group.rank, spare, build.encode()[:15])
             return memory
 
-        memory = meet(group, control, "memory", rings + Rings.nbytes(size), options.timeout_s, mapped)
+        memory = meet(group, control, "memory", rings + MessageRings.nbytes(size), options.timeout_s, mapped)
         said = [_CARD.unpack_from(memory, _CARDS + _CARD.size * rank) for rank in range(size)]
         self.background = all(spares for spares, _ in said)
         with torch.inference_mode(mode=False):
             words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
-        self._board = Board(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
+        self._board = SharedBarrier(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
         # Memory is unmapped when its last user goes, so nothing may refer to this in a circle.
         differ = _weakly(self._differ)
         queues, core = memoryview(memory)[rings:], None
@@ -91,16 +91,16 @@ class ShmTransport(Transport):
             where = begin + board, begin + stages, begin + rings
             self._native = ShmFastPath(module, self._board, *where, _STAGE_BYTES, size > cores(), queues, differ)
             self.fast_path, core = self._native, self._native.core
-        self._rings = Rings(self._board, queues, None) if self._native is None else self._native.rings
-        self._arenas = Arenas(group, control, options.timeout_s, core)
+        self._rings = MessageRings(self._board, queues, None) if self._native is None else self._native.rings
+        self._arenas = SymmetricMemory(group, control, options.timeout_s, core)
         halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
         pairs = [(half[0], half[1]) for half in halves]
-        self._rounds = Rounds(self._board, pairs, self._arenas, differ)
+        self._rounds = ShmCollectives(self._board, pairs, self._arenas, differ)
         self._memory = memory
 
     @classmethod
-    def connect(cls, group: Group, control: Control, options: Options) -> ShmTransport:
-        obstacle = shm_obstacle()
+    def connect(cls, group: Group, control: ControlPlane, options: Options) -> ShmTransport:
+        obstacle = why_no_shm()
         if obstacle is not None:
             raise UnavailableError(obstacle)
         # The communicator will be told of failures; memory is met for as members only.
@@ -108,7 +108,7 @@ class ShmTransport(Transport):
         return cls(group, control, options, spare=cores() >= group.size * (torch.get_num_threads() + 1))
 
     @classmethod
-    def neighbours(cls, group: Group, control: Control, timeout: float) -> tuple[tuple[int, ...], ...]:
+    def shm_peers(cls, group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
         return neighbours(group, control, timeout)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -146,14 +146,14 @@ class ShmTransport(Transport):
             if self._native.compare(digest, pairs, deadline) is Status.DIFFERS:
                 self._differ()
         elif pairs:
-            self._rounds.pairs(pairs, (digest, 0, 0, 0), deadline)
+            self._rounds.check_pairs(pairs, (digest, 0, 0, 0), deadline)
         else:
             self._rounds.barrier((digest, 0, 0, 0), deadline)
 
-    def collective(self, call: Call) -> Work:
+    def collective(self, call: CollectiveCall) -> Work:
         return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
 
-    def _run(self, call: Call, deadline: float) -> None:
+    def _run(self, call: CollectiveCall, deadline: float) -> None:
         if self._native is not None:
             status = self._native.carry(call, deadline)
             if status is Status.DIFFERS:

@@ -7,26 +7,26 @@ from dataclasses import replace
 from typing import NoReturn
 
 from unisono.control.simulated import SimulatedControl
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.transport import Options
 from unisono.core.types import Message, Send, Work
-from unisono.core.work import Countdown, describe, readable
+from unisono.core.work import CountdownWork, describe, format_bytes
 from unisono.errors import ClosedError, PeerLostError, UnavailableError
 from unisono.simulation import EndedError, Scheduler, here, waiting
 from unisono.transports.sim.network import Link, Network
-from unisono.transports.thread import Letter, Mail, ThreadTransport
+from unisono.transports.thread import InFlightMessage, MessageQueue, ThreadTransport
 
 __all__ = ["TRANSPORT", "Link", "Network", "SimTransport"]
 
 
-class _Post(Mail):
+class _Post(MessageQueue):
     """Messages that wait for their counterpart, and those on their way. Shared by all ranks."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
         self.network = network
-        self.on_the_way: list[tuple[str, Letter]] = []
+        self.on_the_way: list[tuple[str, InFlightMessage]] = []
         self.dead: set[int] = set()
         self._free_at: dict[tuple[int, int], int] = {}
         self._arrived_at: dict[tuple[int, int], int] = {}
@@ -56,16 +56,16 @@ class SimTransport(ThreadTransport):
     devices = frozenset({"cpu"})
 
     _mail: _Post
-    _control: Control
+    _control: ControlPlane
 
     @classmethod
-    def connect(cls, group: Group, control: Control, options: Options) -> SimTransport:
+    def connect(cls, group: Group, control: ControlPlane, options: Options) -> SimTransport:
         if here() is None and group.size > 1:
             raise UnavailableError("simulated ranks take turns: use un.simulate(fn, nprocs) to run them")
         network = options.extra.get("network") or Network()
         return cls(group, control.share("sim/post", lambda: _Post(network)), options.timeout_s)._under(control)
 
-    def _under(self, control: Control) -> SimTransport:
+    def _under(self, control: ControlPlane) -> SimTransport:
         self._control = control
         link = self._mail.network.link
         self.latency_s, self.second_per_byte = link.latency_s, link.second_per_byte
@@ -80,14 +80,14 @@ class SimTransport(ThreadTransport):
             raise ClosedError("this rank was killed")
         for message in batch:
             way = f"to rank {message.peer}" if isinstance(message, Send) else f"from rank {message.peer}"
-            scheduler.note(f"{self.group.name}: {readable(message.tensor.nbytes)} {way} (tag {message.tag})")
+            scheduler.note(f"{self.group.name}: {format_bytes(message.tensor.nbytes)} {way} (tag {message.tag})")
         scheduler.pause()
         return super().post(batch)
 
-    def _work(self, batch: Sequence[Message]) -> Countdown:
+    def _work(self, batch: Sequence[Message]) -> CountdownWork:
         return _SimWork(self._timeout_s, batch)
 
-    def _deliver(self, letter: Letter) -> None:
+    def _deliver(self, letter: InFlightMessage) -> None:
         """Let it leave."""
         scheduler, name = _scheduler(), self.group.name
         wire = self.group.members[letter.source], self.group.members[letter.target]
@@ -95,9 +95,9 @@ class SimTransport(ThreadTransport):
         arrival = self._mail.arrival(wire, letter.sent.tensor.nbytes, scheduler)
         scheduler.at(arrival, lambda: self._arrive(name, letter))
 
-    def _arrive(self, group: str, letter: Letter) -> None:
+    def _arrive(self, group: str, letter: InFlightMessage) -> None:
         self._mail.on_the_way.remove((group, letter))
-        size, tag = readable(letter.sent.tensor.nbytes), letter.sent.tag
+        size, tag = format_bytes(letter.sent.tensor.nbytes), letter.sent.tag
         _scheduler().note(f"{group}: {size} from rank {letter.source} reach rank {letter.target} (tag {tag})")
         letter.deliver()
 
@@ -120,7 +120,7 @@ class SimTransport(ThreadTransport):
                 letter.expected = replace(letter.expected, tensor=letter.expected.tensor.clone())
                 letter.recv.complete(cause)
 
-    def die(self, error: BaseException) -> NoReturn:
+    def simulate_crash(self, error: BaseException) -> NoReturn:
         """No thread of this rank goes on but its program, which raises `error`; it reaches nobody any more."""
         task, control = here(), self._control
         if task is None or task.rank is None or not isinstance(control, SimulatedControl):
@@ -133,7 +133,7 @@ class SimTransport(ThreadTransport):
         raise error if task.main else EndedError
 
 
-class _SimWork(Countdown):
+class _SimWork(CountdownWork):
     """Says what it waits for; who waits lets others run."""
 
     def wait(self, timeout: float | None = None) -> None:

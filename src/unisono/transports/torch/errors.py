@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from unisono.core.types import Message
-from unisono.core.work import late
+from unisono.core.work import timeout_error
 from unisono.errors import CommError, PeerLostError
 
 __all__ = ["translated"]
@@ -16,7 +16,7 @@ def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float
     """Torch's error as one of ours. Gloo never names the rank that is gone; the control plane does."""
     text = str(error)
     if re.search(r"[Tt]imed? ?out|timeout", text):
-        return late(messages, waited_s)
+        return timeout_error(messages, waited_s)
     peer = messages[0].peer if len(messages) == 1 else None
     if re.search(r"[Cc]onnection (closed|reset|refused)|Broken pipe|closure|EOF", text):
         # Whether that rank was the first to fail, the control plane will tell.

@@ -56,7 +56,7 @@ class Sockets:
                 self._seen.add(_number(end))
         return fresh
 
-    def bury(self, _kept: object, works: Sequence[Any]) -> None:
+    def abandon(self, _kept: object, works: Sequence[Any]) -> None:
         """Keep a group of gloo's until its collectives have ended: to let go of it before would stop the process."""
         # What was new at the first look is made by the second. Connections that are made when first used may come only
         # now.

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.core.threads import Crew
+from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Message, Recv, Send, Work
-from unisono.core.work import Countdown, elements, misfit
+from unisono.core.work import CountdownWork, elements, size_error
 from unisono.errors import CommTimeoutError
 from unisono.transports.torch.errors import translated
 
@@ -43,14 +43,14 @@ class Envelopes:
 
     def __init__(self, transport: TorchTransport) -> None:
         self._transport = transport
-        self._crew = Crew(f"unisono messages {transport.group.name}")
+        self._crew = DaemonThreadPool(f"unisono messages {transport.group.name}")
         self._lock = threading.Lock()
-        self._streams: defaultdict[_Stream, deque[tuple[Message, Countdown]]] = defaultdict(deque)
-        self._open: set[Countdown] = set()
+        self._streams: defaultdict[_Stream, deque[tuple[Message, CountdownWork]]] = defaultdict(deque)
+        self._open: set[CountdownWork] = set()
         self._ahead: dict[_Stream, Future[torch.Tensor]] = {}
 
     def post(self, batch: Sequence[Message]) -> Work:
-        work = Countdown(self._transport.timeout_s, batch)
+        work = CountdownWork(self._transport.timeout_s, batch)
         with self._lock:
             self._open.add(work)
         work.when_done(lambda: self._open.discard(work))
@@ -88,7 +88,7 @@ class Envelopes:
             work.complete(cause)
 
     # -- the threads ---------------------------------------------------------------------------
-    def _enqueue(self, message: Message, work: Countdown) -> None:
+    def _enqueue(self, message: Message, work: CountdownWork) -> None:
         """Messages of a stream are served in order, by one thread at a time."""
         stream = (type(message), message.peer, message.tag)
         with self._lock:
@@ -138,7 +138,7 @@ class Envelopes:
         sent = elements(numel, name.rstrip(b"\0").decode())
         expected = elements(tensor.numel(), str(tensor.dtype))
         if sent != expected:
-            return misfit(message.peer, sent, self._transport.rank, expected, message.tag, message.peer)
+            return size_error(message.peer, sent, self._transport.rank, expected, message.tag, message.peer)
         if tensor.nbytes <= _INLINE_BYTES:
             tensor.view(torch.uint8).copy_(envelope[_HEADER.size : _HEADER.size + tensor.nbytes])
             return None

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from unisono.control.torch_store import ControlStore
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.failure import error_of
 from unisono.core.group import Group
-from unisono.core.threads import Crew
+from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Options
 from unisono.errors import UnavailableError
 from unisono.transports.torch.gloo_sockets import Sockets
@@ -22,11 +22,11 @@ from unisono.transports.torch.gloo_sockets import Sockets
 __all__ = ["backend_of"]
 
 _LOOK_EVERY_S = 0.02
-_crew = Crew("unisono torch meets")
+_crew = DaemonThreadPool("unisono torch meets")
 
 
 def backend_of(
-    group: Group, control: Control, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool
+    group: Group, control: ControlPlane, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool
 ) -> Any:
     """A process group of torch's.
 
@@ -72,7 +72,7 @@ def _gloo_device(address: str, lazy: bool) -> Any:
         return create(hostname=address)
 
 
-def _met(group: Group, control: Control, make: Callable[[], Any]) -> Any:
+def _met(group: Group, control: ControlPlane, make: Callable[[], Any]) -> Any:
     """What `make` makes. Gloo waits there for who dies meanwhile until its time is up: then it is left to itself."""
     made: list[Any] = []
     raised: list[BaseException] = []

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from unisono.control.sockets import close_after_fork
+from unisono.control.sockets import invalidate_after_fork
 from unisono.control.torch_store import ControlStore
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.mailbox import Mailbox
-from unisono.core.threads import Crew
-from unisono.core.transport import Declared, Options, Transport
-from unisono.core.types import COLLECTIVE_TAG, Call, Message, Recv, Send, Work
+from unisono.core.threads import DaemonThreadPool
+from unisono.core.transport import Capabilities, Options, Transport
+from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Work
 from unisono.core.work import Completion
 from unisono.errors import ClosedError, CommError
 from unisono.transports.mailbox.tcp import TcpMailbox
@@ -32,7 +32,7 @@ from unisono.transports.torch.process_groups import backend_of
 __all__ = ["TRANSPORT", "TorchTransport"]
 
 _SLICE_S = 0.1
-_crew = Crew("unisono torch")
+_crew = DaemonThreadPool("unisono torch")
 _FIRST_TAG = 1 << 28
 """Above the tags that the owner of a wrapped group is likely to use."""
 
@@ -49,7 +49,9 @@ class TorchTransport(Transport):
     latency_s = 150e-6
     second_per_byte = 1e-9
 
-    def __init__(self, group: Group, backend: Any, control: Control, options: Options, *, owned: bool = True) -> None:
+    def __init__(
+        self, group: Group, backend: Any, control: ControlPlane, options: Options, *, owned: bool = True
+    ) -> None:
         self.group, self._backend, self._control, self._options = group, backend, control, options
         self._owned = owned
         self._upward: Any = None
@@ -58,25 +60,25 @@ class TorchTransport(Transport):
         self._lock = threading.Lock()
         self._stores: list[ControlStore] = []
         declared = self.declared(options.backend)
-        self.devices, self.staged = declared.devices, declared.staged
+        self.devices, self.host_staged = declared.devices, declared.host_staged
         self._cuda = "cpu" not in self.devices
         self.tags = self.any_source = not self._cuda
         self._broken: BaseException | None = None
         self._envelopes = Envelopes(self)
-        close_after_fork(self)
+        invalidate_after_fork(self)
 
-    def let_go(self) -> None:
+    def invalidate_after_fork(self) -> None:
         """In a forked child: kept for good, since at their end torch's backends wait for the parent's threads."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._backend, self._upward)))
 
     @classmethod
-    def declared(cls, backend: str) -> Declared:
+    def declared(cls, backend: str) -> Capabilities:
         if backend in ("gloo", "mpi"):
-            return Declared(frozenset({"cpu", "cuda"}), frozenset({"cuda"}), cls.native)
-        return Declared(frozenset({"cuda"}), frozenset(), cls.native)
+            return Capabilities(frozenset({"cpu", "cuda"}), frozenset({"cuda"}), cls.native)
+        return Capabilities(frozenset({"cuda"}), frozenset(), cls.native)
 
     @classmethod
-    def connect(cls, group: Group, control: Control, options: Options) -> TorchTransport:
+    def connect(cls, group: Group, control: ControlPlane, options: Options) -> TorchTransport:
         made = cls._made(group, control, options, lazy=False)
         if options.backend == "gloo":
             # Gloo writes a message in the caller's thread, under a lock of the connection, if its receive is known
@@ -89,7 +91,7 @@ class TorchTransport(Transport):
         return made
 
     @classmethod
-    def _made(cls, group: Group, control: Control, options: Options, *, lazy: bool) -> TorchTransport:
+    def _made(cls, group: Group, control: ControlPlane, options: Options, *, lazy: bool) -> TorchTransport:
         store = ControlStore(control, f"torch/{group.name}", group=group)
         sockets = Sockets()
         made = cls(group, _backend(group, control, store, options, sockets, lazy=lazy), control, options)
@@ -105,7 +107,7 @@ class TorchTransport(Transport):
         # Gloo's waits cannot be polled, so messages that nobody waits for get connections of their own.
         return TcpMailbox(group, self._control, self._options.address, self._options.timeout_s)
 
-    def renew(self, group: Group) -> TorchTransport:
+    def reconfigure(self, group: Group) -> TorchTransport:
         return self.connect(group, self._control, self._options)
 
     # -- messages ------------------------------------------------------------------------------
@@ -118,14 +120,14 @@ class TorchTransport(Transport):
             return self._post_grouped(batch)
         if batch and batch[0].tag != COLLECTIVE_TAG:
             return self._envelopes.post(batch)
-        ordered = batch if self._upward is not None else sorted(batch, key=_sends_first)
-        moving = [(m, self.start(m, _FIRST_TAG, self._way(m))) for m in ordered if m.tensor.numel()]
-        return _Waits(moving, self._options.timeout_s)
+        ordered = batch if self._upward is not None else sorted(batch, key=_send_first)
+        moving = [(m, self.start(m, _FIRST_TAG, self._direction(m))) for m in ordered if m.tensor.numel()]
+        return _GlooWork(moving, self._options.timeout_s)
 
     def iprobe(self, peer: int, tag: int) -> bool:
         return self._envelopes.iprobe(peer, tag)
 
-    def _way(self, message: Message) -> Any:
+    def _direction(self, message: Message) -> Any:
         """Of two sets of connections, the one for what a schedule sends in this direction, if there are two."""
         upward = (message.peer > self.group.rank) == isinstance(message, Send)
         return self._backend if self._upward is None or not upward else self._upward
@@ -145,20 +147,20 @@ class TorchTransport(Transport):
         self._backend._start_coalescing()
         for message in batch:
             self.start(message, 0)
-        return _Waits([(batch[0], self._backend._end_coalescing())] if batch else [], self._options.timeout_s)
+        return _GlooWork([(batch[0], self._backend._end_coalescing())] if batch else [], self._options.timeout_s)
 
     @property
     def timeout_s(self) -> float:
         return self._options.timeout_s
 
     # -- native collectives --------------------------------------------------------------------
-    def carries(self, call: Call) -> bool:
+    def supports(self, call: CollectiveCall) -> bool:
         return call.name in self.native and carries(call, self._cuda)
 
-    def collective(self, call: Call) -> Work:
-        return self._flown(partial(start, self._backend, call)) or _Waits([], self._options.timeout_s)
+    def collective(self, call: CollectiveCall) -> Work:
+        return self._in_flight(partial(start, self._backend, call)) or _GlooWork([], self._options.timeout_s)
 
-    def _flown(self, begin: Callable[[], Any]) -> Work | None:
+    def _in_flight(self, begin: Callable[[], Any]) -> Work | None:
         """What is under way now, if anything is."""
         # An abort, which comes from another thread, has to see what is under way.
         with self._lock:
@@ -173,7 +175,7 @@ class TorchTransport(Transport):
             if self._owned:
                 self._flying = [known for known in self._flying if not known.is_completed()] + [work]
         # Who is lost before a connection to it was made is waited for in vain, and only our own wait can be ended.
-        return _Waits([(None, work)], self._options.timeout_s, lambda: self._broken)
+        return _GlooWork([(None, work)], self._options.timeout_s, lambda: self._broken)
 
     # -- end -----------------------------------------------------------------------------------
     def close(self) -> None:
@@ -190,21 +192,21 @@ class TorchTransport(Transport):
             self._broken = self._broken or cause
             works = [work for work in self._flying if not work.is_completed()]
             if shut() or works:
-                _crew.run(partial(self._sockets.bury, (self._backend, self._upward), works))
+                _crew.run(partial(self._sockets.abandon, (self._backend, self._upward), works))
             # Works keep what they work with.
             self._flying = []
             if self._upward is not None:
-                self._upward = _Gone(cause)
+                self._upward = _DetachedGroup(cause)
             if self._owned:
-                self._backend = _Gone(cause)
+                self._backend = _DetachedGroup(cause)
 
 
-def _sends_first(message: Message) -> bool:
+def _send_first(message: Message) -> bool:
     """Where all goes over one connection, data should meet no writing caller: both ends send before they receive."""
     return isinstance(message, Recv)
 
 
-class _Gone:
+class _DetachedGroup:
     """What is left of a backend after an abort."""
 
     def __init__(self, cause: BaseException) -> None:
@@ -214,7 +216,7 @@ class _Gone:
         raise self._cause
 
 
-class _Waits(Work):
+class _GlooWork(Work):
     """Torch's works of one batch. Waiting is the only thing that gloo lets one do with a message."""
 
     def __init__(
@@ -282,7 +284,7 @@ def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | N
 
 
 def _backend(
-    group: Group, control: Control, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool
+    group: Group, control: ControlPlane, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool
 ) -> Any:
     try:
         return backend_of(group, control, store, options, sockets, lazy=lazy)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from unisono.diagnostics.event_log import Event, read_events
-from unisono.tools.cli.command import Refusal
+from unisono.tools.cli.command import UsageError
 
 __all__ = ["add_arguments", "run"]
 
@@ -51,17 +51,17 @@ def run(given: argparse.Namespace) -> int:
 
 def _ranks(directory: Path) -> list[_Rank]:
     if not directory.is_dir():
-        raise Refusal(f"{directory} is no directory; give what UNISONO_EVENTS was set to")
+        raise UsageError(f"{directory} is no directory; give what UNISONO_EVENTS was set to")
     found = []
     for path in sorted(directory.glob("*.events")):
         try:
             pid, rank, events = read_events(path)
         except (ValueError, OSError) as error:
-            raise Refusal(str(error)) from error
+            raise UsageError(str(error)) from error
         if events:
             found.append(_Rank(rank, pid, events))
     if not found:
-        raise Refusal(f"{directory} holds no events; run the job with UNISONO_EVENTS={directory}")
+        raise UsageError(f"{directory} holds no events; run the job with UNISONO_EVENTS={directory}")
     return sorted(found, key=lambda rank: (rank.rank, rank.last.time_s))
 
 

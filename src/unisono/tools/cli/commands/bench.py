@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unisono.tools import bench
 from unisono.tools.bench import Settings
-from unisono.tools.cli.command import Refusal
+from unisono.tools.cli.command import UsageError
 
 __all__ = ["add_arguments", "run"]
 
@@ -89,4 +89,4 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise Refusal(str(error)) from error
+        raise UsageError(str(error)) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from unisono import checkpoint
 from unisono.checkpoint.convert import convert, differences
 from unisono.checkpoint.formats import FORMATS
-from unisono.tools.cli.command import Refusal
+from unisono.tools.cli.command import UsageError
 
 __all__ = ["add_arguments", "run"]
 
@@ -70,7 +70,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 def _convert(given: argparse.Namespace) -> int:
     if given.target.exists():
-        raise Refusal(f"{given.target} is there already; give another name")
+        raise UsageError(f"{given.target} is there already; give another name")
     convert(given.path, given.target, to=given.to, trusted=given.trusted)
     print(f"written: {given.target}")
     return 0

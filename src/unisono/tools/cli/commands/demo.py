@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from unisono.tools.cli.command import Refusal
+from unisono.tools.cli.command import UsageError
 from unisono.tools.demo import Settings, prepare, show
 
 __all__ = ["add_arguments", "run"]
@@ -34,5 +34,5 @@ def run(given: argparse.Namespace) -> int:
     try:
         ready = prepare(Settings(given.ranks, given.backend, given.epochs, given.data, given.device, given.seed))
     except (ValueError, OSError) as error:
-        raise Refusal(str(error)) from error
+        raise UsageError(str(error)) from error
     return show(ready)

@@ -10,8 +10,8 @@ import argparse
 import json
 import sys
 
-from unisono.tools.cli.command import Refusal
-from unisono.tools.doctor import CHECKS, PORT, Finding, Patient, examine
+from unisono.tools.cli.command import UsageError
+from unisono.tools.doctor import CHECKS, PORT, Finding, Target, examine
 from unisono.tools.doctor.launcher_env import launched
 from unisono.tools.doctor.report import as_json, for_issue, lines, marks
 
@@ -56,30 +56,32 @@ def run(given: argparse.Namespace) -> int:
     return 1 if crosses else 0
 
 
-def _patient(given: argparse.Namespace) -> Patient:
+def _patient(given: argparse.Namespace) -> Target:
     hosts = tuple(host.strip() for host in given.hosts.split(",") if host.strip())
     unknown = [name for name in given.checks if name not in CHECKS]
     if unknown:
-        raise Refusal(f"there is no check {unknown[0]!r}; known: {', '.join(CHECKS.names())}")
+        raise UsageError(f"there is no check {unknown[0]!r}; known: {', '.join(CHECKS.names())}")
     backends = _backends()
     unknown = [name for name in (given.backend or "auto").split("+") if backends and name not in backends]
     if unknown:
-        raise Refusal(
+        raise UsageError(
             f"there is no backend {unknown[0]!r}; known: {', '.join(backends)}, and two of them as in shm+gloo"
         )
     if given.hosts and len(hosts) < 2:
-        raise Refusal("--hosts takes two or more, with commas between them: --hosts 10.1.1.20,10.1.1.21")
+        raise UsageError("--hosts takes two or more, with commas between them: --hosts 10.1.1.20,10.1.1.21")
     if given.rank is not None and not hosts:
-        raise Refusal("--rank says which of --hosts this one is: give them too; for how many ranks, there is --ranks")
+        raise UsageError(
+            "--rank says which of --hosts this one is: give them too; for how many ranks, there is --ranks"
+        )
     if given.rank is not None and not 0 <= given.rank < len(hosts):
-        raise Refusal(f"--rank {given.rank} is not among 0 to {len(hosts) - 1}, the numbers of --hosts")
+        raise UsageError(f"--rank {given.rank} is not among 0 to {len(hosts) - 1}, the numbers of --hosts")
     if given.ranks is not None and given.ranks < 1:
-        raise Refusal(f"--ranks has to be at least 1, not {given.ranks}")
+        raise UsageError(f"--ranks has to be at least 1, not {given.ranks}")
     if not 0 < given.port < 65536:
-        raise Refusal(f"--port has to be from 1 to 65535, not {given.port}")
+        raise UsageError(f"--port has to be from 1 to 65535, not {given.port}")
     if not given.timeout > 0:
-        raise Refusal(f"--timeout has to be a positive number of seconds, not {given.timeout}")
-    return Patient(given.backend, given.ranks, hosts, given.rank, given.port, given.timeout)
+        raise UsageError(f"--timeout has to be a positive number of seconds, not {given.timeout}")
+    return Target(given.backend, given.ranks, hosts, given.rank, given.port, given.timeout)
 
 
 def _backends() -> list[str]:

@@ -26,7 +26,7 @@ def run(given: argparse.Namespace) -> int:
     address, secret = find_control(given.pid)
     control = SocketControl(address, secret, _REACH_WITHIN_S)
     try:
-        found = control.survey(None, given.patience)
+        found = control.query(None, given.patience)
     finally:
         control.close()
     print(f"{len(found)} ranks at the control plane {address[0]}:{address[1]}")

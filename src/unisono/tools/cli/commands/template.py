@@ -9,7 +9,7 @@ import argparse
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from unisono.tools.cli.command import Refusal
+from unisono.tools.cli.command import UsageError
 
 __all__ = ["add_arguments", "run", "templates"]
 
@@ -37,5 +37,5 @@ def run(given: argparse.Namespace) -> int:
     elif given.name in known:
         print(known[given.name].read_text(), end="")
     else:
-        raise Refusal(f"there is no template {given.name!r}; known: {', '.join(sorted(known))}")
+        raise UsageError(f"there is no template {given.name!r}; known: {', '.join(sorted(known))}")
     return 0

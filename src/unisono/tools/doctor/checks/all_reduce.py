@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from unisono.host.mpi_library import find_mpirun
-from unisono.host.network import shm_obstacle
+from unisono.host.network import why_no_shm
 from unisono.tools.doctor.finding import Finding, note
 from unisono.tools.doctor.mpi import find_library, mpi_environment
 from unisono.tools.doctor.smoke_test_runner import tried
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 from unisono.tools.doctor.torch_import import load_torch
 
 __all__ = ["ORDER", "check"]
@@ -26,7 +26,7 @@ _CORES_EACH = 4
 _Trial = Callable[[float], list[Finding]]
 
 
-def check(patient: Patient) -> Iterator[Finding]:
+def check(patient: Target) -> Iterator[Finding]:
     """Run them for real, in processes of their own."""
     trials: list[_Trial] = [partial(_launched, patient)]
     if patient.wants("mpi"):
@@ -37,9 +37,9 @@ def check(patient: Patient) -> Iterator[Finding]:
             yield from found
 
 
-def _launched(patient: Patient, limit_s: float) -> list[Finding]:
+def _launched(patient: Target, limit_s: float) -> list[Finding]:
     """Those that start their ranks themselves."""
-    obstacles = {"thread": None, "shm": shm_obstacle(), "gloo": None, "nccl": _no_nccl()}
+    obstacles = {"thread": None, "shm": why_no_shm(), "gloo": None, "nccl": _no_nccl()}
     wanted = {name: obstacle for name, obstacle in obstacles.items() if patient.wants(name)}
     fixes = {
         name: f"unisono doctor all_reduce --backend {name} --timeout 300"

@@ -9,14 +9,14 @@ from unisono.host.network import is_loopback
 from unisono.tools.doctor.finding import Finding, cross
 from unisono.tools.doctor.network import addresses, is_own, own_addresses
 from unisono.tools.doctor.smoke_test_runner import tried
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
 ORDER = 80
 
 
-def check(patient: Patient) -> Iterator[Finding]:
+def check(patient: Target) -> Iterator[Finding]:
     """Be one rank of as many as there are hosts. The same command runs on each of them meanwhile."""
     if not patient.hosts:
         return
@@ -47,7 +47,7 @@ def check(patient: Patient) -> Iterator[Finding]:
         yield replace(finding, text=f"this is host {rank} of {len(patient.hosts)}; {finding.text}")
 
 
-def _own_number(patient: Patient, found: dict[str, list[str]]) -> int | Finding:
+def _own_number(patient: Target, found: dict[str, list[str]]) -> int | Finding:
     if patient.rank is not None:
         return patient.rank
     own = [rank for rank, host in enumerate(patient.hosts) if any(map(is_own, found[host]))]

@@ -9,14 +9,14 @@ from unisono.host.cpu_count import cores, visible
 from unisono.host.mpi_library import number
 from unisono.tools.doctor.finding import Finding, cross, note, tick
 from unisono.tools.doctor.launcher_env import BY_VARIABLES, launched
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
 ORDER = 40
 
 
-def check(patient: Patient) -> Iterator[Finding]:
+def check(patient: Target) -> Iterator[Finding]:
     """Count them: what the process may run on, and what its control group is allowed."""
     launch = launched()
     count, why = _cores()

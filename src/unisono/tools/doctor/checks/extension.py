@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from unisono.core.native import NO_EXTENSIONS, native
 from unisono.tools.doctor.finding import Finding, note, tick
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
@@ -16,7 +16,7 @@ ORDER = 11
 _COST = "all works, and without it short calls on shared memory take ten times as long"
 
 
-def check(_patient: Patient) -> Iterator[Finding]:
+def check(_patient: Target) -> Iterator[Finding]:
     """Ask for it."""
     if native() is not None:
         yield tick("the native core of shared memory is there")

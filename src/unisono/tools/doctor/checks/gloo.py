@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from unisono.tools.doctor.finding import Finding, cross, tick
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 from unisono.tools.doctor.torch_import import load_torch
 
 __all__ = ["ORDER", "check"]
@@ -14,7 +14,7 @@ __all__ = ["ORDER", "check"]
 ORDER = 20
 
 
-def check(patient: Patient) -> Iterator[Finding]:
+def check(patient: Target) -> Iterator[Finding]:
     """Ask torch."""
     if not patient.wants("gloo"):
         return

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from unisono.host.network import address_outward, is_loopback
 from unisono.tools.doctor.finding import Finding, cross, tick
 from unisono.tools.doctor.network import addresses, is_own, own_addresses
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
@@ -19,7 +19,7 @@ _WHY = (
 )
 
 
-def check(_patient: Patient) -> Iterator[Finding]:
+def check(_patient: Target) -> Iterator[Finding]:
     """Look it up."""
     name = socket.gethostname()
     found = addresses(name)

@@ -10,12 +10,12 @@ from unisono.host.network import (
     address_outward,
     address_towards,
     interface_of,
-    interface_wanted,
     is_loopback,
+    requested_interface,
 )
 from unisono.tools.doctor.finding import Finding, cross, note, tick
 from unisono.tools.doctor.network import addresses
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
@@ -23,9 +23,9 @@ ORDER = 51
 _NCCL = "NCCL_SOCKET_IFNAME"
 
 
-def check(patient: Patient) -> Iterator[Finding]:
+def check(patient: Target) -> Iterator[Finding]:
     """Take what was set by hand, as `init` does; else follow the route to the first host, or outward."""
-    wanted = interface_wanted()
+    wanted = requested_interface()
     if wanted is None:
         yield _way(patient)
         if os.environ.get(_NCCL):
@@ -38,7 +38,7 @@ def check(patient: Patient) -> Iterator[Finding]:
         yield cross(f"{variable} names {name}: {error}", f"unset {variable}")
 
 
-def _way(patient: Patient) -> Finding:
+def _way(patient: Target) -> Finding:
     master = patient.hosts[0] if patient.hosts else os.environ.get("MASTER_ADDR", "")
     towards = [address for address in addresses(master) if not is_loopback(address)] if master else []
     try:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from unisono.bootstrap import Request, env, slurm
 from unisono.host import mpi_library
-from unisono.host.mpi_library import Launched
+from unisono.host.mpi_library import MpiLauncher
 from unisono.host.network import is_loopback
 from unisono.tools.doctor.finding import Finding, cross, note, tick
 from unisono.tools.doctor.launcher_env import BY_VARIABLES, launched
 from unisono.tools.doctor.network import addresses
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
@@ -21,7 +21,7 @@ _MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 _UNSET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
 
 
-def check(patient: Patient) -> Iterator[Finding]:
+def check(patient: Target) -> Iterator[Finding]:
     """Read the environment as `init` would."""
     launch = launched()
     crosses = [*_refused(), *_master(launch), *_backend(patient, launch)]
@@ -35,13 +35,13 @@ def _refused() -> Iterator[Finding]:
     """Yield the error that `init` would raise, in its own words."""
     request = Request(None, None, None, 0.0, None)
     try:
-        if env.here(request):
+        if env.detected(request):
             env.read(request)
         elif mpi_library.launched() is None:
             slurm.step()
     except ValueError as error:
         missing = next((name for name in _MEETING if not os.environ.get(name)), None)
-        if not env.here(request):
+        if not env.detected(request):
             yield cross(str(error), "srun python train.py   # which sets Slurm's variables itself")
         elif missing is not None and request.rank is not None:
             yield cross(str(error), f"export {missing}={_MEETING[missing]}   # of the host of rank 0, on every rank")
@@ -49,7 +49,7 @@ def _refused() -> Iterator[Finding]:
             yield cross(str(error), f"{_UNSET}   # for a world of one; or: torchrun --nproc-per-node 2 train.py")
 
 
-def _master(launch: Launched) -> Iterator[Finding]:
+def _master(launch: MpiLauncher) -> Iterator[Finding]:
     host = os.environ.get("MASTER_ADDR")
     if not host:
         return
@@ -65,7 +65,7 @@ def _master(launch: Launched) -> Iterator[Finding]:
         )
 
 
-def _backend(patient: Patient, launch: Launched) -> Iterator[Finding]:
+def _backend(patient: Target, launch: MpiLauncher) -> Iterator[Finding]:
     if "mpi" in (patient.backend or "").split("+") and launch.by in BY_VARIABLES:
         yield cross(
             f"backend mpi was asked for, but {launch.by} has started the ranks: MPI knows nothing of them, and would "
@@ -74,13 +74,13 @@ def _backend(patient: Patient, launch: Launched) -> Iterator[Finding]:
         )
 
 
-def _words(launch: Launched) -> str:
+def _words(launch: MpiLauncher) -> str:
     if not launch.by:
         return "none: un.init() is a world of one, and un.launch starts ranks itself"
     return f"{launch.by}: rank {launch.rank} of {launch.size}"
 
 
-def _remarks(patient: Patient, launch: Launched) -> Iterator[Finding]:
+def _remarks(patient: Target, launch: MpiLauncher) -> Iterator[Finding]:
     if launch.by == "torchrun" and patient.backend is None:
         yield note("under torchrun every backend but mpi can be used; ranks for mpi are started by mpirun")
     if not launch.by and "SLURM_JOB_ID" in os.environ:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from unisono.host.network import shm_obstacle
+from unisono.host.network import why_no_shm
 from unisono.tools.doctor.finding import Finding, cross, note, tick
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
@@ -22,7 +22,7 @@ _TRIED_BYTES = 8 << 20
 _FIX = "mount -o remount,size=2G /dev/shm   # in a container instead: docker run --shm-size=2g ... (or --ipc=host)"
 
 
-def check(patient: Patient) -> Iterator[Finding]:
+def check(patient: Target) -> Iterator[Finding]:
     """Take some of each."""
     if patient.wants("shm"):
         yield _memfd()
@@ -31,7 +31,7 @@ def check(patient: Patient) -> Iterator[Finding]:
 
 
 def _memfd() -> Finding:
-    obstacle = shm_obstacle()
+    obstacle = why_no_shm()
     if obstacle is not None:
         return note(obstacle)
     descriptor = os.memfd_create("unisono doctor")

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from unisono.tools.doctor.finding import Finding, cross, tick
 from unisono.tools.doctor.mpi import Library, find_library
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
 ORDER = 30
 
 
-def check(patient: Patient) -> Iterator[Finding]:
+def check(patient: Target) -> Iterator[Finding]:
     """Load it, in a process of its own."""
     if not patient.wants("mpi"):
         return

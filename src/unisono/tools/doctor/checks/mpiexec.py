@@ -13,7 +13,7 @@ from unisono.host.mpi_library import find_mpirun
 from unisono.tools.doctor.finding import Finding, cross, note, tick
 from unisono.tools.doctor.mpi import Library, find_library, mpi_environment
 from unisono.tools.doctor.subprocesses import run
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
@@ -30,7 +30,7 @@ except UnavailableError as error:
 """
 
 
-def check(patient: Patient) -> Iterator[Finding]:
+def check(patient: Target) -> Iterator[Finding]:
     """Start two ranks by each, and ask them how many they are."""
     if not patient.wants("mpi"):
         return

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from unisono.tools.doctor.finding import Finding, cross, note, tick
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 from unisono.tools.doctor.torch_import import load_torch
 
 __all__ = ["ORDER", "check"]
@@ -14,7 +14,7 @@ __all__ = ["ORDER", "check"]
 ORDER = 21
 
 
-def check(patient: Patient) -> Iterator[Finding]:
+def check(patient: Target) -> Iterator[Finding]:
     """Ask torch. Without a GPU nobody needs it, unless it was asked for."""
     if not patient.wants("nccl"):
         return

@@ -12,8 +12,8 @@ from unisono.errors import CommError
 from unisono.host.mpi_library import number
 from unisono.tools.doctor.finding import Finding, cross, note, tick
 from unisono.tools.doctor.launcher_env import launched
-from unisono.tools.doctor.network import ANYWHERE, free_port, holder
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.network import ANYWHERE, free_port, port_owner
+from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
@@ -21,7 +21,7 @@ ORDER = 52
 _USUAL = 29500
 
 
-def check(_patient: Patient) -> Iterator[Finding]:
+def check(_patient: Target) -> Iterator[Finding]:
     """Listen there for a moment."""
     port, why, mend = _meeting()
     host = os.environ.get("MASTER_ADDR", "")
@@ -38,10 +38,10 @@ def check(_patient: Patient) -> Iterator[Finding]:
     elif taken == errno.EACCES:
         yield cross(f"{why} is reserved for root", mend.format(free_port(_USUAL)))
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        yield tick(f"{why} is held by {holder(port)}, as it should be under torchrun")
+        yield tick(f"{why} is held by {port_owner(port)}, as it should be under torchrun")
     else:
         yield cross(
-            f"{why} is taken by {holder(port)}: rank 0 cannot listen there, and the others would reach a stranger",
+            f"{why} is taken by {port_owner(port)}: rank 0 cannot listen there, and the others would reach a stranger",
             mend.format(free_port(port + 1 if port < 65535 else 0)),
         )
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from unisono.tools.doctor.finding import Finding, cross, tick
-from unisono.tools.doctor.target import Patient
+from unisono.tools.doctor.target import Target
 from unisono.tools.doctor.torch_import import load_torch
 
 __all__ = ["ORDER", "check"]
@@ -15,7 +15,7 @@ ORDER = 10
 _OLDEST = (2, 8)
 
 
-def check(_patient: Patient) -> Iterator[Finding]:
+def check(_patient: Target) -> Iterator[Finding]:
     """Import it."""
     fix = f"{sys.executable} -m pip install --upgrade 'torch>={_OLDEST[0]}.{_OLDEST[1]}'"
     try:

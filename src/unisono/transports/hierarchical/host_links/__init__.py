@@ -7,7 +7,7 @@ offer none of the three.
 
 from __future__ import annotations
 
-from unisono.transports.hierarchical.host_links.connect import check_ways, meet
-from unisono.transports.hierarchical.host_links.exchange import Lanes, Packet
+from unisono.transports.hierarchical.host_links.connect import check_reachability, meet
+from unisono.transports.hierarchical.host_links.exchange import HostLinks, Packet
 
-__all__ = ["Lanes", "Packet", "check_ways", "meet"]
+__all__ = ["HostLinks", "Packet", "check_reachability", "meet"]

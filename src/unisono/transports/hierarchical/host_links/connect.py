@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unisono.control.mesh import Mesh
-from unisono.core.control import Control
+from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError
-from unisono.transports.hierarchical.host_links.exchange import Lanes
+from unisono.transports.hierarchical.host_links.exchange import HostLinks
 
-__all__ = ["check_ways", "meet"]
+__all__ = ["check_reachability", "meet"]
 
 _REACH_WITHIN_S = 10.0
 
 
-def meet(group: Group, control: Control, hosts: Sequence[Sequence[int]], address: str, timeout: float) -> Lanes | None:
+def meet(
+    group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
+) -> HostLinks | None:
     """The lines from this host to the others, on its first rank; None on its other ranks. Collective.
 
     The host of a lower number listens, at its own address; the others connect, and prove that they know a secret that
@@ -48,10 +50,12 @@ def meet(group: Group, control: Control, hosts: Sequence[Sequence[int]], address
     links = Mesh(group, control, f"{group.name}/lanes", firsts, address).connect(timeout, within_s, conclude)
     where = {rank: "{}:{}".format(*peer.getpeername()[:2]) for rank, (peer, _) in links.items()}
     peers = {firsts.index(rank): peer for rank, (peer, _) in links.items()}
-    return Lanes(peers, firsts, [where.get(rank, "") for rank in firsts])
+    return HostLinks(peers, firsts, [where.get(rank, "") for rank in firsts])
 
 
-def check_ways(group: Group, control: Control, hosts: Sequence[Sequence[int]], address: str, timeout: float) -> None:
+def check_reachability(
+    group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
+) -> None:
     """Raise as `meet` does, and keep no connection."""
     lanes = meet(group, control, hosts, address, timeout)
     if lanes is not None:

@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from unisono.control.sockets import close_after_fork
+from unisono.control.sockets import invalidate_after_fork
 from unisono.errors import CommTimeoutError, PeerLostError
 
-__all__ = ["Lanes", "Packet"]
+__all__ = ["HostLinks", "Packet"]
 
 _HEAD = struct.Struct("<QQ16s")
 
@@ -27,7 +27,7 @@ class Packet:
         self.content = memoryview(b"") if content is None else content
 
 
-class Lanes:
+class HostLinks:
     """One socket to each other host.
 
     Args:
@@ -43,7 +43,7 @@ class Lanes:
         self._closing = threading.Lock()
         for peer in peers.values():
             peer.setblocking(False)
-        close_after_fork(self)
+        invalidate_after_fork(self)
 
     def swap(self, mine: Packet, theirs: dict[int, memoryview], deadline: float) -> bool:
         """Send a packet to every other host, and receive one of each; whether all digests are the same.
@@ -61,7 +61,7 @@ class Lanes:
         """
         self._round += 1
         head = _HEAD.pack(len(mine.content), self._round, mine.digest)
-        pending = [_Swap(host, peer, head, mine.content, theirs[host]) for host, peer in self._peers.items()]
+        pending = [_Exchange(host, peer, head, mine.content, theirs[host]) for host, peer in self._peers.items()]
         started = time.monotonic()
         while pending := [swap for swap in pending if not self._moved(swap, head)]:
             alike = [swap for swap in pending if not swap.differs]
@@ -76,7 +76,7 @@ class Lanes:
                 self._give_up(alike, time.monotonic() - started)
         return True
 
-    def _moved(self, swap: _Swap, head: bytes) -> bool:
+    def _moved(self, swap: _Exchange, head: bytes) -> bool:
         """Move what can be moved; whether that was all."""
         try:
             return swap.move(head)
@@ -88,7 +88,7 @@ class Lanes:
                 f"the connection to rank {self._ranks[host]} at {self._where[host]} was lost"
             ) from error
 
-    def _give_up(self, pending: Sequence[_Swap], waited_s: float) -> None:
+    def _give_up(self, pending: Sequence[_Exchange], waited_s: float) -> None:
         if self._broken is not None:
             raise self._broken
         late = [self._ranks[swap.host] for swap in pending]
@@ -116,13 +116,13 @@ class Lanes:
             for peer in self._peers.values():
                 peer.close()
 
-    def let_go(self) -> None:
+    def invalidate_after_fork(self) -> None:
         """Close the descriptors, as a forked child does."""
         for peer in self._peers.values():
             peer.close()
 
 
-class _Swap:
+class _Exchange:
     """One packet out and one in, over one socket."""
 
     def __init__(self, host: int, peer: socket.socket, head: bytes, content: memoryview, into: memoryview) -> None:

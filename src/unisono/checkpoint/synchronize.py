@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.checkpoint.checksum import BLOCK
-from unisono.checkpoint.collective import Team
+from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.dtypes import as_bytes, dtype_of, name_of
 from unisono.checkpoint.manifest import TensorEntry
-from unisono.checkpoint.map_location import Landing
-from unisono.checkpoint.restore import Restoration
-from unisono.checkpoint.save import Snapshot, prepare
+from unisono.checkpoint.map_location import Destination
+from unisono.checkpoint.restore import Restorer
+from unisono.checkpoint.saver import Snapshot, prepare
 from unisono.checkpoint.state import capture
 from unisono.checkpoint.tree import Node, names_in, tag_of
 
@@ -44,9 +44,9 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
         ...
         unisono.errors.MismatchError: ...'lr': rank 1 differs from rank 0 (0.0 on rank 0; 0.1 on rank 1)...
     """
-    team = Team(comm, "assert_in_sync")
+    team = CollectiveScope(comm, "assert_in_sync")
     made: list[Snapshot] = []
-    team.together(lambda: made.append(prepare(state, comm.rank, comm.size, copy=False)))
+    team.all_or_none(lambda: made.append(prepare(state, comm.rank, comm.size, copy=False)))
     told = "un.checkpoint.sync(state, comm) makes them equal"
     team.compare(made[0].fingerprint, made[0].describe, told)
 
@@ -74,24 +74,26 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
         >>> un.launch(program, 2, "thread")[0]
         {'w': tensor([1., 1.]), 'step': 1}
     """
-    team = Team(comm, "sync")
+    team = CollectiveScope(comm, "sync")
     source = comm.rank == src
     made: list[Any] = []
-    team.together(lambda: made.append(_described(state, src) if source else None))
+    team.all_or_none(lambda: made.append(_described(state, src) if source else None))
     if not source:
         made[0] = None, ""
     tensors, text = made[0]
     tree, trees, listed = json.loads(comm.broadcast_object(text if source else None, src))
     entries = {name: TensorEntry(dtype_of(dtype), tuple(shape)) for name, dtype, shape in listed}
-    restoration = Restoration(entries, lambda index, policy: trees[index])
+    restoration = Restorer(entries, lambda index, policy: trees[index])
     builds: list[Any] = []
-    team.together(lambda: builds.append(restoration.match(state, tree)) if not source else None)
+    team.all_or_none(lambda: builds.append(restoration.match(state, tree)) if not source else None)
     with torch.no_grad():
-        landings = {name: Landing(entry, restoration.places.get(name), None) for name, entry in restoration.wanted()}
+        landings = {
+            name: Destination(entry, restoration.places.get(name), None) for name, entry in restoration.wanted()
+        }
         for run in _runs(entries):
             _send(comm, src, run, tensors, landings)
         restoration.values.update({name: landing.tensor() for name, landing in landings.items()})
-        team.together(lambda: builds.append(builds[0]()) if not source else None)
+        team.all_or_none(lambda: builds.append(builds[0]()) if not source else None)
     return state if source else builds[1]
 
 
@@ -138,7 +140,7 @@ def _runs(entries: dict[str, TensorEntry]) -> Iterator[_Run]:
 
 
 def _send(
-    comm: Communicator, src: int, run: _Run, tensors: dict[str, torch.Tensor] | None, landings: dict[str, Landing]
+    comm: Communicator, src: int, run: _Run, tensors: dict[str, torch.Tensor] | None, landings: dict[str, Destination]
 ) -> None:
     if tensors is not None:
         parts = [as_bytes(tensors[name])[start:stop].to(comm.device) for name, start, stop in run]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.checksum import CHUNK, blocks, digest, hasher
-from unisono.checkpoint.collective import Team
+from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.dtypes import as_bytes, dtype_of, memory_of, name_of
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import FILE, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
@@ -25,7 +25,7 @@ from unisono.checkpoint.state import capture
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.tree import Node
 from unisono.checkpoint.tree_utils import leaves
-from unisono.checkpoint.writer import Portion, write_file
+from unisono.checkpoint.writer import Shard, write_file
 
 __all__ = ["Progress", "Snapshot", "commit", "prepare"]
 
@@ -51,7 +51,7 @@ class Snapshot:
     own_trees: list[Node]
     own_entries: dict[str, TensorEntry]
     digests: dict[str, list[str]] = field(default_factory=dict)
-    portions: list[Portion] = field(default_factory=list)
+    portions: list[Shard] = field(default_factory=list)
 
     def fingerprint(self) -> bytes:
         """Equal on two ranks if what they are to save is."""
@@ -114,10 +114,10 @@ def _entry(tensor: torch.Tensor) -> TensorEntry:
     return TensorEntry(tensor.dtype, tuple(tensor.shape), str(tensor.device))
 
 
-def _portion(entries: Mapping[str, TensorEntry], part: Slice, data: torch.Tensor, found: list[str] | None) -> Portion:
+def _portion(entries: Mapping[str, TensorEntry], part: Slice, data: torch.Tensor, found: list[str] | None) -> Shard:
     entry = entries[part.name]
     known = None if found is None else tuple(found)
-    return Portion(part.name, entry.dtype, entry.shape, part.start, part.stop, data, known)
+    return Shard(part.name, entry.dtype, entry.shape, part.start, part.stop, data, known)
 
 
 def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -146,7 +146,7 @@ def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, l
 def commit(
     make: Callable[[], Snapshot],
     storage: Storage,
-    team: Team,
+    team: CollectiveScope,
     extra: dict[str, Any],
     progress: Progress | None,
     newest: Callable[[], int] = int,
@@ -156,7 +156,7 @@ def commit(
     `newest` tells when the checkpoint was made that this one is to be newer than.
     """
     made: list[Any] = []
-    team.together(lambda: made.append(make()))
+    team.all_or_none(lambda: made.append(make()))
     snapshot, save_id = made[0], team.first(lambda: secrets.token_hex(8))
     team.compare(
         lambda: storage.where.encode() + snapshot.fingerprint(),
@@ -168,14 +168,14 @@ def commit(
     team.first(lambda: storage.make() if MANIFEST not in storage.sizes() else None)
     name = f"{save_id}-{team.rank:05d}.safetensors"
     try:
-        parts = team.together(lambda: _write(snapshot, storage, name, save_id, progress))
+        parts = team.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress))
     except CheckpointError:
         with suppress(OSError):
             storage.remove(name)
         raise
     team.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest))
     if team.rank == 0:
-        _tidy(storage, save_id)
+        _remove_stale(storage, save_id)
 
 
 def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progress: Progress | None) -> Any:
@@ -278,7 +278,7 @@ def _is_published(storage: Storage, save_id: str) -> bool:
         return True
 
 
-def _tidy(storage: Storage, save_id: str) -> None:
+def _remove_stale(storage: Storage, save_id: str) -> None:
     """Take away the files of earlier saves to this path, finished or not."""
     try:
         storage.remove(*(n for n in storage.sizes() if FILE.fullmatch(n) and not n.startswith(save_id)))

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.checkpoint.collective import Team
+from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, CorruptError, StateError
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.map_location import check_location
 from unisono.checkpoint.memory_limits import HELD
-from unisono.checkpoint.reader import Files, Window, deal, read_manifest, windows_of
-from unisono.checkpoint.restore import Restoration
+from unisono.checkpoint.reader import Files, ReadWindow, assign, read_manifest, windows_of
+from unisono.checkpoint.restore import Restorer
 from unisono.checkpoint.storage import Storage
-from unisono.checkpoint.tensor_loader import Filling, Wishes
-from unisono.checkpoint.tree_utils import taken_over
+from unisono.checkpoint.tensor_loader import LoadOptions, TensorLoader
+from unisono.checkpoint.tree_utils import remapped_rank
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
@@ -29,7 +29,7 @@ _SMALL = HELD
 """Up to so many bytes a rank, all is checked before anything is changed."""
 
 
-def load_state(storage: Storage, state: Any, team: Team, wishes: Wishes) -> Any:
+def load_state(storage: Storage, state: Any, team: CollectiveScope, wishes: LoadOptions) -> Any:
     """What `load` does, again if a save over the same name takes the files away meanwhile. Collective."""
     for attempt in range(_ATTEMPTS):
         manifest = _manifest(storage, team)
@@ -45,7 +45,7 @@ def _now(storage: Storage) -> str:
     return read_manifest(storage)[0].id
 
 
-def _manifest(storage: Storage, team: Team) -> Manifest:
+def _manifest(storage: Storage, team: CollectiveScope) -> Manifest:
     """Read once, by rank 0, for all."""
 
     def read() -> Any:
@@ -57,9 +57,9 @@ def _manifest(storage: Storage, team: Team) -> Manifest:
     return Manifest.from_bytes(data, nbytes)
 
 
-def _load(storage: Storage, manifest: Manifest, state: Any, team: Team, wishes: Wishes) -> Any:
-    source = taken_over(manifest.per_rank, team.rank, team.size)
-    restoration = Restoration(manifest.tensors, source, strict=wishes.strict)
+def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScope, wishes: LoadOptions) -> Any:
+    source = remapped_rank(manifest.per_rank, team.rank, team.size)
+    restoration = Restorer(manifest.tensors, source, strict=wishes.strict)
     builds: list[Callable[[], Any]] = []
 
     def match() -> list[str]:
@@ -70,25 +70,25 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: Team, wishes: 
             raise StateError(f"its state refers to {absent[0]!r}, which it does not have")
         return [name for name in restoration.needed if not name.startswith("@")]
 
-    wanted = dict.fromkeys(name for names in team.together(match) for name in names)
+    wanted = dict.fromkeys(name for names in team.all_or_none(match) for name in names)
     own = [name for name in restoration.needed if name.startswith("@")]
     host = _host(team.comm)
     try:
         rank, size = (host.rank, host.size) if host is not None else (0, 1)
-        shares = deal(windows_of(manifest, wanted), size)
+        shares = assign(windows_of(manifest, wanted), size)
         with Files(storage, manifest) as files, torch.no_grad():
             alone = windows_of(manifest, own)
-            found = team.together(lambda: _whole(files, shares, rank, alone, wishes))
+            found = team.all_or_none(lambda: _whole(files, shares, rank, alone, wishes))
             kept, same = all(which is not None for which in found), _same(found, team)
-            ready: list[Filling] = []
+            ready: list[TensorLoader] = []
             # Where tensors are made anew, memory or the device may be missing on one rank.
-            team.together(lambda: ready.append(Filling(files, restoration, host, wishes, kept=kept, same=same)))
+            team.all_or_none(lambda: ready.append(TensorLoader(files, restoration, host, wishes, kept=kept, same=same)))
             try:
-                team.together(lambda: ready[0].run(shares, alone))
+                team.all_or_none(lambda: ready[0].run(shares, alone))
             except CheckpointError as error:
                 error.message += "; the state is partly overwritten"
                 raise
-            team.together(lambda: builds.append(builds[0]()))
+            team.all_or_none(lambda: builds.append(builds[0]()))
     finally:
         if host is not None and host is not team.comm:
             host.close()
@@ -108,14 +108,14 @@ def _host(comm: Communicator | None) -> Communicator | None:
     return host
 
 
-def _same(found: list[list[list[int]] | None], team: Team) -> bool:
+def _same(found: list[list[list[int]] | None], team: CollectiveScope) -> bool:
     """Whether all ranks of this host read the same files."""
     here = next(ranks for ranks in team.comm.hosts if team.rank in ranks) if team.comm is not None else (team.rank,)
     return bool(found[team.rank]) and all(found[rank] == found[team.rank] for rank in here)
 
 
 def _whole(
-    files: Files, shares: Sequence[Sequence[Window]], rank: int, own: list[Window], wishes: Wishes
+    files: Files, shares: Sequence[Sequence[ReadWindow]], rank: int, own: list[ReadWindow], wishes: LoadOptions
 ) -> list[list[int]] | None:
     """What tells the files apart that are read for all, if the host's memory keeps what is read; None if not.
 

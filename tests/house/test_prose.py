@@ -1,0 +1,97 @@
+"""Docstrings, comments and pages in plain technical English: the rules that a list of words can hold.
+
+`python tests/house/test_prose.py [FOLDER]` prints what breaks them.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+CLAUSES = (
+    "what who whose whom which where whether when why how if by of from that those these likewise also again".split()
+)
+"""A docstring begins with a noun phrase or an imperative verb, never with one of these."""
+
+BANNED = (
+    r"who|whom|whose|whoever|nobody|somebody|someone|anybody|everybody|"
+    r"(?:is|are|was|were|be|been|being) told|in vain|in haste|anew|at once|in the place of|"
+    r"(?:shorter|longer) way|lies?|lay ready|laid|the own|for ever|on the way|again is harmless|"
+    r"lets? go of|see(?:s|n)? through|gives? way|a word|none of ours"
+)
+WORDS = re.compile(rf"\b({BANNED})\b", re.IGNORECASE)
+
+EXCEPTIONS: dict[str, str] = {}
+"""Places that may break a rule, "path: words", each with its reason."""
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Each docstring, with its line; also strings that document an attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for index, statement in enumerate(node.body):
+                value = statement.value if isinstance(statement, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield statement.lineno, value.value if index == 0 else f"Attribute: {value.value}"
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line, text, and whether it is a docstring that begins something."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        for line, found in docstrings(ast.parse(text)):
+            yield line, found, not found.startswith("Attribute: ")
+        for line, found in comments(text):
+            yield line, found, False
+    elif path.suffix == ".md":
+        for line, found in enumerate(re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), text, flags=re.S).split("\n"), 1):
+            yield line, re.sub(r"`[^`]*`", "", found), False
+    else:
+        for line, found in enumerate(text.split("\n"), 1):
+            if "//" in found:
+                yield line, found.split("//", 1)[1], False
+
+
+def faults(path: Path) -> list[str]:
+    name, found = path.relative_to(ROOT), []
+    for line, text, begins in prose(path):
+        first = re.match(r"\W*([A-Za-z]+)", text)
+        if begins and first and first[1].lower() in CLAUSES:
+            found.append(f"{name}:{line}: begins with {first[1]!r}: {text.strip().splitlines()[0][:90]}")
+        # Examples and code are no prose.
+        plain = re.sub(r"`[^`]*`|^\s*(>>>|\.\.\.).*$", "", text, flags=re.MULTILINE)
+        found += [f"{name}:{line}: {match[0]!r}" for match in WORDS.finditer(plain)]
+    return [fault for fault in found if f"{name}: {fault.split(': ', 1)[1]}" not in EXCEPTIONS]
+
+
+def files(folder: str = "") -> list[Path]:
+    where = [ROOT / folder] if folder else [ROOT / "src/unisono", ROOT / "src/native", ROOT / "docs", ROOT / "benchmarks"]
+    found = [path for place in where for path in ([place] if place.is_file() else sorted(place.rglob("*")))]
+    return [path for path in found if path.suffix in (".py", ".md", ".hpp", ".cpp") and path.name != "benchmarks.md"]
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose(path: Path) -> None:
+    assert not faults(path)
+
+
+if __name__ == "__main__":
+    counts = {path: faults(path) for path in files(sys.argv[1] if len(sys.argv) > 1 else "")}
+    for found in counts.values():
+        print("\n".join(found), end="\n" if found else "")
+    print(sum(map(len, counts.values())), "faults in", sum(map(bool, counts.values())), "files")

@@ -204,7 +204,7 @@ def test_the_judge(outcome: Any, said: str | None) -> None:
 
 
 def test_a_failure_tells_the_seed_and_the_weather() -> None:
-    with pytest.raises(chaos.ChaosError, match=r"seed 3: rank 0 ended by KeyError(.|\n)*Weather\(network=Network"):
+    with pytest.raises(chaos.ChaosError, match=r"seed 3: rank 0 ended by KeyError(.|\n)*FaultPlan\(network=Network"):
         chaos.check(_raises_in_bad_weather, 2, seeds=[3])
 
 

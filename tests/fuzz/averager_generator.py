@@ -27,9 +27,9 @@ def draw(seed: int, size: int, *, compiled: bool = False, changes: tuple[str, ..
     draw = Random(f"{seed}, {size}, {compiled}")
     amp = draw.choice(["autocast", "scaler", "autocast+scaler"]) if draw.random() < 0.12 else ""
     dtype = "float32" if amp or draw.random() < 0.1 else "float64"
-    find_unused = draw.random() < 0.5
+    find_unused_parameters = draw.random() < 0.5
     change = Change(draw.choice(changes), _ranks(draw, size)) if changes and not amp and draw.random() < 0.12 else None
-    surely = not find_unused or bool(amp) or change is not None or draw.random() < 0.8
+    surely = not find_unused_parameters or bool(amp) or change is not None or draw.random() < 0.8
     case = Case(
         seed,
         size,
@@ -40,7 +40,7 @@ def draw(seed: int, size: int, *, compiled: bool = False, changes: tuple[str, ..
         wide=draw.choice([1, 4, 17, 300]) if draw.random() < 0.95 else 25_000,
         record=draw.random() < 0.6,
         options={
-            "find_unused": find_unused,
+            "find_unused_parameters": find_unused_parameters,
             "average": "sum" if draw.random() < 0.15 else "mean",
             "bucket_cap_mb": draw.choice(_CAPS),
             "first_bucket_mb": draw.choice(_CAPS),
@@ -80,7 +80,7 @@ def _nodes(draw: Random, kinds: list[str], *, surely: bool, checkpoints: bool) -
 
 def _is_sure(case: Case) -> bool:
     """Return whether every rank always uses layer 0."""
-    return not case.find_unused or bool(case.amp) or case.change is not None
+    return not case.find_unused_parameters or bool(case.amp) or case.change is not None
 
 
 def _frozen(draw: Random, case: Case) -> frozenset[str]:
@@ -102,7 +102,9 @@ def _hook(draw: Random, case: Case) -> Hook:
         if kind == "early" and draw.random() < 0.25:
             action = draw.choice(["halve", "replace"])
     targets = tuple(draw.sample(case.names, draw.randint(1, 3)))
-    return Hook(place, action, targets, _ranks(draw, case.size) if case.find_unused else frozenset(range(case.size)))
+    return Hook(
+        place, action, targets, _ranks(draw, case.size) if case.find_unused_parameters else frozenset(range(case.size))
+    )
 
 
 # -- steps ---------------------------------------------------------------------------------------------
@@ -152,11 +154,11 @@ def _step(draw: Random, case: Case, number: int, frozen: frozenset[str], before:
     if chance < 0.2:
         failure = _failure(draw, case, passes[-1], frozen)
         # What a failed step accumulated counts in the next one.
-        unequal = not case.find_unused and any(len(set(one.skips)) > 1 for one in passes)
+        unequal = not case.find_unused_parameters and any(len(set(one.skips)) > 1 for one in passes)
         if failure is not None and all(failure.places) and not unequal and draw.random() < 0.6:
             failure = replace(failure, retry=False, times=1)
         return replace(step, failure=failure)
-    if chance < 0.27 and not case.find_unused:
+    if chance < 0.27 and not case.find_unused_parameters:
         return _mismatched(draw, case, step, frozen, before)
     return step
 
@@ -186,7 +188,7 @@ def _pass(draw: Random, case: Case, seed: int, frozen: frozenset[str]) -> Pass:
     if not reentrant and not hooked and not case.compiled and draw.random() < 0.1:
         used = [case.reached(one, rank, frozen) for rank in range(case.size)]
         inputs = frozenset(name for name in case.names if draw.random() < 0.5)
-        if all(inputs & names for names in used) and (case.find_unused or len(set(used)) == 1):
+        if all(inputs & names for names in used) and (case.find_unused_parameters or len(set(used)) == 1):
             some = replace(one, mode="inputs", inputs=tuple(sorted(inputs & frozenset.union(*used))))
             # Torch calls no hook at all in a pass that comes to none of its inputs.
             if all(case.reached(some, rank, frozen) for rank in range(case.size)):
@@ -203,7 +205,7 @@ def _skips(draw: Random, case: Case) -> tuple[frozenset[int], ...]:
         numbers = Random(f"{case.seed}, {draw.randrange(2)}") if case.compiled else draw
         return frozenset(i for i in range(len(case.nodes)) if i not in sure and numbers.random() < chance)
 
-    skips = [one() for _ in range(case.size)] if case.find_unused else [one()] * case.size
+    skips = [one() for _ in range(case.size)] if case.find_unused_parameters else [one()] * case.size
     if not any(case.reached(Pass(0, skips=tuple(skips)), rank, frozenset()) for rank in range(case.size)):
         skips[0] = frozenset()
     return tuple(skips)
@@ -236,7 +238,7 @@ def _reused(case: Case, before: Step, step: Step) -> tuple[Step, Step] | None:
     one = before.passes[-1]
     if before.failure or before.mismatch or before.reuse or one.mode in ("penalty", "create_graph") or case.amp:
         return None
-    if step.frozen is not None or case.compiled or (len(set(one.skips)) > 1 and not case.find_unused):
+    if step.frozen is not None or case.compiled or (len(set(one.skips)) > 1 and not case.find_unused_parameters):
         return None
     again = replace(step, passes=(one,), reuse=True, thread=False, aside=None)
     return replace(before, retain=True, rate=0.0, thread=False), again

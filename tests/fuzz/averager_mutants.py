@@ -134,7 +134,7 @@ class _AveragesAlways(ReferenceAverager):
 
 class _AllowsMismatches(ReferenceAverager):
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{**options, "find_unused": True})
+        super().__init__(*args, **{**options, "find_unused_parameters": True})
 
 
 class _AllowsChanges(ReferenceAverager):

@@ -133,7 +133,7 @@ class Step:
         failure: Of the averaged pass.
         stumble: Of the first pass under `no_sync`.
         aside: What ranks do beside training before the first pass.
-        mismatch: Whether ranks use different parameters although `find_unused` is off.
+        mismatch: Whether ranks use different parameters although `find_unused_parameters` is off.
         reuse: Whether the last pass runs once more through the graph of the step before.
         retain: Whether the next step reuses this one's graph.
         thread: Whether the averaged pass runs in a new thread.
@@ -188,8 +188,8 @@ class Case:
     change: Change | None = None
 
     @property
-    def find_unused(self) -> bool:
-        return bool(self.options.get("find_unused"))
+    def find_unused_parameters(self) -> bool:
+        return bool(self.options.get("find_unused_parameters"))
 
     @property
     def names(self) -> list[str]:

@@ -22,9 +22,14 @@ class ReferenceAverager:
     """Averages gradients after `around(backward)`; options as for `GradientAverager`, of which sizes are ignored."""
 
     def __init__(
-        self, model: torch.nn.Module, comm: un.Communicator, *, find_unused: bool, average: str, **sizes: Any
+        self, model: torch.nn.Module, comm: un.Communicator, *, find_unused_parameters: bool, average: str, **sizes: Any
     ) -> None:
-        self.model, self.comm, self.find_unused, self.total = model, comm, find_unused, average == "sum"
+        self.model, self.comm, self.find_unused_parameters, self.total = (
+            model,
+            comm,
+            find_unused_parameters,
+            average == "sum",
+        )
         comm.allow_any_thread()
         self.parameters = dict(model.named_parameters())
         self.known = self.tensors()
@@ -89,7 +94,7 @@ class ReferenceAverager:
             raise error
         if not all(fine for fine, _, _ in said):
             raise AbortedError("the pass of another rank failed")
-        if not self.find_unused and any(used != other for _, other, _ in said):
+        if not self.find_unused_parameters and any(used != other for _, other, _ in said):
             raise MismatchError("ranks use different parameters")
         self.average([weight for _, _, weight in said])
 

@@ -17,18 +17,39 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-CLAUSES = (
-    "what who whose whom which where whether when why how if by of from that those these likewise also again".split()
+CLAUSES = re.compile(
+    r"(what|who|whose|whom|which|where|whether|when|why|how|if|by|of|from|that|those|these|likewise|also|again)\b",
+    re.IGNORECASE,
 )
 """A docstring begins with a noun phrase or an imperative verb, never with one of these."""
 
 BANNED = (
-    r"who|whom|whose|whoever|nobody|somebody|someone|anybody|everybody|"
+    r"who|whom|whoever|nobody|somebody|someone|anybody|everybody|"
     r"(?:is|are|was|were|be|been|being) told|in vain|in haste|anew|at once|in the place of|"
     r"(?:shorter|longer) way|lies?|lay ready|laid|the own|for ever|on the way|again is harmless|"
     r"lets? go of|see(?:s|n)? through|gives? way|a word|none of ours"
 )
 WORDS = re.compile(rf"\b({BANNED})\b", re.IGNORECASE)
+
+FOLDERS = (
+    "src/unisono",
+    "src/native",
+    "benchmarks",
+    "docs/architecture.md",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+)
+
+FOLDERS = (
+    "src/unisono",
+    "src/native",
+    "benchmarks",
+    "docs/architecture.md",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+)
 
 EXCEPTIONS: dict[str, str] = {}
 """Places that may break a rule, "path: words", each with its reason."""
@@ -59,7 +80,8 @@ def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
         for line, found in comments(text):
             yield line, found, False
     elif path.suffix == ".md":
-        for line, found in enumerate(re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), text, flags=re.S).split("\n"), 1):
+        text = re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL)
+        for line, found in enumerate(text.split("\n"), 1):
             yield line, re.sub(r"`[^`]*`", "", found), False
     else:
         for line, found in enumerate(text.split("\n"), 1):
@@ -70,8 +92,8 @@ def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
 def faults(path: Path) -> list[str]:
     name, found = path.relative_to(ROOT), []
     for line, text, begins in prose(path):
-        first = re.match(r"\W*([A-Za-z]+)", text)
-        if begins and first and first[1].lower() in CLAUSES:
+        first = CLAUSES.match(text.lstrip("`* \n"))
+        if begins and first:
             found.append(f"{name}:{line}: begins with {first[1]!r}: {text.strip().splitlines()[0][:90]}")
         # Examples and code are no prose.
         plain = re.sub(r"`[^`]*`|^\s*(>>>|\.\.\.).*$", "", text, flags=re.MULTILINE)
@@ -80,7 +102,7 @@ def faults(path: Path) -> list[str]:
 
 
 def files(folder: str = "") -> list[Path]:
-    where = [ROOT / folder] if folder else [ROOT / "src/unisono", ROOT / "src/native", ROOT / "docs", ROOT / "benchmarks"]
+    where = [ROOT / name for name in ([folder] if folder else FOLDERS)]
     found = [path for place in where for path in ([place] if place.is_file() else sorted(place.rglob("*")))]
     return [path for path in found if path.suffix in (".py", ".md", ".hpp", ".cpp") and path.name != "benchmarks.md"]
 

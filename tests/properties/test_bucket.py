@@ -208,8 +208,8 @@ original_take, original_fill = Bucket.take, Bucket.finalize
     [
         ("take", forgets_the_last),
         ("take", overwrites),
-        ("fill", zeroes_nothing),
-        ("fill", forgets_what_was_earlier),
+        ("finalize", zeroes_nothing),
+        ("finalize", forgets_what_was_earlier),
     ],
 )
 def test_a_faulty_bucket_is_noticed(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:

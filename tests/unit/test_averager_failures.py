@@ -244,7 +244,7 @@ def test_ranks_with_other_graphs_may_fail_before_and_after_their_first_bucket(gr
     rounds = 10
 
     def program(comm: un.Communicator) -> list[tuple[bool, Found]]:
-        trap, found = Trap(comm, "first", growth=growth, find_unused=True, **SMALL), []
+        trap, found = Trap(comm, "first", growth=growth, find_unused_parameters=True, **SMALL), []
         short = comm.rank == 1
         for _ in range(rounds):
             trap.model.zero_grad()

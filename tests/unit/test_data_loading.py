@@ -173,7 +173,7 @@ def test_states_of_all_ranks_are_one_state() -> None:
 def test_short_last_batches() -> None:
     with pytest.raises(ValueError, match="last batch of an epoch of 53 samples has 5, too few for 6 ranks"):
         batches(6, 0)
-    assert [len(batch) for batch in batches(6, 5, empty=True)] == [1] * 6 + [0]
+    assert [len(batch) for batch in batches(6, 5, allow_empty_batches=True)] == [1] * 6 + [0]
     dropping = batches(6, 0, drop_last=True)
     assert (len(dropping), len(list(dropping))) == (6, 6)
     dropping.advance(6)

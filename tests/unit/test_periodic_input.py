@@ -49,7 +49,9 @@ def test_arguments_that_differ_are_named() -> None:
 
     for error in run_ranks(program, 2, on_failure="continue"):
         assert isinstance(error, MismatchError)
-        assert "ranks differ in 'every': rank 0: Every(n=4, warmup=0); rank 1: Every(n=5" in str(error)
+        assert "ranks differ in 'every': rank 0: PeriodicSchedule(n=4, warmup=0); rank 1: PeriodicSchedule(n=5" in str(
+            error
+        )
 
 
 @pytest.mark.parametrize(

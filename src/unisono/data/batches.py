@@ -120,7 +120,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         if 0 < last < ranks and not self._empty and not (self.drop_last and last < self.batch_size):
             raise ValueError(
                 f"the last batch of an epoch of {count} samples has {last}, too few for {ranks} ranks: "
-                "say drop_last=True, or empty=True if your loop copes with empty batches"
+                "pass drop_last=True, or allow_empty_batches=True if your loop copes with empty batches"
             )
 
 

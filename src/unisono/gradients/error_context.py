@@ -40,7 +40,7 @@ def check_skipped(names: Sequence[str], lacking: Sequence[Sequence[str]], active
     more = f" (and {len(partly) - 1} more)" if len(partly) > 1 else ""
     raise MismatchError(
         f"rank {', '.join(map(str, ranks))} has no gradient for {partly[0]!r}{more}, which other ranks have: it "
-        "skipped a part of the model. Say find_unused=True if that is meant",
+        "skipped a part of the model. Pass find_unused_parameters=True if that is intended",
         rank=comm.rank,
         size=comm.size,
         peer=ranks[0],

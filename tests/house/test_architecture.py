@@ -1,0 +1,53 @@
+"""The page on the architecture: every function that it names exists, and its drawing shows the import rules."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/architecture.md").read_text()
+NAMED = sorted(set(re.findall(r"`([\w/]+\.(?:py|hpp)):(\w+)`", PAGE)))
+
+
+def defined(path: Path) -> set[str]:
+    """Names of functions, classes and variables that a file defines, at any depth."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return set(re.findall(r"\b(\w+)\(", text))
+    found = set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return found
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED, ids=lambda value: value)
+def test_what_it_names_exists(file: str, name: str) -> None:
+    folder = ROOT / "src" if file.startswith("native/") else ROOT / "src/unisono"
+    assert name in defined(folder / file)
+
+
+def test_it_names_a_path_of_each_kind() -> None:
+    paths = re.findall(r"^## The path of a (\w+)$", PAGE, re.MULTILINE)
+    assert paths == ["collective", "gradient", "failure", "checkpoint"]
+    assert len(NAMED) >= 30
+
+
+def test_the_drawing_shows_the_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    drawn = re.findall(r'L(\d+)\["([^"]+)"\]', PAGE)
+    assert [rooms for _, rooms in drawn] == [layer for layer in layers if "__main__" not in layer]
+    assert [int(number) for number, _ in drawn] == list(range(1, len(drawn) + 1))
+
+
+def test_it_is_short_and_measures_nothing() -> None:
+    assert len(PAGE.splitlines()) <= 200
+    assert not re.search(r"\d (?:us|ms|µs)\b(?! of a wait)", PAGE)

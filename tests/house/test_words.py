@@ -12,7 +12,7 @@ WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text())
 MOST = 40
 
 
-def definitions(path: Path, module: str) -> set[str]:  # noqa: C901: a walk over kinds of nodes
+def definitions(path: Path, module: str) -> set[str]:  # noqa: C901
     """Return what a file defines, as `module.Class.name` or `module.function(parameter)`."""
     found: set[str] = set()
 

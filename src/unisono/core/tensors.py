@@ -30,7 +30,7 @@ _ODD |= {getattr(torch, name) for name in ("qint8", "qint32", "quint8", "quint4x
 """Dtypes of tensors that may be conjugated views, or quantized."""
 
 
-def as_flat(tensor: object, name: str, *, written: bool = False) -> torch.Tensor | None:
+def as_flat(tensor: object, name: str, index: int | None = None, *, written: bool = False) -> torch.Tensor | None:
     """Return a tensor whose elements lie in the CPU's memory one after another: the given one, or a contiguous copy.
 
     None for a tensor that needs the general path, such as one of a GPU or of a class of its own; `copy_back` writes a
@@ -51,7 +51,8 @@ def as_flat(tensor: object, name: str, *, written: bool = False) -> torch.Tensor
         return tensor
     if not tensor.is_cpu:
         return None
-    check_tensor(tensor, "the tensor" if name == "tensor" else name, _CPU, written=written)
+    label = f"{name}[{index}]" if index is not None else "the tensor" if name == "tensor" else name
+    check_tensor(tensor, label, _CPU, written=written)
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 

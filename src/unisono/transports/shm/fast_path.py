@@ -103,8 +103,8 @@ class ShmFastPath:
             if type(tensors) not in (tuple, list):
                 return Status.REFUSED
             flat: list[torch.Tensor] = []
-            for tensor in tensors:
-                found = as_flat(tensor, name, written=written)
+            for index, tensor in enumerate(tensors):
+                found = as_flat(tensor, name, index if many else None, written=written)
                 if found is None or (dtype is not None and found.dtype is not dtype):
                     return Status.REFUSED
                 dtype = found.dtype

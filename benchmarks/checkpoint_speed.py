@@ -182,7 +182,7 @@ def loads(
 def first_tensors(comm: un.Communicator, folder: Path) -> dict[str, Sample]:
     return {
         "first torch": timed(alone(comm, lambda: torch.load(folder / "torch")["t0"]), comm),
-        "first ours": timed(alone(comm, lambda: un.checkpoint.open(folder / "ours")["t0"]), comm),
+        "first ours": timed(alone(comm, lambda: un.checkpoint.open_archive(folder / "ours")["t0"]), comm),
     }
 
 

@@ -13,9 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono import checkpoint, compression, data, errors, gradients, interop, rpc, testing
-    from unisono import elastic as elastic
-    from unisono import transports as transports
+    from unisono import checkpoint, compression, data, elastic, errors, gradients, interop, rpc, testing, transports
     from unisono.collectives import algorithms as algorithms
     from unisono.communicator import Communicator
     from unisono.core.types import ReduceOp, Work
@@ -34,11 +32,13 @@ __all__ = [
     "GradientAverager",
     "ReduceOp",
     "Work",
+    "algorithms",
     "average_gradients",
     "broadcast_parameters",
     "checkpoint",
     "compression",
     "data",
+    "elastic",
     "errors",
     "gradients",
     "init",
@@ -49,6 +49,7 @@ __all__ = [
     "simulate",
     "testing",
     "trace",
+    "transports",
 ]
 
 _HOME = {
@@ -92,4 +93,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -69,7 +69,7 @@ def damages(folder: Path, count: int) -> int:
     """Damage, look, repair, so many times; how many there were, as a manifest has no other to be mixed with."""
     done = 0
     path, other = saved(folder / "one", 1), saved(folder / "other", 2)
-    manifest = un.checkpoint.open(path).manifest
+    manifest = un.checkpoint.open_archive(path).manifest
     names, others = sorted(p.name for p in path.iterdir()), sorted(p.name for p in other.iterdir())
     chance = random.Random(3)
     target = state_of(9)
@@ -118,7 +118,7 @@ def test_damage_is_reported_on_all_ranks_and_by_open(folder: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with un.checkpoint.open(path) as archive:
+    with un.checkpoint.open_archive(path) as archive:
         bad = [name for name in archive if not readable(archive, name)]
     assert len(bad) == 1
 

@@ -149,7 +149,7 @@ def test_progress_and_extra(tmp_path: Path) -> None:
         tmp_path, state, extra={"note": "first"}, progress=lambda done, total: told.append((done, total))
     )
     assert told[-1] == (4000, 4000)
-    assert un.checkpoint.open(tmp_path).manifest.extra["note"] == "first"
+    assert un.checkpoint.open_archive(tmp_path).manifest.extra["note"] == "first"
     for read in (
         lambda tell: un.checkpoint.load(tmp_path, progress=tell),
         lambda tell: un.checkpoint.verify(tmp_path, progress=tell),
@@ -166,7 +166,7 @@ def test_memory_of_other_kinds(tmp_path: Path) -> None:
     run_ranks(lambda comm: un.checkpoint.save(path, flat_of(3), comm), 2)
     assert equal(un.checkpoint.load(path), flat_of(3))
     assert un.checkpoint.latest("memory://runs/7") == path
-    with un.checkpoint.open(path) as archive:
+    with un.checkpoint.open_archive(path) as archive:
         assert torch.equal(archive["big"], flat_of(3)["big"])
     un.checkpoint.verify(path)
     with Checkpointer("memory://runs/8", keep=1, background=False) as checkpointer:

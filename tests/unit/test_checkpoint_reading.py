@@ -229,7 +229,7 @@ def test_an_archive_lets_its_files_go(tmp_path: Path) -> None:
     un.checkpoint.save(tmp_path, {"w": torch.ones(3)})
     file = next(tmp_path.glob("*.safetensors"))
     for _ in range(4):
-        assert un.checkpoint.open(tmp_path)["w"].sum() == 3
+        assert un.checkpoint.open_archive(tmp_path)["w"].sum() == 3
     gc.collect()
     links = [Path(f"/proc/self/fd/{fd}") for fd in range(3, 300)]
     assert not [link for link in links if link.exists() and link.samefile(file)]
@@ -237,7 +237,7 @@ def test_an_archive_lets_its_files_go(tmp_path: Path) -> None:
 
 def test_whether_a_tensor_is_there_costs_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     un.checkpoint.save(tmp_path, {"w": torch.ones(3)})
-    with un.checkpoint.open(tmp_path) as archive:
+    with un.checkpoint.open_archive(tmp_path) as archive:
         monkeypatch.setattr(LocalSource, "view", None)
         assert "w" in archive
         assert "v" not in archive

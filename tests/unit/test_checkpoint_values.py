@@ -105,7 +105,7 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
     for name, tensor in state.items():
         assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(as_bytes(loaded[name]), as_bytes(tensor)), name
-    with un.checkpoint.open(tmp_path) as archive:
+    with un.checkpoint.open_archive(tmp_path) as archive:
         for name, tensor in state.items():
             assert torch.equal(as_bytes(archive[name]), as_bytes(tensor)), name
 

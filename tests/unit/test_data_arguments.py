@@ -27,7 +27,7 @@ def test_counts_of_any_kind_are_means_of_the_same(two: Any) -> None:
     "make",
     [
         lambda: PartitionSampler(range(9)),
-        lambda: GlobalBatchSampler(range(9), 2),
+        lambda: GlobalBatchSampler(range(9), batch_size=2),
         lambda: StreamPartition(range(9)),
         lambda: ShardPartition(["a"], lambda name: range(9)),
     ],

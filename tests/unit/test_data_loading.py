@@ -111,7 +111,7 @@ def test_what_was_fetched_ahead_is_given_out_again(workers: int) -> None:
 
 # -- batches of all ranks ------------------------------------------------------------------------------
 def batches(size: int, rank: int, **options: Any) -> GlobalBatchSampler:
-    return GlobalBatchSampler(DATA, 8, num_replicas=size, rank=rank, **options)
+    return GlobalBatchSampler(DATA, batch_size=8, num_replicas=size, rank=rank, **options)
 
 
 def together(ranks: list[GlobalBatchSampler]) -> list[list[int]]:
@@ -204,9 +204,9 @@ def test_batches_follow_other_ranks() -> None:
 
 def test_wrong_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="batch_size must be 1 or more"):
-        GlobalBatchSampler(DATA, 0)
+        GlobalBatchSampler(DATA, batch_size=0)
     with pytest.raises(ValueError, match="deals in turns"):
-        GlobalBatchSampler(DATA, 8, partition="contiguous")
+        GlobalBatchSampler(DATA, batch_size=8, partition="contiguous")
     with pytest.raises(ValueError, match="8 steps cannot have been made: 53 samples are left of epoch 0"):
         batches(2, 0).advance(8)
 

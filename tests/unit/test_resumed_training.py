@@ -25,7 +25,7 @@ def train(comm: un.Communicator, saved: dict[str, Any] | None, until: int) -> di
     """Some steps more; what a checkpoint would hold, and the samples of each step."""
     model = copy.deepcopy(START)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batches = un.data.GlobalBatchSampler(DATA, BATCH, comm)
+    batches = un.data.GlobalBatchSampler(DATA, comm, batch_size=BATCH)
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))

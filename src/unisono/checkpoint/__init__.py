@@ -7,8 +7,7 @@ state = un.checkpoint.load("runs/7/last", {"model": model, "optimizer": optimize
 from __future__ import annotations
 
 from unisono.checkpoint.api import async_save, load, save
-from unisono.checkpoint.archive import Archive
-from unisono.checkpoint.archive import open_checkpoint as open  # noqa: A004 - read as checkpoint.open
+from unisono.checkpoint.archive import Archive, open_archive
 from unisono.checkpoint.background import SaveHandle
 from unisono.checkpoint.checkpointer import Checkpointer
 from unisono.checkpoint.convert import convert
@@ -45,7 +44,7 @@ __all__ = [
     "convert",
     "latest",
     "load",
-    "open",
+    "open_archive",
     "save",
     "sync",
     "verify",

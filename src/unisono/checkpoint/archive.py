@@ -19,7 +19,7 @@ from unisono.checkpoint.restore import Restorer
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.tree_utils import remapped_rank
 
-__all__ = ["Archive", "open_checkpoint"]
+__all__ = ["Archive", "open_archive"]
 
 
 class Archive(Mapping[str, torch.Tensor]):
@@ -99,7 +99,7 @@ class Archive(Mapping[str, torch.Tensor]):
         self.close()
 
 
-def open_checkpoint(
+def open_archive(
     path: str | os.PathLike[str] | Storage, *, map_location: MapLocation = None, check: bool = True
 ) -> Archive:
     """Open a checkpoint to read single tensors, without reading the others.
@@ -118,7 +118,7 @@ def open_checkpoint(
         >>> import tempfile
         >>> path = tempfile.mkdtemp()
         >>> un.checkpoint.save(path, {"w": torch.arange(3), "b": torch.zeros(2)})
-        >>> with un.checkpoint.open(path) as archive:
+        >>> with un.checkpoint.open_archive(path) as archive:
         ...     sorted(archive), archive["w"]
         (['b', 'w'], tensor([0, 1, 2]))
     """

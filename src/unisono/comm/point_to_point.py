@@ -134,9 +134,9 @@ class PointToPointMixin(CommunicatorBase):
 
     def sendrecv(
         self,
-        sent: torch.Tensor,
+        send_tensor: torch.Tensor,
         dst: int,
-        received: torch.Tensor,
+        recv_tensor: torch.Tensor,
         src: int,
         *,
         sendtag: int = 0,
@@ -145,10 +145,12 @@ class PointToPointMixin(CommunicatorBase):
     ) -> None:
         """Send one tensor and receive another at the same time; cannot deadlock in a ring of ranks."""
         resolve_timeout(timeout, 0.0)
-        self._check_tensor(received, "the tensor received", written=True)
-        self._check_tensor(sent, "the tensor sent")
-        check_apart([("the tensor received", received)], [("the tensor sent", sent)])
-        self._post("sendrecv", [Recv(received, src, recvtag), Send(sent, dst, sendtag)]).wait_or_break(timeout)
+        self._check_tensor(recv_tensor, "recv_tensor", written=True)
+        self._check_tensor(send_tensor, "send_tensor")
+        check_apart([("recv_tensor", recv_tensor)], [("send_tensor", send_tensor)])
+        self._post("sendrecv", [Recv(recv_tensor, src, recvtag), Send(send_tensor, dst, sendtag)]).wait_or_break(
+            timeout
+        )
 
     def batch_isend_irecv(self, messages: Sequence[Message]) -> list[Work]:
         """Start many messages at once (`unisono.core.types.Send` and `Recv`); one work for all of them.

@@ -40,17 +40,17 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     Cost: 20 ns for each sample of the whole batch.
 
     Example:
-        >>> ranks = [un.data.GlobalBatchSampler(range(10), 4, num_replicas=2, rank=r, shuffle=False) for r in range(2)]
-        >>> [list(batches) for batches in ranks]
+        >>> options = {"batch_size": 4, "num_replicas": 2, "shuffle": False}
+        >>> [list(un.data.GlobalBatchSampler(range(10), rank=r, **options)) for r in range(2)]
         [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
     """
 
     def __init__(
         self,
         dataset: Sized,
-        batch_size: int,
         comm: Any = None,
         *,
+        batch_size: int,
         num_replicas: int | None = None,
         rank: int | None = None,
         partition: str | Partitioner | type[Partitioner] = "shuffled",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ _log = logging.getLogger("unisono")
 
 TIMEOUT_S = 300.0
 CHUNK_BYTES = 2 << 20
+T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
 
 
@@ -110,7 +111,7 @@ def init(
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     nprocs: int = 2,
     backend: str = "auto",
     args: Sequence[Any] = (),
@@ -125,7 +126,7 @@ def launch(
     wrap: Wrap | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
     seed: int | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Run `fn(comm, *args, **kwargs)` on `nprocs` ranks of this host, and return each rank's result.
 
     Ranks are processes of a forkserver that has torch in memory (about 1 s for the first, 0.05 s for

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.api import save
-from unisono.checkpoint.archive import open_checkpoint
+from unisono.checkpoint.archive import open_archive
 from unisono.checkpoint.manifest import MANIFEST
 
 __all__ = ["read", "recognises", "suits", "write"]
@@ -24,7 +24,7 @@ def suits(path: Path) -> bool:
 
 def read(path: Path, trusted: bool) -> Any:
     """The state as rank 0 saved it; nothing here needs trust."""
-    with open_checkpoint(path) as archive:
+    with open_archive(path) as archive:
         return archive.state()
 
 

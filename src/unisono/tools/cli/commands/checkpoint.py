@@ -40,7 +40,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
-    with checkpoint.open(given.path) as archive:
+    with checkpoint.open_archive(given.path) as archive:
         manifest = archive.manifest
         for name, entry in manifest.tensors.items():
             kind = str(entry.dtype).removeprefix("torch.")
@@ -62,7 +62,7 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    with checkpoint.open(given.path) as first, checkpoint.open(given.other) as second:
+    with checkpoint.open_archive(given.path) as first, checkpoint.open_archive(given.other) as second:
         found = differences(first, second)
     print("\n".join(found) if found else "they hold the same")
     return 1 if found else 0

@@ -1,4 +1,4 @@
-// The native core as Python sees it: `unisono._native`. Python checks the tensors of a call, and passes their addresses.
+// Python bindings of the native core: `unisono._native`. Python checks the tensors of a call, and passes addresses.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -18,7 +18,7 @@ namespace nb = nanobind;
 namespace unisono {
 namespace {
 
-// From this length on other threads run during a call from its beginning.
+// From this length on, other threads run during the whole call.
 constexpr int64_t kLongBytes = 64 << 10;
 
 // Lets other threads run during long waits and copies, and ends waits for signals.
@@ -41,17 +41,17 @@ class PythonPatience : public Patience {
     PyThreadState* saved_ = nullptr;
 };
 
-// The first word of a mark that is not a native call's.
+// The first word of a mark of a non-native call.
 constexpr uint64_t kNoCollective = uint64_t{0xFF} << 56;
 
 char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }
 
-// As in types.py: the number of an operation is its place there, from 1 on; an average is a sum that is divided.
+// As in types.py: the number of an operation is its index there, from 1 on; an average is a divided sum.
 constexpr int kAverage = 2;
 constexpr std::optional<Op> kOps[] = {std::nullopt, Op::sum, Op::sum, Op::product, Op::min, Op::max,
                                       Op::band,     Op::bor, Op::bxor};
 
-// What is known of a dtype, whose number is its place in a list that all ranks have.
+// Properties of a dtype. Its number is its index in a list common to all ranks.
 struct DType {
     int64_t width = 1;
     std::array<Reduction, std::size(kOps)> reductions{};
@@ -76,7 +76,7 @@ class Core {
         for (const auto& [name, width] : dtypes) dtypes_.emplace_back(name, width);
     }
 
-    // Tensors that are written and read, of which the longer one holds a part for each rank where the call has such.
+    // The tensors to write and to read; the longer one holds a part for each rank if the call has parts.
     int call(int name, int op, int dtype, int root, uintptr_t target, int64_t written, uintptr_t source, int64_t read,
              double deadline) {
         Call& call = begin(name, op, dtype, root, deadline);
@@ -108,7 +108,7 @@ class Core {
         return run(name, op, dtype, true);
     }
 
-    // Addresses and counts of the tensors that are written, and of those that are read. Averages are divided if so wanted.
+    // Addresses and counts of the tensors to write, and of those to read. Averages are divided on request.
     int call_lists(int name, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
                    const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
                    const std::vector<int64_t>& read, bool divides, double deadline) {
@@ -118,7 +118,7 @@ class Core {
         return run(name, op, dtype, divides);
     }
 
-    // A message of so many elements, to or from another rank.
+    // A message of this many elements, to or from another rank.
     int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
         const int64_t nbytes = count * dtypes_.at(static_cast<size_t>(dtype)).width;
         const Header header{tag, count, dtype};
@@ -134,14 +134,14 @@ class Core {
         });
     }
 
-    // Messages that Python moves.
+    // Messages moved by Python.
     uint64_t moves() const { return rings_.moves(); }
     void wake(int peer) { rings_.wake(peer); }
     int wait_rings(const std::vector<int>& to, const std::vector<int>& from, uint64_t moves, double deadline) {
         return within(0, [&](Patience& patience) { return rings_.wait(to, from, moves, deadline, patience); });
     }
 
-    // A round that moves nothing: ranks compare a hash, and, if any counts are given, what they send each other.
+    // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
     int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
         Call& call = begin(0, 0, 0, -1, deadline);
         call.mark = {kNoCollective, digest, 0, 0};
@@ -179,7 +179,7 @@ class Core {
         for (int r = 0; r < size_; r++) parts.push_back({at(whole) + r * count * call_.width, count});
     }
 
-    // Refused if it takes more than is done here, or its tensors do not fit; the general path says what is wrong.
+    // Refused if the core does not support the call, or its tensors do not fit; the general path raises the error.
     int run(int number, int op, int dtype, bool divides) {
         const Name name{number};
         Call& call = call_;
@@ -187,7 +187,7 @@ class Core {
         call.divisor = divides && op == kAverage ? size_ : 1;
         if (name == Name::all_reduce || name == Name::reduce || name == Name::reduce_scatter) {
             const Reduction& how = call.reduction;
-            // What is only read must not be divided before.
+            // Read-only tensors must not be divided before.
             const bool before = how.divide_before && name == Name::all_reduce;
             if (!how.kernel || (call.divisor > 1 && !how.divide && !before)) return refused();
         }
@@ -202,7 +202,7 @@ class Core {
         });
     }
 
-    // The sum of the counts, and where there are several, their FNV-1a hash (Fowler, Noll, Vo) with numbers for bytes.
+    // The sum of the counts, and of several, their FNV-1a hash (Fowler, Noll, Vo) over numbers instead of bytes.
     void mark_counts(Name name) {
         uint64_t total = 0, uneven = 0;
         const bool by_inputs = name == Name::reduce || name == Name::reduce_scatter || name == Name::gather;
@@ -236,7 +236,7 @@ class Core {
     const int rank_, size_;
 };
 
-// Addresses and lengths of memory that is written, and addresses of what is copied there.
+// Addresses and lengths of the memory to write, and addresses of the memory to copy from.
 void copy(const std::vector<uintptr_t>& places, const std::vector<uintptr_t>& sources, const std::vector<int64_t>& lengths) {
     int64_t total = 0;
     for (const int64_t length : lengths) total += length;

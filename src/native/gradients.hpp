@@ -8,12 +8,12 @@
 
 namespace unisono {
 
-// So much is written past the caches: its lines were last read or written by other ranks, whose cores may share no cache
-// with this one, and until it is reduced it does not stay in this one's.
+// From this size on, stores bypass the caches: other ranks last accessed these lines, their cores may share no cache
+// with this one, and the data does not stay in this core's cache until it is reduced.
 inline constexpr int64_t kPastBytes = 256 << 10;
 
 inline void copy_gradient(char* place, const char* gradient, size_t nbytes, bool past) {
-    // It may be there already, since an earlier step.
+    // The gradient may be there already, since an earlier step.
     if (place == gradient || !nbytes) return;
     past ? copy_past_caches(place, gradient, nbytes) : static_cast<void>(std::memcpy(place, gradient, nbytes));
 }

@@ -1,5 +1,5 @@
-// 16-bit floats, as bits. Each operation is one of float, rounded once to the nearest even: as torch does it, and exact,
-// since a float has more than twice the bits of either.
+// 16-bit floats, as bits. Each operation is computed in float and rounded once to the nearest even, as in torch. This
+// is exact, because a float has more than twice the bits of either.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ struct Float16 {
 
     static float wide(uint16_t half) {
         const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7FFF;
-        // Below the least normal number: its bits count 2**-24, which the product has no need to round.
+        // Below the least normal number: its bits count multiples of 2**-24, so the product is exact.
         if (rest < 0x400) return float_of_bits(bits_of_float(static_cast<float>(rest) * 0x1p-24f) | sign);
         const uint32_t exponent = rest < 0x7C00 ? rest + (112 << 10) : rest + (224 << 10);
         return float_of_bits(exponent << 13 | sign | (rest > 0x7C00 ? 0x400000 : 0));
@@ -62,7 +62,7 @@ struct Float16 {
         const uint32_t bits = bits_of_float(value), rest = bits & 0x7FFFFFFF;
         const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
         if (rest > 0x7F800000) return sign | 0x7E00;
-        // From 65520 on, halfway between the largest half and the next one, it is infinity.
+        // Infinity from 65520 on, which is halfway between the largest half and the next one.
         if (rest >= 0x477FF000) return sign | 0x7C00;
         if (rest < 0x38800000) {
             // The addition of 0.5 leaves multiples of 2**-24 in the last bits, rounded by the processor.

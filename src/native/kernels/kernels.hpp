@@ -11,7 +11,7 @@
 
 namespace unisono {
 
-// What is summed at once stays in the nearest cache; longer copies take a way of their own, which is slow to begin.
+// A block summed in one step stays in the nearest cache. Longer copies take a separate path, which is slow to start.
 inline constexpr size_t kBlockBytes = 2048;
 
 enum class Op { sum, product, min, max, band, bor, bxor };
@@ -23,12 +23,12 @@ inline T combined(T a, T b) {
         if constexpr (op == Op::product || op == Op::min || op == Op::band) return a & b;
         return a ^ b;
     } else if constexpr (op == Op::min) {
-        // A NaN of either side is the result, as torch.minimum has it.
+        // A NaN on either side is the result, as in torch.minimum.
         return a < b || a != a ? a : b;
     } else if constexpr (op == Op::max) {
         return a > b || a != a ? a : b;
     } else if constexpr (std::is_integral_v<T>) {
-        // Integers wrap. Shorter ones than int would become signed ones by themselves, whose overflow is undefined.
+        // Integers wrap. Types shorter than int would be promoted to signed int, and its overflow is undefined.
         using Wide = std::conditional_t<sizeof(T) < sizeof(uint32_t), uint32_t, std::make_unsigned_t<T>>;
         const auto x = static_cast<Wide>(a), y = static_cast<Wide>(b);
         if constexpr (op == Op::sum) return static_cast<T>(x + y);
@@ -55,7 +55,7 @@ void combine_elements(const char* a, const char* b, char* to, size_t count) {
 }
 
 #ifdef UNISONO_WIDE
-// Returns how many elements it has done: all but the last few.
+// Returns the number of elements done: all but the last few.
 template <Op op, class Half>
 UNISONO_WIDE size_t combine_lanes(const char* a, const char* b, char* to, size_t count) {
     const auto* low = reinterpret_cast<const uint16_t*>(a);
@@ -96,7 +96,7 @@ void combine_halves(const char* a, const char* b, char* to, size_t count) {
 template <class T>
 void divide_elements(char* at, size_t count, int64_t divisor) {
     auto* values = reinterpret_cast<T*>(at);
-    // A product has the same bits where the divisor is a power of two, and is faster.
+    // For a power of two, multiplication gives the same bits, and is faster.
     const T inverse = 1 / static_cast<T>(divisor), by = static_cast<T>(divisor);
     if (divisor & (divisor - 1))
         for (size_t n = 0; n < count; n++) values[n] /= by;
@@ -119,8 +119,8 @@ void divide_halves(char* at, size_t count, int64_t divisor) {
 
 using Division = void (*)(char* at, size_t count, int64_t divisor);
 
-// How rows of one dtype are reduced by one operation. Of an average, halves are divided before they are summed, so that
-// the sum does not overflow, and other floats after that.
+// Reduction of rows of one dtype by one operation. For an average, halves are divided before the sum, so that the sum
+// does not overflow, and other floats after it.
 struct Reduction {
     Kernel kernel = nullptr;
     size_t width = 0;
@@ -152,7 +152,7 @@ Reduction halves(Op op) {
     return {};
 }
 
-// Complex numbers are sums, and averages, of their parts; `to` may be `a` or `b`.
+// Complex sums and averages are computed by parts; `to` may be `a` or `b`.
 template <class Part>
 void sum_complex(const char* a, const char* b, char* to, size_t count) {
     combine_elements<Op::sum, Part>(a, b, to, 2 * count);
@@ -182,7 +182,7 @@ Reduction complexes(Op op) {
     return {};
 }
 
-// By torch's names of dtypes, without "torch."; no kernel where there is none.
+// Keyed by torch's names of dtypes, without "torch."; returns no kernel if there is none.
 inline Reduction reduction_of(std::string_view dtype, Op op) {
     if (dtype == "float32") return elements<float>(op);
     if (dtype == "float64") return elements<double>(op);

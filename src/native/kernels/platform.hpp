@@ -1,4 +1,4 @@
-// What depends on the processor and the system: pauses, stores past the caches, half floats, futexes, clocks.
+// Platform-dependent code: pauses, non-temporal stores, half floats, futexes, clocks.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,8 @@ inline void futex_wait(const void* word, uint32_t seen, long nanoseconds) {
 
 inline void futex_wake(const void* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
 
-// A copy that does not bring the target's lines into this processor's caches. The fence comes before anything that
-// tells other ranks of the copy: such stores are not ordered otherwise.
+// A copy that does not load the target's lines into this processor's caches. The fence precedes any store that
+// notifies other ranks of the copy, because non-temporal stores are not ordered otherwise.
 inline void copy_past_caches(char* to, const char* from, size_t nbytes) {
 #if defined(__x86_64__)
     size_t ahead = -reinterpret_cast<uintptr_t>(to) & 15;
@@ -61,7 +61,7 @@ inline void copy_past_caches(char* to, const char* from, size_t nbytes) {
     std::memcpy(to, from, nbytes);
 }
 
-// Eight floats at once, where the processor has such lanes: for 16-bit floats, which are slow one by one.
+// Eight floats per instruction, if the processor has such lanes: 16-bit floats are slow one by one.
 #if defined(__x86_64__)
 #define UNISONO_WIDE __attribute__((target("avx2,f16c")))
 
@@ -74,7 +74,7 @@ using Lanes = __m256;
 
 UNISONO_WIDE inline Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
 UNISONO_WIDE inline Lanes multiply(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
-// Of a NaN and anything else the NaN, which the processor's own would leave out if it came first.
+// Returns the NaN if there is one; the processor's own instruction drops a NaN in the first operand.
 UNISONO_WIDE inline Lanes minimum(Lanes a, Lanes b) {
     return _mm256_blendv_ps(_mm256_min_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }

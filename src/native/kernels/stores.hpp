@@ -11,9 +11,9 @@
 
 namespace unisono {
 
-// Lines that another rank has read are slow to write where its core shares no cache with this one: ten times as slow as
-// past the caches, straight to memory. Where the cores do share one, that way costs the readers more than it saves. Which
-// of the two holds changes as the system moves ranks from core to core, so each rank times its copies.
+// Lines that another rank has read are slow to write if its core shares no cache with this one: ten times as slow as
+// non-temporal stores to memory. If the cores do share a cache, such stores cost the readers more than they save. The
+// faster one changes as the system moves ranks from core to core, so each rank times its copies.
 class Stores {
   public:
     void copy(char* to, const char* from, size_t nbytes) {
@@ -22,19 +22,19 @@ class Stores {
             return;
         }
         const unsigned count = ++count_;
-        // The way that seems slower is tried at the 1st, 2nd, 4th, 8th ... copy, and then seldom.
+        // The slower kind of store is tried at the 1st, 2nd, 4th, 8th ... copy, and then seldom.
         const bool seldom = count % kSeldom == 0 || (count & (count - 1)) == 0;
         const bool past = past_is_better() != seldom;
         double& kept = past ? past_s_ : plain_s_;
         const double began = monotonic_s();
         past ? copy_past_caches(to, from, nbytes) : copy_plainly(to, from, nbytes);
         const double each = (monotonic_s() - began) / static_cast<double>(nbytes);
-        // A single copy that is slow may have been interrupted.
+        // A single slow copy may have been interrupted.
         kept = kept > 0 && each > 2 * kept ? 2 * kept : each;
     }
 
-    // Reduces rows in their order, block by block, to any number of targets, of which the rows may be some.
-    // `shown` is memory that other ranks read; the divisor divides the result, if it is not 1.
+    // Reduces rows in their order, block by block, to any number of targets, which may include rows.
+    // `shown` is memory that other ranks read; the result is divided by the divisor, if it is not 1.
     void reduce(const Reduction& how, const std::vector<const char*>& rows, size_t count, int64_t divisor,
                 const std::vector<char*>& targets, char* shown) const {
         alignas(64) char block[kBlockBytes];
@@ -56,7 +56,7 @@ class Stores {
     static constexpr double kSlower = 3;
     static constexpr unsigned kSeldom = 256;
 
-    // Whether the sum may grow in the first target: it is no row that is read after the first two.
+    // Whether the sum may accumulate in the first target: that is not a row read after the first two.
     static bool is_written_safely(const std::vector<const char*>& rows, const std::vector<char*>& targets) {
         return !targets.empty() && (rows.size() < 3 || std::find(rows.begin() + 2, rows.end(), targets[0]) == rows.end());
     }

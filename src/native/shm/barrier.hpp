@@ -1,4 +1,4 @@
-// What ranks tell each other in shared memory: counters and marks, each written by one rank alone, and the waits for them.
+// Barrier in shared memory: counters and marks, each written by one rank only, and the waits for them.
 #pragma once
 
 #include <atomic>
@@ -11,22 +11,22 @@ namespace unisono {
 using Word = std::atomic<uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8);
 
-// Of each rank, four lines of 64 bytes. transports/shm/barrier.py has the same.
+// Layout of each rank's four lines of 64 bytes, as in transports/shm/barrier.py.
 inline constexpr int kStride = 32;
 enum Place { kArrived = 0, kReduced = 1, kLeft = 2, kMarks = 8, kAsleep = 24, kBell = 25 };
 
 enum class Status { ok, differs, late, left, aborted, interrupted, refused };
 
-// What ranks compare when they arrive in the first round of a call; the last word is told, and not compared.
+// Words that ranks compare in the first round of a call; the last word is published, but not compared.
 struct Mark {
     uint64_t words[4];
 };
 
-// What a thread does while it waits.
+// Callbacks of a waiting thread.
 struct Patience {
-    // The wait is going to last.
+    // Called before a long wait.
     virtual void settle() {}
-    // Whether the wait is to end for a reason of the caller's, such as a signal.
+    // Whether the caller wants the wait to end, for example because of a signal.
     virtual bool interrupted() { return false; }
     virtual ~Patience() = default;
 };
@@ -41,7 +41,7 @@ class Board {
     // The number of the last round in which this rank arrived. Only this rank's thread writes it.
     uint64_t round() const { return own(kArrived).load(std::memory_order_relaxed); }
 
-    // For which rank, and for how long, the last wait that failed has waited.
+    // The rank that the last failed wait waited for, and the duration of that wait.
     int missing() const { return missing_; }
     double waited_s() const { return waited_s_; }
 
@@ -51,8 +51,8 @@ class Board {
         ring(rank);
     }
 
-    // Tells that this rank's part of the next round lies ready, and waits for the others' parts. Release and acquire of
-    // the counter order the part, and the mark, before it.
+    // Publishes that this rank's part of the next round is staged, and waits for the others' parts. Release and acquire
+    // of the counter order the part, and the mark, before it.
     Status arrive(const Mark* mark, double deadline, Patience& patience) {
         const uint64_t number = round() + 1;
         const int place = kMarks + 8 * static_cast<int>(number & 1);
@@ -67,13 +67,13 @@ class Board {
         return Status::ok;
     }
 
-    // The last word of a rank's mark in this round. It stays until that rank arrives in the round after the next one, for
-    // which this rank has to arrive in the next one.
+    // The last word of a rank's mark in this round. It stays until that rank arrives in the round after the next one,
+    // which requires that this rank arrives in the next one.
     uint64_t extra(int of) const {
         return at(of, kMarks + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
     }
 
-    // Tells that this rank's share is reduced.
+    // Publishes that this rank's share is reduced.
     uint64_t tell_reduced() {
         const uint64_t number = own(kReduced).load(std::memory_order_relaxed) + 1;
         tell(kReduced, number);
@@ -91,8 +91,8 @@ class Board {
         return Status::ok;
     }
 
-    // Waits until something is so for which one rank is needed: reads again for a moment, gives the processor away some
-    // times, and then sleeps until the bell rings, 2 ms at most, so that nothing depends on the bell.
+    // Waits until a condition holds that depends on one rank: polls for a moment, yields the processor some times,
+    // and then sleeps until woken, 2 ms at most, so that nothing depends on the wake-up.
     template <class Ready>
     Status wait_until(const Ready& ready, int on, double deadline, Patience& patience) {
         if (ready()) return Status::ok;
@@ -101,7 +101,7 @@ class Board {
             do {
                 for (int n = 0; n < kSpins; n++, pause_processor())
                     if (ready()) return Status::ok;
-                // The other rank may be waiting for this very processor.
+                // The other rank may be waiting for this processor.
                 sched_yield();
             } while (monotonic_s() < end);
         }
@@ -113,7 +113,7 @@ class Board {
         }
         while (!ready()) {
             if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
-            // It may have come before it left.
+            // The rank may have arrived before it left.
             if (at(on, kLeft).load(std::memory_order_acquire) && !ready()) return failed(Status::left, on, began);
             if (monotonic_s() > deadline) return failed(Status::late, on, began);
             if (patience.interrupted()) return Status::interrupted;
@@ -140,8 +140,8 @@ class Board {
 
     void tell(Place counter, uint64_t number) {
         own(counter).store(number, std::memory_order_release);
-        // A rank that falls asleep writes that it does, and then reads the counter; this one writes the counter, and then
-        // reads that. Without a full fence on both sides each could miss the other, for the length of a nap.
+        // A rank that falls asleep sets its flag, and then reads the counter; this one writes the counter, and then
+        // reads the flag. Without a full fence on both sides each could miss the other, for the length of a nap.
         std::atomic_thread_fence(std::memory_order_seq_cst);
         for (int r = 0; r < size; r++)
             if (r != rank) ring(r);

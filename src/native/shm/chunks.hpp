@@ -1,6 +1,6 @@
-// What collectives in shared memory are made of. In a round each rank lays its part ready in one of its two stages, all
-// arrive, and each rank reads what it needs. The stages are used in turn, so that one wait a round is enough: a rank that
-// has arrived in a round has finished reading what was laid ready for the one before.
+// Building blocks of collectives in shared memory. In a round each rank copies its part to one of its two stages, all
+// arrive, and each rank reads what it needs. The stages are used in turn, so that one wait per round is enough: a rank
+// that has arrived in a round has finished reading what was staged for the round before.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Call {
     Reduction reduction;
     int64_t width = 1;
     int root = 0;
-    // By which the sum is divided; 1 for none.
+    // Divisor of the sum; 1 for none.
     int64_t divisor = 1;
     Mark mark{};
     double deadline = 0;
@@ -42,7 +42,7 @@ class Rounds {
 
     Status barrier(Call& call) { return arrive(call, true); }
 
-    // Compares what ranks are about to do, and what each gives another one with what that one expects.
+    // Compares what ranks are about to do, and what each rank sends with what its peer expects.
     Status pairs(Call& call, const std::vector<int64_t>& counts) {
         if (const Status status = arrive(call, true); status != Status::ok) return status;
         int64_t longest = 0;
@@ -61,12 +61,12 @@ class Rounds {
     int next_half() const { return static_cast<int>((board.round() + 1) & 1); }
     char* stage_of(int of, int half) const { return stages_ + (2 * of + half) * stage_bytes_; }
 
-    // Bytes for each rank that fit into a stage together.
+    // Number of bytes per rank that fit together into a stage.
     int64_t piece_bytes(int64_t width) const {
         return static_cast<int64_t>(stage_bytes_) / size_ / width * width;
     }
 
-    // Of what is left, so much as one step takes; 0 if nothing is.
+    // Length of the next step of the rest; 0 if there is no rest.
     static size_t length_of(int64_t left, int64_t step) {
         return static_cast<size_t>(std::max<int64_t>(0, std::min(left, step)));
     }
@@ -75,7 +75,7 @@ class Rounds {
         if (nbytes && to != from) std::memmove(to, from, nbytes);
     }
 
-    // For each other rank a piece of what is for that one.
+    // Stages a piece for each other rank.
     void lay_pieces(const Call& call, char* stage, int64_t at, int64_t step) {
         for (int r = 0; r < size_; r++) {
             const Part& part = call.inputs[r];
@@ -83,8 +83,8 @@ class Rounds {
         }
     }
 
-    // The most elements that any rank gives another one, once that was compared. Each rank says how many elements it gives
-    // each one, and then how many it expects.
+    // The largest number of elements that any rank sends to another one, after comparing. Each rank publishes the
+    // counts that it sends to each rank, and then those that it expects.
     Status longest_row(Call& call, const std::vector<int64_t>& counts, int64_t& longest) {
         const int half = next_half();
         std::memcpy(stage_of(rank_, half), counts.data(), counts.size() * sizeof counts[0]);

@@ -1,4 +1,4 @@
-// Collectives that move data from one rank to another, as bytes; and one entry for all collectives.
+// Collectives that move data between ranks, as bytes; and one entry point for all collectives.
 #pragma once
 
 #include "shm/reductions.hpp"
@@ -12,7 +12,7 @@ class Collectives : public Reductions {
   public:
     using Reductions::Reductions;
 
-    // Whether the tensors are as long as they have to be, and none that is written shares memory with another one.
+    // Whether the tensors have the required lengths, and no written tensor overlaps another one.
     bool fits(Name name, const Call& call) const {
         const Parts &read = call.inputs, &written = call.outputs;
         const bool lists = name == Name::all_gather || name == Name::gather || name == Name::scatter ||
@@ -39,7 +39,7 @@ class Collectives : public Reductions {
         return apart(name, call);
     }
 
-    // Of tensors that fit.
+    // Runs a call on tensors that fit.
     Status run(Name name, Call& call) {
         const Status status = perform(name, call);
         if (status == Status::ok && call.divisor > 1 && !call.outputs.empty()) {
@@ -69,7 +69,7 @@ class Collectives : public Reductions {
         return std::all_of(parts.begin(), parts.end(), [&](const Part& part) { return part.count == count; });
     }
 
-    // But for a rank's own entry, where that is the other tensor itself.
+    // Except for a rank's own entry, if it is the other tensor itself.
     bool apart(Name name, const Call& call) const {
         const bool moved = name != Name::reduce_scatter && name != Name::all_to_all;
         const auto end = [&](const Part& part) { return part.data + part.count * call.width; };
@@ -102,7 +102,7 @@ class Collectives : public Reductions {
         return Status::ok;
     }
 
-    // Ranks whose tensor others read lay it ready, piece by piece; those with outputs read them.
+    // Ranks with a tensor that others read stage it chunk by chunk; ranks with outputs copy the chunks out.
     Status collect(Call& call, bool shows) {
         const Part& given = call.inputs[0];
         const int64_t step = static_cast<int64_t>(stage_bytes_);
@@ -135,7 +135,7 @@ class Collectives : public Reductions {
         return Status::ok;
     }
 
-    // Rows may be uneven. Where all of them are as long, on all ranks, their first pieces are there at once.
+    // Rows may be uneven. If all rows of all ranks are equally long, the first round already has their first pieces.
     Status all_to_all(Call& call) {
         const int64_t step = piece_bytes(call.width), count = call.inputs[0].count;
         bool even = true;
@@ -160,7 +160,7 @@ class Collectives : public Reductions {
         return exchange(call, 0, longest * call.width);
     }
 
-    // Each rank's pieces for each other one, from a byte on.
+    // Exchanges the pieces of all pairs of ranks, from byte `at` on.
     Status exchange(Call& call, int64_t at, int64_t nbytes) {
         const int64_t step = piece_bytes(call.width);
         for (; at < nbytes; at += step) {

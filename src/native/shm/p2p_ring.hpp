@@ -1,5 +1,5 @@
-// Messages between two ranks: a ring of bytes for each direction of each pair, as transports/shm/byte_ring.py lays it out. A
-// message is two parts: its header, as in transports/shm/p2p_ring.py, and its bytes.
+// Messages between two ranks: a ring of bytes for each direction of each pair, with the layout of
+// transports/shm/byte_ring.py. A message has two parts: its header, as in transports/shm/p2p_ring.py, and its bytes.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace unisono {
 
-// What goes with a message.
+// Header of a message.
 struct Header {
     int64_t tag, count, dtype;
 };
@@ -22,7 +22,7 @@ class Rings {
     Rings(Board& board, char* memory)
         : board_(board), controls_(memory), data_(memory + board.size * board.size * kControlBytes) {}
 
-    // Returns when all of it lies in the ring. Nothing else may be on its way to that rank.
+    // Returns when the whole message is in the ring. No other message to that rank may be in flight.
     Status send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline, Patience& patience) {
         const Ring ring = ring_of(board_.rank, peer);
         uint64_t written = ring.written().load(std::memory_order_relaxed);
@@ -32,7 +32,7 @@ class Rings {
         std::memcpy(ring.at(written), &header, sizeof header);
         written += kLine;
         for (int64_t sent = 0; sent < nbytes;) {
-            // The first part goes with the header, if there is room, so that the reader wakes once for a short message.
+            // The first bytes are published with the header, if there is room: a short message wakes the reader once.
             if (room() <= 0) publish(ring.written(), written, peer);
             status = board_.wait_until([&] { return room() > 0; }, peer, deadline, patience);
             if (status != Status::ok) return status;
@@ -46,7 +46,7 @@ class Rings {
         return Status::ok;
     }
 
-    // Refused, with nothing done, if the next message is not the one that is wanted.
+    // Refused, with nothing done, if the next message is not the wanted one.
     Status receive(int peer, const Header& wanted, char* to, int64_t nbytes, double deadline, Patience& patience) {
         const Ring ring = ring_of(peer, board_.rank);
         uint64_t read = ring.read().load(std::memory_order_relaxed);
@@ -68,10 +68,10 @@ class Rings {
         return Status::ok;
     }
 
-    // How often threads of this rank have moved bytes without the core; each move ends with `wake`.
+    // Number of moves of bytes without the core by threads of this rank; each move ends with `wake`.
     uint64_t moves() const { return moves_.load(std::memory_order_acquire); }
 
-    // Wakes a peer whose bytes were moved, and other threads of this rank, whose messages may be done by that.
+    // Wakes the peer of a transfer, and other threads of this rank, because their messages may now be done.
     void wake(int peer) {
         moves_.fetch_add(1, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -80,7 +80,7 @@ class Rings {
     }
 
     // Waits until there is room to some ranks, or there are bytes from others, or another thread of this rank has moved
-    // bytes since `moves`, or the time is up.
+    // bytes since `moves`, or the deadline has passed.
     Status wait(const std::vector<int>& to, const std::vector<int>& from, uint64_t moves, double deadline, Patience& patience) {
         const auto ready = [&] {
             for (int peer : to) {
@@ -103,10 +103,10 @@ class Rings {
   private:
     static constexpr uint64_t kRingBytes = 128 << 10, kLine = 64;
     static constexpr int kControlBytes = 128;
-    // A peer that moves messages in Python takes longer for its part than a call of the core does.
+    // A peer that moves messages in Python takes longer than a call of the core.
     static constexpr double kYieldS = 200e-6;
 
-    // One end of a ring. Both count bytes from the start of time; each count has one writer.
+    // One end of a ring. Both ends count bytes from the beginning; each count has one writer.
     struct Ring {
         char *control, *data;
 
@@ -127,7 +127,7 @@ class Rings {
 
     static uint64_t padded(uint64_t step, int64_t total) { return step + (-static_cast<uint64_t>(total) & (kLine - 1)); }
 
-    // Release: what was written before, or read, is so before the other end sees the count.
+    // Release: earlier writes, or reads, are complete before the other end sees the count.
     void publish(Word& counter, uint64_t value, int peer) {
         counter.store(value, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -1,5 +1,5 @@
-// Reductions: of short messages each rank reads everything from everybody (one shot); of long ones each rank reduces its
-// share of a tile, which the others then copy (two shots). Contributions are taken in the order of ranks.
+// Reductions: for short messages each rank reads the data of all ranks (one shot); for long ones each rank reduces its
+// share of a tile, which the others then copy (two shots). Contributions are combined in the order of ranks.
 #pragma once
 
 #include <mutex>
@@ -9,7 +9,7 @@
 
 namespace unisono {
 
-// Memory that every rank has mapped, a row for each rank. Tensors at the same place of each row are reduced there.
+// Memory mapped by every rank, with a row for each rank. Tensors at the same place of each row are reduced in place.
 struct Arena {
     uint64_t number;
     char* rows;
@@ -23,7 +23,7 @@ class Reductions : public Rounds {
           one_shot_bytes_(std::min(stage_bytes, size <= 2 ? size_t{1} << 20 : size_t{128} << 10)),
           rows_(static_cast<size_t>(size)) {}
 
-    // Memory is to be handed out on every rank: from now on ranks ask each other where tensors lie.
+    // Symmetric memory is about to be allocated on every rank: from now on ranks compare the places of tensors.
     void expect_arenas() { arenas_made_ = true; }
     // From any thread.
     void add_arena(const Arena& arena) {
@@ -61,14 +61,14 @@ class Reductions : public Rounds {
             all_divide = all_divide && (told & kDivides);
         }
         if (!together && is_short) return one_shot(call, part, {.first = false, .shows = true, .reads = true});
-        // Who reduces a share divides it for all, unless a rank divides by itself: then each does.
+        // The rank that reduces a share divides it for all, unless a rank divides by itself: then each rank does.
         const int64_t divisor = std::exchange(call.divisor, all_divide ? 1 : call.divisor), shared = all_divide ? divisor : 1;
         if (together) return in_place(call, part, stride, shared);
-        // Where only some ranks' tensors lie in shared memory, all go by way of the stages, from the beginning.
+        // If only some ranks' tensors are in shared memory, all use the stages, from the beginning.
         return tiles(call, part, shared, true, all_staged);
     }
 
-    // The root alone reduces what is short, and what there are two of; else as the long all_reduce.
+    // The root alone reduces if the message is short or there are two ranks; otherwise as the long all_reduce.
     Status reduce(Call& call) {
         const Part& part = call.inputs[0];
         const bool here = rank_ == call.root;
@@ -88,7 +88,7 @@ class Reductions : public Rounds {
         return Status::ok;
     }
 
-    // Each round holds an equal piece for every rank; a rank reduces what all laid ready for it.
+    // Each round holds an equal piece for every rank; a rank reduces the pieces that all staged for it.
     Status reduce_scatter(Call& call) {
         const Part& target = call.outputs[0];
         const int64_t step = piece_bytes(call.width);
@@ -112,9 +112,9 @@ class Reductions : public Rounds {
         bool first, shows, reads;
     };
 
-    // Where arenas have been made, it costs a round more to reduce other tensors from this length on.
+    // Once arenas have been allocated, reducing other tensors of at least this size costs one more round.
     static constexpr size_t kInPlaceBytes = 64 << 10;
-    // Told with the place: this rank's call is over when the average is there, and does not divide the sum by itself.
+    // Sent with the place: this rank's call expects the average in memory, and does not divide the sum itself.
     static constexpr uint64_t kDivides = 1ull << 63;
     static constexpr int kPlaceBits = 44;
 
@@ -130,7 +130,7 @@ class Reductions : public Rounds {
         return 0;
     }
 
-    // Some ranks lay theirs ready, and some read all, and their own where it lies.
+    // Some ranks stage their tensor; some read all stages, and their own tensor in place.
     Status one_shot(Call& call, const Part& part, Shot shot) {
         const int half = next_half();
         if (shot.shows) stores_.copy(stage_of(rank_, half), part.data, static_cast<size_t>(part.count * call.width));
@@ -144,15 +144,15 @@ class Reductions : public Rounds {
         return Status::ok;
     }
 
-    // Elements of the first tile of so many.
+    // Number of elements of the first tile of `count` elements.
     int64_t tile_of(const Call& call, int64_t count) const {
         return std::min(count, static_cast<int64_t>(stage_bytes_) / call.width);
     }
 
-    // Where a rank's share of so many elements begins.
+    // First element of a rank's share of `count` elements.
     int64_t edge(int of, int64_t count) const { return of * count / size_; }
 
-    // Lays a tile ready for the next round: all but the own share, which is read where it is.
+    // Stages a tile for the next round: all but this rank's share, which is read in place.
     void lay_shares(const Call& call, const char* data, int64_t count) {
         char* stage = stage_of(rank_, next_half());
         const int64_t low = edge(rank_, count) * call.width, high = edge(rank_ + 1, count) * call.width;
@@ -160,7 +160,7 @@ class Reductions : public Rounds {
         stores_.copy(stage + high, data + high, static_cast<size_t>(count * call.width - high));
     }
 
-    // Two shots a tile. While the others' shares are not there yet, the next tile is laid ready, in the other stage.
+    // Two shots per tile. While waiting for the others' shares, a rank stages the next tile in the other stage.
     Status tiles(Call& call, const Part& part, int64_t divisor, bool everywhere, bool arrived) {
         bool laid = arrived;
         for (int64_t n = 0, count; n < part.count; n += count) {

@@ -1,4 +1,4 @@
-"""Transports by name: a file here, an entry point `unisono.transports`, or what `TRANSPORTS.register` was given."""
+"""Transports by name: from a file here, an entry point `unisono.transports`, or `TRANSPORTS.register`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TRANSPORTS: Registry[type[Transport]] = Registry(
     "transport",
     "unisono.transports",
     "TRANSPORT",
-    # One package serves everything that torch.distributed has.
+    # One package serves all backends of torch.distributed.
     aliases={"gloo": "torch", "nccl": "torch", "ucc": "torch", "xccl": "torch"},
     helpers=("hierarchical", "mailbox"),
 )

@@ -23,7 +23,7 @@ _Key = tuple[str, int, int, int]
 
 
 class MessageQueue:
-    """Messages of all groups of one job that wait for their counterpart. Shared by all ranks."""
+    """Unmatched messages of all groups of one job. Shared by all ranks."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -32,7 +32,7 @@ class MessageQueue:
         self.left: set[tuple[str, int]] = set()
 
     def offer(self, key: _Key, message: Message, batch: CountdownWork) -> tuple[Message, CountdownWork] | None:
-        """The counterpart that already waits, or None after joining the queue. Call with the lock held."""
+        """Return the matching message if it already waits; else queue this one (None). Call with the lock held."""
         queue = self.waiting[key]
         if queue and type(queue[0][0]) is not type(message):
             found = queue.popleft()
@@ -43,7 +43,7 @@ class MessageQueue:
         return None
 
     def leave(self, group: str, rank: int, size: int) -> None:
-        """A rank closes its part of a group; after the last one nothing is known of it. Call with the lock held."""
+        """Record that a rank closes its part of a group; the last rank removes the group. Call with the lock held."""
         self.left.add((group, rank))
         everybody = {(group, other) for other in range(size)}
         if everybody <= self.left:
@@ -52,7 +52,7 @@ class MessageQueue:
                 self.broken.pop(one, None)
 
     def forget(self, group: str, rank: int) -> list[CountdownWork]:
-        """Remove all that a rank has waiting in a group, and return it."""
+        """Remove and return all waiting messages of a rank in a group."""
         with self.lock:
             found = []
             for key in [k for k in self.waiting if k[0] == group and rank in k[1:3]]:
@@ -64,12 +64,12 @@ class MessageQueue:
 
 @dataclass(slots=True, eq=False)
 class InFlightMessage:
-    """A message whose two ends have met.
+    """A matched send and receive.
 
     Attributes:
         source, target: The ranks.
-        sent, expected: The ends.
-        send, recv: The works that they belong to.
+        sent, expected: The two ends of the message.
+        send, recv: The works that the ends belong to.
     """
 
     source: int
@@ -80,14 +80,14 @@ class InFlightMessage:
     recv: CountdownWork
 
     def deliver(self) -> None:
-        """Copy the content, or refuse to both ranks what does not fit."""
+        """Copy the content, or fail both works if it does not fit."""
         given, taken = self.sent.tensor, self.expected.tensor
         if given.dtype != taken.dtype or given.numel() != taken.numel():
             said, wanted = (elements(t.numel(), str(t.dtype)) for t in (given, taken))
             for work, peer in ((self.send, self.target), (self.recv, self.source)):
                 work.complete(size_error(self.source, said, self.target, wanted, self.sent.tag, peer))
             return
-        # The thread of either rank may do this, so the receiver's tensor says which mode it wants to be written in.
+        # The thread of either rank may do this, so the receiver's tensor determines the inference mode of the copy.
         with torch.inference_mode(taken.is_inference()), torch.no_grad():
             taken.copy_(given)
         self.send.arrived(self.sent)
@@ -95,10 +95,10 @@ class InFlightMessage:
 
 
 class ThreadTransport(Transport):
-    """Ranks are threads; a message is one copy from the sender's tensor into the receiver's.
+    """Transport between threads; a message is one copy from the sender's tensor into the receiver's.
 
     A send completes only when it is received, so a program that is safe here needs no buffering
-    anywhere. Cost: about 20 us a message, then the speed of memory.
+    anywhere. Cost: about 20 us per message, then the speed of memory.
     """
 
     in_process = True
@@ -147,14 +147,14 @@ class ThreadTransport(Transport):
         return CountdownWork(self._timeout_s, batch)
 
     def _deliver(self, letter: InFlightMessage) -> None:
-        """Both ends are there."""
+        """Deliver a matched message."""
         letter.deliver()
 
     def split(self, group: Group) -> ThreadTransport:
         return ThreadTransport(group, self._mail, self._timeout_s)
 
     def close(self) -> None:
-        """Whoever still waits for this rank, or comes to, is told that it has left."""
+        """Fail present and later messages of other ranks to or from this one: it has left."""
         with self._mail.lock:
             self._mail.leave(self.group.name, self.rank, self.size)
             forsaken = [item for key in self._keys() for item in self._mail.waiting.pop(key)]
@@ -162,7 +162,7 @@ class ThreadTransport(Transport):
             batch.complete(_gone(self.rank))
 
     def _keys(self) -> list[_Key]:
-        """Where messages from or to this rank wait. Call with the lock held."""
+        """Return the keys of pending messages from or to this rank. Call with the lock held."""
         return [key for key in self._mail.waiting if key[0] == self.group.name and self.rank in key[1:3]]
 
     def abort(self, cause: BaseException) -> None:

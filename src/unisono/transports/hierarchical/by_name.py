@@ -15,11 +15,11 @@ __all__ = ["Connectable", "Pair", "find_hosts", "transport_named"]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What connects as a transport class does.
+    """Pair of transports, with the `connect` of a transport class.
 
     Attributes:
         inner: The name of the transport within a host.
-        outer: The name of the one between hosts.
+        outer: The name of the transport between hosts.
     """
 
     inner: str
@@ -27,22 +27,22 @@ class Pair:
 
     @property
     def simulated(self) -> bool:
-        """Whether these take turns on a virtual clock."""
+        """Return whether the ranks take turns on a virtual clock."""
         return TRANSPORTS[self.inner].simulated or TRANSPORTS[self.outer].simulated
 
     @property
     def in_process(self) -> bool:
-        """Whether ranks are threads of one process."""
+        """Return whether ranks are threads of one process."""
         return TRANSPORTS[self.inner].in_process or TRANSPORTS[self.outer].in_process
 
     @property
     def launcher(self) -> str:
-        """What starts the ranks: what either of the two needs."""
+        """The launcher that starts the ranks: the one that either transport needs."""
         launchers = [TRANSPORTS[name].launcher for name in (self.inner, self.outer)]
         return next((launcher for launcher in launchers if launcher != Transport.launcher), Transport.launcher)
 
     def connect(self, group: Group, control: ControlPlane, options: Options) -> Transport:
-        """As `Transport.connect`. Which ranks share a host is in the options, or is found out."""
+        """As `Transport.connect`. The options name the ranks of each host; otherwise they are detected."""
         hosts = options.hosts or find_hosts(self.inner, group, control, options.timeout_s)
         return over(
             group,
@@ -56,14 +56,14 @@ class Pair:
 
 
 Connectable = type[Transport] | Pair
-"""What `transport_named` returns."""
+"""Return type of `transport_named`."""
 
 
 def transport_named(name: str) -> Connectable:
-    """A transport of the registry, or a pair of them.
+    """Return a transport of the registry, or a pair of them.
 
     Raises:
-        ValueError: There is no such transport; lists those that are there.
+        ValueError: There is no such transport; lists the known ones.
 
     Example:
         >>> transport_named("shm+gloo")
@@ -82,13 +82,13 @@ def transport_named(name: str) -> Connectable:
 
 
 def find_hosts(name: str, group: Group, control: ControlPlane, timeout: float) -> Hosts:
-    """For each host, the ranks that a transport of this name connects there, by proof. Collective."""
+    """Return, for each host, the ranks that a transport of this name can prove to connect there. Collective."""
     control.join(group)
     return TRANSPORTS[name].shm_peers(group, control, timeout)
 
 
 def _within(hosts: Hosts, size: int) -> Hosts:
-    """The hosts, if they are made of these ranks."""
+    """Return the hosts, if they consist of these ranks."""
     if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
         raise ValueError(f"hosts={[list(ranks) for ranks in hosts]} must name each of the ranks 0 to {size - 1} once")
     return tuple(tuple(ranks) for ranks in hosts)

@@ -1,8 +1,8 @@
-"""Long collectives over several hosts: what crosses the line between hosts crosses it once.
+"""Long collectives over several hosts: data crosses the network between hosts once.
 
 An all_reduce of S bytes is a reduce-scatter inside each host, an all-reduce of each share with the peers on the other
 hosts, and an all-gather inside (Mikami et al., arXiv:1811.05233, do so on a torus of GPUs). Each of N hosts sends
-2(N-1)/N S over its line, where a ring over all p ranks sends 2(p-1)/p S: with two hosts of two, that is two thirds.
+2(N-1)/N S over its link, where a ring over all p ranks sends 2(p-1)/p S: with two hosts of two, that is two thirds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unisono.transports.hierarchical.subset import SubsetCollectives, SubsetTran
 __all__ = ["HierarchicalCollectives"]
 
 _AHEAD = 1
-"""Tiles that are between hosts while the next one is reduced inside."""
+"""Number of tiles in flight between hosts while the next one is reduced inside."""
 _PARTS = 4
 _SAY_S = 5.0
 
@@ -35,19 +35,19 @@ _crew = DaemonThreadPool("unisono between hosts")
 
 
 class HierarchicalCollectives:
-    """One group's long collectives. All ranks have agreed on each call before it comes here.
+    """Long collectives of one group. All ranks have agreed on each call before they run it here.
 
-    All but reduce_scatter and all_gather are right for any numbers of ranks a host; these want equal ones.
+    All but reduce_scatter and all_gather support any number of ranks per host; these two need equal numbers.
 
-    As many ranks of each host carry data between hosts as the smallest host has: the first has its peers in the
-    first ranks of the other hosts, and so on. Those beyond give to, and take from, the carriers of their host.
+    The number of carriers per host, which move data between hosts, is the number of ranks of the smallest host. The
+    peers of a first rank are the first ranks of the other hosts, and so on. Other ranks use the carriers of their host.
 
     Args:
         outer: All ranks.
-        inside: Carries calls among the ranks of this host; None if there is but this one.
+        inside: Runs calls among the ranks of this host; None if this rank is the only one.
         hosts: For each host, its ranks.
         chunk_bytes: Largest message of a schedule.
-        timeout_s: How long a wait takes at most, beyond its own deadline.
+        timeout_s: Longest wait, beyond its own deadline.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class HierarchicalCollectives:
         self._place = hosts[self._here].index(rank)
         self._carriers = min(len(ranks) for ranks in hosts)
         rail = [ranks[self._place] for ranks in hosts] if self._place < self._carriers else None
-        # Smaller messages than tiles, so that the last sum of one tile hardly holds up the next one.
+        # Messages are smaller than tiles, so that the last sum of a tile hardly delays the next tile.
         self._rail = (
             SubsetCollectives(SubsetTransport(outer, rail), max(1, chunk_bytes // _PARTS)) if rail is not None else None
         )
@@ -73,7 +73,7 @@ class HierarchicalCollectives:
 
     # -- all_reduce ----------------------------------------------------------------------------
     def all_reduce(self, call: CollectiveCall, deadline: float) -> None:
-        """Tile by tile: while one is between hosts, the next one is reduced inside."""
+        """Reduce tile by tile: while one is in flight between hosts, the next one is reduced inside."""
         tensor = call.outputs[0]
         usual = self._carriers * self._chunk_bytes // tensor.element_size()
         tiles = tensor.split(_tiles(tensor.numel(), max(1, usual)))
@@ -94,18 +94,18 @@ class HierarchicalCollectives:
                 self._finish(*ahead.popleft(), deadline)
 
     def _finish(self, tile: torch.Tensor, share: torch.Tensor, exchanged: Completion, deadline: float) -> None:
-        # It keeps to the deadline itself; what it says when that is over, it says a little later.
+        # The exchange keeps the deadline itself, and reports a timeout a little later.
         exchanged.wait(max(0.0, deadline - time.monotonic()) + _SAY_S)
         self._gathered(tile, share, deadline)
 
     def _shares(self, tile: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What each rank of a host reduces of a tile; nothing, if it is no carrier."""
+        """Split a tile into the share that each rank of a host reduces; empty for a rank that is no carrier."""
         edges = even_edges(tile.numel(), self._carriers)
         edges += [edges[-1]] * (len(self._hosts[self._here]) - self._carriers)
         return tuple(tile[low:high] for low, high in pairwise(edges))
 
     def _scattered(self, call: CollectiveCall, tile: torch.Tensor, deadline: float) -> torch.Tensor:
-        """This rank's share of the host's sum."""
+        """Return this rank's share of the host's sum."""
         if self._inside is None:
             return tile
         shares = self._shares(tile)
@@ -127,7 +127,7 @@ class HierarchicalCollectives:
 
     # -- the others ----------------------------------------------------------------------------
     def broadcast(self, call: CollectiveCall, deadline: float) -> None:
-        """To one rank of each host, and from there to the others."""
+        """Broadcast to one rank of each host, and from there to the others."""
         root = _root(call)
         one = self._one_each(root)
         if self._outer.rank in one:
@@ -137,7 +137,7 @@ class HierarchicalCollectives:
             self._inside(_moved(call, source, source == self._place), deadline)
 
     def reduce(self, call: CollectiveCall, deadline: float) -> None:
-        """On one rank of each host, and of those on the root."""
+        """Reduce to one rank of each host, and from these to the root."""
         root, tensor = _root(call), call.inputs[0]
         one = self._one_each(root)
         if self._inside is not None:
@@ -152,7 +152,7 @@ class HierarchicalCollectives:
             self._between(one)(inner, deadline)
 
     def _one_each(self, root: int) -> tuple[int, ...]:
-        """A rank for each host: the root on its own, the first on the others."""
+        """Return a rank for each host: the root on its own host, the first rank on the others."""
         return tuple(root if root in ranks else ranks[0] for ranks in self._hosts)
 
     def _between(self, ranks: tuple[int, ...]) -> SubsetCollectives:
@@ -162,7 +162,7 @@ class HierarchicalCollectives:
         return found
 
     def all_gather(self, call: CollectiveCall, deadline: float) -> None:
-        """Each rank fetches the tensors of its peers on the other hosts, and hands them on inside."""
+        """Gather the tensors of each rank's peers on the other hosts, then all-gather them inside."""
         assert self._rail is not None
         assert self._inside is not None
         rail = tuple(call.outputs[ranks[self._place]] for ranks in self._hosts)
@@ -172,7 +172,7 @@ class HierarchicalCollectives:
             self._inside(CollectiveCall(name="all_gather", inputs=(outputs[self._place],), outputs=outputs), deadline)
 
     def reduce_scatter(self, call: CollectiveCall, deadline: float) -> None:
-        """For each host a reduce-scatter inside; then each rank sums its own with its peers on the other hosts."""
+        """Run a reduce-scatter inside for each host; then each rank sums its part with its peers on the other hosts."""
         assert self._rail is not None
         assert self._inside is not None
         lengths = [call.inputs[ranks[self._place]].numel() for ranks in self._hosts]
@@ -191,7 +191,7 @@ class HierarchicalCollectives:
 
 
 def _tiles(count: int, usual: int) -> list[int]:
-    """How many elements each tile has: few at both ends, where nothing goes on beside them, and many between.
+    """Number of elements of each tile: few at both ends, where no other work overlaps them, and many between.
 
     Example:
         >>> _tiles(100, 16)
@@ -212,19 +212,19 @@ def _root(call: CollectiveCall) -> int:
 
 
 def _moved(call: CollectiveCall, root: int, here: bool) -> CollectiveCall:
-    """The same broadcast, among other ranks."""
+    """Return the same broadcast, among other ranks."""
     target = call.outputs[0]
     return CollectiveCall(name="broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
 
 
 def _consecutive(parts: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The parts, and a tensor of which they are consecutive slices: schedules speak of runs."""
+    """Return the parts, and a tensor of which they are consecutive slices, because schedules use runs of elements."""
     whole = torch.cat(list(parts))
     return whole.split([part.numel() for part in parts]), whole
 
 
 class _InterHostStage:
-    """Does things one after another, in another thread, for as long as the block lasts."""
+    """Thread that runs functions one after another for the duration of the block."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -232,7 +232,7 @@ class _InterHostStage:
         self._inference = torch.is_inference_mode_enabled()
 
     def run(self, thing: Callable[[], None]) -> Completion:
-        """Do this after all that came before."""
+        """Run a function after all earlier ones."""
         done = Completion(self._timeout_s)
         self._things.put((thing, done))
         return done
@@ -252,6 +252,6 @@ class _InterHostStage:
                 try:
                     thing()
                 except Exception as raised:
-                    # Whoever waits for it raises it.
+                    # The thread that waits for it raises it.
                     error = raised
                 done.complete(error)

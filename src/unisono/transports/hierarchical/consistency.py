@@ -1,6 +1,6 @@
-"""What ranks of several hosts agree on before data moves: within a host first, then between hosts, then back.
+"""Agreement of the ranks of several hosts before data moves: within a host, then between hosts, then back.
 
-A host's first rank speaks for it. A short reduction travels with the agreement: its result is there when all agree.
+A host's first rank represents it. A short reduction travels with the agreement: its result is ready when all agree.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _HEAD_BYTES = 16
 _DIFFERENT, _AGREED, _LATE = range(3)
 _SAY_S = 2.0
 _WITHOUT = bytes(_HEAD_BYTES)
-"""What a host says whose own ranks differ: no digest of anything."""
+"""Sent by a host with differing ranks: the digest of nothing."""
 
 _ROLL_CALL_S = 0.5, 5.0
 _QUOTE_S = 10.0
 
 
 class Agreement:
-    """One group's; every rank calls the same methods in the same order.
+    """Agreement of one group. Every rank calls the same methods in the same order.
 
     Args:
         group: All ranks.
         control: This rank's handle.
-        hosts: How many there are.
-        inside: Carries calls among the ranks of this host; None if there is but this one.
-        lanes: To the other hosts, on the first rank of each.
+        hosts: Number of hosts.
+        inside: Runs calls among the ranks of this host; None if this rank is the only one.
+        lanes: Links to the other hosts, on the first rank of each.
         here: The number of this host.
-        short_bytes: Most of a reduction that travels with the agreement, to one other host; less of it to several.
-        timeout_s: For telling each other what differs.
+        short_bytes: Largest reduction that travels with the agreement, to one other host; less to several.
+        timeout_s: For the exchange of what differs.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Agreement:
         self._hosts, self._here, self._timeout_s = hosts, here, timeout_s
         self._calls = 0
         self.short_bytes = short_bytes // (hosts - 1)
-        # The first rank of a host has room for what each host says, its own partial result among them.
+        # The first rank of a host has room for the packet of each host, including its own partial result.
         self._rooms = [_HostRound(self.short_bytes) for _ in range(hosts if lanes is not None else 1)]
         self._own = here if lanes is not None else 0
 
@@ -70,17 +70,17 @@ class Agreement:
 
         Raises:
             MismatchError: On every rank, quoting all sides.
-            CommTimeoutError: Naming who has not come.
+            CommTimeoutError: Naming the rank that has not arrived.
         """
         self._calls += 1
         if mine.sends or mine.receives:
-            # Rows that must fit each other, pair by pair: no digest tells.
+            # Rows must match pair by pair; a digest cannot show that.
             self._explain(mine, f"call {self._calls}", max(0.0, deadline - time.monotonic()))
             return
         self._settle(mine, self._alike(mine, deadline), None, deadline)
 
     def reduce(self, call: CollectiveCall, mine: Fingerprint, deadline: float) -> None:
-        """As `agree`, of an all_reduce of at most `short_bytes`, which is done when this returns."""
+        """As `agree`, for an all_reduce of at most `short_bytes`, which is complete when this returns."""
         self._calls += 1
         target = call.outputs[0]
         partial = self._rooms[self._own].like(target)
@@ -90,9 +90,9 @@ class Agreement:
         target.copy_(self._rooms[0].like(target))
 
     def roll_call(self, error: CommTimeoutError, timeout: float) -> BaseException:
-        """The error of a wait that took too long, naming who has not come at all, if that can be found out.
+        """Return the error of a wait that timed out, naming a rank that has not arrived, if one can be found.
 
-        Who waits for a host cannot know which of its ranks is late; all who wait come here.
+        A rank that waits for a host cannot know which of its ranks is late; all waiting ranks call this.
         """
         shortest, longest = _ROLL_CALL_S
         try:
@@ -100,7 +100,7 @@ class Agreement:
                 self._group, f"the roll call of call {self._calls}", None, min(max(timeout, shortest), longest)
             )
         except CommTimeoutError as named:
-            # Without a rank, it tells of the control plane itself, which is no better off.
+            # Without a rank, the error is about the control plane itself, and says no more.
             return error if named.peer is None else named
         except CommError as first:
             return first
@@ -108,7 +108,7 @@ class Agreement:
 
     # -- within this host ----------------------------------------------------------------------
     def _alike(self, mine: Fingerprint, deadline: float) -> bool:
-        """Whether all ranks of this host are about to do the same."""
+        """Return whether all ranks of this host are about to do the same."""
         if self._inside is None:
             return True
         transport = self._inside.transport
@@ -122,7 +122,7 @@ class Agreement:
         return True
 
     def _summed(self, partly: CollectiveCall, mine: Fingerprint, deadline: float) -> bool:
-        """Reduce what the ranks of this host have, if they are about to do the same; whether they are."""
+        """Reduce the tensors of this host's ranks if they are about to do the same. Return whether they are."""
         if self._inside is None:
             return True
         transport = self._inside.transport
@@ -145,7 +145,7 @@ class Agreement:
 
     # -- between hosts, and back ---------------------------------------------------------------
     def _settle(self, mine: Fingerprint, alike: bool, partly: CollectiveCall | None, deadline: float) -> None:
-        """Compare between hosts, and let all ranks know; with the partial results of a reduction, if there is one."""
+        """Compare between hosts and notify all ranks, with the partial results of a reduction if there is one."""
         nbytes = 0 if partly is None else partly.outputs[0].nbytes
         first = self._rooms[0]
         error: CommTimeoutError | None = None
@@ -160,7 +160,7 @@ class Agreement:
         if self._inside is not None and alike:
             whole = first.whole(nbytes)
             given = (whole,) if self._lanes is not None else ()
-            # Who waits for another host tells the others of its own when it gives up, a little after its time.
+            # The rank that waits for another host notifies its own host when it gives up, a little after the deadline.
             self._inside(CollectiveCall(name="broadcast", inputs=given, outputs=(whole,), root=0), deadline + _SAY_S)
         if first.verdict == _LATE:
             raise error or _late(first.late, deadline)
@@ -169,14 +169,14 @@ class Agreement:
             raise MismatchError("ranks differ in what they are about to do. Nothing was sent")
 
     def _swapped(self, lanes: HostLinks, mine: Fingerprint, alike: bool, nbytes: int, deadline: float) -> bool:
-        """Whether all hosts are about to do the same."""
+        """Return whether all hosts are about to do the same."""
         digest = _digest(mine) if alike else _WITHOUT
         packet = Packet(digest, self._rooms[self._own].content(nbytes if alike else 0))
         theirs = {host: room.content(nbytes) for host, room in enumerate(self._rooms) if host != self._own}
         return lanes.swap(packet, theirs, deadline) and alike
 
     def _combine(self, partly: CollectiveCall | None) -> None:
-        """In the order of hosts, on every host: so the bits agree."""
+        """Combine in the order of hosts, on every host, so that the bits agree."""
         if partly is not None:
             shares = [room.like(partly.outputs[0]) for room in self._rooms]
             combine_all(partly.op or ReduceOp.SUM, shares, shares[0])
@@ -199,7 +199,7 @@ class _HostRound:
 
     @property
     def verdict(self) -> int:
-        """What the hosts have come to."""
+        """The outcome of the comparison between hosts."""
         return self._bytes[0]
 
     @verdict.setter
@@ -208,7 +208,7 @@ class _HostRound:
 
     @property
     def late(self) -> int:
-        """The rank that was waited for in vain."""
+        """The rank that did not arrive."""
         return int.from_bytes(self._bytes[8:_HEAD_BYTES], "little")
 
     @late.setter

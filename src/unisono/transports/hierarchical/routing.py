@@ -1,4 +1,4 @@
-"""Messages by way of two transports: those of this host by the inner one, all others by the outer one."""
+"""Messages over two transports: those of this host by the inner one, all others by the outer one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _RANKS = re.compile(r"\b(ranks?) (\d+(?:, \d+)*)")
 
 
 class RankMappedTransport(Wrapper):
-    """A transport whose errors speak of its ranks in the numbers of a larger group.
+    """Transport that reports its ranks in errors by their numbers in a larger group.
 
     Args:
         inner: The transport.
-        ranks: For each of its ranks, the number to be told.
+        ranks: For each of its ranks, the number to report.
     """
 
     def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
@@ -57,9 +57,9 @@ class RankMappedTransport(Wrapper):
         super().abort(cause)
 
     def told(self, error: BaseException) -> BaseException:
-        """The error in the other numbers."""
+        """Return the error with the ranks renumbered."""
         if error is self._cause or not isinstance(error, CommError):
-            # What the whole was aborted for has its own numbers already.
+            # The cause of an abort has the numbers of the whole group already.
             return error
         told = type(error)(_RANKS.sub(self._rename, error.message), nbytes=error.nbytes, waited_s=error.waited_s)
         told.peer = None if error.peer is None else self._number(error.peer)
@@ -73,13 +73,13 @@ class RankMappedTransport(Wrapper):
 
 
 class Routes:
-    """Where a rank's messages go.
+    """Routing of a rank's messages.
 
     Args:
-        inner: The ranks of this host, or None if there is but this one.
-        outer: All ranks, with the numbers of the whole.
-        here: The ranks of this host, in the order of the inner one's.
-        timeout_s: Of a wait that is not told its own.
+        inner: Transport of this host's ranks, or None if this rank is the only one.
+        outer: Transport of all ranks, numbered as in the whole group.
+        here: The ranks of this host, in the order of `inner`.
+        timeout_s: Of a wait without a timeout of its own.
     """
 
     def __init__(self, inner: Transport | None, outer: Transport, here: Sequence[int], timeout_s: float) -> None:

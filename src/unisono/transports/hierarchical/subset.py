@@ -17,11 +17,11 @@ __all__ = ["SubsetCollectives", "SubsetTransport"]
 
 
 class SubsetTransport(Transport):
-    """Some ranks of another transport, renumbered, for schedules: it carries messages, and nothing else.
+    """Some ranks of another transport, renumbered, for schedules. Supports messages only.
 
     Args:
         whole: The other transport.
-        ranks: Of that one, the caller among them; their order gives the new numbers.
+        ranks: Ranks of `whole`, including the caller; their order gives the new numbers.
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
@@ -37,10 +37,10 @@ class SubsetTransport(Transport):
         raise NotImplementedError("the transport that these ranks are part of is split, not this view of it")
 
     def close(self) -> None:
-        """The whole is closed by whoever made it."""
+        """Do nothing: the owner of the whole transport closes it."""
 
     def abort(self, cause: BaseException) -> None:
-        """Likewise."""
+        """Do nothing: the owner of the whole transport aborts it."""
 
 
 def _to(message: Message, peer: int) -> Message:
@@ -48,10 +48,10 @@ def _to(message: Message, peer: int) -> Message:
 
 
 class SubsetCollectives:
-    """Carries out calls, one at a time, on the memory that they name.
+    """Runs calls, one at a time, on the memory that they name.
 
     Args:
-        transport: Whose ranks take part.
+        transport: Its ranks take part.
         chunk_bytes: Largest message of a schedule.
     """
 
@@ -60,7 +60,7 @@ class SubsetCollectives:
         self._spare = ScratchPool()
 
     def __call__(self, call: CollectiveCall, deadline: float) -> None:
-        """Return when this rank's part is done. What a schedule reduces, it reduces in the call's inputs."""
+        """Return when this rank's part is done. A schedule reduces in the call's inputs."""
         transport = self.transport
         if transport.supports(call):
             transport.collective(call).wait(max(0.0, deadline - time.monotonic()))

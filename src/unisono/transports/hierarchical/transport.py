@@ -29,28 +29,28 @@ Hosts = tuple[tuple[int, ...], ...]
 """For each host, its ranks."""
 
 _SHORT_BYTES, _SHORT_PART = 128 << 10, 16
-"""Up to which length a reduction is done at once: of `chunk_bytes`, that share, but no more than this."""
+"""Largest reduction done in one step: this share of `chunk_bytes`, but no more than this number of bytes."""
 
 _ANYWHERE = frozenset({"all_reduce", "barrier", "broadcast", "reduce"})
 _IF_EVEN = frozenset({"all_gather", "reduce_scatter"})
 
 
 class Hierarchical(Transport):
-    """Messages go by the inner transport to ranks of this host, and by the outer one to all others.
+    """Transport that sends messages by the inner transport to ranks of this host, and by the outer one to all others.
 
-    Collectives are put together of both; what is not is made of messages. Before each one, all ranks agree on what
-    they are about to do, over lanes of its own; an all_reduce of up to 128 KiB (less with more than two hosts) is
-    done by the same packets. There are several hosts, and at least one has several ranks: else one of the two
-    transports is all that is needed, and `over` returns that.
+    Collectives combine both transports, or else are composed of messages. Before each collective, all ranks agree on
+    what they are about to do, over links of its own; an all_reduce of up to 128 KiB (less with more than two hosts)
+    travels in the same packets. There are several hosts, and at least one has several ranks: otherwise one of the two
+    transports suffices, and `over` returns that one.
 
     Args:
         group: All ranks.
         control: This rank's handle.
-        options: As `connect` was given them.
+        options: As passed to `connect`.
         hosts: For each host, its ranks in the group.
         inner: Made for the group of this host's ranks, if there are several.
         outer: Made for all ranks.
-        anew: Makes a transport of the same kinds for other ranks, with nothing of this one.
+        `anew`: Makes a transport of the same kinds for other ranks, and reuses nothing of this one.
     """
 
     checks = True
@@ -122,7 +122,7 @@ class Hierarchical(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
-        """What goes by a schedule is compared here; what is native, with its own first packet."""
+        """Compare a call that runs by a schedule. A native call is compared with its own first packet."""
         self._now = fingerprint
         if fingerprint.algorithm != "native":
             with self._told_of(timeout):
@@ -144,7 +144,7 @@ class Hierarchical(Transport):
 
     @contextmanager
     def _told_of(self, timeout: float) -> Iterator[None]:
-        """A timeout names who is missing, though who waits for a host cannot know which of its ranks is late."""
+        """Name the missing rank in a timeout: a rank that waits for a host cannot know which of its ranks is late."""
         try:
             yield
         except CommTimeoutError as error:
@@ -154,7 +154,7 @@ class Hierarchical(Transport):
 
     # -- parts ---------------------------------------------------------------------------------
     def split(self, group: Group) -> Transport:
-        """Of the same two kinds, or of one of them where the other is not needed."""
+        """Return a transport of the same two kinds, or of one of them if the other is not needed."""
         ranks = {member: rank for rank, member in enumerate(self.group.members)}
         chosen = [ranks[member] for member in group.members]
         hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in place) for place in self._hosts)
@@ -170,11 +170,11 @@ class Hierarchical(Transport):
         )
 
     def mailbox(self, group: Group) -> Mailbox:
-        # The outer transport reaches everybody, and one place for messages can be waited at, two cannot.
+        # The outer transport reaches all ranks, and a rank can wait on one mailbox, not on two.
         return self.outer.mailbox(group)
 
     def reconfigure(self, group: Group) -> Transport:
-        """Where everybody is, newcomers too, is found out again."""
+        """Return a transport for the new group, after detecting the hosts of all ranks, including new ones."""
         return self._anew(group)
 
     def leave(self) -> None:
@@ -210,15 +210,15 @@ def over(
     outer: Callable[[Group], Transport],
     anew: Callable[[Group], Transport],
 ) -> Transport:
-    """The transport of these hosts: of both kinds, or of one of them if that is all that is needed.
+    """Return the transport of these hosts: of both kinds, or of one of them if that suffices.
 
     Args:
         group: All ranks, which all call this.
         control, options: Of this rank.
         hosts: For each host, its ranks in the group.
         inner: Makes the transport of the ranks of one host.
-        outer: Makes one of ranks of several hosts.
-        anew: Makes one of the same kinds for ranks of which nothing is known.
+        outer: Makes the transport of ranks of several hosts.
+        `anew`: Makes a transport of the same kinds for ranks on unknown hosts.
     """
     if len(hosts) == 1:
         return inner(group)
@@ -228,7 +228,7 @@ def over(
 
 
 def _in_order(hosts: Hosts) -> Hosts:
-    """Ranks of a host by number, hosts by their first ranks: the same on all ranks."""
+    """Sort ranks of a host by number, and hosts by their first ranks: the same on all ranks."""
     return tuple(sorted(tuple(sorted(ranks)) for ranks in hosts))
 
 
@@ -237,7 +237,7 @@ def _bare(inner: Transport) -> Transport:
 
 
 def _common(inner: Transport, outer: Transport) -> frozenset[str]:
-    """Types of devices that both carry, in the same way: straight, or by way of the CPU's memory."""
+    """Return device types that both support in the same way: directly, or staged in CPU memory."""
     both = {
         kind for kind in inner.devices & outer.devices if (kind in inner.host_staged) == (kind in outer.host_staged)
     }

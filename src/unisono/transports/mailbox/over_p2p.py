@@ -1,4 +1,4 @@
-"""A mailbox over any transport: what one rank posts, another has posted a receive for already."""
+"""A mailbox over any transport: a receive is posted before each message of a peer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.05
 
 
 class _Incoming:
-    """What comes from one rank: an envelope, then what did not fit into it, then the next envelope."""
+    """Incoming stream of one rank: an envelope, then the bodies that did not fit into it, then the next envelope."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
@@ -43,7 +43,7 @@ class _Incoming:
         return [Recv(tensor, self.peer) for tensor in (self.rest or [self.envelope])]
 
     def arrived(self) -> Envelope | None:
-        """What was posted has come: the message, if it is whole."""
+        """Handle the arrival of the posted receives. Return the message if it is complete."""
         if self.rest is None:
             self._open()
             if self.rest:
@@ -73,13 +73,13 @@ class _Incoming:
 
 
 class PointToPointMailbox(Mailbox):
-    """For every ordered pair of ranks a stream of messages of tag 0: an envelope of 2 KiB, and what is longer apart.
+    """Mailbox over one stream of messages with tag 0 per ordered pair of ranks: 2 KiB envelopes, longer parts apart.
 
-    Needs nothing of a transport but `post` and the futures of its works, and so keeps what wrappers do to
-    messages. Cost: as the transport's messages, and two hand-overs between threads.
+    Needs only `post` of a transport and the futures of its works, and so keeps what wrappers do to
+    messages. Cost: that of the transport's messages, and two switches between threads.
 
     Args:
-        transport: Of a group of its own, that nobody else uses. Closed with the mailbox.
+        transport: Transport of a separate group, for this mailbox only. Closed with the mailbox.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -89,7 +89,7 @@ class PointToPointMailbox(Mailbox):
         self._rung: list[int] = []
         self._locks = [threading.Lock() for _ in range(transport.size)]
         self._incoming = {peer: _Incoming(peer) for peer in range(transport.size) if peer != transport.rank}
-        # Some transports connect two ranks with their first message, one pair after another: all in one order, then.
+        # Some transports connect two ranks on their first message, one pair after another: use one order on all ranks.
         for peer in _partners(transport.rank, transport.size):
             hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
             transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()
@@ -119,7 +119,7 @@ class PointToPointMailbox(Mailbox):
         try:
             self._see_through(work, peer, timeout)
         except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-            # Nobody knows any more whether it arrives. A timeout is no such thing: what was posted goes on.
+            # The message may or may not arrive. A timeout is different: posted messages stay in flight.
             self.abort_message(peer, error)
             raise
 
@@ -136,7 +136,7 @@ class PointToPointMailbox(Mailbox):
                 if patience <= 0:
                     raise
             except CommError as error:
-                # The other end has closed, or is about to be called lost.
+                # The other end has closed, or is about to be reported as lost.
                 self.mark_lost(peer, error)
                 raise PeerLostError(f"rank {peer} has gone: {error.message}", peer=peer) from error
 
@@ -189,7 +189,7 @@ class PointToPointMailbox(Mailbox):
 
 
 def _partners(rank: int, size: int) -> list[int]:
-    """The other ranks, in an order in which all ranks can meet two by two: as teams of a league do."""
+    """Return the other ranks in an order in which all ranks can meet in pairs, as in a round-robin tournament."""
     even = size + size % 2
     found = []
     for day in range(even - 1):
@@ -204,7 +204,7 @@ def _partners(rank: int, size: int) -> list[int]:
 
 
 def _most_inline() -> int:
-    """How many bodies a message may have: their lengths stand in the envelope."""
+    """Largest number of bodies of a message: their lengths are stored in the envelope."""
     return (_ENVELOPE_BYTES - _FIXED.size) // 8
 
 

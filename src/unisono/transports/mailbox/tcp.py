@@ -1,4 +1,4 @@
-"""A mailbox over connections of its own, for transports whose messages cannot be watched, as those of gloo."""
+"""A mailbox over connections of its own, for transports with messages that cannot be polled, such as gloo."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_VECTORS = 64
 
 
 class _Stream:
-    """What comes from one rank: the length of a sealed head, the head, and bodies into memory of their own."""
+    """Incoming stream of one rank: the length of a sealed head, the head, and bodies received in new memory."""
 
     def __init__(self, peer: int, line: socket.socket, channel: Channel) -> None:
         self.peer, self.line, self._channel = peer, line, channel
@@ -43,7 +43,7 @@ class _Stream:
         self._gaps: list[memoryview] = []
 
     def read(self, mails: list[Envelope]) -> bool:
-        """Take what is there; False at the end of the connection. Raises ValueError for what no rank sends."""
+        """Read the available bytes; False at the end of the connection. Raises ValueError for invalid data."""
         while True:
             try:
                 if self._gaps:
@@ -69,7 +69,7 @@ class _Stream:
             self._gaps.pop(0)
 
     def _parse(self, mails: list[Envelope]) -> bool:
-        """One step on; whether there was one."""
+        """Parse one step further. Return whether there was one."""
         if self._bodies is None:
             if len(self._arrived) < _SIZE.size:
                 return False
@@ -103,10 +103,10 @@ class _Stream:
 
 
 class TcpMailbox(Mailbox):
-    """A connection for each pair of ranks, made once, between ranks that have proved to know the job's secret.
+    """Mailbox over one connection per pair of ranks, made once, after both have proved to know the job's secret.
 
-    What names functions and sizes is authenticated, message by message (as on the control plane); the bytes of long
-    tensors are not, and nothing is encrypted. No port is open once all are connected.
+    Names of functions and sizes are authenticated per message (as on the control plane); the bytes of long
+    tensors are not, and nothing is encrypted. No port is open once all ranks are connected.
 
     Cost: one system call to send, and two to receive.
     """
@@ -135,7 +135,7 @@ class TcpMailbox(Mailbox):
             sealed = channel.seal(sizes + head)
             content = _SIZE.pack(len(sealed)) + sealed
             try:
-                # All at once: the receiver is woken once, and finds more than a head.
+                # Sent in one call: the receiver is woken once, and finds more than a head.
                 self._send_all(line, peer, [memoryview(content), *(view_of(b) for b in bodies if b.numel())], timeout)
             except BaseException as error:
                 if isinstance(error, OSError) and not isinstance(error, CommError):
@@ -160,7 +160,7 @@ class TcpMailbox(Mailbox):
                     rest.pop(0)
 
     def _make_room(self, line: socket.socket, peer: int, deadline: float) -> None:
-        """Wait until the receiver has taken something."""
+        """Wait until the receiver has read some bytes."""
         self.on_stall()
         watch = select.poll()
         if line.fileno() >= 0:
@@ -203,7 +203,7 @@ class TcpMailbox(Mailbox):
             self._ready = [number for number, _ in self._watch.poll(max(timeout, 0.0) * 1000)]
 
     def wake(self) -> None:
-        # A full bell rings as well; one that is gone need not.
+        # A full bell still wakes the receiver; a closed one need not.
         with contextlib.suppress(OSError):
             self._bell.send(b"!")
 
@@ -215,7 +215,7 @@ class TcpMailbox(Mailbox):
         super().close()
 
     def _part(self) -> None:
-        """Say that nothing more comes, and hear the others out: hanging up at once may cut off what was sent last."""
+        """Shut down sending, and drain the receives: closing immediately may cut off the last messages."""
         lines = {line.fileno(): line for line, _ in self._links.values()}
         watch = select.poll()
         for number, line in lines.items():

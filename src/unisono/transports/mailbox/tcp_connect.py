@@ -1,4 +1,4 @@
-"""Connections between all ranks of a group, each of which has proved that it belongs there."""
+"""Authenticated connections between all ranks of a group."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def meet(group: Group, control: ControlPlane, address: str, timeout: float) -> d
     """Connect to every other rank. Collective; the group is joined.
 
     Raises:
-        CommTimeoutError: Not all came.
-        CommError: Something else answers in place of a rank, or the group has failed.
+        CommTimeoutError: Not all ranks have joined.
+        CommError: Another process answers instead of a rank, or the group has failed.
     """
 
     def conclude(problems: list[CommError]) -> None:

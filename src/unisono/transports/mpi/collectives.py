@@ -1,8 +1,8 @@
-"""MPI's own collectives on tensors: which calls they carry, and how each is made.
+"""MPI's own collectives on tensors: the supported calls, and their implementation.
 
-A rank looks alone at where its lists of tensors lie, since MPI wants one piece of memory: lists within 2 GiB
-of addresses are described to MPI as they lie, others take one copy. All else depends on the call alone, so
-that all ranks make the same call of MPI.
+Each rank decides alone how to pass its lists of tensors, since MPI wants one piece of memory: lists within 2 GiB
+of addresses are described to MPI in place, others take one copy. All else depends on the call alone, so
+that all ranks make the same MPI call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
 def carries(call: CollectiveCall, size: int) -> bool:
-    """Whether MPI gives the right result; the same answer on every rank."""
+    """Return whether MPI gives the right result; the same answer on every rank."""
     if FAMILIES[call.name].reduces:
         assert call.op is not None
         if not reducible(call.inputs[0].dtype, call.op):
@@ -41,21 +41,21 @@ def carries(call: CollectiveCall, size: int) -> bool:
 
 
 def in_one_call(nbytes: int) -> bool:
-    """Whether MPI can count so many bytes."""
+    """Return whether MPI can count so many bytes."""
     return nbytes <= _MOST_BYTES
 
 
 def too_long(sends: Sequence[int], receives: Sequence[int], dtype: str | None) -> bool:
-    """Whether what a rank gives or gets in an all_to_all is more than MPI can count; other ranks may have less."""
+    """Return whether a rank sends or receives more in an all_to_all than MPI can count; other ranks may have less."""
     return bool(dtype) and max(sum(sends), sum(receives)) * getattr(torch, str(dtype)).itemsize > _MOST_BYTES
 
 
 class Native:
-    """Makes the calls. Each returns when this rank's part is done.
+    """Runner of MPI collectives. Each call returns when this rank's part is done.
 
     Args:
-        comms: Whose ranks take part.
-        watch: Told of each call's time limit, since MPI knows none.
+        comms: The communicators of the ranks that take part.
+        watch: Gets each call's deadline, since MPI has none.
     """
 
     def __init__(self, comms: MpiCommunicators, watch: Watchdog) -> None:
@@ -64,8 +64,8 @@ class Native:
         self._rank = self._comm.Get_rank()
 
     def run(self, call: CollectiveCall, deadline: float) -> None:
-        """Every rank has reached this call."""
-        # In an all_to_all, one rank may have nothing where others have.
+        """Run a call that every rank has reached."""
+        # In an all_to_all, a rank may have no data while others have some.
         if call.name != "all_to_all" and not any(t.numel() for t in (*call.inputs, *call.outputs)):
             return
         self._comms.deadline = deadline
@@ -79,7 +79,7 @@ class Native:
             self._comms.deadline = None
 
     def _described(self, tensor: torch.Tensor, kind: Any = None, start: int = 0, stop: int | None = None) -> list[Any]:
-        """Elements of a tensor as MPI takes them; its bytes, if no kind of element is given."""
+        """Return elements of a tensor as an MPI buffer; its bytes, if no element type is given."""
         if kind is None:
             return [memory(self._comms, tensor), self._mpi.BYTE]
         width, stop = tensor.itemsize, tensor.numel() if stop is None else stop
@@ -117,7 +117,7 @@ class Native:
             self._comm.Reduce_scatter_block([given, kind], into, op)
         self.reductions.finish(target, call.op)
 
-    # -- what only moves -----------------------------------------------------------------------
+    # -- data movement -------------------------------------------------------------------------
     def _broadcast(self, call: CollectiveCall) -> None:
         tensor = call.outputs[0]
         for start, stop in _cuts(tensor.nbytes):
@@ -143,7 +143,7 @@ class Native:
         _place(call.outputs[0], call.inputs[self._rank])
 
     def _all_gather(self, call: CollectiveCall) -> None:
-        # MPI wants all ranks to say that theirs lies in place, or none.
+        # MPI wants IN_PLACE from all ranks or from none.
         given = call.inputs[0]
         if call.outputs and call.outputs[self._rank].data_ptr() == given.data_ptr():
             given = given.clone()
@@ -162,12 +162,12 @@ class Native:
         received.copy_out()
 
     def _barrier(self, call: CollectiveCall) -> None:
-        # That all have come is known by now.
+        # All ranks are known to have arrived by now.
         return
 
 
 class _Pieces:
-    """Tensors, one a rank, as one piece of memory with a place for each."""
+    """Tensors, one per rank, as one piece of memory with a place for each."""
 
     def __init__(self, comms: MpiCommunicators, tensors: Sequence[torch.Tensor], without: int | None = None) -> None:
         self._comms, self._tensors = comms, list(tensors)
@@ -189,13 +189,13 @@ class _Pieces:
         return [mpi.buffer.fromaddress(self._first, self._extent), self._counts, self._places, mpi.BYTE]
 
     def copy_in(self, only: int | None = None) -> None:
-        """Before: what is read from here, if the memory is not the tensors' own."""
+        """Copy the inputs in before the call, if the memory is not the tensors' own."""
         for rank, part in self._parts():
             if only in (None, rank):
                 part.copy_(self._tensors[rank].view(torch.uint8))
 
     def copy_out(self) -> None:
-        """After: what was written here, likewise."""
+        """Copy the outputs out after the call, if the memory is not the tensors' own."""
         for rank, part in self._parts():
             self._tensors[rank].view(torch.uint8).copy_(part)
 

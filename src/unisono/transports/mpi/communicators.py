@@ -1,4 +1,4 @@
-"""The MPI communicators of one group: one for users' messages, one for collectives; and what MPI's errors mean."""
+"""MPI communicators of one group, one for users' messages and one for collectives; translation of MPI's errors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _unused: list[Any] = []
 
 
 class CommHandle:
-    """A communicator of our own, from which those of groups are made, and on which nothing else is ever sent.
+    """Private communicator from which those of groups are created, and on which no other message is ever sent.
 
-    Open MPI takes messages of its own, by which it makes a communicator from another one, for messages to a
-    receive of any tag that the owner of the other one has posted there.
+    Open MPI matches its internal messages, which create a communicator from a parent, with a receive of any tag
+    that the owner of the parent has posted there.
 
     Args:
-        comm: Freed when nothing is left that was made of it.
+        comm: Freed after all communicators created from it.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -41,7 +41,7 @@ class CommHandle:
 
     @classmethod
     def dup(cls, comm: Any, deadline: float) -> CommHandle:
-        """Of the same ranks as another one, all of which call this. `CommTimeoutError` if not all have in time."""
+        """Duplicate a communicator; all its ranks call this. `CommTimeoutError` if not all have called in time."""
         made, request = comm.Idup()
         if not poll_until(request.Test, deadline, spins=1):
             raise CommTimeoutError(
@@ -52,7 +52,7 @@ class CommHandle:
 
     @classmethod
     def create(cls, comm: Any, ranks: Sequence[int], tag: int) -> CommHandle:
-        """Of some of the ranks of another one, who all call this."""
+        """Create a communicator of some ranks of another one; all of these ranks call this."""
         whole = comm.Get_group()
         members = whole.Incl(list(ranks))
         made = comm.Create_group(members, tag)
@@ -61,10 +61,10 @@ class CommHandle:
         return cls(made)
 
     def failed(self) -> set[int]:
-        """The ranks that MPI knows to be dead; none, if this MPI does not outlive them."""
+        """Return the ranks that MPI knows to be dead; none, if this MPI does not survive them."""
         mpi = library()
         with contextlib.suppress(mpi.Exception):
-            # MPI takes notice of the dead only while it looks for messages.
+            # MPI notices dead ranks only while it polls for messages.
             self.comm.Iprobe()
         try:
             failed, whole = self.comm.Get_failed(), self.comm.Get_group()
@@ -73,26 +73,26 @@ class CommHandle:
             return set()
 
     def shrink(self) -> CommHandle:
-        """Of those that live, in their order, who all call this."""
+        """Create a communicator of the surviving ranks, in their order; all of them call this."""
         return CommHandle(self.comm.Shrink())
 
 
 class MpiCommunicators:
-    """Two communicators of the same ranks, which nobody else uses.
+    """Two private communicators of the same ranks.
 
     Args:
-        base: Of which these ranks are members.
-        ranks: Of the base, in the order that they have here. All of them call this, and nobody else does.
-        name: Of the group, by which those that are made at the same time are told apart.
+        base: The communicator of which these ranks are members.
+        ranks: Ranks in the base, in their order here. All of them call this, and no others.
+        name: Name of the group, which distinguishes groups created at the same time.
 
     Attributes:
         mpi: The module.
         users: For users' messages.
         own: For collectives, and the messages that they are made of.
-        turn: To be held while MPI is called.
+        turn: Lock to hold during MPI calls.
         broken: The first cause of a failure, after which no call is made.
-        deadline: Of MPI's collective that is under way, on the monotonic clock, for `Watch`.
-        largest_tag: That users may give; each message takes two of MPI's.
+        deadline: Of the MPI collective in progress, on the monotonic clock, for `Watch`.
+        largest_tag: Largest tag that users may pass; each message takes two of MPI's.
     """
 
     def __init__(self, base: CommHandle, ranks: Sequence[int], name: str) -> None:
@@ -103,7 +103,7 @@ class MpiCommunicators:
         self.deadline: float | None = None
         with self.turn:
             _free_unused()
-            # The least that every MPI has for tags is 32767.
+            # Every MPI supports tags up to 32767 at least.
             tag = 2 * (xxhash.xxh3_64_intdigest(name.encode()) % 16000)
             whole = base.comm.Get_group()
             members = whole.Incl(list(ranks))
@@ -119,45 +119,45 @@ class MpiCommunicators:
         self._ended_by: BaseException | None = None
 
     def part(self, ranks: Sequence[int], name: str) -> MpiCommunicators:
-        """The communicators of some of these ranks, who all call this. These ones may be broken."""
+        """Return communicators of some of these ranks, which all call this. The present ones may be broken."""
         return MpiCommunicators(self._base, [self._ranks[rank] for rank in ranks], name)
 
     def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> MpiCommunicators:
-        """As `create`, where the others of the base may have died.
+        """As `create`, if other ranks of the base may have died.
 
         Args:
-            ranks: Those that live and go on.
-            name: Of their group.
-            union: What any of these ranks knows, from what this one knows.
+            ranks: The surviving ranks that go on.
+            name: Name of their group.
+            union: Returns the ranks known to any of these ranks, given those known to this one.
         """
         going_on = {self._ranks[rank] for rank in ranks}
         missing = set(range(self._base.comm.Get_size())) - going_on
         poll_until(lambda: self._base.failed() >= missing, time.monotonic() + _NOTICED_S, spins=1)
         if not missing or union(sorted(self._base.failed())) < missing:
-            # Somebody lives but does not go on: MPI can do without only those who call.
+            # A missing rank may be alive: the shrunk communicator would include it, and it makes no call.
             return self.part(ranks, name)
         order = sorted(going_on)
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
-        """Let go of them, soon: nothing is under way any more. From any thread, at any moment."""
-        # Whoever makes the next ones frees these: MPI may be in use by the thread that was interrupted.
+        """Release the communicators, soon: no call is in progress any more. Callable from any thread, at any moment."""
+        # The next constructor call frees these: the interrupted thread may be using MPI.
         ours, self._ours = self._ours, []
         _unused.extend(ours)
 
     def revoke(self, cause: BaseException) -> None:
-        """End every wait of every member in these communicators, where MPI outlives the death of ranks."""
+        """End every wait of every member in these communicators, if MPI survives the death of ranks."""
         self._ended_by = cause
         for comm in (self.users, self.own):
             with contextlib.suppress(NotImplementedError, self.mpi.Exception):
                 comm.Revoke()
 
     def error_of(self, error: Any, peer: int | None = None) -> CommError:
-        """An exception of mpi4py as one of ours.
+        """Translate an exception of mpi4py.
 
         Args:
             error: The exception.
-            peer: Whom the message was to or from, if it was one.
+            peer: The peer of the message, if the call was a message.
         """
         mpi, kind = self.mpi, error.Get_error_class()
         if kind == mpi.ERR_REVOKED and isinstance(self._ended_by, CommError):
@@ -165,12 +165,12 @@ class MpiCommunicators:
         text = f"MPI says: {error.Get_error_string().strip()}"
         if kind not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
             return CommError(text, peer=peer)
-        # After a revocation the control plane will tell whose fault it was.
+        # After a revocation the control plane reports the rank at fault.
         lost = self._lost()
         return PeerLostError(f"rank {lost} was lost: {text}" if lost is not None else text, peer=lost)
 
     def _lost(self) -> int | None:
-        """The first rank that MPI knows to be dead."""
+        """Return the first rank that MPI knows to be dead."""
         try:
             with self.turn:
                 dead, all_ranks = self.own.Get_failed(), self.own.Get_group()

@@ -1,4 +1,4 @@
-"""Before a collective moves anything: have all ranks come, and to the same call? One small reduction tells."""
+"""Check before a collective moves data that all ranks have reached the same call, by one small reduction."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _WORDS = struct.Struct("=3Q")
 class Agreement:
     """Sum of three words of 64 bits over all ranks.
 
-    The first stands for the call: if the sum is as many times this rank's word as there are ranks, all words
-    are equal, but for a chance of about 2**-60 that different ones add up to the same. The second, where each
-    rank has a number for each other one, sums what is given with one sign and what is expected with the other,
-    each pair with an odd factor of its own: it is 0 if all fit. The third counts ranks.
+    The first identifies the call: if the sum is this rank's word times the number of ranks, all words
+    are equal, but for a chance of about 2**-60 that different words have the same sum. The second, if each
+    rank has a count for each other rank, sums counts sent with one sign and counts expected with the other,
+    each pair with its own odd factor: it is 0 if all match. The third counts ranks.
 
-    No rank has to be there in time: each looks again and again whether the sum is there, so that its
-    wait ends at a deadline, by an abort, or when a rank is lost.
+    No rank has to arrive in time: each rank polls for the sum, so that its wait ends at a deadline, by an
+    abort, or when a rank is lost.
 
     Args:
-        comms: Whose ranks agree.
+        comms: The communicators of the ranks that agree.
         look: Called in long waits, with all other ranks; may raise.
-        spins: How often to ask MPI before giving way.
+        spins: Number of MPI polls before yielding.
 
     Attributes:
-        number: How often ranks have tried to agree; the same on all of them.
-        counted: How many ranks counted the last time.
+        number: Number of agreements tried; the same on all ranks.
+        counted: Number of ranks that counted in the last agreement.
     """
 
     def __init__(self, comms: MpiCommunicators, look: Callable[[Sequence[int]], object], spins: int) -> None:
@@ -54,16 +54,16 @@ class Agreement:
         self.number, self.counted = 0, 0
 
     def check(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
-        """Whether all ranks are at this call, and their rows fit.
+        """Return whether all ranks are at this call, and their rows match.
 
         Args:
-            word: 64 bits that stand for this rank's call.
+            word: 64 bits that identify this rank's call.
             deadline: On the monotonic clock.
             rows: As of `rows_of`.
             count: 1 if this rank counts, for `counted`.
 
         Raises:
-            CommTimeoutError: Not all have come until the deadline. There is no second try.
+            CommTimeoutError: Not all ranks have arrived by the deadline. There is no second try.
         """
         comms = self._comms
         if comms.broken is not None:
@@ -73,7 +73,7 @@ class Agreement:
         try:
             with comms.turn:
                 self._test = comms.own.Iallreduce(*self._arguments).Test if self._size > 1 else _yes
-                # Most often the others come at about the same time.
+                # Usually the others arrive at about the same time.
                 over = any(self._test() for _ in range(_LOOKS))
             if not over:
                 self._wait(deadline)
@@ -94,7 +94,7 @@ class Agreement:
         try:
             over = poll_until(done, deadline, lambda: self._look(self._others), self._spins)
         except PeerLostError:
-            # Its last word may have come before it left.
+            # Its last contribution may have arrived before it left.
             if not poll_until(done, time.monotonic() + _LAST_WORD_S, spins=self._spins):
                 raise
             return
@@ -103,7 +103,7 @@ class Agreement:
             raise CommTimeoutError(f"waited {waited:.1f} s for the other ranks", waited_s=waited)
 
     def rows_of(self, sends: Sequence[int], receives: Sequence[int]) -> int:
-        """What stands for this rank's counts to and from each other one."""
+        """Return the checksum of this rank's counts to and from each other rank."""
         if not self._given:
             self._given = [_factor(self._rank, other) for other in range(self._size)]
             self._taken = [_factor(other, self._rank) for other in range(self._size)]

@@ -1,4 +1,4 @@
-"""Blocking collectives on the caller's own tensors, one call of MPI each."""
+"""Blocking collectives on the caller's own tensors, one MPI call each."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _OPS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp if op is not Reduce
 
 
 class MpiFastPath:
-    """The fast path of one group: calls with one tensor to write that MPI takes as it is.
+    """The fast path of one group: calls with one output tensor that MPI accepts unchanged.
 
-    Lists of tensors, averages, and what MPI cannot reduce in place take the general path, which makes the same calls
-    of MPI.
+    Lists of tensors, averages, and reductions that MPI cannot do in place take the general path, which makes the same
+    MPI calls.
 
     Args:
         agreement: Compares the calls of all ranks.
-        run: Makes a call that all ranks have reached, until a deadline.
-        rank, size: This rank, and how many there are.
-        mismatch: Raises the error of ranks whose calls differ.
+        run: Runs a call that all ranks have reached, until a deadline.
+        rank, size: This rank, and the number of ranks.
+        mismatch: Raises the error for ranks with different calls.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MpiFastPath:
         return Status.OK
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """As of `FastPath`: never, since a message is an envelope and its contents."""
+        """As of `FastPath`: never, because a message is an envelope and its content."""
         return False
 
     def message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
@@ -89,7 +89,7 @@ class MpiFastPath:
     def _fits(
         self, what: Collective, target: torch.Tensor, source: torch.Tensor, input: torch.Tensor, output: torch.Tensor
     ) -> bool:
-        """Whether two tensors go together, lie apart, and are not too long for one call of MPI."""
+        """Return whether two tensors match, do not overlap, and are not too long for one MPI call."""
         if what.in_place:
             return True
         read, written = source.nbytes, target.nbytes
@@ -112,7 +112,7 @@ class MpiFastPath:
         read: list[int],
         written: list[int],
     ) -> CollectiveCall:
-        """The call as it passes the door; parts of equal length are told by the whole alone."""
+        """Return the call as a transport receives it; the whole tensor alone stands for parts of equal length."""
         inputs: tuple[torch.Tensor, ...] = (source,)
         outputs: tuple[torch.Tensor, ...] = (target,)
         whole = None
@@ -128,5 +128,5 @@ class MpiFastPath:
 
 
 def _parts(tensor: torch.Tensor, many: bool, size: int) -> list[int]:
-    """Elements of each part of a tensor."""
+    """Return the number of elements of each part of a tensor."""
     return [tensor.numel() // size] * size if many else [tensor.numel()]

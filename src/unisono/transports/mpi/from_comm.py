@@ -1,4 +1,4 @@
-"""A transport on an MPI communicator that someone else made and owns, with a control plane of its own."""
+"""A transport on an MPI communicator that the caller made and owns, with a control plane of its own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["adopt"]
 def adopt(
     comm: Any, timeout_s: float, chunk_bytes: int
 ) -> tuple[MpiTransport, ControlPlane, Options, Callable[[], None]]:
-    """The transport, control handle and options of this rank, and what to do at the end.
+    """Return the transport, control handle and options of this rank, and a function to call at the end.
 
-    Messages travel on communicators of our own of the same ranks, so that they never meet the owner's. Rank 0
-    hosts the control plane, and tells its address and secret over `comm`.
+    Messages travel on private communicators of the same ranks, so that they never match the owner's. Rank 0
+    hosts the control plane, and broadcasts its address and secret over `comm`.
 
     Raises:
         TypeError: It is no communicator of mpi4py.

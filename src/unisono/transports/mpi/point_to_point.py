@@ -1,7 +1,7 @@
-"""Messages by MPI's own sends and receives, on the tensors' memory; a user's long one is told of before.
+"""Messages by MPI's own sends and receives, on the tensors' memory; a user's long message is announced first.
 
-MPI calls it an error if a message is longer than its receive, and Open MPI 5 writes past the end of the
-receive then. So nothing is ever received before its length is known.
+In MPI a message longer than its receive is an error, and Open MPI 5 then writes past the end of the receive.
+So no message is ever received before its length is known.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _BYTES_A_ROUND = 1 << 20
 _FOREVER_S = 1e9
 _crew = DaemonThreadPool("unisono MPI messages")
 
-# What MPI may still read or write though nobody waits for it any more. MPI's requests outlive communicators.
+# Memory that MPI may still read or write though no caller waits for it. MPI's requests outlive communicators.
 _limbo: dict[int, tuple[Any, object]] = {}
 _sweeping = threading.Lock()
 
 
 class Messages:
-    """Posts messages, and keeps what is under way.
+    """Posts messages, and keeps those in flight.
 
-    A user's message is an envelope with the number of elements, their dtype, and up to 4056 bytes of them. What is
-    longer follows by itself, once the receiver has seen that it fits. The messages of collectives have lengths
-    that both ends know; they go as they are, by tags that say the length, so that ones of different lengths
-    never meet. What is longer than 1 GiB is cut.
+    A user's message is an envelope with the number of elements, their dtype, and up to 4056 bytes of them. A longer
+    body follows separately, once the receiver has checked that it fits. The messages of collectives have lengths
+    that both ends know; they are sent unchanged, with tags that encode the length, so that messages of different
+    lengths never match. Messages longer than 1 GiB are split.
 
     Args:
-        comms: Where they travel.
-        timeout_s: Of works that are waited for without a limit.
-        look: Called in long waits with the ranks that are waited for; may raise.
-        spins: How often to ask MPI before giving way.
+        comms: The communicators to send on.
+        timeout_s: Timeout of a wait without a limit of its own.
+        look: Called in long waits with the ranks waited for; may raise.
+        spins: Number of MPI polls before yielding.
 
     Attributes:
-        numbers: Of long messages of users.
+        numbers: Numbers of users' long messages.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Messages:
         self.numbers = itertools.count()
 
     def __del__(self) -> None:
-        # The memory of what is under way must not go before it has arrived.
+        # The memory of messages in flight must not be freed before they have arrived.
         for work in self.__dict__.get("_open", ()):
             work.keep()
 
     def post(self, batch: Sequence[Message]) -> Posted:
-        """Start all of them."""
+        """Start all messages of a batch."""
         work = Posted(self, [self._part(message) for message in batch], batch)
         if not work.move():
-            # MPI may touch a tensor that its owner has forgotten: the work is kept as long as it is under way.
+            # MPI may touch a tensor after its owner has dropped it: the work is kept while it is in flight.
             self._open.add(work)
             work.when_done(lambda: self._open.discard(work))
             if len(self._open) > _MANY:
@@ -87,7 +87,7 @@ class Messages:
         return RendezvousSend(self.comms, message, next(self.numbers) % self.comms.largest_tag)
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        """Whether MPI has the envelope of a user's message of this tag, and no receive for it."""
+        """Return whether MPI has the envelope of a user's message with this tag, and no receive for it."""
         comms = self.comms
         try:
             with comms.turn:
@@ -96,31 +96,31 @@ class Messages:
             raise comms.error_of(error, peer) from error
 
     def spins_for(self, nbytes: int) -> int:
-        """How often to ask before giving way: while a message of this length travels, since asking moves it along."""
+        """Number of polls before yielding, enough for the transfer of this many bytes, since polling makes progress."""
         return self.spins * (1 + nbytes // _BYTES_A_ROUND)
 
     def end(self, cause: BaseException) -> None:
-        """All that is not done fails."""
+        """Fail all messages that are not done."""
         for work in list(self._open):
             work.give_up(cause)
 
     def move(self) -> None:
-        """See what has come of all that is under way: to be called in every long wait, whatever it is for.
+        """Make progress on all messages in flight. To be called in every long wait, whatever it waits for.
 
-        A long message arrives in two steps, and the second is posted here: others may wait for this rank to take it.
+        A long message arrives in two steps, and the second is posted here: its sender may be waiting for this rank.
         """
         for work in list(self._open):
             work.move()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Return whether no message is in flight."""
         self.move()
         return not self._open
 
 
 class Posted(CountdownWork):
-    """The messages of one batch: who waits for them, or asks, moves them along."""
+    """The messages of one batch; a caller that waits for them or polls them makes their progress."""
 
     def __init__(self, messages: Messages, parts: list[MessageRequest], batch: Sequence[Message]) -> None:
         super().__init__(messages.timeout_s, batch)
@@ -131,7 +131,7 @@ class Posted(CountdownWork):
                 part.start()
 
     def move(self) -> bool:
-        """See what has come; whether all is over."""
+        """Make progress. Return whether all messages are done."""
         if not self._done.is_set() and self._moving.acquire(blocking=False):
             try:
                 with self._failing(), self._all.comms.turn:
@@ -148,7 +148,7 @@ class Posted(CountdownWork):
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What goes wrong ends the work."""
+        """Complete the work with any error raised inside."""
         try:
             yield
         except self._all.comms.mpi.Exception as error:
@@ -159,12 +159,12 @@ class Posted(CountdownWork):
             self.complete(error)
 
     def keep(self) -> None:
-        """Hold on to the memory of what is under way, though nobody waits for it any more."""
+        """Keep the memory of messages in flight alive, though no caller waits for them any more."""
         parts, self._parts = self._parts, []
         keep([(request, part.held) for part in parts for request in part.requests], self._all.comms.turn)
 
     def give_up(self, cause: BaseException) -> None:
-        """End it, whatever has come."""
+        """Complete the work with an error, whatever has arrived."""
         self.complete(cause)
         with self._moving, self._all.comms.turn:
             self.keep()
@@ -177,7 +177,7 @@ class Posted(CountdownWork):
                 spins = self._all.spins_for(sum(message.tensor.nbytes for message in self._messages))
                 over = poll_until(self.move, started + limit, self._look, spins)
             except PeerLostError:
-                # What it sent before it left may be here.
+                # Messages that the peer sent before it left may have arrived.
                 over = any(self.move() for _ in range(LAST_LOOKS))
                 if not over:
                     raise
@@ -202,10 +202,10 @@ class Posted(CountdownWork):
 
 
 def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object]) -> None:
-    """Hold on to the memory of what is under way, until it is done: MPI's requests, and what each of them touches."""
+    """Keep MPI's requests, and the memory that each of them touches, alive until they are done."""
     for request, touched in held:
         _limbo[id(request)] = request, touched
-    # From any thread, and from a destructor in the middle of this: whoever is at it already is left to it.
+    # Called from any thread, and from destructors in the middle of this: a sweep in progress is left alone.
     if _limbo and _sweeping.acquire(blocking=False):
         try:
             with turn:
@@ -220,5 +220,5 @@ def _is_done(request: Any) -> bool:
     try:
         return bool(request.Test())
     except Exception:
-        # What it failed by has been told already, or does not matter any more.
+        # Its error has been reported already, or does not matter any more.
         return True

@@ -1,4 +1,4 @@
-"""Which of MPI's types and operations reduce a tensor rightly, and what torch's have that MPI's lack."""
+"""MPI's types and operations that reduce a tensor correctly, and substitutes for those that MPI lacks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _BOOLEAN = {
     ReduceOp.MIN: "MIN",
     ReduceOp.BXOR: "BXOR",
 }
-# Sums and products that MPI has not, or has wrongly, and the dtype that torch forms them in: of equal bits.
+# Sums and products that MPI lacks or computes wrongly, and the dtype that torch computes them in: bitwise equal.
 _CALLED_BACK = {
     torch.float16: torch.float16,
     torch.bfloat16: torch.bfloat16,
@@ -64,7 +64,7 @@ _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
 def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Whether MPI's result is right, and the same bits on all ranks."""
+    """Return whether MPI's result is right, and the same bits on all ranks."""
     if dtype not in _TYPES:
         return False
     if dtype.is_complex:
@@ -74,28 +74,28 @@ def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
 
 
 def prepares(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Whether elements are overwritten before MPI reduces them."""
+    """Return whether elements are overwritten before MPI reduces them."""
     return dtype.is_floating_point and op in _EXTREMES
 
 
 class Reductions:
     """Prepares tensors for a reduction by MPI.
 
-    Sums and products of float16 and bfloat16, which MPI does not know, are by an operation of ours, which
-    MPI calls back: nothing is converted, and two bytes an element travel. So are those of integers of 8 and 16
-    bits, whose sums Open MPI 5 cuts off at the largest number, where torch's wrap. The minimum and maximum
-    of floats are taken of integers in the same order, since MPI's lose NaN, and keep either zero; NaN goes before all.
+    Sums and products of float16 and bfloat16, which MPI lacks, use an operation of this module, which MPI
+    calls back: nothing is converted, and two bytes per element are sent. So do sums and products of 8- and 16-bit
+    integers, because Open MPI 5 saturates sums at the largest number, where torch wraps. The minimum and maximum of
+    floats use integers of the same order, since MPI loses NaN, and keeps either zero; NaN precedes all numbers.
     """
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
 
     def prepare(self, tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, Any, Any]:
-        """The elements to be reduced, which may be overwritten, their type for MPI, and MPI's operation.
+        """Return the elements to reduce, which may be overwritten, their MPI type, and MPI's operation.
 
         Args:
-            tensor: Its memory is that of the elements.
-            op: What `reducible` allows.
+            tensor: Holds the memory of the elements.
+            op: An operation that `reducible` allows.
         """
         dtype = tensor.dtype
         kind = getattr(self._mpi, _TYPES[dtype])
@@ -107,7 +107,7 @@ class Reductions:
         return tensor, kind, self._op(dtype, op)
 
     def finish(self, result: torch.Tensor, op: ReduceOp) -> None:
-        """Turn what MPI has reduced into the result, where `prepare` has changed the elements."""
+        """Convert what MPI has reduced to the result, if `prepare` has changed the elements."""
         if prepares(result.dtype, op):
             _swap(result.view(_WHOLE[result.itemsize]))
 
@@ -118,12 +118,12 @@ class Reductions:
 
 
 def _may_have_nan(tensor: torch.Tensor) -> bool:
-    """False if there is none: a sum tells it, by far the fastest, though opposite infinities add up to NaN, too."""
+    """False if there is no NaN. Uses a sum, by far the fastest test; opposite infinities add up to NaN, too."""
     return math.isnan(tensor.sum().item())
 
 
 def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
-    """Floats become integers, in place, of which a larger one stands for a larger float, and an extreme one for NaN."""
+    """Convert floats in place to integers of the same order, with NaN as the extreme integer."""
     bits = tensor.view(_WHOLE[tensor.itemsize])
     info, lost = torch.iinfo(bits.dtype), tensor.isnan() if _may_have_nan(tensor) else None
     _swap(bits)
@@ -132,7 +132,7 @@ def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
 
 
 def _swap(bits: torch.Tensor) -> None:
-    """Floats' bits to integers of the same order, and back: the magnitude of negative ones is turned round."""
+    """Convert floats' bits to integers of the same order, and back, by inverting the magnitude of negative ones."""
     info = torch.iinfo(bits.dtype)
     bits ^= (bits >> (info.bits - 1)) & info.max
 
@@ -143,7 +143,7 @@ def _own(op: ReduceOp, dtype: torch.dtype) -> Any:
     from mpi4py import MPI
 
     def reduce(given: Any, total: Any, _type: Any) -> None:
-        # MPI also has nothing reduced, now and then; an exception in here would end the process.
+        # MPI sometimes calls this with no elements; an exception in here would end the process.
         if not len(given):
             return
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""One message each: how it becomes requests of MPI."""
+"""MPI requests of a single message."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ __all__ = [
 ]
 
 LONGEST = 1 << 30
-"""Bytes, or elements, of one call of MPI at most: many libraries count in 32 bits."""
+"""Largest number of bytes, or elements, of one MPI call: many libraries count in 32 bits."""
 
 _HEADER = struct.Struct("<qq24s")
-"""Before the first elements of a message: how many there are, its number, and the name of their dtype."""
+"""Header before the first elements of a message: their number, the message's number, and the name of the dtype."""
 
 ENVELOPE_BYTES = 4096
 INLINE_BYTES = ENVELOPE_BYTES - _HEADER.size
 
 
 def memory(comms: MpiCommunicators, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> Any:
-    """Some bytes of a tensor's memory, as MPI takes them. Copies nothing."""
+    """Return some bytes of a tensor's memory as an MPI buffer. Copies nothing."""
     return comms.mpi.buffer.fromaddress(tensor.data_ptr() + start, tensor.nbytes if nbytes is None else nbytes)
 
 
@@ -49,8 +49,8 @@ class MessageRequest(ABC):
 
     Attributes:
         message: As it was posted.
-        requests: Those under way, in the order in which they are done.
-        held: What must not go before they are.
+        requests: Requests in flight, in the order of completion.
+        held: Memory that must not be freed before they complete.
     """
 
     message: Message
@@ -59,10 +59,10 @@ class MessageRequest(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin."""
+        """Post the first requests."""
 
     def move(self) -> bool:
-        """See what has come; whether all is over. Raises as `arrived`."""
+        """Make progress. Return whether all requests are done. Raises as `arrived`."""
         while self.requests:
             if not self.requests[0].Test():
                 return False
@@ -71,7 +71,7 @@ class MessageRequest(ABC):
         return True
 
     def arrived(self) -> None:
-        """The first of the requests is done. Raises `MismatchError` if what comes does not fit."""
+        """Handle completion of the first request. Raises `MismatchError` if the message does not fit."""
 
 
 class DirectMessage(MessageRequest):
@@ -89,7 +89,7 @@ class DirectMessage(MessageRequest):
 
 
 class RendezvousSend(MessageRequest):
-    """A user's message on its way out."""
+    """Send of a user's message."""
 
     def __init__(self, comms: MpiCommunicators, message: Send, number: int) -> None:
         self._comms, self.message = comms, message
@@ -110,7 +110,7 @@ class RendezvousSend(MessageRequest):
 
 
 class RendezvousRecv(MessageRequest):
-    """A user's message on its way in."""
+    """Receive of a user's message."""
 
     def __init__(self, comms: MpiCommunicators, message: Recv) -> None:
         self._comms, self.message = comms, message
@@ -138,7 +138,7 @@ class RendezvousRecv(MessageRequest):
 
 
 def opened(comms: MpiCommunicators, envelope: bytearray, message: Message) -> int:
-    """The number of the message whose envelope has come; `MismatchError` if it is not what is to be received."""
+    """Return the message number in an envelope; `MismatchError` if the message does not fit the receive."""
     tensor, peer = message.tensor, message.peer
     numel, number, name = _HEADER.unpack_from(envelope)
     if numel != tensor.numel() or name.rstrip(b"\0") != name_of(tensor.dtype):
@@ -155,7 +155,7 @@ def name_of(dtype: torch.dtype) -> bytes:
 
 
 def _cut(comms: MpiCommunicators, tensor: torch.Tensor) -> Iterator[tuple[list[Any], int]]:
-    """A tensor's memory in pieces that MPI can count, at least one."""
+    """Yield a tensor's memory in pieces that MPI can count, at least one."""
     total = tensor.nbytes
     for at in range(0, total, LONGEST) if total else (0,):
         nbytes = min(LONGEST, total - at)

@@ -1,4 +1,4 @@
-"""MPI through mpi4py: ranks that mpirun has started, over whatever network the MPI library knows."""
+"""Transport over MPI, through mpi4py, for ranks started by mpirun, over any network of the MPI library."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ _SPINS, _CROWDED_SPINS = 1000, 5
 class MpiTransport(Transport):
     """MPI's messages and collectives, on tensors' own memory.
 
-    Each collective begins with a sum of 24 bytes, by which ranks learn that all have come, and to the same
-    call; that wait has a limit. What follows is MPI's own blocking collective. CUDA tensors go by way of
-    pinned memory.
+    Each collective begins with a sum of 24 bytes, which shows that all ranks have reached the same call; that
+    wait has a limit. MPI's own blocking collective follows. CUDA tensors are staged in pinned memory.
 
     Args:
         group: As for every transport.
-        comms: MPI's communicators of its ranks.
+        comms: The MPI communicators of its ranks.
         control: This rank's handle to the control plane.
         options: As for every transport.
     """
@@ -126,7 +125,7 @@ class MpiTransport(Transport):
         try:
             self._look([peer])
         except PeerLostError:
-            # What it sent before it left may be here.
+            # Messages that the peer sent before it left may have arrived.
             if any(self._messages.iprobe(peer, tag) for _ in range(LAST_LOOKS)):
                 return True
             raise
@@ -143,7 +142,7 @@ class MpiTransport(Transport):
             self._agree(word, deadline)
 
     def _agree(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> None:
-        """Return when all ranks have come to the same call."""
+        """Return when all ranks have reached the same call."""
         if not self._agreement.check(word, deadline, rows, count):
             assert self._fingerprint is not None
             self._differ(self._fingerprint)
@@ -158,7 +157,7 @@ class MpiTransport(Transport):
         if call.name != "all_to_all" or not self._agreement.counted:
             self._native.run(call, deadline)
             return
-        # For some rank it is more than MPI can count; our own messages are cut.
+        # Some rank has more data than MPI can count; point-to-point messages are split.
         others = [rank for rank in range(self.size) if rank != self.rank]
         call.outputs[self.rank].copy_(call.inputs[self.rank])
         batch: list[Message] = [Recv(call.outputs[rank], rank, COLLECTIVE_TAG) for rank in others]
@@ -166,16 +165,16 @@ class MpiTransport(Transport):
         self.post(batch).wait(max(0.0, deadline - time.monotonic()))
 
     def _differ(self, mine: Fingerprint) -> NoReturn:
-        """Words differ, which all ranks see: quote what each was about to do."""
+        """Raise the error of ranks with different calls, quoting the call of each. All ranks see the difference."""
         topic, patience = f"mismatch in call {self._agreement.number}", min(self._options.timeout_s, _QUOTE_S)
-        # That all ranks are at the same call is known.
+        # All ranks are known to be at the same call.
         values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), patience)
         problem = explain([Fingerprint(*value) for value in values])
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
 
     # -- long waits ----------------------------------------------------------------------------
     def _look(self, peers: Sequence[int]) -> None:
-        """In a long wait: go on with messages; raise if it is in vain, as this is broken or one of the ranks left."""
+        """Make progress on messages in a long wait. Raise if this transport is broken or one of the ranks left."""
         if self._comms.broken is not None:
             raise self._comms.broken
         self._messages.move()
@@ -191,13 +190,13 @@ class MpiTransport(Transport):
                 raise PeerLostError(f"rank {peer} {LEFT}", peer=peer)
 
     def _left(self, rank: int | None = None) -> str:
-        """The key that is set when a rank has left; when any has."""
+        """Return the key that is set when a rank has left; without a rank, when any has."""
         return f"{self.group.name}/MPI left" + ("" if rank is None else f" {rank}")
 
     def _give_up(self) -> None:
-        """A collective has begun on all ranks, and does not end."""
+        """Give up a collective that has begun on all ranks, and does not end."""
         said = f"rank {self.rank} gave up: all ranks had come to a collective, which then did not end in time"
-        # Asked and told here, since this rank's own thread may never come back.
+        # Queried and reported here, because this rank's own thread may never return.
         hang = hang_report(self._control, self.group)
         about = hang.missing[0] if hang.missing else self.rank
         said += f": {hang.verdict}{hang.report}" if hang.missing else hang.report
@@ -223,7 +222,7 @@ class MpiTransport(Transport):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Of MPI's communicators, unless something may be under way there: then they are kept for good."""
+        """Release MPI's communicators, unless a call may be in progress there: then they are kept for good."""
         if self._comms.broken is None and self._messages.idle:
             self._comms.free()
 
@@ -232,7 +231,7 @@ class MpiTransport(Transport):
             self._comms.broken = cause
         self._messages.end(cause)
         if self._comms.deadline is not None:
-            # Nothing else ends a collective that has begun.
+            # Only a revocation ends a collective that has begun.
             self._comms.revoke(cause)
 
 

@@ -1,4 +1,4 @@
-"""An eye on collectives that MPI has begun: nothing but the end of the job ends them, if a rank stops in the middle."""
+"""Watchdog of MPI collectives in progress: if a rank stops in the middle, only the end of the job ends them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _lock = threading.Lock()
 
 
 class Watchdog:
-    """Whoever enters a blocking call of MPI sets `deadline` of its communicators, and takes it back afterwards.
+    """Watchdog of blocking MPI calls. The caller sets `deadline` of its communicators, and clears it afterwards.
 
-    A daemon thread of the process looks ten times a second. What is late is given up, as by an abort; where MPI can
-    revoke a communicator, that ends the call. If nothing has ended it 3 s after the communicator broke, the job
-    is ended; only this rank, where the others go on without it.
+    A daemon thread of the process checks ten times a second. A late call is given up, as by an abort; if MPI can
+    revoke a communicator, that ends the call. If the call has not ended 3 s after the communicator broke, the job
+    is ended; or only this rank, if the others go on without it.
 
     Args:
         mpi: The module.
         comms: The communicators.
-        give_up: Breaks it, for want of time.
+        give_up: Breaks the communicator after a timeout.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class Watchdog:
         self.enrolled = False
 
     def arm(self) -> None:
-        """Be looked at from now on."""
+        """Start checking the deadline."""
         if not self.enrolled:
             self.enrolled = True
             _enrol(self)
 
     def look(self) -> None:
-        """What the thread does."""
+        """Check the deadline once, on the daemon thread."""
         now, deadline, cause = time.monotonic(), self._comms.deadline, self._comms.broken
         if deadline is None:
             self._since = None
@@ -61,7 +61,7 @@ class Watchdog:
             if now > deadline:
                 self._give_up()
         elif self._since is None:
-            # It may have begun while the communicator broke.
+            # The call may have begun while the communicator broke.
             self._since = now
             self._comms.revoke(cause)
         elif now > self._since + _GRACE_S:
@@ -85,7 +85,7 @@ def _enrol(watch: Watchdog) -> None:
 
 
 def _loop() -> None:
-    """The thread: as long as there is anything to watch."""
+    """Run the daemon thread while there is anything to watch."""
     while True:
         time.sleep(_EVERY_S)
         with _lock:

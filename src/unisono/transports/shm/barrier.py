@@ -1,4 +1,4 @@
-"""What ranks tell each other in shared memory: counters and marks, each written by one rank alone."""
+"""Barrier in shared memory: counters and marks, each written by one rank only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NAP = _Timespec(0, int(_NAP_S * 1e9))
 
 
 def late(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
-    """The error of a wait for ranks that has lasted too long."""
+    """Return the error of a wait for ranks that has timed out."""
     return CommTimeoutError(
         f"waited {waited_s:.1f} s for rank {', '.join(map(str, ranks))}. Is it alive, or did it skip a call?",
         peer=ranks[0] if ranks else None,
@@ -49,20 +49,20 @@ def late(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
 class SharedBarrier:
     """Counters of every rank, 256 bytes each, and the wait for them.
 
-    A rank writes its own counters only, as aligned 64-bit words, which x86 stores whole and in
+    A rank writes only its own counters, as aligned 64-bit words, which x86 stores atomically and in
     order. `barrier` counts rounds: a rank that has arrived in round n has finished reading what the others
-    wrote for round n - 1, so that two buffers used in turn need no further agreement. With the arrival
-    go a few words, the mark, that tell what the rank is about to do.
+    wrote for round n - 1, so two buffers used in turn need no further synchronization. An arrival
+    carries a few words, the mark, that describe what the rank is about to do.
 
-    Waiting: read again some hundred times, then give the processor away, then sleep until rung up (at
-    most 2 ms, so that nothing depends on the bell).
+    Waiting: poll some hundred times, then yield the processor, then sleep until woken (at
+    most 2 ms, so that nothing depends on the wake-up).
 
     Args:
         words: The memory as 64-bit words.
         address: Of its first byte.
-        rank: Whose board this is.
-        size: How many ranks there are.
-        crowded: Whether there are more ranks than processors: then waiting gives way at once.
+        rank: This rank.
+        size: Number of ranks.
+        crowded: Whether there are more ranks than processors: then a wait yields immediately.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class SharedBarrier:
         deadline: float,
         mark: tuple[int, int, int, int] | None = None,
     ) -> bool:
-        """Tell that this rank's part of the next round lies ready, and wait for all the others' parts.
+        """Publish that this rank's part of the next round is staged, and wait for the parts of all other ranks.
 
         Returns whether any rank's mark differs from this one's in its first three words.
         """
@@ -117,12 +117,12 @@ class SharedBarrier:
         return [words[base + offset] for base in self._base]
 
     def reduce_barrier(self, deadline: float) -> None:
-        """Tell that this rank's share of the round is reduced, and wait for all the others' shares."""
+        """Publish that this rank's share of the round is reduced, and wait for the shares of all other ranks."""
         self._words[self._own + _REDUCED] = number = self._words[self._own + _REDUCED] + 1
         self._wait(_REDUCED, number, deadline)
 
     def _wait(self, counter: int, number: int, deadline: float) -> None:
-        """Wake who sleeps, and wait until everybody's counter has come to a number."""
+        """Wake sleeping ranks, and wait until the counter of every rank has reached a number."""
         words = self._words
         for base in self._bases:
             if words[base + _ASLEEP]:
@@ -148,7 +148,7 @@ class SharedBarrier:
         deadline: float,
         missing: Callable[[], Sequence[int]],
     ) -> None:
-        """Give way until something is so.
+        """Yield until a condition holds.
 
         Raises as `check`, or `CommTimeoutError`.
         """
@@ -171,16 +171,16 @@ class SharedBarrier:
             words[own + _ASLEEP] = 0
 
     def check(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Raise what keeps something from ever being so: the abort's cause, or that one of the missing has left."""
+        """Raise if the wait cannot succeed: the cause of an abort, or the loss of a missing rank."""
         if self.broken is not None:
             raise self.broken
         for rank in missing():
-            # It may have come before it left; and another thread may have taken what it sent.
+            # The rank may have arrived before it left, and another thread may have received its messages.
             if self._words[self._base[rank] + _LEFT] and not ready() and rank in missing():
                 raise PeerLostError(f"rank {rank} {LEFT}", peer=rank)
 
     def leave(self) -> None:
-        """Tell that this rank will take no further part."""
+        """Publish that this rank leaves."""
         self._words[self._own + _LEFT] = 1
         for base in self._bases:
             self.wake(base // _STRIDE)

@@ -1,4 +1,4 @@
-"""Collectives in shared memory, as rounds: reductions, and what moves data from one rank to another."""
+"""Collectives in shared memory, as rounds: reductions, and data movement between ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ShmCollectives(Reductions):
         *,
         read: bool,
     ) -> None:
-        """Whose tensor is read by others lays it ready, piece by piece; who wants them reads them."""
+        """Stage this rank's tensor chunk by chunk if others read it, and copy out what this rank receives."""
         given = source.view(torch.uint8)
         taken = [t.view(torch.uint8) for t in targets]
         longest = max([given.numel(), *(t.numel() for t in taken)])
@@ -80,14 +80,14 @@ class ShmCollectives(Reductions):
                 part.copy_(stage[self.rank * piece : self.rank * piece + part.numel()])
 
     def _lay_pieces(self, stage: torch.Tensor, sources: Sequence[torch.Tensor], start: int, piece: int) -> None:
-        """For each other rank a piece of what is for that one."""
+        """Stage a piece for each other rank."""
         for r, given in enumerate(sources):
             part = given[start : start + piece]
             if r != self.rank and part.numel():
                 stage[r * piece : r * piece + part.numel()].copy_(part)
 
     def all_to_all(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
-        """Rows may be uneven. Where all of them are as long, on all ranks, their first pieces are there at once."""
+        """Exchange rows, which may be uneven. If all rows are equally long, the first round has their first pieces."""
         sources = [t.view(torch.uint8) for t in call.inputs]
         targets = [t.view(torch.uint8) for t in call.outputs]
         counts = [t.numel() for t in (*call.inputs, *call.outputs)]
@@ -103,7 +103,7 @@ class ShmCollectives(Reductions):
             self.ragged_all_to_all(call, deadline)
 
     def ragged_all_to_all(self, call: CollectiveCall, deadline: float) -> None:
-        """The rest of an all_to_all, where what ranks said is not that all rows are as long."""
+        """Run the rest of an all_to_all, if not all ranks have declared rows of one equal length."""
         counts = [t.numel() for t in (*call.inputs, *call.outputs)]
         longest = self._longest_row(counts, deadline) * call.inputs[0].element_size()
         sources, targets = ([t.view(torch.uint8) for t in side] for side in (call.inputs, call.outputs))
@@ -117,7 +117,7 @@ class ShmCollectives(Reductions):
         longest: int,
         deadline: float,
     ) -> None:
-        """Each rank's pieces for each other one, from a byte on."""
+        """Exchange the pieces of all pairs of ranks, from byte `start` on."""
         piece = self.piece(1)
         for at in range(start, longest, piece):
             half = self._next_half()
@@ -137,17 +137,17 @@ class ShmCollectives(Reductions):
                 part.copy_(self.stages[r][half][place : place + part.numel()])
 
     def check_pairs(self, own: Sequence[int], mark: Signature, deadline: float) -> None:
-        """Compare what ranks are about to do, and what each gives another one with what that one expects.
+        """Compare what ranks are about to do, and what each rank sends with what its peer expects.
 
         Args:
-            own: How many elements this rank gives each one, and then how many it expects.
-            mark, deadline: Of a round of its own.
+            own: Number of elements that this rank sends to each rank, and then those that it expects.
+            mark, deadline: Of this separate round.
         """
         self.first(mark, deadline)
         self._longest_row(own, deadline)
 
     def _longest_row(self, own: Sequence[int], deadline: float) -> int:
-        """The most elements that any rank gives another one, once that was compared."""
+        """Return the largest number of elements that any rank sends to another one, after comparing."""
         views, size = self.views(self._next_half(), torch.int64, len(own)), self.size
         views[self.rank].copy_(torch.tensor(own, dtype=torch.int64, device="cpu"))
         self._board.barrier(deadline)

@@ -25,16 +25,16 @@ _OPS = (str, ReduceOp)
 
 
 class ShmFastPath:
-    """The native calls of one group. Those that need more than the core does are refused, and take the general path.
+    """Native calls of one group. Calls that the core does not support are refused, and take the general path.
 
     Args:
         module: The native core.
         board: The counters that the core shares with Python.
-        words, stages, rings: The addresses of these, of two stages a rank, and of the rings for messages.
+        words, stages, rings: The addresses of the counters, of two stages per rank, and of the rings for messages.
         stage_bytes: The length of a stage.
         crowded: Whether there are more ranks than processors: then a wait yields immediately.
         queues: The memory of the rings.
-        mismatch: Raises the error of ranks whose calls differ.
+        mismatch: Raises the error of ranks with different calls.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ShmFastPath:
         return sides(what, output, input, operation, root, deadline)
 
     def _single(self, what: Collective, output: Any, input: Any, operation: int, root: int, deadline: float) -> Status:
-        # A root whose tensor is broadcast only reads it; a rank that is not the root of a reduce does so, too.
+        # The root of a broadcast only reads its tensor, and so does each non-root rank of a reduce.
         written = root < 0 or (self._rank == root) == (what.root == "dst")
         target, address, count = as_flat(output, what.output, written=written), 0, 0
         if target is None:
@@ -79,7 +79,7 @@ class ShmFastPath:
             source = as_flat(input, what.input)
             if source is None or source.dtype is not target.dtype:
                 return Status.REFUSED
-            # Each rank's part is some of the rows; the core looks at lengths.
+            # Each rank's part is some of the rows; the core checks lengths.
             if what.pairwise and not (
                 input.dim() and output.dim() and input.shape[0] % self._size == 0 == output.shape[0] % self._size
             ):
@@ -123,7 +123,7 @@ class ShmFastPath:
 
     # -- calls of the general path -------------------------------------------------------------------
     def carry(self, call: CollectiveCall, deadline: float) -> Status:
-        """Make a call as it passes the door; `REFUSED`, with nothing done, if there is no kernel for it."""
+        """Run a call as a transport receives it; `REFUSED`, with nothing done, if there is no kernel for it."""
         tensors = (*call.inputs, *call.outputs)
         number, operation = FAMILIES[call.name].number, 0 if call.requested_op is None else OP_CODES[call.requested_op]
         root, dtype = -1 if call.root is None else call.root, DTYPE_CODES[tensors[0].dtype] if tensors else 0
@@ -131,12 +131,12 @@ class ShmFastPath:
         return self._ended(self.core.call_lists(number, operation, dtype, root, *places, False, deadline))
 
     def compare(self, digest: int, counts: Sequence[int], deadline: float) -> Status:
-        """Compare a hash in a round of its own, and, if there are any counts, what ranks send each other."""
+        """Compare a hash in a separate round, and, if there are any counts, what ranks send each other."""
         return self._ended(self.core.compare(digest, list(counts), deadline))
 
     # -- messages ------------------------------------------------------------------------------------
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """As of `FastPath`: while no other messages are under way, which the rings advance."""
+        """As of `FastPath`: only while no other messages are in flight, which the rings move."""
         return (
             self.rings.idle
             and type(peer) is int
@@ -186,7 +186,7 @@ class ShmFastPath:
 
 
 def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Addresses and numbers of elements, by loops: comprehensions are calls of their own in Python 3.11."""
+    """Return addresses and numbers of elements. Uses loops, because Python 3.11 comprehensions are function calls."""
     addresses, counts = [], []
     for tensor in tensors:
         addresses.append(tensor.data_ptr())

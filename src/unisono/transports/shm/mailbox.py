@@ -43,7 +43,7 @@ class _Timespec(ctypes.Structure):
 
 
 class _Incoming(NamedTuple):
-    """The ring from a peer, and the messages in it: None where the next one is not whole."""
+    """The ring from a peer, and the messages in it: None if the next one is incomplete."""
 
     peer: int
     ring: Ring
@@ -51,7 +51,7 @@ class _Incoming(NamedTuple):
 
 
 def _mails(peer: int, ring: Ring) -> Iterator[Envelope | None]:
-    """Messages of a peer one after another. A long one is read as it arrives, into memory of its own."""
+    """Yield the messages of a peer. A long message is read into new memory as it arrives."""
     while True:
         while not ring.available:
             yield None
@@ -61,7 +61,7 @@ def _mails(peer: int, ring: Ring) -> Iterator[Envelope | None]:
             raise ValueError(f"rank {peer} sent a message with {count} bodies")
         begin = _FIXED.size + 8 * count
         if not count and begin + length <= len(there):
-            # The usual message: short, whole, and in one piece.
+            # The usual message: short, complete, and contiguous.
             head = bytes(there[begin : begin + length])
             ring.skip(begin + length)
             yield Envelope(peer, head, ())
@@ -77,7 +77,7 @@ def _mails(peer: int, ring: Ring) -> Iterator[Envelope | None]:
 
 
 def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
-    """Read what is left of a part of a message; yield while there is nothing more of it."""
+    """Read the rest of a part of a message; yield while no more bytes of it are available."""
     while (step := ring.read(part)) < len(part):
         part = part[step:]
         if not step:
@@ -85,13 +85,13 @@ def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
 
 
 class ShmMailbox(Mailbox):
-    """Messages between ranks of one host: two copies of each byte, and no thread between.
+    """Mailbox between ranks of one host: two copies of each byte, and no helper thread.
 
-    Who sends writes into the ring and, if the other one sleeps, rings its bell, a futex. Each rank has a word that
-    says whether it sleeps, and reads the rings once more after it has set it; a lock taken between the two keeps the
-    processor from turning them round, here and at the sender.
+    The sender writes into the ring and, if the receiver sleeps, wakes it by a futex. Each rank has a flag that
+    is set while it sleeps, and reads the rings once more after setting it; a lock taken between the two keeps the
+    processor from reordering them, here and at the sender.
 
-    Memory of p ranks: 512 KiB for each ordered pair, taken when first touched.
+    Memory of p ranks: 512 KiB for each ordered pair, allocated on first touch.
     """
 
     eager = True
@@ -128,7 +128,7 @@ class ShmMailbox(Mailbox):
                 except BaseException as error:
                     self.abort_message(peer, error)
                     raise
-        # Leaving the lock is a fence: what was written is seen by a rank that sets this word later.
+        # Releasing the lock is a fence: a rank that sets this flag later sees the bytes written.
         if self._words[peer * _LINE + _ASLEEP]:
             self._ring(peer)
 
@@ -143,7 +143,7 @@ class ShmMailbox(Mailbox):
 
     def _make_room(self, out: Ring, peer: int, deadline: float) -> None:
         """Wait until the reader has read something."""
-        # What counts is that there is room, not that something is read from now on: all may have been read already.
+        # The condition is room, not a later read: the reader may have read everything already.
         self._ring(peer)
         for _ in range(_YIELDS):
             os.sched_yield()
@@ -170,7 +170,7 @@ class ShmMailbox(Mailbox):
         return mails
 
     def _lose_for_nonsense(self, incoming: _Incoming, error: Exception) -> None:
-        """What lies in the ring is no message: nothing more is read there."""
+        """Mark the sender as lost after an invalid message: its ring is not read any more."""
         self._in = [other for other in self._in if other is not incoming]
         self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote what is no message: {error}"))
 
@@ -178,7 +178,7 @@ class ShmMailbox(Mailbox):
         words, own = self._words, self._own
         heard = words[own + _BELL]
         if self._nudged:
-            # Since it was last looked at; from now on the bell tells.
+            # Nudged since the last look; from now on the bell reports it.
             self._nudged = False
             return
         self._dozing = True

@@ -37,7 +37,7 @@ class _Outgoing:
     """Sends to one peer, in their order; the first one is being written.
 
     Attributes:
-        pending: How many are not done.
+        pending: Number of sends that are not done.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -83,9 +83,9 @@ class _Incoming:
     """Messages from one peer, and the receives that wait for them, by tag.
 
     Attributes:
-        pending: How many receives are not done, and one more while a message is put aside.
-        early: Messages that were put aside, by tag.
-        sought: The tag that is looked for, if any is.
+        pending: Number of receives that are not done, plus one while an early message is read.
+        early: Messages that arrived before their receive, by tag.
+        sought: The tag that is probed for, if any.
     """
 
     def __init__(self, ring: Ring, peer: int, rank: int) -> None:
@@ -104,7 +104,7 @@ class _Incoming:
         return waiting + ([self._end[1]] if self._end is not None else [])
 
     def post(self, message: Recv, work: CountdownWork) -> None:
-        """Receive a message that was put aside, or the next one of its tag."""
+        """Receive an early message, or the next one with its tag."""
         if message.tag not in self.early:
             self._posted.setdefault(message.tag, deque()).append((message, work))
             self.pending += 1
@@ -178,7 +178,7 @@ class _Incoming:
         work.complete(size_error(self._peer, sent, self._rank, expected, message.tag, self._peer))
 
     def holds(self, tag: int) -> bool:
-        """Whether a message of a tag is here that no receive waits for."""
+        """Return whether a message with this tag has arrived that no receive waits for."""
         return tag in self.early or (self._target is None and self._ring.available > 0 and self._next_tag() == tag)
 
 
@@ -186,7 +186,7 @@ _End = _Outgoing | _Incoming
 
 
 def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
-    """Take out the first of a tag. An empty queue goes: a program may use each tag once."""
+    """Pop the first item of a tag. An empty queue is deleted, because a program may use each tag once."""
     queue = queues[tag]
     first = queue.popleft()
     if not queue:
@@ -195,17 +195,17 @@ def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
 
 
 class MessageRings:
-    """All messages of one rank. A thread that waits moves those of all peers; there is no thread beside.
+    """All messages of one rank. A waiting thread moves those of all peers; there is no helper thread.
 
     Args:
-        board: For waiting and waking where there is no core, and for failures.
+        board: For waiting and waking without the core, and for failures.
         memory: The part of the shared memory that holds the rings.
         core: The native core, or None.
 
     Attributes:
-        early: For each peer, by tag, the messages that have been taken out of its ring, and wait for a receive.
+        early: For each peer, by tag, the messages read from its ring that wait for a receive.
         lock: Held while bytes are moved.
-        idle: Whether nothing is under way here, so that the native core may move the next message by itself.
+        idle: Whether no message is in flight here, so that the native core may move the next message by itself.
         held: Whether it is doing so.
     """
 
@@ -226,7 +226,7 @@ class MessageRings:
         self.early = [end.early for end in self._in]
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
-        """Start messages; they are moved as far as possible, and further by whoever waits for the work."""
+        """Start messages, and move them as far as possible. A thread that waits for the work moves the rest."""
         work = RingWork(timeout_s, batch, self)
         if self._board.broken is not None:
             work.complete(self._board.broken)
@@ -252,7 +252,7 @@ class MessageRings:
             return [work for end in ends for work in end.works()]
 
     def holds(self, peer: int, tag: int) -> bool:
-        """Move what can be moved; whether a message of a tag from a rank is here that no receive waits for."""
+        """Move what can be moved. Return whether a message with this tag has arrived that no receive waits for."""
         with self.lock:
             self._receiving[peer] = end = self._in[peer]
             end.sought = tag
@@ -282,7 +282,7 @@ class MessageRings:
         if self._core is None:
             self._board.wait_until(lambda: self.move() or done(), deadline, missing)
             return
-        # Another thread may move the very messages that this one waits for: its moves are counted.
+        # Another thread may move the messages that this one waits for: its moves are counted.
         moves, started = self._core.moves, time.monotonic()
         if done():
             return
@@ -294,6 +294,6 @@ class MessageRings:
                 raise late_by(time.monotonic() - started, missing())
 
     def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Move what can be moved; raise as `SharedBarrier.check` if the rest never can be."""
+        """Move what can be moved. Raise as `SharedBarrier.check` if the rest cannot complete."""
         if not self.move() and not done():
             self._board.check(lambda: self.move() or done(), missing)

@@ -1,8 +1,8 @@
-"""Reductions in shared memory, as rounds: each rank lays its part ready, all arrive, each reads what it needs.
+"""Reductions in shared memory, as rounds: each rank stages its part, all arrive, each reads what it needs.
 
-Each rank has two stages, used in turn, so that one wait a round is enough. Reductions of short
-messages read everything from everybody (one shot); of long ones each rank reduces its share of a
-tile, which the others then copy (two shots). Contributions are taken in the order of ranks.
+Each rank has two stages, used in turn, so that one wait per round is enough. For short messages
+each rank reads the data of all ranks (one shot); for long ones each rank reduces its share of a
+tile, which the others then copy (two shots). Contributions are combined in the order of ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["Reductions", "root_of"]
 
 _MOST_VIEWS = 256
 _IN_PLACE_BYTES = 64 << 10
-"""Where any memory was handed out, it costs a round more to reduce other tensors from this length on."""
+"""Once symmetric memory was allocated, reducing other tensors of at least this size costs one more round."""
 _AVERAGES = 1 << 63
-"""Told with the place: this rank's call is over when the average is there, and does not divide the sum by itself."""
+"""Sent with the place: this rank's call expects the average in memory, and does not divide the sum itself."""
 
 
 class Reductions:
-    """Those of one group, and what its other collectives are made of, too.
+    """Reductions of one group, and the building blocks of its other collectives.
 
     Args:
-        board: Where ranks wait for each other.
+        board: The barrier of the ranks.
         stages: For each rank its two stages, as bytes, of equal length.
-        arenas: The memory that is reduced where it lies.
+        arenas: The memory that is reduced in place.
         differ: Called when ranks' marks differ; raises.
     """
 
@@ -53,7 +53,7 @@ class Reductions:
 
     # -- building blocks -----------------------------------------------------------------------
     def first(self, mark: Signature, deadline: float) -> None:
-        """Arrive in the first round of a call, and compare what everybody is about to do."""
+        """Arrive in the first round of a call, and compare what all ranks are about to do."""
         if self._board.barrier(deadline, mark):
             self._differ()
 
@@ -74,17 +74,17 @@ class Reductions:
 
     # -- reductions ----------------------------------------------------------------------------
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, mark: Signature, deadline: float) -> None:
-        """In place. Traffic, in operands: 3p-1 for short messages, at most 7-5/p for long ones.
+        """Reduce in place. Traffic, in operands: 3p-1 for short messages, at most 7-5/p for long ones.
 
-        Where every rank's tensor lies at one place of memory that all share, nothing is staged.
-        Averages are divided by the one rank that sums a share there, and else by each rank: also there, if any rank
-        came with a sum that it divides by itself.
+        If the tensors of all ranks are at the same place of symmetric memory, nothing is staged. The rank that sums
+        a share there also divides it for an average, unless any rank passed a sum that it divides itself. In all
+        other cases each rank divides.
         """
         if self.size > 1 and not self._all_reduced(tensor, op, mark, deadline) and op is ReduceOp.AVG:
             divide(tensor, self.size)
 
     def _all_reduced(self, tensor: torch.Tensor, op: ReduceOp, mark: Signature, deadline: float) -> bool:
-        """Combine in the way that suits; whether in place, and so divided already."""
+        """Combine by the suitable algorithm. Return whether that was in place, and so has divided already."""
         short = tensor.nbytes <= self.one_shot_bytes
         if short and not self.may_be_symmetric(tensor.nbytes):
             self._one_shot(tensor, op, mark, deadline)
@@ -108,12 +108,12 @@ class Reductions:
         if not any(extra & ~_AVERAGES for extra in extras):
             self._share(tensor[:tile], op, deadline, everywhere=True)
             start = tile
-        # Where only some ranks use shared memory, all go by way of the stages, from the beginning.
+        # If only some ranks use symmetric memory, all use the stages, from the beginning.
         self._tiles(tensor[start:], op, deadline, everywhere=True)
         return False
 
     def may_be_symmetric(self, nbytes: int) -> bool:
-        """Whether a call of this length asks where ranks' tensors lie: the same answer on all ranks."""
+        """Return whether a call of this length compares the places of tensors; the same answer on all ranks."""
         return nbytes > self.one_shot_bytes or (nbytes >= _IN_PLACE_BYTES and self._arenas.made > 0)
 
     def _one_shot(self, tensor: torch.Tensor, op: ReduceOp, mark: Signature | None, deadline: float) -> None:
@@ -144,14 +144,14 @@ class Reductions:
         return found
 
     def _lay(self, tile: torch.Tensor) -> None:
-        """Lay a tile ready for the next round: all but the own share, which is read where it is."""
+        """Stage a tile for the next round: all but this rank's share, which is read in place."""
         shares = self._shares(self._next_half(), tile.dtype, tile.numel())
         for r, part in enumerate(tile.split([view.numel() for view in shares[self.rank]])):
             if r != self.rank:
                 shares[self.rank][r].copy_(part)
 
     def _share(self, tile: torch.Tensor, op: ReduceOp, deadline: float, *, everywhere: bool) -> None:
-        """Reduce the own share of the tile that all have laid ready, and copy the others' shares."""
+        """Reduce this rank's share of the tile that all ranks have staged, and copy the shares of the others."""
         shares = self._shares(self._board.round & 1, tile.dtype, tile.numel())
         parts = tile.split([view.numel() for view in shares[self.rank]])
         own, mine = parts[self.rank], shares[self.rank][self.rank]
@@ -163,7 +163,7 @@ class Reductions:
                 part.copy_(shares[r][r])
 
     def reduce(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
-        """The root alone reduces what is short, and what there are two of; else as the long `all_reduce`."""
+        """Reduce on the root alone if the message is short or there are two ranks; otherwise as a long `all_reduce`."""
         tensor, op, here = call.inputs[0], call.op or ReduceOp.SUM, self.rank == root_of(call)
         tile = self.stage_bytes // tensor.element_size()
         if self.size == 1:
@@ -180,7 +180,7 @@ class Reductions:
     def _reduce_here(
         self, tensor: torch.Tensor, op: ReduceOp, mark: Signature | None, deadline: float, *, here: bool
     ) -> None:
-        """All lay it ready, and one rank reads it."""
+        """Stage the part on all ranks, and reduce it on one."""
         views = self.views(self._next_half(), tensor.dtype, tensor.numel())
         views[self.rank].copy_(tensor)
         self._arrive(mark, deadline)
@@ -188,7 +188,7 @@ class Reductions:
             combine_all(op, views, tensor)
 
     def reduce_scatter(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
-        """Each tile holds an equal piece for every rank; a rank sums what all laid ready for it."""
+        """Sum the pieces that all ranks staged for this one. Each tile has an equal piece for every rank."""
         inputs, target, op = call.inputs, call.outputs[0], call.op or ReduceOp.SUM
         piece = self.piece(target.element_size())
         for start in range(0, max(1, *(t.numel() for t in inputs)), piece):
@@ -206,18 +206,18 @@ class Reductions:
                 combine_all(op, shares, total)
 
     def _arrive(self, mark: Signature | None, deadline: float) -> None:
-        """In the first round of a call, with its mark; or in another one."""
+        """Arrive in the first round of a call, with its mark, or in a later round, without."""
         if mark is None:
             self._board.barrier(deadline)
         else:
             self.first(mark, deadline)
 
     def piece(self, element_size: int) -> int:
-        """Elements for each rank that fit into a stage together."""
+        """Return the number of elements per rank that fit together into a stage."""
         return max(1, self.stage_bytes // self.size // element_size)
 
 
 def root_of(call: CollectiveCall) -> int:
-    """Of one that has a root."""
+    """Return the root of a call that has one."""
     assert call.root is not None
     return call.root

@@ -24,7 +24,7 @@ _crew = DaemonThreadPool("unisono shared memory")
 
 
 class RingWork(CountdownWork):
-    """A batch of messages in rings, which are moved by the thread that waits for them, or asks."""
+    """A batch of messages in rings. The thread that waits for them or polls them moves them."""
 
     def __init__(self, timeout_s: float, messages: Sequence[Message], rings: MessageRings) -> None:
         self._rings, self._seen_through = rings, False
@@ -60,7 +60,7 @@ class RingWork(CountdownWork):
         try:
             self.wait(_FOREVER_S)
         except CommError as error:
-            # There is no caller to raise it to; the future reports it.
+            # There is no caller to raise it in; the future reports it.
             self.complete(error)
 
     def _awaited(self) -> list[int]:

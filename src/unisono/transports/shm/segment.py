@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share: anonymous files, found by number, gone with their last user."""
+"""Memory shared by the ranks of one host: anonymous files, found by number, freed with their last user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["PAGE_BYTES", "meet", "neighbours"]
 
 T = TypeVar("T")
 _Trouble = tuple[str, str] | None
-"""Why a rank has no memory: the class of the error, and its words."""
+"""Reason why a rank has no memory: the class of the error, and its text."""
 
 PAGE_BYTES = 4096
 _CARD = struct.Struct("<qqq16s")
@@ -30,21 +30,21 @@ _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 def meet(
     group: Group, control: ControlPlane, name: str, nbytes: int, timeout: float, mapped: Callable[[int, int], T]
 ) -> T:
-    """The same zeroed memory on every rank of a group. Collective.
+    """Map the same zeroed memory on every rank of a group. Collective.
 
-    Rank 0 makes an anonymous file and tells its process and descriptor; the others open it through
-    /proc. A random number in it proves that they found the right one, and so that they share a host.
-    The memory goes when the last process has unmapped it, however that ends.
+    Rank 0 creates an anonymous file and publishes its process and descriptor; the others open it through
+    /proc. A random number in it proves that they opened the right file, and so that they share a host.
+    The memory is freed when the last process has unmapped it, however that process ends.
 
     Args:
-        group, control, timeout: Who meets, by what, and within what time.
+        group, control, timeout: The ranks that meet, their control plane, and the time limit.
         name: The same on every rank.
-        nbytes: How much; the same on every rank.
-        mapped: Makes memory of a descriptor, which is closed afterwards, and of the number of its bytes.
+        nbytes: Size; the same on every rank.
+        mapped: Maps a descriptor, which is closed afterwards, given its size in bytes.
 
     Raises:
-        MismatchError: Not all ranks ask for as much; on every rank.
-        UnavailableError, CommError: One rank cannot have it; on every rank.
+        MismatchError: Not all ranks request the same size; on every rank.
+        UnavailableError, CommError: A rank cannot map it; on every rank.
     """
     with ExitStack() as kept:
         card, trouble = _tried(group, lambda: kept.enter_context(_shown(name, nbytes)) if group.rank == 0 else b"")
@@ -54,14 +54,14 @@ def meet(
             found = ", ".join(f"{wanted} on rank {rank}" for rank, (wanted, *_) in enumerate(told))
             raise MismatchError(f"ranks ask for other amounts of memory, in bytes of all ranks together: {found}")
         memory, trouble = _tried(group, lambda: _opened(told[0][1], mapped))
-        # Until all have it, it is shown.
+        # It stays open until all ranks have mapped it.
         _check(group, control.exchange(group, f"memory: {name} is there", trouble, timeout))
     assert memory is not None
     return memory
 
 
 def _tried(group: Group, action: Callable[[], T]) -> tuple[T | None, _Trouble]:
-    """What it returns; or why it does not, for all ranks."""
+    """Return the result of `action`, or the reason of its failure, to be sent to all ranks."""
     try:
         return action(), None
     except UnavailableError as error:
@@ -93,7 +93,7 @@ def _opened(card: bytes, mapped: Callable[[int, int], T]) -> T:
 
 
 def _found(card: bytes) -> tuple[int, int]:
-    """A descriptor of the file that a card tells of, and its bytes."""
+    """Return a descriptor of the file that a card describes, and its size in bytes."""
     pid, number, nbytes, proof = _CARD.unpack(card)
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     if os.pread(descriptor, len(proof), 0) != proof:
@@ -103,9 +103,10 @@ def _found(card: bytes) -> tuple[int, int]:
 
 
 def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
-    """Who can map whose memory. The first of those who seem to share a host shows a random number in memory of its own.
+    """Return the sets of ranks that can map each other's memory.
 
-    Who does not find it there (in another container, say, under the same kernel) counts as a host of its own.
+    The first rank of a seemingly shared host publishes a random number in its own memory. A rank that does not find
+    it there (in another container, say, under the same kernel) counts as a host of its own.
     """
     usable = why_no_shm() is None
     seen = control.exchange(group, "who seems to be where", (host_identity(), usable), timeout)
@@ -123,7 +124,7 @@ def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tup
 
 @contextmanager
 def _shown(name: str, nbytes: int) -> Iterator[bytes]:
-    """Anonymous memory with a random number in it for as long as this lasts: where others find it."""
+    """Keep anonymous memory with a random number open for the block; yield where others find it."""
     proof = secrets.token_bytes(16)
     descriptor = os.memfd_create(f"unisono {name}"[:200], os.MFD_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""What ranks compare when they arrive in the first round of a collective: a few numbers."""
+"""Call signature: a few numbers that ranks compare in the first round of a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that `empty` hands out: a slice of shared memory for each rank, reduced where it lies."""
+"""Symmetric memory, allocated by `empty`: a slice of shared memory for each rank, reduced in place."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["SymmetricMemory"]
 
 _PLACE_BITS = 44
 _PIECE_BYTES = 256 << 10
-"""Of each row: what is reduced is still in the cache when it is copied."""
+"""Size of a block of each row: the reduced block is still in the cache when it is copied."""
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
-    """A map of its own; Python's would hold a descriptor for as long as it lives, and a process has few of these."""
+    """Map a file by torch: Python's mmap holds a descriptor while it lives, and a process has few of these."""
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _drop(arenas: weakref.ref[SymmetricMemory], number: int) -> None:
-    """Its last tensor is gone. It may outlive all else, which it must not keep."""
+    """Drop an arena after its last tensor. The tensor may outlive the group, and must not keep it alive."""
     found = arenas()
     if found is not None:
         found._arenas.pop(number, None)
@@ -52,12 +52,12 @@ class _Segment:
 class SymmetricMemory:
     """The memory of one group that its ranks can reduce in place.
 
-    Each call of `empty` is an anonymous file of its own, with one equal slice a rank, so the same
+    Each call of `empty` creates its own anonymous file, with one equal slice per rank, so the same
     offset in every rank's slice belongs together. It is unmapped when the last tensor on it dies.
 
     Args:
-        group, control, timeout_s: Whose memory it is, and how these meet in it.
-        core: The native core, which is told of it.
+        group, control, timeout_s: The ranks that share the memory, their control plane, and their time limit.
+        core: The native core, which is notified of it.
     """
 
     def __init__(self, group: Group, control: ControlPlane, timeout_s: float, core: Any = None) -> None:
@@ -67,7 +67,7 @@ class SymmetricMemory:
         self.made = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory of this rank. Collective: the same shape and dtype on every rank."""
+        """Allocate zeroed memory on this rank. Collective: the same shape and dtype on every rank."""
         self.made += 1
         if self._core is not None:
             self._core.expect_arenas()
@@ -83,12 +83,12 @@ class SymmetricMemory:
         self._arenas[self.made] = _Segment(self.made, tensor.data_ptr(), stride, rows)
         if self._core is not None:
             self._core.add_arena(self.made, rows.data_ptr(), stride)
-        # A tensor and its views keep alive what they were made from, and nothing else does.
+        # Only a tensor and its views keep their source alive.
         weakref.finalize(handed_out, partial(_drop, weakref.ref(self), self.made)).atexit = False
         return tensor[: count * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Where a contiguous tensor lies, the same number on each rank for the same offset; 0 if elsewhere."""
+        """Return the place of a contiguous tensor: the same number on each rank for the same offset; 0 if elsewhere."""
         start = tensor.data_ptr()
         for arena in list(self._arenas.values()):
             if arena.start <= start and start + tensor.nbytes <= arena.start + arena.stride:
@@ -96,7 +96,7 @@ class SymmetricMemory:
         return 0
 
     def reduce(self, place: int, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Reduce this rank's share of the elements at a place where all ranks' tensors lie, into all of them."""
+        """Reduce this rank's share of the elements at a place common to all ranks' tensors, into all of them."""
         arena, offset = self._arenas[place >> _PLACE_BITS], (place & ((1 << _PLACE_BITS) - 1)) - 1
         first, last = (r * tensor.numel() // self._size for r in (self._rank, self._rank + 1))
         step = max(1, _PIECE_BYTES // tensor.element_size())

@@ -1,4 +1,4 @@
-"""Ranks of one host through shared memory: no copy into the kernel, no other thread."""
+"""Transport between ranks of one host in shared memory: no copy into the kernel, no helper thread."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _STAGE_BYTES = 1 << 20
 _QUOTE_S = 10.0
 _CARDS = 64
 _CARD = struct.Struct("<?15s")
-"""What ranks say of themselves in the page that proves to be the right one: whether there is a core to spare, and which
-build of the native core they have, if any."""
+"""Entry of a rank in the page that proves to be the right one: whether there is a spare core, and the build of the
+native core, if any."""
 
 
 class ShmTransport(Transport):
-    """Shared memory of one group: a board of counters, two stages a rank, and rings for messages.
+    """Transport in shared memory of one group: a barrier, two stages per rank, and rings for messages.
 
-    Memory of p ranks: 2 MiB for each rank and 128 KiB for each ordered pair, taken when first
-    touched, and given back with the last process; messages of any length pass through it.
-    A wait is seen through by whoever waits; there is no thread. `background` is set if each rank, when they met, had
-    a core beside those of torch's threads.
+    Memory of p ranks: 2 MiB for each rank and 128 KiB for each ordered pair, allocated on first
+    touch, and freed with the last process; messages of any length pass through it.
+    The waiting thread itself completes a call; there is no helper thread. `background` is set if each rank, when they
+    connected, had a core beside those of torch's threads.
     """
 
     native = frozenset(FAMILIES)
@@ -83,7 +83,7 @@ class ShmTransport(Transport):
         with torch.inference_mode(mode=False):
             words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
         self._board = SharedBarrier(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
-        # Memory is unmapped when its last user goes, so nothing may refer to this in a circle.
+        # Memory is unmapped when its last user is freed, so no reference cycle may contain this object.
         differ = _weakly(self._differ)
         queues, core = memoryview(memory)[rings:], None
         if module is not None and _all_native([build for _, build in said], group):
@@ -103,7 +103,7 @@ class ShmTransport(Transport):
         obstacle = why_no_shm()
         if obstacle is not None:
             raise UnavailableError(obstacle)
-        # The communicator will be told of failures; memory is met for as members only.
+        # The communicator reports failures; only members of the group can meet in memory.
         control.join(group)
         return cls(group, control, options, spare=cores() >= group.size * (torch.get_num_threads() + 1))
 
@@ -115,7 +115,7 @@ class ShmTransport(Transport):
         return self._arenas.empty(shape, dtype)
 
     def split(self, group: Group) -> ShmTransport:
-        # Whether others than the ranks of a part compute too is not known there.
+        # The part does not know whether ranks outside it compute, too.
         return ShmTransport(group, self._control, self._options, spare=self.background)
 
     def mailbox(self, group: Group) -> Mailbox:
@@ -136,7 +136,7 @@ class ShmTransport(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
-        """Native calls are compared with their first round, at no cost; schedules by a round of their own."""
+        """Compare a schedule in a separate round. Native calls are compared in their first round, at no cost."""
         self._fingerprint = fingerprint
         deadline = time.monotonic() + timeout
         if fingerprint.algorithm == "native":
@@ -169,7 +169,7 @@ class ShmTransport(Transport):
             getattr(rounds, call.name)(call, mark, deadline)
 
     def _differ(self, fingerprint: Fingerprint | None = None) -> NoReturn:
-        """Ranks' marks differ, which all of them see: quote what each was about to do."""
+        """Raise the error of ranks with different marks, quoting the call of each. All ranks see the difference."""
         mine = fingerprint or self._fingerprint
         assert mine is not None
         topic, patience = f"mismatch in round {self._board.round}", min(self._options.timeout_s, _QUOTE_S)
@@ -197,7 +197,7 @@ class ShmTransport(Transport):
 
 
 def _all_native(builds: Sequence[bytes], group: Group) -> bool:
-    """Whether every rank has the native core; all of them, or none, use it."""
+    """Return whether every rank has the native core; all of them, or none, use it."""
     found = {build.rstrip(b"\0").decode() for build in builds}
     if len(found - {""}) > 1:
         quoted = ", ".join(f"{build.rstrip(bytes(1)).decode() or 'none'} on rank {r}" for r, build in enumerate(builds))
@@ -211,7 +211,7 @@ def _all_native(builds: Sequence[bytes], group: Group) -> bool:
 
 
 def _weakly(method: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-    """Return what calls a method of an object without holding the object."""
+    """Return a function that calls a method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*given: Any) -> NoReturn:

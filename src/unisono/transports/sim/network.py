@@ -1,4 +1,4 @@
-"""How long simulated messages take."""
+"""Duration of simulated messages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["Link", "Network"]
 class Link:
     """One direction between two ranks. A message of n bytes takes latency_s + n * second_per_byte.
 
-    The bytes of one message follow those of the last one, so a link that is used all the time carries
-    1 / second_per_byte bytes a second; latencies overlap. This is the postal (alpha-beta) model of Hockney.
+    The bytes of one message follow those of the last one, so a busy link transfers
+    1 / second_per_byte bytes per second; latencies overlap. This is the postal (alpha-beta) model of Hockney.
 
     Attributes:
         latency_s: From the first byte sent to the first byte received, in seconds.
@@ -33,11 +33,11 @@ class Network:
     """Links between all ranks.
 
     Attributes:
-        link: Of all pairs but those in `links`.
+        link: Link of all pairs not in `links`.
         links: By (source, destination), ranks of the whole simulation.
-        jitter: Each message's latency is longer by up to this fraction of it, by the seed.
-        request_s: How long the control plane takes to answer.
-        notice_s: How long after a rank has died the others are told of it.
+        jitter: Each message's latency is longer by up to this fraction of it, depending on the seed.
+        request_s: Response time of the control plane.
+        notice_s: Delay until the other ranks are notified of a rank's death.
 
     Example:
         >>> slow = Network(links={(0, 1): Link(latency_s=0.01)})
@@ -57,5 +57,5 @@ class Network:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)!r}")
 
     def of(self, source: int, target: int) -> Link:
-        """The link from one rank to another."""
+        """Return the link from one rank to another."""
         return self.links.get((source, target), self.link)

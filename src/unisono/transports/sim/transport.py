@@ -1,4 +1,4 @@
-"""Ranks in virtual time: one runs at a time, a seed says which, and messages take as long as the network says."""
+"""Ranks in virtual time: one runs at a time, chosen by a seed, and the network model sets the message times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["TRANSPORT", "Link", "Network", "SimTransport"]
 
 
 class _Post(MessageQueue):
-    """Messages that wait for their counterpart, and those on their way. Shared by all ranks."""
+    """Unmatched messages, and those in flight. Shared by all ranks."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class _Post(MessageQueue):
         self._arrived_at: dict[tuple[int, int], int] = {}
 
     def arrival(self, wire: tuple[int, int], nbytes: int, scheduler: Scheduler) -> int:
-        """When a message that leaves now arrives, in nanoseconds; the link is taken until then, or nearly."""
+        """Arrival time of a message sent now, in nanoseconds; the link is busy until then, or nearly."""
         link = self.network.of(*wire)
         self._free_at[wire] = max(scheduler.now, self._free_at.get(wire, 0)) + round(
             nbytes * link.second_per_byte * 1e9
         )
         latency_s = link.latency_s * (1 + self.network.jitter * scheduler.chance())
-        # Nothing overtakes on a link.
+        # Messages do not overtake each other on a link.
         earliest = self._arrived_at.get(wire, 0) + 1
         self._arrived_at[wire] = max(earliest, self._free_at[wire] + round(latency_s * 1e9))
         return self._arrived_at[wire]
@@ -48,8 +48,8 @@ class SimTransport(ThreadTransport):
     """Ranks of one process that take turns. For `un.simulate`, or `un.launch(fn, nprocs, "sim")`.
 
     As with threads, a send completes only when it has been received. The message leaves when both ends
-    have been posted, and is read from the sender's tensor when it arrives: a buffer that is changed too
-    early is found out. What it costs in real time: a few switches between threads a message.
+    have been posted, and is read from the sender's tensor when it arrives, which exposes a buffer changed too
+    early. Cost in real time: a few thread switches per message.
     """
 
     simulated = True
@@ -88,7 +88,7 @@ class SimTransport(ThreadTransport):
         return _SimWork(self._timeout_s, batch)
 
     def _deliver(self, letter: InFlightMessage) -> None:
-        """Let it leave."""
+        """Send a matched message."""
         scheduler, name = _scheduler(), self.group.name
         wire = self.group.members[letter.source], self.group.members[letter.target]
         self._mail.on_the_way.append((name, letter))
@@ -113,7 +113,7 @@ class SimTransport(ThreadTransport):
         super().abort(cause)
         for group, letter in self._mail.on_the_way:
             if group == self.group.name and letter.source == self.rank:
-                # Its owner may do with it what he likes from now on.
+                # The owner may reuse its tensor from now on.
                 letter.sent = replace(letter.sent, tensor=letter.sent.tensor.clone())
                 letter.send.complete(cause)
             elif group == self.group.name and letter.target == self.rank:
@@ -121,7 +121,7 @@ class SimTransport(ThreadTransport):
                 letter.recv.complete(cause)
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
-        """No thread of this rank goes on but its program, which raises `error`; it reaches nobody any more."""
+        """Stop all threads of this rank but its program, which raises `error` and reaches no other rank any more."""
         task, control = here(), self._control
         if task is None or task.rank is None or not isinstance(control, SimulatedControl):
             raise error
@@ -134,7 +134,7 @@ class SimTransport(ThreadTransport):
 
 
 class _SimWork(CountdownWork):
-    """Says what it waits for; who waits lets others run."""
+    """Work that describes what it waits for; a waiting rank lets others run."""
 
     def wait(self, timeout: float | None = None) -> None:
         task = here()

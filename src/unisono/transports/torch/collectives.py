@@ -1,4 +1,4 @@
-"""Torch's own collectives: which calls they carry rightly, and how each is started."""
+"""Torch's own collectives: the calls that they support correctly, and how each is started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BOOLEAN = {
 
 
 def carries(call: CollectiveCall, cuda: bool) -> bool:
-    """Whether torch's collective gives the right result; the same answer on every rank."""
+    """Return whether torch's collective gives the right result; the same answer on every rank."""
     if call.name == "all_gather":
         return len({t.numel() for t in call.outputs}) == 1
     if call.name == "reduce_scatter" and len({t.numel() for t in call.inputs}) != 1:
@@ -47,7 +47,7 @@ def _reduces(call: CollectiveCall, cuda: bool) -> bool:
     if dtype not in _NUMBERS:
         return False
     if call.name == "reduce_scatter" and not cuda and call.op is not ReduceOp.SUM:
-        # Torch 2.8's gloo sums here, whatever it is asked for.
+        # Torch 2.8's gloo sums here, whatever operation is passed.
         return False
     if call.op in _BITWISE:
         return not cuda
@@ -56,7 +56,7 @@ def _reduces(call: CollectiveCall, cuda: bool) -> bool:
 
 
 def start(backend: Any, call: CollectiveCall) -> Any:
-    """Torch's work of this call; None if there is nothing to move."""
+    """Start torch's work of this call; None if there is no data to move."""
     tensors = (*call.inputs, *call.outputs)
     if tensors and not any(t.numel() for t in tensors):
         return None
@@ -121,7 +121,7 @@ _START: dict[str, Callable[[Any, CollectiveCall], Any]] = {
 }
 
 NATIVE = frozenset(_START)
-"""An all_to_all is not among them: torch's wants even parts or one tensor; the schedule takes any."""
+"""Supported collectives. all_to_all is missing: torch needs even parts or one tensor, the schedule takes any."""
 
 
 def _torch_op(call: CollectiveCall) -> Any:
@@ -136,12 +136,12 @@ def _root(call: CollectiveCall) -> int:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as a dtype that torch's backends reduce."""
+    """Return the same memory, as a dtype that torch's backends reduce."""
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8)
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: what is only moved needs no dtype."""
+    """Return the same memory as bytes, because moving data needs no dtype."""
     return tensor.view(torch.uint8)

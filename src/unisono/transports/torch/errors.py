@@ -1,4 +1,4 @@
-"""Torch's errors as ours."""
+"""Translation of torch's errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["translated"]
 
 
 def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float = 0.0) -> CommError:
-    """Torch's error as one of ours. Gloo never names the rank that is gone; the control plane does."""
+    """Translate torch's error. Gloo never names the lost rank; the control plane does."""
     text = str(error)
     if re.search(r"[Tt]imed? ?out|timeout", text):
         return timeout_error(messages, waited_s)
     peer = messages[0].peer if len(messages) == 1 else None
     if re.search(r"[Cc]onnection (closed|reset|refused)|Broken pipe|closure|EOF", text):
-        # Whether that rank was the first to fail, the control plane will tell.
+        # The control plane reports whether that rank was the first to fail.
         return PeerLostError(f"the connection to {'a rank' if peer is None else f'rank {peer}'} was lost")
     return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)

@@ -1,4 +1,4 @@
-"""A transport on a process group that someone else made and owns, with a control plane of its own."""
+"""A transport on a process group that the caller made and owns, with a control plane of its own."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _CARD_BYTES = 256
 def adopt(
     group: dist.ProcessGroup | None, timeout_s: float, chunk_bytes: int
 ) -> tuple[TorchTransport, SocketControl, Options, Callable[[], None]]:
-    """The transport, control handle and options of this rank, and what to do at the end.
+    """Return the transport, control handle and options of this rank, and a function to call at the end.
 
     Rank 0 hosts the control plane; its address and secret travel over the group itself. The group is
-    used as it is, never closed; sub-groups are made on the control plane's store.
+    used unchanged, and never closed; sub-groups are created on the control plane's store.
 
     Raises:
         TypeError: It is no process group.
         ValueError: There is no default group, or this process is not in the group.
         CommError: The group's backend is one that cannot be wrapped.
-        CommTimeoutError: Not all members have come in time.
+        CommTimeoutError: Not all members have joined in time.
     """
     if group is None:
         if not dist.is_initialized():
@@ -61,7 +61,7 @@ def adopt(
     card = b""
     with contextlib.ExitStack() as undo:
         if rank == 0:
-            # For ranks of several hosts, the address towards the job's master, which the other hosts can reach too.
+            # For ranks of several hosts: the address towards the job's master, which the other hosts can reach, too.
             far = None if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR", "192.0.2.1")
             server = Server(secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_towards(far))
             undo.callback(server.close)
@@ -90,18 +90,18 @@ def _on_cuda(group: dist.ProcessGroup) -> bool:
 
 
 def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, data: bytes) -> list[bytes]:
-    """Each rank's few bytes, by torch's own collective: there is nothing else yet."""
+    """Gather a few bytes of each rank by torch's own collective, because there is no control plane yet."""
     if len(data) >= _CARD_BYTES:
         raise CommError(f"{len(data)} bytes do not fit on a card of {_CARD_BYTES}")
     padded = bytes([len(data)]) + data.ljust(_CARD_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
     outputs = [torch.empty_like(mine) for _ in range(size)]
     try:
-        # A wait of zero would mean one without end.
+        # A timeout of zero would mean no timeout.
         backend.allgather([outputs], [mine]).wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except RuntimeError as error:
         found = translated(error, [])
-        # A timer may ring a little early.
+        # A timer may fire a little early.
         if not isinstance(found, CommTimeoutError) and time.monotonic() < deadline:
             raise found from error
         raise CommTimeoutError(

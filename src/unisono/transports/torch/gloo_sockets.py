@@ -1,4 +1,4 @@
-"""The connections of a process group of gloo's, found from outside: gloo offers no way to end a wait."""
+"""The connections of a gloo process group, found from outside, because gloo cannot end a wait."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LOOK_EVERY_S = 0.02
 
 
 class Sockets:
-    """Gloo gives each group a port of its own, at which it listens for the connections that peers make.
+    """Accepted sockets of a gloo group. Each group listens on its own port for the connections of peers.
 
-    To shut down those that were accepted there ends the waits of both sides: of any two ranks, one has accepted.
-    But gloo ends the process if a connection breaks off in the moment in which it is made; so what is shut down
-    has been seen a look before.
+    Shutting down the accepted connections ends the waits of both sides: of any two ranks, one has accepted.
+    But gloo aborts the process if a connection breaks while it is being established, so only connections seen in
+    an earlier look are shut down.
     """
 
     def __init__(self) -> None:
@@ -32,23 +32,23 @@ class Sockets:
         self._seen: set[int] = set()
 
     def listening(self, make: Callable[[], T]) -> T:
-        """What `make` makes; the ports at which that listens are remembered."""
+        """Return the result of `make`, and record the ports that it listens on."""
         before = set(_listening())
         made = make()
         self._ports |= set(_listening()) - before
         return made
 
     def look(self) -> None:
-        """All that is accepted by now is in use."""
+        """Mark all connections accepted by now as in use."""
         for end in self._accepted():
             self._seen.add(_number(end))
 
     def shut(self) -> bool:
-        """End all that was accepted before the last look; whether there is more. From any thread; again is harmless."""
+        """Shut down all connections seen before; return whether there are new ones. From any thread. Idempotent."""
         fresh = False
         for end in self._accepted():
             if _number(end) in self._seen:
-                # One whose other end was reset is at its end already.
+                # A connection reset by its other end is closed already.
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
             else:
@@ -57,9 +57,9 @@ class Sockets:
         return fresh
 
     def abandon(self, _kept: object, works: Sequence[Any]) -> None:
-        """Keep a group of gloo's until its collectives have ended: to let go of it before would stop the process."""
-        # What was new at the first look is made by the second. Connections that are made when first used may come only
-        # now.
+        """Keep a gloo group alive until its collectives have ended: releasing it earlier would stop the process."""
+        # A connection new at the first look is established by the second. Connections established on first use may
+        # appear only now.
         time.sleep(_LOOK_EVERY_S)
         while self.shut() or not all(work.is_completed() for work in works):
             time.sleep(_LOOK_EVERY_S)
@@ -72,7 +72,7 @@ class Sockets:
 
 
 def _number(end: socket.socket) -> int:
-    """Of a socket, whatever its descriptors are."""
+    """Return the inode of a socket, the same for all its descriptors."""
     return os.fstat(end.fileno()).st_ino
 
 
@@ -88,7 +88,7 @@ def _accepts(end: socket.socket) -> bool:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """This process's TCP sockets, each by a descriptor of its own that ends with the loop."""
+    """Yield this process's TCP sockets, each as a new descriptor that is closed with the loop."""
     if sys.platform != "linux":
         return
     for path in list(Path("/proc/self/fd").iterdir()):
@@ -104,7 +104,7 @@ def _copy(number: int) -> Iterator[socket.socket | None]:
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         yield None
         return
-    # Its type is told, with a flag: what is found out would be made non-blocking, for all who use the connection,
-    # where the program has set a default timeout.
+    # The type is passed, with a flag: with a detected type, a default timeout set by the program would make the
+    # connection non-blocking for all its users.
     with socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, fileno=os.dup(number)) as end:
         yield end

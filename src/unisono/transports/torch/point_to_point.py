@@ -1,4 +1,4 @@
-"""Users' messages over gloo: in envelopes, so that one that does not fit is an error and not the end of the process."""
+"""Users' messages over gloo, in envelopes, so that a size mismatch is an error and does not end the process."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _Stream = tuple[type[Message], int, int]
 
 
 class Envelopes:
-    """Each message is an envelope of 4 KiB, with length, dtype and up to 4064 bytes, and a rest if it is longer.
+    """Messages in envelopes of 4 KiB, with length, dtype and up to 4064 bytes, and a rest for longer ones.
 
-    Gloo's waits cannot be interrupted, nor tried again, and its sends may wait for a connection that the
-    peer makes only when it receives. So both are done by threads, one for each peer, tag and direction;
-    what the user waits for is completed by those.
+    Gloo's waits cannot be interrupted or retried, and its sends may wait for a connection that the
+    peer makes only when it receives. So threads run both, one for each peer, tag and direction, and
+    complete the user's works.
     """
 
     def __init__(self, transport: TorchTransport) -> None:
@@ -59,9 +59,9 @@ class Envelopes:
         return work
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        """As `Transport.iprobe`. Gloo cannot be asked: so an envelope is received, and kept for the next receive.
+        """As `Transport.iprobe`. Gloo has no probe: an envelope is received, and kept for the next receive.
 
-        While none comes, that takes a thread for each rank and tag that was asked about.
+        Until it arrives, that takes a thread for each rank and tag probed.
         """
         stream = (Recv, peer, tag)
         with self._lock:
@@ -74,14 +74,14 @@ class Envelopes:
                 return False
             error = self._ahead[stream].exception()
             if isinstance(error, CommTimeoutError):
-                # The peer has not made the connection yet.
+                # The peer has not connected yet.
                 del self._ahead[stream]
         if error is not None and not isinstance(error, CommTimeoutError):
             raise error
         return error is None
 
     def close(self, cause: BaseException) -> None:
-        """What is not done fails."""
+        """Fail all works that are not done."""
         with self._lock:
             left = list(self._open)
         for work in left:
@@ -89,7 +89,7 @@ class Envelopes:
 
     # -- the threads ---------------------------------------------------------------------------
     def _enqueue(self, message: Message, work: CountdownWork) -> None:
-        """Messages of a stream are served in order, by one thread at a time."""
+        """Queue a message. A stream is served in order, by one thread at a time."""
         stream = (type(message), message.peer, message.tag)
         with self._lock:
             waiting = self._streams[stream]
@@ -151,7 +151,7 @@ class Envelopes:
             ahead.set_exception(error)
 
     def _envelope(self, peer: int, tag: int) -> torch.Tensor:
-        """The next one of a stream."""
+        """Receive the next envelope of a stream."""
         message = Recv(torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu"), peer, tag)
         error = self._wait([self._transport.start(message, _FIRST_TAG + 2 * tag)], message)
         if error is not None:

@@ -1,4 +1,4 @@
-"""Process groups of torch's own classes, met over the control plane's store."""
+"""Torch process groups, with their rendezvous on the control plane's store."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _crew = DaemonThreadPool("unisono torch meets")
 def backend_of(
     group: Group, control: ControlPlane, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool
 ) -> Any:
-    """A process group of torch's.
+    """Create a torch process group.
 
     Args:
-        group: Whose ranks meet.
-        control: Tells of those that are lost meanwhile.
-        store: Where they meet.
+        group: Its ranks meet.
+        control: Reports ranks lost meanwhile.
+        store: The store of the rendezvous.
         options: As for every transport.
-        sockets: Told of gloo's connections.
-        lazy: Whether gloo is to connect when it is first used.
+        sockets: Records gloo's connections.
+        lazy: Whether gloo connects on first use.
 
     Raises:
-        RuntimeError: Torch's own, if not all have come.
+        RuntimeError: Torch's own, if not all ranks have joined.
     """
     timeout = timedelta(seconds=options.timeout_s)
     if options.backend == "gloo":
@@ -68,12 +68,12 @@ def _gloo_device(address: str, lazy: bool) -> Any:
     try:
         return create(hostname=address, lazy_init=lazy)
     except TypeError:
-        # Older builds: every pair is connected at once.
+        # Older builds: every pair is connected immediately.
         return create(hostname=address)
 
 
 def _met(group: Group, control: ControlPlane, make: Callable[[], Any]) -> Any:
-    """What `make` makes. Gloo waits there for who dies meanwhile until its time is up: then it is left to itself."""
+    """Return the result of `make`. If a rank dies meanwhile, gloo waits until its timeout: it is then left running."""
     made: list[Any] = []
     raised: list[BaseException] = []
     ended = threading.Event()

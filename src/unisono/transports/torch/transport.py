@@ -1,4 +1,4 @@
-"""Whatever torch.distributed has: gloo, nccl and other backends, without torch's global groups."""
+"""Transport over torch.distributed: gloo, nccl and other backends, without torch's global groups."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _FIRST_TAG = 1 << 28
 
 
 class TorchTransport(Transport):
-    """A process group of torch, driven directly: no default group, no names registered with torch.
+    """A torch process group, driven directly: no default group, no names registered with torch.
 
-    With gloo, users' messages travel in an envelope that tells their length and dtype, since a
-    receive that does not fit ends the process there. Collectives need none: they are compared before.
+    With gloo, users' messages travel in an envelope with their length and dtype, because a gloo
+    receive that does not fit ends the process. Collectives need none: they are compared before.
     """
 
     native = NATIVE
@@ -68,7 +68,7 @@ class TorchTransport(Transport):
         invalidate_after_fork(self)
 
     def invalidate_after_fork(self) -> None:
-        """In a forked child: kept for good, since at their end torch's backends wait for the parent's threads."""
+        """Keep torch's backends for good in a forked child: their destructors wait for the parent's threads."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._backend, self._upward)))
 
     @classmethod
@@ -82,8 +82,8 @@ class TorchTransport(Transport):
         made = cls._made(group, control, options, lazy=False)
         if options.backend == "gloo":
             # Gloo writes a message in the caller's thread, under a lock of the connection, if its receive is known
-            # already. Meanwhile its own thread cannot take in what comes over that connection, and spins, with
-            # few cores for a whole tick of the scheduler. So what comes and what goes take different ones.
+            # already. Meanwhile its own thread cannot read from that connection, and spins, with few cores for a
+            # whole tick of the scheduler. So incoming and outgoing data use different connections.
             store = ControlStore(control, f"torch/{group.name}/upward", group=group)
             made._upward = _backend(group, control, store, options, made._sockets, lazy=False)
             made._stores.append(store)
@@ -104,7 +104,7 @@ class TorchTransport(Transport):
         return self._made(group, self._control, self._options, lazy=True)
 
     def mailbox(self, group: Group) -> Mailbox:
-        # Gloo's waits cannot be polled, so messages that nobody waits for get connections of their own.
+        # Gloo's waits cannot be polled, so messages that no caller waits for get separate connections.
         return TcpMailbox(group, self._control, self._options.address, self._options.timeout_s)
 
     def reconfigure(self, group: Group) -> TorchTransport:
@@ -128,12 +128,12 @@ class TorchTransport(Transport):
         return self._envelopes.iprobe(peer, tag)
 
     def _direction(self, message: Message) -> Any:
-        """Of two sets of connections, the one for what a schedule sends in this direction, if there are two."""
+        """Return the set of connections for a schedule's messages in this direction, if there are two sets."""
         upward = (message.peer > self.group.rank) == isinstance(message, Send)
         return self._backend if self._upward is None or not upward else self._upward
 
     def start(self, message: Message, wire_tag: int, backend: Any = None) -> Any:
-        """Torch's own work of one message."""
+        """Start torch's own work of one message."""
         backend = backend or self._backend
         try:
             if isinstance(message, Recv):
@@ -143,7 +143,7 @@ class TorchTransport(Transport):
             raise translated(error, [message]) from error
 
     def _post_grouped(self, batch: Sequence[Message]) -> Work:
-        """NCCL's way: all of a batch is one launch on the device's stream."""
+        """Post a batch as NCCL does: in one launch on the device's stream."""
         self._backend._start_coalescing()
         for message in batch:
             self.start(message, 0)
@@ -161,8 +161,8 @@ class TorchTransport(Transport):
         return self._in_flight(partial(start, self._backend, call)) or _GlooWork([], self._options.timeout_s)
 
     def _in_flight(self, begin: Callable[[], Any]) -> Work | None:
-        """What is under way now, if anything is."""
-        # An abort, which comes from another thread, has to see what is under way.
+        """Begin work and record it as in flight. Return None if there is none to wait for."""
+        # An abort, called from another thread, has to see the work in flight.
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -174,7 +174,7 @@ class TorchTransport(Transport):
                 return None
             if self._owned:
                 self._flying = [known for known in self._flying if not known.is_completed()] + [work]
-        # Who is lost before a connection to it was made is waited for in vain, and only our own wait can be ended.
+        # A rank lost before it was connected never answers, and only the wait of this work can be ended.
         return _GlooWork([(None, work)], self._options.timeout_s, lambda: self._broken)
 
     # -- end -----------------------------------------------------------------------------------
@@ -186,14 +186,14 @@ class TorchTransport(Transport):
         self._end(cause, self._sockets.shut)
 
     def _end(self, cause: BaseException, shut: Callable[[], bool]) -> None:
-        """A group of gloo's that is let go of while it waits holds everything up until it waits no more."""
+        """Detach the backend. Keep it while it waits: releasing a waiting gloo group blocks until its wait ends."""
         self._envelopes.close(cause)
         with self._lock:
             self._broken = self._broken or cause
             works = [work for work in self._flying if not work.is_completed()]
             if shut() or works:
                 _crew.run(partial(self._sockets.abandon, (self._backend, self._upward), works))
-            # Works keep what they work with.
+            # Works keep their own references.
             self._flying = []
             if self._upward is not None:
                 self._upward = _DetachedGroup(cause)
@@ -202,12 +202,12 @@ class TorchTransport(Transport):
 
 
 def _send_first(message: Message) -> bool:
-    """Where all goes over one connection, data should meet no writing caller: both ends send before they receive."""
+    """Return the sort key that posts sends before receives: on one connection, data should meet no writing caller."""
     return isinstance(message, Recv)
 
 
 class _DetachedGroup:
-    """What is left of a backend after an abort."""
+    """Placeholder of a backend after an abort."""
 
     def __init__(self, cause: BaseException) -> None:
         self._cause = cause
@@ -217,7 +217,7 @@ class _DetachedGroup:
 
 
 class _GlooWork(Work):
-    """Torch's works of one batch. Waiting is the only thing that gloo lets one do with a message."""
+    """Torch's works of one batch. Gloo messages support waiting only."""
 
     def __init__(
         self,
@@ -263,15 +263,15 @@ class _GlooWork(Work):
 
 
 def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | None] | None) -> None:
-    """A message's wait that ends too early breaks its connection; a collective can be waited for again and again."""
+    """Wait for torch's work. A message wait that ends early breaks its connection; a collective's can be repeated."""
     while True:
         left = deadline - time.monotonic()
         last = broken is None or left <= _SLICE_S or work.is_completed()
         try:
-            # A wait of zero would mean one without end.
+            # A timeout of zero would mean no timeout.
             work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
         except CommError:
-            # Of our own store, at which lazy connections meet. Torch cannot raise it twice.
+            # Raised by the control store, which lazy connections use. Torch cannot raise it twice.
             raise
         except RuntimeError:
             if last:

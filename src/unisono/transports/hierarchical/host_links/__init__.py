@@ -1,8 +1,8 @@
-"""Lines between hosts: plain sockets from one rank of each host to one of each other, for short packets.
+"""Links between hosts: plain sockets from one rank of each host to one rank of each other host, for short packets.
 
-What hosts have to agree on, and what is short, goes here. Whoever waits for a packet reads it, with no thread
-between; a packet says how long it is; and a wait ends at once when the group fails. Libraries that move bulk data
-offer none of the three.
+They carry agreements between hosts and short data. The waiting thread itself reads a packet, without a helper thread;
+a packet carries its length; and a wait ends immediately when the group fails. Libraries that move bulk data offer
+none of the three.
 """
 
 from __future__ import annotations

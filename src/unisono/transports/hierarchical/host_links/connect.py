@@ -1,4 +1,4 @@
-"""Hosts find each other: every first rank of a host reaches every other one, or all ranks learn who cannot."""
+"""Connections between hosts: each first rank of a host reaches every other one, or all ranks get the failures."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _REACH_WITHIN_S = 10.0
 def meet(
     group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
 ) -> HostLinks | None:
-    """The lines from this host to the others, on its first rank; None on its other ranks. Collective.
+    """Return the links from this host to the others, on its first rank; None on its other ranks. Collective.
 
-    The host of a lower number listens, at its own address; the others connect, and prove that they know a secret that
-    the first rank has published over the control plane.
+    The host with the lower number listens at its own address; the others connect, and prove that they know a secret
+    that the first rank has published over the control plane.
 
     Args:
-        group: Who meets; joined here.
+        group: The ranks that meet; joined here.
         control: This rank's handle.
         hosts: For each host, its ranks in the group.
-        address: Of this host, for others.
-        timeout: Seconds for the others to come. An address that does not answer is given up after 10 s.
+        address: The address of this host, for the others.
+        timeout: Seconds for the others to join. An address that does not answer is given up after 10 s.
 
     Raises:
-        CommError: On every rank: who could not reach whom, at which address, and what to set.
+        CommError: On every rank: which rank could not reach which other, at which address, and what to set.
     """
     control.join(group)
     firsts = [ranks[0] for ranks in hosts]
 
     def conclude(problems: list[CommError]) -> None:
-        """Learn what went wrong anywhere."""
+        """Collect the errors of all ranks."""
         text = ". ".join(problem.message for problem in problems)
         found = [text for text in control.exchange(group, "ways between hosts", text, patience_s) if text]
         if found:
@@ -56,7 +56,7 @@ def meet(
 def check_reachability(
     group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
 ) -> None:
-    """Raise as `meet` does, and keep no connection."""
+    """Check that all hosts connect. Raises as `meet`, and keeps no connection."""
     lanes = meet(group, control, hosts, address, timeout)
     if lanes is not None:
         lanes.close()

@@ -1,4 +1,4 @@
-"""Every host sends a packet to every other one, and hears one of each."""
+"""Exchange of packets: every host sends one to every other host, and receives one from each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEAD = struct.Struct("<QQ16s")
 
 
 class Packet:
-    """What a host says: 16 bytes that all hosts compare, and content of any length."""
+    """Message of a host: 16 bytes that all hosts compare, and content of any length."""
 
     __slots__ = ("content", "digest")
 
@@ -46,17 +46,17 @@ class HostLinks:
         invalidate_after_fork(self)
 
     def swap(self, mine: Packet, theirs: dict[int, memoryview], deadline: float) -> bool:
-        """Send a packet to every other host, and receive one of each; whether all digests are the same.
+        """Send a packet to every other host and receive one from each. Return whether all digests are the same.
 
-        Contents of hosts whose digest differs are not received; after that nothing more can be swapped.
+        Content of a host with a different digest is not received; after that no more packets can be swapped.
 
         Args:
-            mine: Sent to all.
-            theirs: By the number of the host, where its content goes, which has the length of the own one.
+            mine: The packet sent to all.
+            theirs: By host number, the buffer for its content, of the same length as the content of `mine`.
             deadline: On the monotonic clock.
 
         Raises:
-            CommTimeoutError: A host has not said anything in time; names its rank.
+            CommTimeoutError: A host has not sent its packet in time; names its rank.
             PeerLostError: A connection has ended.
         """
         self._round += 1
@@ -65,7 +65,7 @@ class HostLinks:
         started = time.monotonic()
         while pending := [swap for swap in pending if not self._moved(swap, head)]:
             alike = [swap for swap in pending if not swap.differs]
-            # Those who differ read no further, either; all others hear each other out.
+            # Hosts that differ stop reading, too; all others complete their exchange.
             if not alike:
                 return False
             watch = select.poll()
@@ -77,7 +77,7 @@ class HostLinks:
         return True
 
     def _moved(self, swap: _Exchange, head: bytes) -> bool:
-        """Move what can be moved; whether that was all."""
+        """Move what can be moved. Return whether that was all."""
         try:
             return swap.move(head)
         except OSError as error:
@@ -111,7 +111,7 @@ class HostLinks:
                         continue
 
     def close(self) -> None:
-        """Let go. Again is harmless."""
+        """Close the sockets. Idempotent."""
         with self._closing:
             for peer in self._peers.values():
                 peer.close()
@@ -133,7 +133,7 @@ class _Exchange:
         self._into, self._taken = into, 0
 
     def move(self, head: bytes) -> bool:
-        """Whether both are through. Raises OSError if the connection has ended."""
+        """Return whether both directions are complete. Raises OSError if the connection has ended."""
         if self.rest:
             self._send()
         return self._receive(head) and not self.rest
@@ -149,7 +149,7 @@ class _Exchange:
             self.rest[0] = self.rest[0][sent:]
 
     def _receive(self, head: bytes) -> bool:
-        """Whether all has come."""
+        """Return whether all bytes have arrived."""
         while not self.differs:
             if self._heard < _HEAD.size:
                 place = memoryview(self._head)[self._heard :]

@@ -34,27 +34,27 @@ def save(
     timeout: float | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save a state. When this returns, the checkpoint is whole and would survive a loss of power.
+    """Save a state. On return, the checkpoint is complete and would survive a loss of power.
 
-    Collective: every rank calls it with the same path and, but for what is `PerRank`, the same state. Each writes an
-    equal share. Until the end, a checkpoint that was there under the same name stays, and it is what a crash leaves.
+    Collective: every rank calls it with the same path and, except for `PerRank` values, the same state. Each writes an
+    equal share. An earlier checkpoint of the same name stays until the end, and is what a crash leaves.
 
     Args:
-        path: A directory to be made, on a file system that all ranks share; or a URL that fsspec knows.
+        path: A directory to create, on a file system that all ranks share; or a URL that fsspec supports.
         state: Modules, optimizers, schedulers, samplers and all else with `state_dict` and `load_state_dict`; tensors,
             numbers, strings, bytes; and dicts, lists, tuples and sets of them. Samplers, data loaders, `RNG`,
-            `torch.Generator`, `GradientAverager` and codecs are each rank's own; so is what `PerRank` wraps.
+            `torch.Generator`, `GradientAverager` and codecs are per rank; so are values wrapped in `PerRank`.
         comm: The ranks that save together; None is this process alone.
-        extra: Plain values to keep in the manifest, for whoever looks at the checkpoint.
+        extra: Plain values to store in the manifest, for readers of the checkpoint.
         timeout: Seconds to wait in each phase for the slowest rank; the communicator's if None.
-        progress: Called with the bytes that this rank has written, and with all that it is to write.
+        progress: Called with the bytes that this rank has written, and with the total that it has to write.
 
     Raises:
         MismatchError: Ranks have different states; tensors and ranks are named. Nothing was written.
-        TypeError: Something in the state cannot be saved; it is named.
-        StorageError: The storage is full, read-only, gone. What was there before stays.
+        TypeError: A value in the state cannot be saved; it is named.
+        StorageError: The storage is full, read-only, or gone. Earlier contents stay.
 
-    Cost: reads the state once for the comparison, if there are several ranks, and writes 1/p of it from each.
+    Cost: each of several ranks reads the state once for the comparison, and writes 1/p of it.
 
     Example:
         >>> import tempfile
@@ -77,7 +77,7 @@ def write(
     progress: Progress | None = None,
     newest: Callable[[], int] = int,
 ) -> None:
-    """As `save`; the checkpoint is newer than the time that `newest` tells on rank 0 (ns), whatever the clock says."""
+    """Save as `save` does, with a time after the one that `newest` returns on rank 0 (ns), whatever the clock."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     team = CollectiveScope(comm, "save", storage.where, timeout)
@@ -94,16 +94,16 @@ def async_save(
     timeout: float | None = None,
     progress: Progress | None = None,
 ) -> SaveHandle:
-    """As `save`, but returns when this rank's share is copied: training goes on while the copy is written.
+    """Save as `save` does, but return when this rank's share is copied: training continues during the write.
 
-    A later save of the same communicator waits for this one, and so does its `close`. Call `wait()` on what is
-    returned: until then you do not know that the checkpoint counts. That it failed is logged, too.
+    A later save of the same communicator waits for this save, and so does its `close`. Call `wait()` on the returned
+    handle: until then the caller does not know that the checkpoint is published. A failure is logged, too.
 
     Args:
         path, state, comm, extra, timeout, progress: As for `save`. `progress` is called from another thread.
 
     Cost: stalls the caller for a copy of 1/p of the state, and for a pass over all of it if there are several
-    ranks. The copy is kept in memory until it is written. The first call makes a second communicator.
+    ranks. The copy is kept in memory until it is written. The first call creates a second communicator.
 
     Example:
         >>> import tempfile
@@ -129,7 +129,7 @@ def start(
     newest: Callable[[], int] = int,
     after: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    """As `async_save`, with `newest` as `write`; `after` is called in the background when it counts, on every rank."""
+    """Save as `async_save`, with `newest` of `write`; every rank calls `after` in the background once published."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
@@ -146,7 +146,7 @@ def start(
 
 
 def _held(make: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
-    """Do it now, but let it fail later, when the other ranks can hear of it."""
+    """Call `make` now, but raise its error later, when it can be reported to the other ranks."""
     try:
         snapshot = make()
     except Exception as error:
@@ -172,24 +172,24 @@ def load(
 ) -> Any:
     """Load a checkpoint into a state, in place, and return the state.
 
-    Collective. Ranks may be more or fewer than saved it. Nothing is changed before it is known that the state fits and
-    that all files are there. On each host every byte comes from the disk once: each rank reads a share, and takes the
-    others' from the host's memory; where that keeps no files, as with `s3://...`, by broadcasts.
+    Collective. More or fewer ranks may load than saved. Nothing is changed before the state is known to fit and all
+    files to exist. On each host every byte is read from the disk once: each rank reads a share, and copies the other
+    shares from the page cache; for storage without one, such as `s3://...`, the ranks broadcast their shares.
 
     Args:
-        path: As given to `save`.
-        state: Of the same shape as was saved; a dict may leave out entries, which are not read then. Tensors, modules
-            and objects are updated where they are; numbers and strings are replaced in their dict or list. None makes
-            all anew: tensors, and dicts in the place of objects.
+        path: As passed to `save`.
+        state: Of the same shape as was saved; entries that a dict leaves out are not read. Tensors, modules
+            and objects are updated in place; numbers and strings are replaced in their dict or list. None creates
+            everything: tensors, and dicts instead of objects.
         comm: The ranks that load together; None is this process alone.
-        map_location: Where tensors that are made anew live: a device, a dict from saved devices to others, or a
-            function, as for `torch.load`; but the CPU if None. Those that exist stay where they are.
+        map_location: Device of tensors that are created: a device, a dict from saved devices to others, or a
+            function, as for `torch.load`; but the CPU if None. Existing tensors stay on their device.
         strict: Names that only one of module and checkpoint has are an error.
-        check: Compare all bytes with their digests, as they are read. "first" does so before anything is changed, in a
-            pass of its own; so does True if a rank has at most 4 MiB to read. Of a larger checkpoint that turns out to
-            be damaged, the state has some tensors already when the error is raised, and the message says so.
+        check: Compare all bytes with their digests as they are read. "first" does so before anything is changed, in a
+            separate pass; so does True if a rank has at most 4 MiB to read. If a larger checkpoint is damaged, some
+            tensors of the state are already overwritten when the error is raised, and the message says so.
         timeout: As for `save`.
-        progress: Called with the bytes that are in place, and with all.
+        progress: Called with the bytes that are in place, and with the total.
 
     Raises:
         NoCheckpointError: There is none, or only an unfinished one.
@@ -198,10 +198,10 @@ def load(
         StateError: It is of another model: missing and unexpected names, shapes, and dtypes that would change values.
         StorageError: It cannot be read.
 
-    What is each rank's own is taken over by rank r from rank r, if as many ranks load as saved. Else rank r takes what
-    rank r mod p had, but random generators from rank p on stay as they are (see `PerRank`).
+    Per-rank values of rank r are loaded by rank r if the number of ranks is unchanged. Otherwise rank r loads those of
+    rank r mod p, but random generators from rank p on stay unchanged (see `PerRank`).
 
-    Cost: each byte leaves the disk once for a host, as long as its memory holds 32 MiB for each rank; on each rank it
+    Cost: each byte is read from the disk once a host, as long as its memory holds 32 MiB for each rank; on each rank it
     is copied once, straight into its tensor, and hashed there.
 
     Example:

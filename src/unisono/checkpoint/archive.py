@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: tensors come when they are asked for."""
+"""A checkpoint opened for reading: tensors are read on access."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["Archive", "open_archive"]
 
 
 class Archive(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read and checked when it is first asked for.
+    """Mapping of names to tensors, each read and checked on first access.
 
-    On a local file system a tensor that lies in one piece is the file's pages themselves, mapped: nothing is copied,
-    and what is written into it stays in this process. It is valid for as long as it lives, also past `close`.
+    On a local file system a tensor stored in one piece is a private mapping of the file's pages: nothing is copied,
+    and writes to it stay in this process. A tensor stays valid for its lifetime, also after `close`.
 
     Attributes:
-        manifest: All that is known but the bytes: dtypes and shapes (`manifest.tensors`), who wrote it.
+        manifest: All metadata: dtypes and shapes (`manifest.tensors`), the writer.
     """
 
     def __init__(self, storage: Storage, map_location: MapLocation, check: bool) -> None:
@@ -72,7 +72,7 @@ class Archive(Mapping[str, torch.Tensor]):
         return flat.view(entry.dtype).view(entry.shape)
 
     def state(self, rank: int = 0) -> Any:
-        """The whole state as plain values, as rank `rank` saved it: dicts in the place of objects."""
+        """The whole state as plain values, as rank `rank` saved it: dicts instead of objects."""
         source = remapped_rank(self.manifest.per_rank, rank, self.manifest.ranks)
         restoration = Restorer(self.manifest.tensors, source)
         build = restoration.match(None, self.manifest.state)
@@ -89,7 +89,7 @@ class Archive(Mapping[str, torch.Tensor]):
         return len(self.manifest.tensors)
 
     def close(self) -> None:
-        """No more is wanted. Tensors stay valid."""
+        """Close the files. Tensors stay valid."""
         self._files.__exit__(None, None, None)
 
     def __enter__(self) -> Archive:
@@ -105,8 +105,8 @@ def open_archive(
     """Open a checkpoint to read single tensors, without reading the others.
 
     Args:
-        path: Where it is.
-        map_location: Where tensors are to live; the CPU if None.
+        path: The checkpoint's path.
+        map_location: Device of the tensors; the CPU if None.
         check: Compare each tensor with its digest when it is read.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Saves that go on while training does: one after another for each communicator, each in a thread of its own."""
+"""Saves in the background of training: one after another for each communicator, each in a thread of its own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger("unisono.checkpoint")
 
 
 class SaveHandle:
-    """A save under way, as `async_save` returns it.
+    """A save in progress, as `async_save` returns it.
 
     Attributes:
-        path: Where it goes.
+        path: The checkpoint's path.
 
     Example:
         >>> import tempfile
@@ -48,18 +48,18 @@ class SaveHandle:
             self._error = error
             _log.error("saving %s failed: %s", self.path, error)
         finally:
-            # The copy of the state goes with it.
+            # Frees the copy of the state.
             self._work = None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint counts on all ranks, or raise why it does not.
+        """Wait until the checkpoint is published on all ranks; raise the error if it is not.
 
         Args:
-            timeout: Seconds; None is as long as it takes.
+            timeout: Seconds; None waits without limit.
 
         Raises:
             CheckpointError, MismatchError, TypeError: As `save`.
-            CommTimeoutError: It is still under way.
+            CommTimeoutError: The save is still in progress.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -68,11 +68,11 @@ class SaveHandle:
             raise self._error
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the save has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return the error instead of raising it; None if the checkpoint counts."""
+        """Wait, and return the error instead of raising it; None if the checkpoint is published."""
         try:
             self.wait(timeout)
         except BaseException as error:
@@ -83,7 +83,7 @@ class SaveHandle:
 
 
 class _SaveQueue:
-    """The saves of one communicator: they have a twin of it for themselves, and go one after another."""
+    """The saves of one communicator: they run one after another on a duplicate of it."""
 
     def __init__(self, comm: Communicator) -> None:
         self.twin = comm.dup()
@@ -92,18 +92,18 @@ class _SaveQueue:
         comm.on_close(self._finish, first=True)
 
     def _finish(self) -> None:
-        """Nobody closes a communicator to lose a checkpoint. Why it failed has been logged, and `wait` says it."""
+        """Wait for the last save before the communicator closes. Its error has been logged, and `wait` raises it."""
         if self.last is not None:
             self.last.exception()
 
 
-# What is under way belongs to a communicator, whose class knows nothing of checkpoints; without one, to a path.
+# Saves in progress, by communicator (its class does not know of checkpoints); without one, by path.
 _lanes: weakref.WeakKeyDictionary[Communicator, _SaveQueue] = weakref.WeakKeyDictionary()
 _alone: dict[str, SaveHandle] = {}
 
 
 def finish_earlier(path: str, comm: Communicator | None) -> None:
-    """Wait for the save that is under way for this communicator, or to this path. Its error is its own."""
+    """Wait for the save in progress on this communicator, or to this path. Ignores its error."""
     lane = _lanes.get(comm) if comm is not None else None
     earlier = lane.last if lane is not None else _alone.pop(path, None) if comm is None else None
     if earlier is not None:
@@ -114,7 +114,7 @@ def finish_earlier(path: str, comm: Communicator | None) -> None:
 
 
 def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:
-    """Start `work` in a thread, with a communicator of its own. Collective when it is the first of a communicator."""
+    """Start `work` in a thread, with a communicator of its own. The first call for a communicator is collective."""
     if comm is None:
         for done in [known for known, earlier in _alone.items() if earlier.done()]:
             del _alone[done]

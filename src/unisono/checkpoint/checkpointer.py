@@ -27,15 +27,15 @@ _log = logging.getLogger("unisono.checkpoint")
 
 
 class Checkpointer:
-    """Saves each n-th step into a directory of its own, and keeps the newest few.
+    """Manager of a run's checkpoints: saves each n-th step into its own directory, and keeps the newest few.
 
-    An old checkpoint is taken away only after a newer one counts on all ranks, its manifest first, so that what a
-    crash leaves of it is never taken for a checkpoint. What was saved last is the newest, whatever the clock says.
+    An old checkpoint is removed only after a newer one is published on all ranks, its manifest first, so that its
+    remains after a crash are never mistaken for a checkpoint. The last one saved is the newest, whatever the clock.
 
     Args:
-        directory: For the checkpoints of one run, such as "runs/7"; they are called "step-0000000100".
+        directory: Directory for the checkpoints of one run, such as "runs/7"; they are named "step-0000000100".
         comm: The ranks that save together; None is this process alone.
-        keep: How many complete checkpoints stay; at least 1.
+        keep: Number of complete checkpoints to keep; at least 1.
         every: `step` saves when the number of steps is divisible by it.
         background: Save as `async_save` does. The error of a save is raised by the next, or by `wait`.
 
@@ -67,7 +67,7 @@ class Checkpointer:
         self._saving: SaveHandle | None = None
 
     def step(self, step: int, state: Any) -> bool:
-        """Save if this step's turn has come, and say so. Collective then."""
+        """Save if this step is due, and return whether it was. Collective in that case."""
         if index(step) % self.every:
             return False
         self.save(step, state)
@@ -112,7 +112,7 @@ class Checkpointer:
         return sorted(int(storage.name.removeprefix(_PREFIX)) for storage in self._complete())
 
     def wait(self) -> None:
-        """Wait for the save under way, and raise its error if it has failed."""
+        """Wait for the save in progress, and raise its error if it has failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -138,9 +138,9 @@ class Checkpointer:
         return [storage for storage, _ in complete(self._storage) if _is_ours(storage.name)]
 
     def _rotate(self, saved: str) -> None:
-        """Take old ones away, and what crashes have left. Rank 0 does it.
+        """Remove old checkpoints and remains of crashes, on rank 0.
 
-        What was saved just now stays, though an earlier one may seem newer, of a host whose clock was ahead.
+        The checkpoint just saved stays, even if an earlier one seems newer because its host's clock was ahead.
         """
         if self._comm is not None and self._comm.rank:
             return

@@ -22,7 +22,7 @@ def hasher() -> Any:
 
 
 def digest(data: Any) -> str:
-    """Of all bytes of a buffer, 32 hexadecimal digits.
+    """Digest of all bytes of a buffer: 32 hexadecimal digits.
 
     Example:
         >>> digest(b"unisono")

@@ -1,4 +1,4 @@
-"""All ranks or none: what fails on one rank fails on every rank, with the same words."""
+"""All-or-none steps: an error on one rank is raised on every rank, with the same message."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CollectiveScope:
         self.rank, self.size = (comm.rank, comm.size) if comm is not None else (0, 1)
 
     def all_or_none(self, step: Callable[[], Any]) -> list[Any]:
-        """What `step` returns on each rank: plain values. Collective.
+        """Run `step` on each rank, and return the results of all: plain values. Collective.
 
         Raises:
             CheckpointError, MismatchError, TypeError, ValueError: On every rank, if `step` raised on any: the error
@@ -60,7 +60,7 @@ class CollectiveScope:
                 raise
             failed = error
         except Exception as error:
-            # Whatever it is, the other ranks must hear of it.
+            # Any error must be reported to the other ranks.
             failed = error
         if self.comm is None:
             if failed is not None:
@@ -76,15 +76,15 @@ class CollectiveScope:
         raise self._read(cards[bad][1], bad)
 
     def first(self, step: Callable[[], Any]) -> Any:
-        """What `step` returns on rank 0, which alone runs it, on every rank. Collective."""
+        """Run `step` on rank 0 only, and return its result on every rank. Collective."""
         return self.all_or_none(lambda: step() if self.rank == 0 else None)[0]
 
     def compare(self, what: Callable[[], bytes], describe: Callable[[], dict[str, Any]], told: str) -> None:
-        """`MismatchError` on every rank unless all give the same `what`. Collective.
+        """Raise `MismatchError` on every rank unless all pass the same `what`. Collective.
 
         Args:
-            what: Bytes, of which the digest travels.
-            describe: Names and digests or values; exchanged only if there is a difference to be found.
+            what: Returns bytes; ranks exchange their digest.
+            describe: Returns names and digests or values; exchanged only to find a difference.
             told: What to do about it.
         """
         if self.comm is None or len(set(self.comm.all_gather_object(digest(what())))) == 1:
@@ -148,7 +148,7 @@ def _reason(error: OSError) -> str:
 
 
 def _sides(values: Sequence[Any]) -> str | None:
-    """Which ranks differ from the most; None if none does."""
+    """Return text that names the ranks that differ from the majority; None if all are equal."""
     sides: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         sides.setdefault(str(value), []).append(rank)

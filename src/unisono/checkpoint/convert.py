@@ -1,4 +1,4 @@
-"""From other formats and to them, and what two checkpoints differ in."""
+"""Conversion from and to other formats, and differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_any(path: str | Path, *, trusted: bool = False) -> Any:
 
     Args:
         path: A checkpoint of this library, a file of `torch.save` or safetensors, or a directory of DCP.
-        trusted: Let pickles in it run their code. Say so only of files that you would run as a program.
+        trusted: Let pickles in it run their code. Set it only for files that you would run as a program.
 
     Raises:
         FormatError: No known format is recognised.
@@ -45,9 +45,9 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
 
     Args:
         source: As for `read_any`.
-        target: What to write. `.pt`, `.pth`, `.bin`: as `torch.save`; `.safetensors`: its tensors alone; `.dcp`: a
+        target: Path to write. `.pt`, `.pth`, `.bin`: as `torch.save`; `.safetensors`: its tensors alone; `.dcp`: a
             directory as DCP writes; anything else: as `save`.
-        to: The format, if the target's name does not say it: "unisono", "torch", "safetensors", "dcp".
+        to: The format, if the target's name does not imply it: "unisono", "torch", "safetensors", "dcp".
         trusted: As for `read_any`.
 
     Example:
@@ -65,7 +65,7 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
 
 
 def differences(first: Archive, second: Archive) -> list[str]:
-    """What two checkpoints differ in, a line each; none if they hold the same."""
+    """Differences between two checkpoints, a line each; none if they are equal."""
     told = []
     for name in dict.fromkeys([*first, *second]):
         if name not in first or name not in second:

@@ -38,7 +38,7 @@ _KNOWN: dict[str, torch.dtype] = {
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What the manifest calls a dtype: "float32"."""
+    """Name of a dtype in the manifest, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -66,7 +66,7 @@ def check_savable(tensor: torch.Tensor, name: str) -> None:
 
 
 def safetensors_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    """The dtype and shape that a safetensors file gives for such a tensor.
+    """The dtype and shape of such a tensor in a safetensors file.
 
     Example:
         >>> safetensors_form(torch.complex64, (3,))

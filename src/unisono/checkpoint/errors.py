@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint: what is wrong, where, and which good one there is instead."""
+"""Errors of checkpoints: the fault, its place, and the last good checkpoint to load instead."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class CorruptError(CheckpointError):
 
 
 class FormatError(CheckpointError, ValueError):
-    """It was written by a newer version, or it is no checkpoint at all."""
+    """The checkpoint was written by a newer version, or the path holds no checkpoint."""
 
 
 class StateError(CheckpointError, ValueError):
-    """It is whole, but of another model: names are missing or unexpected, or shapes differ."""
+    """The checkpoint is intact, but of another model: names are missing or unexpected, or shapes differ."""
 
 
 class StorageError(CheckpointError, OSError):

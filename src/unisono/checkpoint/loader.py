@@ -26,11 +26,11 @@ __all__ = ["load_state"]
 
 _ATTEMPTS = 5
 _SMALL = HELD
-"""Up to so many bytes a rank, all is checked before anything is changed."""
+"""Bytes a rank up to which everything is checked before anything is changed."""
 
 
 def load_state(storage: Storage, state: Any, team: CollectiveScope, wishes: LoadOptions) -> Any:
-    """What `load` does, again if a save over the same name takes the files away meanwhile. Collective."""
+    """Implement `load`; retry if a concurrent save over the same name removes the files. Collective."""
     for attempt in range(_ATTEMPTS):
         manifest = _manifest(storage, team)
         try:
@@ -46,7 +46,7 @@ def _now(storage: Storage) -> str:
 
 
 def _manifest(storage: Storage, team: CollectiveScope) -> Manifest:
-    """Read once, by rank 0, for all."""
+    """Read the manifest on rank 0, for all ranks."""
 
     def read() -> Any:
         manifest, data = read_manifest(storage)
@@ -81,7 +81,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
             found = team.all_or_none(lambda: _whole(files, shares, rank, alone, wishes))
             kept, same = all(which is not None for which in found), _same(found, team)
             ready: list[TensorLoader] = []
-            # Where tensors are made anew, memory or the device may be missing on one rank.
+            # Where tensors are created, memory or the device may be missing on one rank.
             team.all_or_none(lambda: ready.append(TensorLoader(files, restoration, host, wishes, kept=kept, same=same)))
             try:
                 team.all_or_none(lambda: ready[0].run(shares, alone))
@@ -96,7 +96,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
 
 
 def _host(comm: Communicator | None) -> Communicator | None:
-    """The ranks of this host, who share what they read; None if this rank is alone there."""
+    """The ranks of this host, which share what they read; None if this rank is alone there."""
     if comm is None or comm.size == 1:
         return None
     if len(comm.hosts) == 1:
@@ -109,7 +109,7 @@ def _host(comm: Communicator | None) -> Communicator | None:
 
 
 def _same(found: list[list[list[int]] | None], team: CollectiveScope) -> bool:
-    """Whether all ranks of this host read the same files."""
+    """Return whether all ranks of this host read the same files."""
     here = next(ranks for ranks in team.comm.hosts if team.rank in ranks) if team.comm is not None else (team.rank,)
     return bool(found[team.rank]) and all(found[rank] == found[team.rank] for rank in here)
 
@@ -117,9 +117,9 @@ def _same(found: list[list[list[int]] | None], team: CollectiveScope) -> bool:
 def _whole(
     files: Files, shares: Sequence[Sequence[ReadWindow]], rank: int, own: list[ReadWindow], wishes: LoadOptions
 ) -> list[list[int]] | None:
-    """What tells the files apart that are read for all, if the host's memory keeps what is read; None if not.
+    """Identities of the files that are read for all ranks, if the page cache keeps their bytes; None if not.
 
-    All files that this rank is to read must be there; and all their bytes, if that is to be known first.
+    Checks that all files that this rank will read exist in full, and also their bytes if these are to be checked first.
     """
     mine = [*shares[rank], *own]
     read = chain(*shares, own) if files.kept else mine

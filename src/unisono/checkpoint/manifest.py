@@ -1,6 +1,6 @@
-"""The manifest: the list of all that is in a checkpoint, with digests. Without it there is no checkpoint.
+"""The manifest: the list of a checkpoint's contents, with digests. Without it there is no checkpoint.
 
-It is JSON on one line, behind the digest of that line. What is read from a file is believed only after it fits:
+It is JSON on one line, after the digest of that line. A manifest read from a file is trusted only after validation:
 every byte of every file belongs to one tensor or header, and names cannot leave the directory.
 """
 
@@ -49,7 +49,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a tensor that lie together: in file number `file` from `start` to `stop`, a digest for each block."""
+    """Contiguous bytes of a tensor: in file number `file` from `start` to `stop`, a digest for each block."""
 
     file: int
     start: int
@@ -73,16 +73,16 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint but its bytes.
+    """Metadata of a checkpoint: everything except its bytes.
 
     Attributes:
-        id: A number in hexadecimal that no other save has.
-        ranks: How many ranks saved it.
-        created_ns: When, in nanoseconds since 1970; after what a `Checkpointer` saved before, whatever the clock says.
-        files, tensors: What is there, and where.
-        state: The tree of what is the same on all ranks.
-        per_rank: For each rank, the trees of what it had for itself.
-        extra: Of the program; and which versions wrote it.
+        id: A hexadecimal number, unique to each save.
+        ranks: Number of ranks that saved it.
+        created_ns: Time of the save in ns since 1970; after a `Checkpointer`'s earlier saves, whatever the clock.
+        files, tensors: The files, and the tensors with their places.
+        state: The tree of the state common to all ranks.
+        per_rank: For each rank, the trees of its per-rank values.
+        extra: Values of the program, and the versions that wrote it.
     """
 
     id: str
@@ -105,7 +105,7 @@ class Manifest:
         return found or list(self.tensors)
 
     def to_bytes(self) -> bytes:
-        """As it is written."""
+        """Serialize the manifest."""
         tensors = {
             name: {
                 "dtype": str(entry.dtype).removeprefix("torch."),
@@ -135,11 +135,11 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray, nbytes: int = 0) -> Manifest:
-        """The manifest that was written, if that is one, and whole.
+        """Parse and validate a manifest.
 
         Args:
-            data: What the file holds.
-            nbytes: Of all other files together: what it may ask for is bounded by that.
+            data: Contents of the file.
+            nbytes: Bytes of all other files together: bounds the memory that the manifest may request.
 
         Raises:
             FormatError: It is of a newer version, or no manifest.
@@ -164,7 +164,7 @@ class Manifest:
         return manifest
 
     def check_memory(self, text: int) -> None:
-        """`FormatError` if what is made of it takes more than is allowed, and `text` for the manifest itself."""
+        """Raise `FormatError` if its values, plus `text` for the manifest itself, exceed the memory limit."""
         sizes = {name: (prod(entry.shape), entry.nbytes) for name, entry in self.tensors.items()}
         check_trees(self.state, self.per_rank, sizes, text, self.nbytes)
 

@@ -1,4 +1,4 @@
-"""Where loaded tensors go: devices by `map_location`, and memory that bytes can be put into."""
+"""Destinations of loaded tensors: devices by `map_location`, and memory to copy bytes into."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any]
 
 
 def device_for(saved: str, map_location: MapLocation) -> torch.device:
-    """Where a tensor that was saved from `saved` is to live.
+    """Return the device for a tensor that was saved from device `saved`.
 
     Args:
-        saved: Such as "cpu" or "cuda:0".
-        map_location: As for `torch.load`: a device, a dict from saved devices to others (the rest stays where it
-            was), or a function of a storage and a saved device that returns a storage, or None to leave it. But None
-            in place of all that is the CPU.
+        saved: A device name such as "cpu" or "cuda:0".
+        map_location: As for `torch.load`: a device, a dict from saved devices to others (all other devices are
+            kept), or a function of a storage and a saved device that returns a storage, or None to leave it. But
+            `map_location=None` is the CPU.
 
     Example:
         >>> device_for("cuda:0", {"cuda:0": "cpu"})
@@ -58,12 +58,12 @@ def check_location(map_location: MapLocation) -> None:
 
 
 class Destination:
-    """Memory for one tensor's bytes, and the tensor when they are all there.
+    """Memory for one tensor's bytes, and the tensor once all have arrived.
 
     Args:
-        entry: The tensor.
-        place: A tensor of the same shape and dtype to be filled, or None.
-        map_location: Where to make one if there is none.
+        entry: The tensor's metadata.
+        place: A tensor of the same shape and dtype to fill, or None.
+        map_location: Device of a new tensor if `place` is None.
     """
 
     def __init__(self, entry: TensorEntry, place: torch.Tensor | None, map_location: MapLocation) -> None:
@@ -72,18 +72,18 @@ class Destination:
         made = place.detach() if place is not None else _blank(entry, device)
         flat = as_bytes(made)
         if place is not None and flat.data_ptr() != place.data_ptr():
-            # Strided memory takes no runs of bytes: collect them first.
+            # Strided memory cannot be filled by runs of bytes: collect them first.
             made = _blank(entry, device)
             flat = as_bytes(made)
         self._made, self._flat = made, flat
         self._memory = memory_of(flat) if flat.device.type == "cpu" else None
 
     def put(self, offset: int, data: torch.Tensor) -> None:
-        """These uint8 values are the tensor's bytes from `offset` on."""
+        """Copy in uint8 values as the tensor's bytes from `offset` on."""
         self._flat[offset : offset + data.numel()].copy_(data)
 
     def memory(self, offset: int, length: int) -> memoryview | None:
-        """Where those of its bytes go, to be written there; None if that is not in this computer's main memory."""
+        """Writable view of these bytes of the tensor; None if they are not in host memory."""
         return None if self._memory is None else self._memory[offset : offset + length]
 
     def tensor(self) -> torch.Tensor:
@@ -96,5 +96,5 @@ class Destination:
 
 
 def _blank(entry: TensorEntry, device: torch.device) -> torch.Tensor:
-    # Made of bytes, since torch warns of half-precision complex numbers when it makes some.
+    # Created from bytes, because torch warns when it creates half-precision complex numbers.
     return torch.empty(entry.nbytes, dtype=torch.uint8, device=device).view(entry.dtype).view(entry.shape)

@@ -1,4 +1,4 @@
-"""How much memory a checkpoint may ask for: twice its files, and `GRANTED`. Counted before anything is made of it."""
+"""Limit of the memory that a checkpoint may request: twice its files, plus `GRANTED`. Checked before any use."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["GRANTED", "HELD", "check_cost", "check_trees", "cost_of"]
 GRANTED = 16 << 20
 """Bytes that any checkpoint may take beyond twice its files: Python's values are much longer than their JSON."""
 HELD = 4 << 20
-"""Up to so many bytes a rank, tensors are held in memory until all are known to be whole."""
+"""Bytes a rank up to which tensors are held in memory until all are known to be intact."""
 
-# What a mark of JSON stands for at most, in bytes of what is parsed and of what is then made of it; measured.
+# Largest cost of a JSON delimiter, in bytes of the parsed values and of those built from them; measured.
 _MARKS = {b",": 66, b"[": 118, b"{": 207, b'"': 48}
-# A number in a list: its place, and itself.
+# A number in a list: its slot and the object.
 _NUMBER = 40
 _COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
 
 
 def cost_of(text: bytes | bytearray) -> int:
-    """Bytes of memory that values may take beside the text that they are parsed from, and its copy."""
+    """Bytes of memory that values may take, in addition to the text that they are parsed from, and its copy."""
     return len(text) + sum(text.count(mark) * cost for mark, cost in _MARKS.items())
 
 
 def check_cost(cost: int, nbytes: int) -> None:
-    """`FormatError` if so much is more than a checkpoint with so many bytes of tensors may take.
+    """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
 
-    The text itself is there twice while it is parsed, and so are tensors that are held: twice the files already. Of
-    larger tensors there is one copy, so that what a second would take is left.
+    The text exists twice while it is parsed, and so do tensors that are held: twice the files already. Larger
+    tensors have a single copy, which leaves the memory of a second one.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(
@@ -43,13 +43,13 @@ def check_cost(cost: int, nbytes: int) -> None:
 def check_trees(
     state: Node, per_rank: Iterable[Iterable[Node]], sizes: Mapping[str, tuple[int, int]], text: int, nbytes: int
 ) -> None:
-    """`FormatError` or `ValueError` if values of these trees are made again and again, or take too much.
+    """Raise `FormatError` or `ValueError` if values of these trees repeat without bound, or take too much memory.
 
     Args:
         state, per_rank: As in a manifest.
-        sizes: For each tensor, how many elements and bytes it has.
-        text: What the trees take as such.
-        nbytes: Of all files.
+        sizes: For each tensor, its numbers of elements and bytes.
+        text: Memory cost of the trees themselves.
+        nbytes: Bytes of all files.
     """
     referred: set[Any] = set()
     cost = text
@@ -68,7 +68,7 @@ def check_trees(
 
 
 def _tagged(tree: Node) -> Iterator[tuple[str, Any]]:
-    """Every value with a tag; level by level, since a hostile tree is deep."""
+    """Every value with a tag; level by level, because a hostile tree may be deep."""
     level = [tree]
     for _ in range(4 * MAX_DEPTH):
         for node in level:

@@ -1,4 +1,4 @@
-"""Reading: which bytes are wanted, in which order, by whom, and whether they are those that were saved."""
+"""Reading: the bytes to read, their order, the rank that reads them, and the check of their digests."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Block", "Files", "ReadWindow", "assign", "names_in_headers", "read_m
 
 _MOST_MANIFEST = 1 << 30
 _AHEAD = 16
-"""Windows that the disk is asked for in advance: while ranks wait for each other, it goes on."""
+"""Windows to prefetch: the disk continues to read while ranks wait for each other."""
 _MOST_HEADER = 4 << 20
 _MOST_OPEN = 256
-"""Files at a time: a process may often have 1024, and as many ranks may have saved."""
+"""Open files at a time: the usual limit of a process is 1024, and as many ranks may have saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ReadWindow:
 
 
 def windows_of(manifest: Manifest, names: Iterable[str]) -> list[ReadWindow]:
-    """What to read for these tensors, in the order of the files; the headers of those files too."""
+    """Windows to read for these tensors, in file order, including the headers of those files."""
     wanted = []
     for name in dict.fromkeys(names):
         offset = 0
@@ -102,21 +102,21 @@ class Files:
     """The files of a checkpoint, opened when first needed, and closed at the end.
 
     Attributes:
-        kept: Whether this host's memory keeps what one of its processes has read, for all.
-        identities: Of each file that was opened: equal on two ranks of a host if both read the same file from the
-            same memory. None where the storage does not tell.
+        kept: Whether this host's memory keeps bytes that one of its processes has read, for all of them.
+        identities: Identity of each opened file: equal on two ranks of a host if both read the same file from the
+            same memory. None where the storage does not report it.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage, self._manifest = storage, manifest
-        # A storage of a user need not know of it.
+        # A user's storage need not define it.
         self.kept = bool(getattr(storage, "kept", False))
         self.identities: dict[int, list[int] | None] = {}
         self._open: dict[int, Source] = {}
         self._held: dict[Block, memoryview] = {}
 
     def open(self, index: int) -> Source:
-        """A file, by its number. `CorruptError` if it is not there in full length."""
+        """Open a file by its number. Raises `CorruptError` if it is missing or truncated."""
         if index not in self._open:
             entry = self._manifest.files[index]
             try:
@@ -132,7 +132,7 @@ class Files:
         return self._open[index]
 
     def read(self, block: Block, into: memoryview, *, check: bool = True) -> bool:
-        """Fill memory of its size with a block; whether the bytes are those that were saved, if that is asked."""
+        """Read a block into memory of its size; with `check`, return whether the bytes match their digest."""
         if block in self._held:
             into[:] = self._held.pop(block)
             return True
@@ -156,8 +156,8 @@ class Files:
         """Read all of these windows, and raise as `corrupt_error` if some are damaged.
 
         Args:
-            windows: What to check.
-            tell: Called with the bytes of each.
+            windows: Windows to check.
+            tell: Called with the number of bytes of each.
             hold: Keep their bytes in memory, so that they are not read again.
         """
         longest = max((block.stop - block.start for window in windows for block in window.blocks), default=0)
@@ -231,7 +231,7 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
 
 
 def names_in_headers(storage: Storage) -> list[str]:
-    """The tensors that files say they hold, for messages where the manifest is of no help."""
+    """Names of tensors in the files' headers, for messages where the manifest is unusable."""
     names: dict[str, None] = {}
     for name, size in sorted(storage.sizes().items()):
         if not FILE.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Putting a state back: which tensors go where, is it the right model, and then the objects.
+"""Restoring a state: match it against the saved tree, place its tensors, then load its objects.
 
 Nothing is changed before everything fits: matching returns what there is to do, as functions.
 """
@@ -30,26 +30,26 @@ from unisono.checkpoint.tree_utils import (
 __all__ = ["Restorer"]
 
 _Mode = Literal["top", "strict", "shapes", "loose"]
-"""What must fit: all that the target has; that, and nothing else; shapes of tensors that both have; nothing."""
+"""Required match: all names of the target; exactly these names; shapes of tensors that both have; none."""
 
 _Build = Callable[[], Any]
 
-# What a hostile tree may lead to, in whatever is made of it.
+# Errors that a hostile tree may cause when values are built from it.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
 
 class Restorer:
-    """Matches a target with a saved tree.
+    """Matcher of a target with a saved tree.
 
     Args:
         entries: All saved tensors.
-        source: Which tree is this rank's for a value that is its own (see `taken_over`); None if it keeps what it has.
+        source: Returns this rank's tree of a per-rank value (see `taken_over`); None if it keeps its value.
         strict: Whether names that only one side has are an error.
 
     Attributes:
-        places: Tensors of the target that saved ones of the same dtype and shape are to be read into.
-        needed: Names of all tensors that are wanted.
-        values: The tensors, by name; to be filled in before `build`.
+        places: Tensors of the target to read saved ones of the same dtype and shape into.
+        needed: Names of all tensors to read.
+        values: The tensors, by name; fill it in before `build`.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Restorer:
         return [(name, self._entries[name]) for name in self.needed]
 
     def match(self, target: Any, node: Node) -> _Build:
-        """What puts the values of `node` into `target`, and returns it.
+        """Return a function that puts the values of `node` into `target` and returns it.
 
         Raises:
-            StateError: They do not fit; names are listed.
+            StateError: The values do not fit; names are listed.
         """
         try:
             build = self._match(target, node, "", "top")
@@ -97,7 +97,7 @@ class Restorer:
 
     # -- matching ------------------------------------------------------------------------------
     def _match(self, target: Any, node: Node, path: str, mode: _Mode, *, fresh: bool = False) -> _Build:
-        """`fresh`: containers are made anew, since the target's belong to an object."""
+        """`fresh`: new containers are created, because the target's belong to an object."""
         own = per_rank_of(target)
         if own is not None:
             return self._match_own(own, target, node, path)
@@ -266,7 +266,7 @@ class Restorer:
 
         return put
 
-    # -- values made anew ----------------------------------------------------------------------
+    # -- values that are created ---------------------------------------------------------------
     def _anew(self, node: Node) -> _Build:
         self.needed.update(dict.fromkeys(self._names(node)))
 

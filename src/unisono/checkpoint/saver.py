@@ -30,7 +30,7 @@ from unisono.checkpoint.writer import Shard, write_file
 __all__ = ["Progress", "Snapshot", "commit", "prepare"]
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that this rank has done, and with all that it has to do."""
+"""Called with the bytes that this rank has processed, and with its total."""
 
 _log = logging.getLogger("unisono.checkpoint")
 
@@ -40,10 +40,10 @@ class Snapshot:
     """A state as this rank is going to write it.
 
     Attributes:
-        tree, entries: What is the same on all ranks: its shape, and dtype, shape and device of its tensors.
-        digests: Of each tensor's blocks, slice by slice; empty if there is nobody to compare with.
-        own_trees, own_entries: What is this rank's.
-        portions: What this rank writes.
+        tree, entries: The part common to all ranks: its structure, and dtype, shape and device of its tensors.
+        digests: Digests of each tensor's blocks, slice by slice; empty for a single rank.
+        own_trees, own_entries: The part that is this rank's.
+        portions: The slices that this rank writes.
     """
 
     tree: Node
@@ -54,11 +54,11 @@ class Snapshot:
     portions: list[Shard] = field(default_factory=list)
 
     def fingerprint(self) -> bytes:
-        """Equal on two ranks if what they are to save is."""
+        """Fingerprint that is equal on two ranks if their states are."""
         return json.dumps([self._tensors(), self.tree], sort_keys=True).encode()
 
     def describe(self) -> dict[str, str]:
-        """Every tensor and every other value in words, by name; of those with one path, all under it."""
+        """Text for every tensor and value, by name; values that share a path are listed together under it."""
         told = self._tensors()
         for name, value in leaves(self.tree).items():
             told[name] = f"{told[name]}, {value}" if name in told else value
@@ -72,14 +72,14 @@ class Snapshot:
 
 
 def prepare(state: Any, rank: int, size: int, *, copy: bool) -> Snapshot:
-    """Take a state apart, take the digests that are to be compared, and this rank's share.
+    """Take a state apart, compute the digests to compare, and select this rank's share.
 
     Args:
-        state: As given to `save`.
-        rank, size: Of those who save.
+        state: As passed to `save`.
+        rank, size: This rank, and the number of ranks that save.
         copy: Copy the share, so that the state may change before it is written.
 
-    Cost: reads all of the state if there are others to compare with; with `copy`, copies 1/size of it.
+    Cost: reads all of the state if there are several ranks; with `copy`, copies 1/size of it.
     """
     captured = capture(state, rank)
     snapshot = Snapshot(
@@ -127,7 +127,7 @@ def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, list[str]]:
-    """These bytes, or a copy of them, and the digests of their blocks if wanted."""
+    """Return the bytes or a copy of them, and the digests of their blocks if `hashed`."""
     data = torch.empty_like(flat) if copy else flat
     if not hashed:
         return (data.copy_(flat) if copy else data), []
@@ -151,9 +151,9 @@ def commit(
     progress: Progress | None,
     newest: Callable[[], int] = int,
 ) -> None:
-    """Compare, write, and publish. Collective. Until it is published, what was there before stays.
+    """Compare, write, and publish. Collective. An earlier checkpoint stays until the new one is published.
 
-    `newest` tells when the checkpoint was made that this one is to be newer than.
+    `newest` returns the time of the checkpoint that the new one must be newer than.
     """
     made: list[Any] = []
     team.all_or_none(lambda: made.append(make()))
@@ -179,7 +179,7 @@ def commit(
 
 
 def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progress: Progress | None) -> Any:
-    """Write this rank's share; what the manifest has to know of it."""
+    """Write this rank's share, and return its entries for the manifest."""
     total, done = sum(len(p.data) for p in snapshot.portions), 0
 
     def tell(count: int) -> None:
@@ -263,7 +263,7 @@ def _read_entry(dtype: str, shape: list[int], device: str) -> TensorEntry:
 
 
 def _is_published(storage: Storage, save_id: str) -> bool:
-    """Whether the manifest that is there is this save's; if in doubt, it is."""
+    """Return whether the published manifest is this save's; True if in doubt."""
     try:
         source = storage.open(MANIFEST)
         try:
@@ -279,7 +279,7 @@ def _is_published(storage: Storage, save_id: str) -> bool:
 
 
 def _remove_stale(storage: Storage, save_id: str) -> None:
-    """Take away the files of earlier saves to this path, finished or not."""
+    """Remove the files of earlier saves to this path, finished or not."""
     try:
         storage.remove(*(n for n in storage.sizes() if FILE.fullmatch(n) and not n.startswith(save_id)))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Who writes what: every rank an equal share of the bytes, in slices of tensors where need be."""
+"""Sharding of writes: every rank gets an equal share of the bytes, in slices of tensors where needed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Slice:
 def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Slice]]:
     """For each rank, the slices that it writes: disjoint, covering, and equal in bytes up to 4 KiB.
 
-    Tensors are laid end to end, and the line is cut into equal parts. Tensors of up to 4 KiB stay whole, and so do
-    elements. Wide elements come first, so that each slice is aligned in a file that is aligned itself.
+    Tensors are concatenated, and the sequence is cut into equal parts. Tensors of up to 4 KiB are not split, nor are
+    elements. Wide elements come first, so that each slice is aligned in an aligned file.
 
     Args:
         tensors: Name, bytes, and bytes of one element, of each.
-        ranks: How many shares.
+        ranks: Number of shares.
 
     Example:
         >>> shares([("a", 8000, 4), ("b", 16, 8)], 2)

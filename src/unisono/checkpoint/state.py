@@ -1,4 +1,4 @@
-"""What a state is made of: objects with `state_dict`, values, and what belongs to one rank."""
+"""Parts of a state: objects with `state_dict`, values, and per-rank values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _POLICIES = ("modulo", "keep", "shared", "all", "refuse")
 
 
 class PerRank:
-    """Says that a value of a state differs between ranks: each rank saves its own, and gets it back.
+    """Marker of a value of a state that differs between ranks: each rank saves its own, and loads it again.
 
-    Samplers and data loaders, random generators, `GradientAverager` and codecs need no such word.
+    Samplers and data loaders, random generators, `GradientAverager` and codecs need no marker.
 
     Args:
-        obj: Anything that a state may hold.
-        on_resize: What ranks do when a checkpoint of p ranks is loaded by another number of them. "modulo": rank r
-            takes what rank r mod p had. "keep": ranks from p on keep what they have. "shared": as "modulo", since
-            what one rank saved serves any other (a data loader's state); `sync` sends it, too. "all": as "shared", but
-            `load_state_dict` gets the list of what all p ranks had (`PartitionSampler` takes one). "refuse": an error.
+        obj: Any value that a state may hold.
+        on_resize: Policy when a checkpoint of p ranks is loaded by another number of ranks. "modulo": rank r
+            loads the value of rank r mod p. "keep": ranks from p on keep their value. "shared": as "modulo", because
+            the value of one rank is valid on any other (a data loader's state); `sync` sends it, too. "all": as
+            "shared", but `load_state_dict` gets the list of all p values (`PartitionSampler` accepts a list).
+            "refuse": an error.
 
     Example:
         >>> def program(comm, path):
@@ -73,7 +74,7 @@ class RNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; generators that it does not have stay as they are."""
+        """Resume from a state of `state_dict`; generators that it lacks stay unchanged."""
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
         torch.set_rng_state(state["torch"].cpu())
@@ -86,7 +87,7 @@ class RNG:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether it can say its state, and take one."""
+    """Return whether the value has both `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -109,17 +110,17 @@ def per_rank_of(value: Any) -> PerRank | None:
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:
-    """Whether it is an instance of a class; a module that nobody has imported has no instances."""
+    """Return whether the value is an instance of a class; a module that is not imported has no instances."""
     return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
 
 
 @dataclass
 class Captured:
-    """A state taken apart: trees and tensors, those of all ranks and those of this one.
+    """A state taken apart: trees and tensors, common ones and those of this rank.
 
     Attributes:
-        tree, tensors: What is the same on every rank.
-        own_trees, own_tensors: What is this rank's; the names of its tensors begin with "@rank.".
+        tree, tensors: The part that is the same on every rank.
+        own_trees, own_tensors: This rank's part; the names of its tensors begin with "@rank.".
     """
 
     tree: Node = None
@@ -132,7 +133,7 @@ def capture(state: Any, rank: int) -> Captured:
     """Take a state apart, without copying tensors.
 
     Raises:
-        TypeError: Something in it cannot be saved; the message says what, and where.
+        TypeError: A value in it cannot be saved; the message names the value and its place.
     """
     mine: list[tuple[str, PerRank]] = []
 

@@ -1,4 +1,4 @@
-"""State that travels between ranks without files: to newcomers, and to find out who differs."""
+"""Transfer of state between ranks without files: to new ranks, and to find ranks that differ."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
     """Raise on every rank unless all hold the same state, bit for bit. Collective.
 
     Args:
-        state: As for `save`. What is `PerRank`, or always belongs to a rank, may differ.
-        comm: Whose ranks are compared.
+        state: As for `save`. Values that are `PerRank`, or always per rank, may differ.
+        comm: The ranks to compare.
 
     Raises:
-        MismatchError: Some tensor, number or string differs: which, and on which ranks.
+        MismatchError: A tensor, number or string differs; names it and the ranks.
 
     Cost: reads the state once, and gathers 32 bytes a rank.
 
@@ -54,13 +54,13 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
 def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     """Make every rank's state that of rank `src`, in place, and return it. Collective.
 
-    For ranks that have joined later, or have drifted apart. Samplers take over `src`'s state; random
-    generators and what is `PerRank` stay as they are on each rank.
+    Intended for ranks that have joined later, or have diverged. Samplers take over `src`'s state; random
+    generators and `PerRank` values stay unchanged on each rank.
 
     Args:
         state: As for `save`, of the same shape on every rank; an optimizer may not have stepped yet.
-        comm: Whose ranks become equal.
-        src: Whose state it shall be.
+        comm: The ranks to make equal.
+        src: The rank to copy from.
 
     Raises:
         StateError: On every rank, if some rank's state is of another model; nothing is changed then.

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["LoadOptions", "TensorLoader"]
 
 _STRETCH = 8
-"""Windows that a rank reads from the disk before the others take them from memory: 32 MiB that it has to hold."""
+"""Windows that a rank reads from the disk before the others copy them from memory, which must hold 32 MiB."""
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load: the arguments of `load`."""
+    """Arguments of `load`."""
 
     map_location: MapLocation = None
     strict: bool = True
@@ -36,20 +36,20 @@ class LoadOptions:
 
 
 class TensorLoader:
-    """Puts all bytes into their tensors.
+    """Loader of all bytes into their tensors.
 
-    Where the host's memory keeps what is read of a file (the page cache), each rank reads all that it wants straight
-    into its tensors: first its own share from the disk, and then, when the others have read theirs, those from memory.
-    Elsewhere each window is read by one rank, and broadcast to the others. Either way the one that reads a window from
-    the disk checks it, for all.
+    If the host's page cache keeps file contents, each rank reads all bytes that it needs straight into its tensors:
+    first its own share from the disk, then, when the other ranks have read theirs, the other shares from memory.
+    Otherwise each window is read by one rank, and broadcast to the others. In both cases the rank that reads a window
+    from the disk checks it for all.
 
     Args:
-        files: To read from.
-        restoration: Says where to, and is given the tensors.
-        host: The ranks of this host; None if this one is alone.
-        kept: Whether the host's memory keeps what is read; the same on all its ranks.
-        same: Whether the others of the host read the same files, so that what they have checked is right here, too.
-        wishes: How to load.
+        files: The files to read from.
+        restoration: Defines the destinations, and receives the tensors.
+        host: The ranks of this host; None if this rank is alone.
+        kept: Whether the host's memory keeps file contents; the same on all its ranks.
+        same: Whether the other ranks of the host read the same files, so that their checks also hold here.
+        wishes: Options of the load.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class TensorLoader:
         self._done = self._total = 0
 
     def run(self, shares: Sequence[Sequence[ReadWindow]], own: Sequence[ReadWindow]) -> None:
-        """Collective over the host's ranks.
+        """Load all tensors. Collective over the host's ranks.
 
         Args:
-            shares: For each rank of the host what it is to read from the disk.
-            own: What this rank alone wants.
+            shares: For each rank of the host the windows to read from the disk.
+            own: Windows that only this rank needs.
 
         Raises:
             CorruptError: Damaged; all tensors concerned are named.
@@ -98,7 +98,7 @@ class TensorLoader:
         self._restoration.values.update({name: landing.tensor() for name, landing in self._landings.items()})
 
     def _keep(self, step: Callable[..., None], *given: Any) -> None:
-        """The other ranks go on to wait for this one, so its error is kept until all are through."""
+        """Run `step`, and keep its error until all ranks have finished: the others wait for this rank."""
         if self._failed:
             return
         try:
@@ -117,7 +117,7 @@ class TensorLoader:
                 self._keep(self._place, others[low : low + _STRETCH], self._check and not self._same)
 
     def _read(self, windows: Sequence[ReadWindow], low: int = 0, high: int = sys.maxsize) -> None:
-        """From the disk, which is asked ahead for what comes after them, too."""
+        """Read windows from the disk; prefetch the windows that follow."""
         for number in range(low, min(high, len(windows))):
             self._files.prefetch(windows, number)
             self._place(windows[number : number + 1], self._check)
@@ -125,7 +125,7 @@ class TensorLoader:
     def _place(self, windows: Sequence[ReadWindow], check: bool) -> None:
         for window in windows:
             for block in window.blocks:
-                # Headers, and what other ranks alone want, have no place here.
+                # Headers, and tensors that only other ranks need, have no destination here.
                 landing = self._landings.get(block.name) if block.name is not None else None
                 if landing is not None or (block.name is None and check):
                     self._put(block, landing, check)

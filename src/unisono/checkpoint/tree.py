@@ -29,14 +29,14 @@ _NUMPY = re.compile(r"<[ifc]\d+|\|b1|[|<]u\d+|\|i1")
 
 
 class Packer:
-    """Takes values apart into a tree and tensors.
+    """Packer of values into a tree and tensors.
 
     Args:
-        special: Asked first about each value; returns a node, or None if the value is nothing special.
-        prefix: Of the names of tensors.
+        special: Called first for each value; returns a node, or None for an ordinary value.
+        prefix: Prefix of the names of tensors.
 
     Attributes:
-        tensors: What the tree refers to, by name. The same tensor met twice is here once.
+        tensors: Tensors that the tree refers to, by name. A tensor that occurs twice is stored once.
 
     Example:
         >>> packer = Packer()
@@ -50,7 +50,7 @@ class Packer:
         self._special, self._prefix = special, prefix
 
     def pack(self, value: Any, path: str = "", depth: int = 0) -> Node:
-        """The tree of a value. `TypeError` says what in it cannot be saved, and where it is."""
+        """The tree of a value. `TypeError` names the part that cannot be saved, and its place."""
         if depth > MAX_DEPTH:
             raise ValueError(f"{path!r} nests deeper than {MAX_DEPTH}, or contains itself")
         node = self._special(self, value, path, depth) if self._special else None
@@ -168,7 +168,7 @@ def _rank(item: object) -> tuple[str, Any]:
 
 
 def tag_of(node: Node) -> str | None:
-    """What kind of value a node stands for, if JSON has no word for it."""
+    """Tag of a node for a kind of value that JSON does not have; None for others."""
     if isinstance(node, dict) and len(node) == 1:
         (key,) = node
         return key if isinstance(key, str) and key.startswith("$") else None

@@ -36,7 +36,7 @@ _log = logging.getLogger("unisono.checkpoint")
 
 
 def leaves(node: Node, path: str = "") -> dict[str, str]:
-    """Every value of a tree in words, but tensors; those with one path (keys may have dots) after each other."""
+    """Text for every value of a tree except tensors; values that share a path (keys may have dots) are joined."""
     if isinstance(node, dict) and "$tensor" not in node:
         inside = [(f"{path}.{key}" if path else key, item) for key, item in node.items()]
     elif isinstance(node, list):
@@ -54,7 +54,7 @@ def leaves(node: Node, path: str = "") -> dict[str, str]:
 
 
 def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:
-    """What rank `rank` of `size` takes over of values that each saving rank had for itself, by their policy."""
+    """Return a lookup of the saved per-rank values that rank `rank` of `size` takes over, by their policy."""
     saved = len(per_rank)
 
     def source(index: int, policy: str) -> Node | None:
@@ -75,12 +75,12 @@ def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> C
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether there are tensors or objects in it, so that it has a shape that a checkpoint must fit."""
+    """Return whether a value contains tensors or objects, and so has a shape that a checkpoint must fit."""
     return _any(value, lambda one: isinstance(one, torch.Tensor) or _is_object(one))
 
 
 def has_objects(value: Any) -> bool:
-    """Whether there are objects in it, which nothing that is made anew can take the place of."""
+    """Return whether a value contains objects, which cannot be replaced by created values."""
     return _any(value, _is_object)
 
 
@@ -95,7 +95,7 @@ def _any(value: Any, holds: Callable[[Any], bool]) -> bool:
 
 
 def entries_of(node: Node) -> dict[Any, Node] | None:
-    """A saved dict's values by key, or None if it is none, or has keys that lie among the tensors."""
+    """A saved dict's values by key; None if the node is no dict, or has keys that are stored as tensors."""
     tag = tag_of(node)
     if tag in _DICTS:
         if any(True for key, _ in node[tag] for _ in names_in(key)):
@@ -111,13 +111,13 @@ def empty_of(node: Node) -> dict[Any, Any]:
 
 
 def elements_of(node: Node) -> list[Node] | None:
-    """A saved list's or tuple's values, or None if it is none."""
+    """Values of a saved list or tuple; None if the node is neither."""
     body = node["$tuple"] if tag_of(node) == "$tuple" else node
     return body if isinstance(body, list) else None
 
 
 def group_sizes(node: Node, entries: Mapping[str, TensorEntry]) -> list[int] | None:
-    """How many parameters each group of a saved optimizer has; None if it has no groups."""
+    """Number of parameters in each group of a saved optimizer; None if it has no groups."""
     groups = elements_of((entries_of(node) or {}).get("param_groups"))
     if groups is None:
         return None
@@ -129,7 +129,7 @@ def group_sizes(node: Node, entries: Mapping[str, TensorEntry]) -> list[int] | N
 
 
 def tagged(node: Node) -> list[tuple[str, Any]]:
-    """Every generator and every value of one rank in a tree: its tag, and what stands under it."""
+    """Every generator and every per-rank value in a tree: its tag and its content."""
     tag = tag_of(node)
     if tag in ("$generator", "$rank"):
         return [(tag, node[tag])]
@@ -142,7 +142,7 @@ def _no_tensor(name: str) -> torch.Tensor:
 
 
 def shape_error(tensor: torch.Tensor, saved: torch.dtype) -> str | None:
-    """Why values of that dtype cannot be put into its memory; None if they can."""
+    """Return the reason that a tensor cannot hold values of the saved dtype; None if it can."""
     if has_no_storage(tensor):
         return f"is a {type(tensor).__name__} here, without memory of its own to fill"
     if not _keeps(saved, tensor.dtype):
@@ -151,7 +151,7 @@ def shape_error(tensor: torch.Tensor, saved: torch.dtype) -> str | None:
 
 
 def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
-    """Whether numbers keep their meaning: they may be rounded, but no part of them and no large one is cut off."""
+    """Return whether numbers keep their meaning: rounding is allowed; dropping a part or a large value is not."""
     if here == saved or here.is_complex:
         return True
     if here.is_floating_point:
@@ -163,7 +163,7 @@ def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
 
 
 def with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """A module's state that tells of the versions that its modules had when it was saved; 1 where none is."""
+    """A module's state with the saved versions of its modules as metadata; version 1 where none was saved."""
     made = OrderedDict(state)
     told = {name: saved.get(name, {"version": 1}) for name, _ in module.named_modules(remove_duplicate=False)}
     vars(made)["_metadata"] = OrderedDict({**told, **saved})

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole; which is the newest; and which one is still good."""
+"""Verification of a checkpoint, and search for the newest or the last good one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
 
 
 def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
-    """The checkpoints in a directory whose manifest is whole and whose files have their sizes; newest first."""
+    """The checkpoints in a directory with an intact manifest and files of the recorded sizes; newest first."""
     found = []
     for name in directory.children():
         with suppress(CheckpointError, OSError):
@@ -90,9 +90,9 @@ def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
 def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
     """The newest complete checkpoint in a directory; None if there is none.
 
-    What a crash left unfinished does not count, nor do those with files that are missing or too short. Bytes are not
-    compared: `load` and `verify` do that. Newest is the one that was saved last, by the clock of rank 0's host; those
-    of one `Checkpointer` are in order although that clock was set back.
+    Checkpoints that a crash left unfinished do not count, nor do those with missing or truncated files. Bytes are not
+    compared: `load` and `verify` do that. The newest is the last one saved, by the clock of rank 0's host; checkpoints
+    of one `Checkpointer` stay in order even if that clock was set back.
 
     Example:
         >>> import pathlib, tempfile

@@ -1,4 +1,4 @@
-"""One file of tensors: a safetensors file, whose digests are taken from the very bytes that are written."""
+"""Writer of one safetensors file, with digests computed from the very bytes that are written."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor, or a slice of one, that goes into a file.
+    """A tensor, or a slice of a tensor, to write to a file.
 
     Attributes:
         name: The tensor's.
         dtype, shape: The tensor's.
-        start, stop: Which of its bytes.
-        data: Those bytes, as uint8 values on the CPU.
-        digests: Of its blocks, if they are known; they must come out again.
+        start, stop: Range of its bytes.
+        data: These bytes, as uint8 values on the CPU.
+        digests: Digests of its blocks, if known; writing must reproduce them.
     """
 
     name: str
@@ -86,7 +86,7 @@ def _write_block(sink: Sink, memory: memoryview, whole: Any, tell: Tell) -> str:
 
 
 def _header(save_id: str, portions: Sequence[Shard]) -> bytes:
-    """What a safetensors file begins with: the length of a JSON object, and the object, padded by spaces."""
+    """Header of a safetensors file: the length of a JSON object, and the object, padded with spaces."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "unisono.checkpoint": save_id}}
     offset = 0
     for portion in portions:
@@ -103,7 +103,7 @@ def _header(save_id: str, portions: Sequence[Shard]) -> bytes:
 
 
 def _label(portion: Shard) -> tuple[str, tuple[int, ...]]:
-    """A slice is flat, and called by its range of elements."""
+    """Name and shape of a portion; a slice is flat, and named by its range of elements."""
     item = portion.dtype.itemsize
     first, last = portion.start // item, portion.stop // item
     count = 1

@@ -1,4 +1,4 @@
-"""What a codec is: it averages one flat bucket over all ranks, and sends less than all of it."""
+"""Codec interface: average one flat bucket over all ranks, and send less than all of it."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ class Codec(ABC):
 
         Collective. In place, bit for bit the same on all ranks.
 
-        The mean over ranks of `kept` is the result, up to rounding of the bucket's dtype: what is lost after
-        contributions were summed is booked by the rank that lost it, p times, so that error feedback misses
-        nothing. A world of one loses what others lose.
+        The mean over ranks of `kept` is the result, up to rounding of the bucket's dtype: a loss after
+        contributions were summed is booked p times by the rank that caused it, so that error feedback misses
+        nothing. A single-rank world has the same losses.
 
         Args:
             flat: One-dimensional, contiguous, of float16, bfloat16, float32 or float64.
-            comm: Whose ranks average.
-            shapes: Of the parameters that lie in it one after another.
-            kept: If given, becomes what was kept of this rank's contribution; of flat's shape and dtype.
+            comm: The ranks that average.
+            shapes: Shapes of the parameters that `flat` stores one after another.
+            kept: If given, set to what was kept of this rank's contribution; of flat's shape and dtype.
 
         Raises:
             MismatchError: Ranks compress in different ways, or different buckets.
-            TypeError, ValueError: The arguments are not as said; nothing has moved.
+            TypeError, ValueError: The arguments are not as described; nothing was sent.
         """
 
     def average_masked(
         self, flat: torch.Tensor, comm: Communicator, shapes: Sequence[torch.Size], used: Sequence[bool]
     ) -> None:
-        """As `average`, of a bucket in which nobody is going to look at the means of some parameters.
+        """Average a bucket as `average` does, where the means of some parameters are not going to be read.
 
         Args:
             flat: As for `average`; 0 where parameters are not used.
@@ -111,11 +111,11 @@ class Codec(ABC):
         self._agreed = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What earlier averages left behind: tensors, numbers, strings and containers of them."""
+        """State left by earlier averages: tensors, numbers, strings and containers of them."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where the codec was whose state this is. Every rank loads its own.
+        """Resume from the state of another codec. Every rank loads its own.
 
         Raises:
             ValueError: It is of another kind of codec.
@@ -125,7 +125,7 @@ class Codec(ABC):
         self._agreed = None
 
     def shared_state(self) -> object:
-        """What of the state has to be equal on all ranks."""
+        """The part of the state that must be equal on all ranks."""
         return None
 
     def prepare(
@@ -135,7 +135,7 @@ class Codec(ABC):
         shapes: Sequence[torch.Size],
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Check what `average` was given, and at the first time that it is alike on all ranks."""
+        """Check the arguments of `average`; on the first call also that they match on all ranks."""
         check_bucket(flat, shapes, kept)
         bucket = (flat.dtype, tuple(shapes))
         if self._agreed is None or self._agreed[0]() is not comm or self._agreed[1] != bucket:
@@ -148,7 +148,7 @@ class Codec(ABC):
         return f"{self.name}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies live in other buckets or processes: what was agreed does not hold for them.
+        # Copies belong to other buckets or processes: the agreement does not hold for them.
         return {key: value for key, value in self.__dict__.items() if key != "_agreed"}
 
 
@@ -181,7 +181,7 @@ def check_bucket(flat: torch.Tensor, shapes: Sequence[torch.Size], kept: torch.T
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are computed in.
+    """Return the dtype in which sums of this dtype are computed.
 
     Example:
         >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.float64)
@@ -191,7 +191,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _agree(comm: Communicator, text: str, device: torch.device) -> None:
-    """`MismatchError` on every rank if they do not all say the same."""
+    """Raise `MismatchError` on every rank unless all pass the same text."""
     if comm.size == 1:
         return
     digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

@@ -10,9 +10,9 @@ __all__ = ["HalfPrecision"]
 
 
 class HalfPrecision(TwoStage):
-    """Sends every number as `half`. Sums are made in float32 (of float64: in float64), and rounded once.
+    """Codec that sends every number as `half`. Sums are computed in float32 (of float64: in float64), and rounded once.
 
-    An all_reduce of halves would round at every addition, which nobody books: see `Codec.average`.
+    An all_reduce of halves would round at every addition, and no rank would book that loss: see `Codec.average`.
     """
 
     half: torch.dtype

@@ -13,11 +13,11 @@ CODECS: Registry[Callable[..., Codec]] = Registry("codec", "unisono.compression.
 """All codecs: `CODECS["int8"]` is a class."""
 
 Spec = Codec | Callable[[], Codec] | str
-"""How a codec may be asked for."""
+"""Types that specify a codec."""
 
 
 def resolve(spec: Spec) -> Codec:
-    """The codec that is meant: a codec, a class or function that makes one, or a name.
+    """Return the codec for a codec, a class or function that returns a codec, or a name.
 
     Example:
         >>> un.compression.resolve("int8"), un.compression.resolve(un.compression.int8)

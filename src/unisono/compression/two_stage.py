@@ -1,7 +1,7 @@
-"""Two stages: each rank sums one piece of what all ranks encoded, encodes the sum again, and gives it to all.
+"""Two-stage codecs: each rank sums one piece of the encoded buckets, encodes the sum again, and sends it to all.
 
-That is a reduce-scatter and an all-gather, each in one message to each peer. What is added was decoded before,
-so that a codec needs no sums of its own, and nothing is lost that its rank does not know of.
+The stages are a reduce-scatter and an all-gather, each in one message to each peer. Pieces are decoded before they are
+added, so that a codec needs no sums of its own, and each rank knows all losses that it causes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["TwoStage"]
 
 
 class TwoStage(Codec):
-    """A codec of blocks: gives two functions, `encode` and `decode`, and what they lose.
+    """Block codec: a subclass defines two functions, `encode` and `decode`, and their loss.
 
     A bucket is cut into p pieces of equally many blocks of equal length, up to `block`; the last ones may
     end in zeros. Cost: 2(p-1)/p of the encoded bucket sent by each rank, in two rounds, and up to two
@@ -48,11 +48,11 @@ class TwoStage(Codec):
 
     @abstractmethod
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write what `encode` made bytes of, but for its losses, to `out`, and return that."""
+        """Decode the bytes of `encode`, up to its losses, into `out`, and return `out`."""
 
     @abstractmethod
     def piece_bytes(self, blocks: int, length: int) -> int:
-        """How many bytes `encode` makes of a piece."""
+        """Number of bytes that `encode` makes of a piece."""
 
     @abstractmethod
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -141,6 +141,6 @@ class TwoStage(Codec):
 
 
 def _book(kept: torch.Tensor, error: torch.Tensor, rank: int, size: int) -> None:
-    """What the second stage changed in the mean is this rank's doing, p times in its own contribution."""
+    """Book the second stage's error in the mean as this rank's loss, p times in its own contribution."""
     mine = kept[rank * error.numel() : (rank + 1) * error.numel()]
     mine += error.view(-1)[: mine.numel()].mul_(size).to(mine.dtype)

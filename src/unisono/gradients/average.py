@@ -1,4 +1,4 @@
-"""A call after `backward()`, and a call before training: all that synchronous SGD needs."""
+"""Synchronous SGD in two calls: one before training, and one after each `backward()`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def average_gradients(
     """Replace each gradient by its mean over all ranks. Call it between `backward()` and `step()`.
 
     Collective. In place on `p.grad`. A parameter that needs a gradient and has none takes part with
-    zeros, so that ranks which skipped a branch agree with those that did not.
+    zeros, so that ranks that skipped a branch agree with those that did not.
 
     Args:
         model: A module, or its parameters.
-        comm: Whose ranks average; the model has the same parameters on all.
+        comm: The ranks that average; the model has the same parameters on all of them.
         bucket_cap_mb: Size of a message in MiB; gradients are packed into such.
 
     Raises:
@@ -74,7 +74,7 @@ def broadcast_parameters(
 
 
 def _compare(named: Named, comm: Communicator, *, frozen: bool) -> None:
-    """These tensors with those of the other ranks: by name once for each communicator, then by a number."""
+    """Compare these tensors with those of the other ranks: by name once a communicator, then by a number."""
     known = _compared.setdefault(comm, {})
     kind = (frozen, *((name, t.shape, t.dtype, frozen and t.requires_grad) for name, t in named))
     number = known.get(kind, -1)

@@ -19,29 +19,30 @@ __all__ = ["GradientAverager"]
 
 
 class GradientAverager(AveragerPasses):
-    """Averages the gradients of a plain model over all ranks while `backward()` computes them.
+    """Hooks that average the gradients of a plain model over all ranks while `backward()` computes them.
 
-    One line before the training loop; the loop, the model and the optimizer stay as they are. When
-    `backward()` returns, each `p.grad` is the mean over all ranks, the same bits on each. The hooks keep
-    the averager alive, so it need not be kept. Torch hides such hooks from the garbage collector: a model that
-    is done with is freed after `remove()`.
+    Needs one line before the training loop; the loop, the model and the optimizer stay unchanged. When
+    `backward()` returns, each `p.grad` is the mean over all ranks, bitwise identical on each. The hooks keep
+    the averager alive, so the caller need not keep a reference. Torch hides such hooks from the garbage collector:
+    an unused model is freed only after `remove()`.
 
-    Collective: every rank makes one, of the same model, and calls `backward()` equally often. Gradients
-    are views of the averager's memory: whoever wants one past the next `backward()` clones it.
+    Collective: every rank creates one for the same model, and calls `backward()` equally often. Gradients
+    are views of the averager's memory: clone a gradient to keep it past the next `backward()`.
 
     Args:
         model: A module, or its parameters.
-        comm: Whose ranks average. The averager talks over three communicators of its own, made of it.
+        comm: The ranks that average. The averager communicates over three communicators of its own, derived from it.
         bucket_cap_mb: Size of a message in MiB, a compromise of latency and overlap: by default 25 where a message
-            travels while others fill (`comm.overlaps`) or is compressed, and no limit elsewhere.
-        first_bucket_mb: Of the first: by default 1 if each rank has a core that reduces it while others fill.
+            is sent while others fill (`comm.overlaps`) or is compressed, and no limit elsewhere.
+        first_bucket_mb: Size of the first message: by default 1 if each rank has a core that reduces it while
+            others fill.
         compression: A codec of `unisono.compression`, its name, or None.
         average: "mean", or "sum" for losses that are divided by the global batch already. A sum adds up all that
-            `p.grad` holds, so what earlier steps left there is to be set to zero first.
-        find_unused_parameters: Whether ranks may lack a gradient that others have: they take part with zeros. Give the
-            module, not its parameters, if a rank may lack all.
-        init_sync: Whether rank 0's parameters and buffers are given to all ranks now.
-        broadcast_buffers: Whether rank 0's buffers are given to all ranks after each backward pass.
+            `p.grad` holds, so zero the gradients of earlier steps first.
+        find_unused_parameters: Whether ranks may lack a gradient that others have: they contribute zeros. Pass the
+            module, not its parameters, if a rank may lack all gradients.
+        init_sync: Whether to broadcast rank 0's parameters and buffers now.
+        broadcast_buffers: Whether to broadcast rank 0's buffers after each backward pass.
 
     Raises:
         ValueError: Another averager has the model, or a part of it.
@@ -49,15 +50,15 @@ class GradientAverager(AveragerPasses):
             rank has no gradient that others have, without `find_unused_parameters`.
         AbortedError: From `backward()`: another rank's pass has failed half-way, or its model has changed.
         RuntimeError: From a forward, from `backward()` or from `check()`: a parameter was replaced, swapped or added.
-        CommTimeoutError, PeerLostError: From `backward()`: a rank did not come; names the parameters.
+        CommTimeoutError, PeerLostError: From `backward()`: a rank did not join; names the parameters.
 
-    A backward pass that raises is undone on its rank: p.grad, and what `no_sync` and `weight` said, are as before. If a
-    part of it had left, all ranks drop the pass, and the next one is right.
+    A backward pass that raises is undone on its rank: p.grad and the settings of `no_sync` and `weight` are restored.
+    If a part of the pass had been sent, all ranks drop the pass, and the next one is correct.
 
-    Cost: for each step one all_reduce a bucket, with two words a parameter and two more beside the gradients, and one
-    copy of each gradient; 1.5 us a parameter for a hook before its gradient is added; a look at all parameters before
-    the forward and after the backward (0.1 us each). Memory: one bucket's worth for each gradient, which is the
-    gradient itself once backward is through. The idea of buckets: Li et al., "PyTorch Distributed", VLDB 2020.
+    Cost: for each step one all_reduce a bucket, with two elements a parameter and two more beside the gradients, and
+    one copy of each gradient; 1.5 us a parameter for a hook before its gradient is added; a check of all parameters
+    before the forward and after the backward (0.1 us each). Memory: one bucket's worth for each gradient, which is the
+    gradient itself once backward has ended. The idea of buckets: Li et al., "PyTorch Distributed", VLDB 2020.
 
     Example:
         >>> def program(comm):
@@ -108,7 +109,7 @@ class GradientAverager(AveragerPasses):
             self._syncing = before
 
     def weight(self, n_samples: float) -> None:
-        """What this rank's next gradient weighs, such as its number of samples. Every rank says one.
+        """Set the weight of this rank's next gradient, such as its number of samples. Every rank sets one.
 
         The mean becomes sum(weight * gradient) / sum(weight). Call it before `backward()`. Zero is allowed.
 
@@ -117,17 +118,17 @@ class GradientAverager(AveragerPasses):
         self._weights.say(n_samples)
 
     def join(self) -> AbstractContextManager[None]:
-        """`with averager.join():` around a loop that has fewer steps on some ranks than on others.
+        """Context for a loop with uneven numbers of steps: `with averager.join():`.
 
-        A rank that is through takes part in the others' steps with nothing, until all are through; means
-        are over the ranks that still have data. At the end all ranks have the parameters of
-        one that was last. Collective. Cost: one more short all_reduce a step.
+        A rank that has finished contributes nothing to the others' steps until all have finished; means
+        are over the ranks that still have data. At the end all ranks have the parameters of a rank
+        that finished last. Collective. Cost: one more short all_reduce a step.
         """
         tensors = self._parameters if self._model is None else [*self._parameters, *self._model.buffers()]
         return joined(tensors, self._weights, self._shadow, self._steps)
 
     def check(self) -> None:
-        """Raise if a parameter was replaced, swapped or added since the averager was made, so that it is not averaged.
+        """Raise if a parameter was replaced, swapped or added after the averager was created: it is not averaged.
 
         The averager checks this before each forward of the model and after each backward; call it where neither runs.
 
@@ -137,7 +138,7 @@ class GradientAverager(AveragerPasses):
         self._registry.check()
 
     def remove(self) -> None:
-        """Take the hooks off, and release the communicators. Gradients stay as they are. Idempotent.
+        """Remove the hooks, and release the communicators. Gradients stay unchanged. Idempotent.
 
         Raises:
             RuntimeError: A backward pass is running.
@@ -163,10 +164,10 @@ class GradientAverager(AveragerPasses):
         return {"steps": self._steps[-1], "buckets": [names for names, _ in codecs], "codecs": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of the same rank, of an averager made alike.
+        """Resume from a `state_dict` of the same rank, of an averager with the same arguments.
 
         Raises:
-            ValueError: It is of another model, or of buckets of other sizes, and a codec remembers something of them.
+            ValueError: It is of another model, or of other bucket sizes, and a codec has state for them.
         """
         codecs = self._codecs()
         names, saved = [names for names, _ in codecs], state["buckets"]
@@ -188,12 +189,12 @@ class GradientAverager(AveragerPasses):
         return [(names, codec) for names, codec in zip(self.buckets, made, strict=True) if codec is not None]
 
     def move_to(self, comm: Communicator) -> None:
-        """Average over the ranks of another communicator from now on, such as what `comm.rebuild()` gave.
+        """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        Collective over it; newcomers make an averager of their own meanwhile. A step that was broken off is
-        forgotten. Parameters are left as they are: give all ranks the same ones (`un.elastic` does).
+        Collective over it; new ranks create their own averager in the meantime. An aborted step is
+        discarded. Parameters stay unchanged: make them equal on all ranks (`un.elastic` does).
 
-        What a codec remembers stays behind, for it may be of a step that others never made.
+        A codec's state is dropped, because it may be of a step that other ranks never made.
         """
         self.remove()
         self._attach(comm, init_sync=False)

@@ -21,11 +21,11 @@ class AveragerComms:
     aborted too when the averager is of no more use.
 
     Args:
-        comm: Of the ranks that average. Collective.
+        comm: The ranks that average. Collective.
 
     Attributes:
-        data: For buckets: calls are not checked.
-        control: For all else.
+        data: Communicator for buckets: calls are not checked.
+        control: Communicator for everything else.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -36,7 +36,7 @@ class AveragerComms:
         self._aborting: Thread | None = None
 
     def ready(self) -> None:
-        """Make `control`. Collective. What comes before it on any rank is not cut off by an abort on another one."""
+        """Create `control`. Collective. Earlier operations of any rank are not cut off by an abort on another rank."""
         self.control = self._dup()
 
     def _dup(self, **options: Any) -> Communicator:
@@ -57,12 +57,12 @@ class AveragerComms:
 
         Args:
             reason: For the other ranks' errors.
-            first: The reduction of the pass's first bucket, if it is under way. Until it is over, other ranks may be
-                in the pass before, which has succeeded here and must not be cut off there.
+            first: The reduction of the pass's first bucket, if it is in progress. Until it ends, other ranks may be
+                in the previous pass, which has succeeded here and must not be cut off there.
         """
         error = self.data.exception()
         if error is not None and not isinstance(error, AbortedError):
-            # A rank was lost, or has not come: that is no failure of one pass.
+            # A rank was lost or did not join: more than the failure of one pass.
             self.abort(f"averaging has failed there: {error}")
         elif first is None:
             self._abort(reason, self.control, self.data)
@@ -76,7 +76,7 @@ class AveragerComms:
         self._abort(reason, self.control, self.data)
 
     def settle(self) -> None:
-        """Wait until an abort of the last pass has begun on all ranks: they come to their first bucket before."""
+        """Wait until an abort of the last pass has begun on all ranks: they reach their first bucket before."""
         if self._aborting is not None:
             self._aborting.join()
             self._aborting = None
@@ -86,7 +86,7 @@ class AveragerComms:
         self._abort(reason, self._base, self.control, self.data)
 
     def _abort(self, reason: str, *comms: Communicator) -> None:
-        # A control plane that is gone has told the others already.
+        # If the control plane is gone, it has notified the other ranks already.
         with suppress(CommError):
             for comm in comms:
                 comm.abort(reason)

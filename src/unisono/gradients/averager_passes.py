@@ -77,7 +77,7 @@ class AveragerPasses:
         self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=on_cpu)
         self._accumulated: set[int] = set()
         self._syncing, self._failed, self._reconnected = True, False, False
-        # Where buckets travel while others fill, the first step of all ranks tells in which order gradients come.
+        # If buckets are sent while others fill, the first step of all ranks records the order of gradients.
         self._seen: list[torch.Tensor] | None = [] if self._reducer.background else None
         self._chunk_hooks: list[Any] = []
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
@@ -89,9 +89,9 @@ class AveragerPasses:
 
     def _install(self) -> None:
         self._registry.watch_gradients(self._pass.arrive)
-        # The output is watched so that a pass is known that fails before it comes to a parameter, or comes to none.
+        # Watching the output detects a pass that fails before it reaches a parameter, or that reaches none.
         self._registry.watch_forward(self._watch_outputs, traced=self._find_unused)
-        # Gradients come about in the reverse order of parameters.
+        # Gradients arrive roughly in the reverse order of parameters.
         self._add_parameters([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
     def _report(self, problem: str) -> None:
@@ -113,7 +113,7 @@ class AveragerPasses:
         self._hook_chunks()
 
     def _hook_chunks(self) -> None:
-        """Take gradients when the last one of a chunk has come, except for the very last chunk: the pass ends then."""
+        """Copy gradients in when the last of a chunk has arrived, except for the last chunk: the pass ends then."""
         while self._chunk_hooks:
             self._chunk_hooks.pop().remove()
         chunks = [(bucket, slots) for bucket in self._reducer.buckets for slots in bucket.chunks]
@@ -135,11 +135,11 @@ class AveragerPasses:
             self._reducer.advance()
 
     def _watch_outputs(self, returned: Any) -> None:
-        # Where ranks may lack gradients, one whose pass comes to no parameter averages with the others.
+        # Where ranks may lack gradients, a rank also joins the average if its pass reaches no parameter.
         watch_outputs(returned, self._come if self._find_unused else self._pass.follow)
 
     def _come(self, gradient: torch.Tensor) -> None:
-        """A hook: a pass comes to what the model returned."""
+        """Hook: a backward pass has reached an output of the model."""
         if self._registry.hooked and adds_to_leaves(self._registry.ids):
             self._pass.enter(current_pass())
 
@@ -158,7 +158,7 @@ class AveragerPasses:
 
     @torch.no_grad()
     def _end(self) -> None:
-        """All that is left to do for the gradients of a pass, and a look at what came."""
+        """Complete the gradients of a pass, and check which ones arrived."""
         self._registry.check()
         came = self._saved.came() | self._accumulated
         # An inner pass may have been in no_sync(); what counts is the outermost one.
@@ -170,7 +170,7 @@ class AveragerPasses:
         self._reducer.finish(came, asks=bool(thawed))
         if self._reducer.uneven and not self._find_unused:
             self._look_at(self._reducer.buckets)
-        # Without a bucket there was no message to ask by.
+        # Without a bucket there was no message to carry the request.
         if self._reducer.asked or (thawed and not self._reducer.where):
             self._on_unfrozen(thawed, came)
         if self._sparse:
@@ -188,7 +188,7 @@ class AveragerPasses:
             self._learn_order(self._seen)
 
     def _learn_order(self, seen: Sequence[torch.Tensor]) -> None:
-        """Recreate the buckets, in the order in which rank 0's gradients have come."""
+        """Recreate the buckets, in the order in which rank 0's gradients arrived."""
         self._seen, numbers = None, {id(parameter): index for index, parameter in enumerate(self._parameters)}
         order = list(dict.fromkeys(numbers[id(parameter)] for parameter in seen))
         self._reducer.rearrange(self._comms.control.broadcast_object(order))
@@ -222,7 +222,7 @@ class AveragerPasses:
         average_sparse(sparse, self._comms.control, self._weights, None if self._find_unused else lacking)
 
     def _shadow(self) -> None:
-        """Take part in a step of the ranks that still have data, with nothing."""
+        """Join a step of the ranks that still have data, and contribute nothing."""
         for parameter in self._parameters:
             parameter.grad = None
         try:

@@ -65,7 +65,7 @@ class BackwardPass:
         self._tasks: dict[int, weakref.ref[Any]] = {}
 
     def follow(self, *_: object) -> None:
-        """Note that a graph task runs, which may come to a parameter. A hook of the tensor that it came to."""
+        """Record that a graph task runs that may reach a parameter. A hook of the tensor that it has reached."""
         number = current_pass()
         if number not in self._tasks:
             self._hold(number)
@@ -129,17 +129,17 @@ class BackwardPass:
 class SavedGradients:
     """Gradients from before the running pass.
 
-    They are set aside, and p.grad is None meanwhile, so that what the pass computes comes alone: nothing is copied.
-    A copy is made only where p.grad stays, for hooks of the user's that look at it, and of memory that the pass writes.
+    They are set aside, and p.grad is None meanwhile, so that the pass's gradients arrive alone and nothing is copied.
+    A copy is made only where p.grad stays, for user hooks that read it, and of memory that the pass writes.
 
     Args:
-        parameters: All of the averager's.
-        stays: Indices of parameters whose p.grad is left in place.
-        lies_in_buckets: Whether a gradient of the parameter with this index lies in a bucket's memory; `RuntimeError`
-            if that is another one's place.
+        parameters: All parameters of the averager.
+        stays: Indices of the parameters that keep p.grad in place.
+        lies_in_buckets: Whether a gradient of the parameter with this index is stored in a bucket's memory; raises
+            `RuntimeError` if it is in another parameter's slot.
 
     Attributes:
-        aside: By index, what is to be added to what the pass computes.
+        aside: By index, the gradient to add to the one that the pass computes.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class SavedGradients:
                 parameter.grad = None
 
     def came(self) -> set[int]:
-        """Indices of parameters to whose p.grad the pass has added, where it has not been taken since."""
+        """Indices of the parameters with a p.grad that the pass has added to and that has not been taken since."""
         found = set()
         for index, parameter in enumerate(self._parameters):
             grad = parameter.grad
@@ -191,7 +191,7 @@ class SavedGradients:
         return found
 
     def merge(self) -> None:
-        """Put what was set aside back into p.grad, with what has come since."""
+        """Add the gradients that were set aside back into p.grad."""
         for index, earlier in self.aside.items():
             new = self._parameters[index].grad
             with torch.set_grad_enabled(new is not None and new.requires_grad):
@@ -200,7 +200,7 @@ class SavedGradients:
         self.clear()
 
     def restore(self) -> None:
-        """Make each p.grad what it was when `save` was called."""
+        """Restore each p.grad to its value at the call of `save`."""
         if self._before is None:
             return
         for index, parameter in enumerate(self._parameters):
@@ -210,16 +210,16 @@ class SavedGradients:
 
 
 def will_run(leaf: Any) -> bool:
-    """Whether the graph task that runs adds to the gradient of a leaf; `torch.autograd.grad` only reads them."""
+    """Return whether the running graph task adds to the gradient of a leaf; `torch.autograd.grad` only reads them."""
     try:
         return torch._C._will_engine_execute_node(leaf)
     except RuntimeError:
-        # So torch says that a leaf's gradient was asked for by torch.autograd.grad.
+        # Torch raises this if torch.autograd.grad requested a leaf's gradient.
         return False
 
 
 def _is_nested() -> bool:
-    """Whether the call of autograd that ends here runs inside another one: in a hook, or in a Function's backward."""
+    """Return whether the autograd call that ends here is nested: in a hook, or in a Function's backward."""
     runs = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -16,32 +16,32 @@ __all__ = ["Bucket"]
 _on_cpu, _length = attrgetter("is_cpu"), attrgetter("nbytes")
 
 _ASKS = 2
-"""Words by which a rank asks all ranks to talk about what came late, and about what is frozen no more."""
+"""Header elements with a rank's requests: to handle late gradients, and parameters that are no longer frozen."""
 _CHUNK_BYTES = 512 << 10
-"""Gradients of this length are still in the cache, and a copy of each by itself would take longer."""
+"""Gradients of this length are still in the cache, and copying each one separately would take longer."""
 
 
 class Bucket:
     """One message. Gradients are copied in; after the reduction `p.grad` is a view of the bucket.
 
     Args:
-        indices: Which of the model's parameters these are.
-        parameters: Those, of one dtype and device.
-        allocate: Makes one-dimensional memory of so many elements of a dtype.
-        scale: What each contribution is multiplied by on its way in.
-        name: Of its parameters, for errors.
+        indices: Indices of its parameters in the model.
+        parameters: These parameters, of one dtype and device.
+        allocate: Allocates one-dimensional memory for a number of elements of a dtype.
+        scale: Factor applied to each contribution when it is copied in.
+        name: Returns a name for its parameters, for errors.
 
     Attributes:
-        memory: All that travels: the gradients, two words on each, and some on what is asked.
+        memory: The whole message: the gradients, two header elements for each, and some for requests.
         flat: The gradients.
-        words: What travels beside the gradients where those travel in another form.
+        words: The header, sent separately if the gradients are sent in another form.
         chunks: Runs of slots; the gradients of each are worth one copy. The last one is all slots.
         inside: A byte for each slot: whether its gradient has been copied in.
         came: For each slot, once the bucket is filled, whether this rank has its gradient.
         started: Whether the bucket is being reduced, or has been.
-        found: What `read_header` said; nothing before it was asked.
-        complete: What it says where every rank had all.
-        asked: After that: whether any rank asks all of them to talk, about either of two things.
+        found: The result of `read_header`; empty before that call.
+        complete: Its result if every rank had all gradients.
+        asked: Set by that call: whether any rank makes either of the two requests.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Bucket:
 
     # -- before the reduction -------------------------------------------------------------------
     def take(self, slots: Iterable[int]) -> None:
-        """Copy gradients in, or add them to those that are inside, and take them off their parameters."""
+        """Copy gradients in, or add them to those that are inside, and clear p.grad."""
         views, grads = [], []
         for slot in slots:
             parameter = self.parameters[slot]
             grad = parameter.grad
-            # It has not come, a hook has taken it away, or it is none of a pass.
+            # It has not arrived, a hook has removed it, or it is not part of a pass.
             if grad is None or not parameter.requires_grad:
                 continue
             if grad.requires_grad or grad.layout != torch.strided:
@@ -105,7 +105,7 @@ class Bucket:
                 self.inside[slot] = True
                 views.append(view)
                 grads.append(grad)
-            # What comes now comes alone, and is added.
+            # A later gradient arrives alone, and is added.
             parameter.grad = None
         if self.scale != 1.0:
             for view, grad in zip(views, grads, strict=True):
@@ -122,14 +122,14 @@ class Bucket:
         flags: Sequence[bool] = (),
         backup: bool = False,
     ) -> None:
-        """Take all that is left, zeros for what has not come; multiply by this rank's weight, and say what has come.
+        """Copy in all remaining gradients, zeros for missing ones; scale by this rank's weight; write the header.
 
         Args:
-            came: Indices of parameters whose gradients have come and may not be inside.
-            earlier: What p.grad held before the pass, by index; what is taken is removed from it.
+            came: Indices of the parameters with a gradient that may not be in the bucket yet.
+            earlier: p.grad from before the pass, by index; entries that are copied in are removed.
             factor: This rank's weight.
-            here: Whether this rank has data: one that is through neither has a gradient nor lacks it.
-            flags: What this rank asks all ranks to talk about.
+            here: Whether this rank has data: a rank without data neither has a gradient nor lacks it.
+            flags: Requests of this rank to all ranks.
             backup: Whether to keep a copy, for `rewind`.
         """
         first, more = not self.came, []
@@ -171,23 +171,23 @@ class Bucket:
         return grad if grad.layout == torch.strided else grad.to_dense()
 
     def is_late(self) -> bool:
-        """Whether more has come after the reduction began, and before it ended."""
+        """Return whether a gradient arrived after the reduction began and before it ended."""
         return not self.found and any(p.grad is not None and p.requires_grad for p in self.parameters)
 
     def holds(self, grad: torch.Tensor) -> bool:
-        """Whether a gradient lies in this bucket's memory."""
+        """Return whether a gradient is stored in this bucket's memory."""
         return grad.layout == torch.strided and grad.numel() > 0 and self._low <= grad.data_ptr() < self._high
 
     def is_place(self, slot: int, grad: torch.Tensor) -> bool:
-        """Whether a gradient lies where its mean goes."""
+        """Return whether a gradient is stored where its mean goes."""
         return _same(grad, self.views[slot])
 
     def can_rewind(self) -> bool:
-        """Whether this rank's part of the reduction can be given again."""
+        """Return whether this rank can contribute to the reduction again."""
         return self._backup is not None or not self.started
 
     def rewind(self) -> None:
-        """Undo `finalize`, and a reduction that came to nothing."""
+        """Undo `finalize` and an aborted reduction."""
         if self._backup is not None:
             self.memory.copy_(self._backup)
             self.started = False
@@ -197,7 +197,7 @@ class Bucket:
     def read_header(self) -> list[tuple[bool, bool]]:
         """For each gradient whether any rank had it, and whether any lacked it.
 
-        Both are told by what is 0, for no count of many ranks is exact in 16 bits.
+        Both are read as zero or non-zero, because a count of many ranks is not exact in 16 bits.
         """
         words: list[float | complex] = self.words.tolist()
         count = len(self.parameters)
@@ -221,12 +221,12 @@ class Bucket:
                 "the averager was made. remove() it before, and make another one after that"
             ) from error
         for slot, graph in self._graphs.items():
-            # The values are the bucket's; what the gradient was made of stays this rank's.
+            # The values are the bucket's; the gradient's own graph stays this rank's.
             graph.detach().copy_(self.views[slot])
             self.parameters[slot].grad = graph
 
     def add_late(self) -> None:
-        """Add to the means what came after them, so that another reduction takes it in."""
+        """Add late gradients to the means, so that another reduction includes them."""
         for slot, (view, parameter) in enumerate(zip(self.views, self.parameters, strict=True)):
             grad = parameter.grad
             if grad is not None and parameter.requires_grad:
@@ -256,7 +256,7 @@ def _copy(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
 
 
 def _chunks(lengths: Sequence[int]) -> list[Sequence[int]]:
-    """Runs of slots, each of at least so many bytes, and at last all slots: some may come in another order."""
+    """Runs of slots, each of at least `_CHUNK_BYTES`, and finally all slots: some may arrive in another order."""
     chunks: list[Sequence[int]] = []
     begin = nbytes = 0
     for slot, length in enumerate(lengths):

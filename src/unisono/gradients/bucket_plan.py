@@ -1,4 +1,4 @@
-"""Which parameters share a message: the bucketer, which can be used alone."""
+"""Assignment of parameters to messages: the bucketer, which can be used alone."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def plan_buckets(
     """Indices of parameters, by bucket: each of one dtype and device, in the order in which buckets become full.
 
     Args:
-        parameters: All of them.
-        order: Indices of those that take part, in the order in which their gradients are expected.
-        cap_bytes: Most of a bucket, unless it is one parameter alone.
-        first_bytes: Most of the first bucket, if it is to be small so that it starts early.
+        parameters: All parameters.
+        order: Indices of the parameters that take part, in the expected order of their gradients.
+        cap_bytes: Maximum size of a bucket, unless it holds a single parameter.
+        first_bytes: Maximum size of the first bucket, if it should be small so that it starts early.
 
     Example:
         >>> plan_buckets([torch.zeros(4), torch.zeros(2), torch.zeros(8)], [2, 1, 0], cap_bytes=24)
@@ -65,7 +65,7 @@ def plan_buckets(
         raise ValueError(_NO_ROOM)
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    # To add lengths up anew for each parameter would take seconds for some thousand short ones.
+    # Running sums: summing again for each parameter would take seconds for some thousand short ones.
     lengths: dict[tuple[torch.dtype, torch.device], int] = {}
     for index in order:
         parameter = parameters[index]
@@ -81,7 +81,10 @@ def plan_buckets(
 
 
 def in_bytes(mebibytes: float | None) -> int | None:
-    """What a user has said, if anything; infinity is no limit. TypeError for no number, ValueError for too little."""
+    """Return a user's size in bytes, None for None; infinity is no limit.
+
+    Raises TypeError for a value that is no number, ValueError for one that is too small.
+    """
     if mebibytes is None:
         return None
     if not isinstance(mebibytes, int | float) or mebibytes != mebibytes:
@@ -99,16 +102,16 @@ def bucket_sizes(
     background: bool,
     compressed: bool,
 ) -> tuple[int, int | None]:
-    """Most bytes of a bucket, and of the first one if that is another number, where the user has not said it.
+    """Maximum bytes of a bucket, and of the first one if that differs, with defaults for values not set by the user.
 
-    Collective. A first one starts early if each rank has a core to spare for that.
+    Collective. A small first bucket starts early if each rank has a spare core for it.
 
     Args:
-        given: What the user has said, if anything.
-        parameters: All of them.
-        comm: Of the ranks that average.
-        background: Whether buckets travel while others fill. If not, each more is one more wait for the slowest rank.
-        compressed: Whether a codec makes the messages: it is to have the same buckets on every machine.
+        given: Values set by the user, or None.
+        parameters: All parameters.
+        comm: The ranks that average.
+        background: Whether buckets are sent while others fill. If not, each bucket adds a wait for the slowest rank.
+        compressed: Whether a codec makes the messages: it needs the same buckets on every machine.
     """
     cap, first = given
     if cap is None:
@@ -121,7 +124,7 @@ def bucket_sizes(
 
 
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """In which order elements lie in memory, if that has no gaps and is not the usual one.
+    """Return the strides of the elements in memory, if these have no gaps and are not the usual ones; else None.
 
     Example:
         >>> [dense_strides(t) for t in (torch.ones(2, 3), torch.ones(2, 3).t(), torch.ones(2, 6)[:, ::2])]
@@ -159,7 +162,7 @@ def agree_on_parameters(
 
 
 def _order(p: torch.Tensor) -> str:
-    """How its elements lie in memory, if not as usual."""
+    """Return the memory order of a parameter's elements as text; "None" for the usual one."""
     if p.layout != torch.strided or not is_non_overlapping(p):
         return f"{p.layout}, {p.layout == torch.strided and p.stride()}"
     return str(dense_strides(p))

@@ -17,20 +17,20 @@ _Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
 class DiLoCo(PeriodicAction):
-    """Each n-th step, an outer optimizer takes the mean way that ranks have gone as its gradient.
+    """Outer optimizer that takes the ranks' mean parameter change as its gradient, every n-th step.
 
-    Ranks start from a common anchor, train on their own for n steps, and average anchor - parameters.
-    The outer optimizer (SGD with Nesterov's momentum) steps on the anchor with that, and all go on from
-    the anchor. The method is of Douillard et al.: DiLoCo, distributed low-communication training of
+    Ranks start from a common anchor, train independently for n steps, and average anchor - parameters.
+    The outer optimizer (SGD with Nesterov momentum) steps the anchor with that average, and all ranks continue from
+    the anchor. Method: Douillard et al., DiLoCo, distributed low-communication training of
     language models (2023). After each outer step all ranks hold the same bits. The inner optimizer and
-    its state stay with each rank. Making one is collective, and so is each `step` that steps the outer.
+    its state stay with each rank. Construction is collective, and so is each `step` that runs the outer optimizer.
 
     Args:
-        model: A module, or its parameters, equal on all ranks. Integer parameters stay as they are.
-        comm: Whose ranks train.
+        model: A module, or its parameters, equal on all ranks. Integer parameters stay unchanged.
+        comm: The ranks that train.
         every: 50, or an `every(...)`, or a function of the step's number (from 1).
-        outer_lr, outer_momentum, nesterov: Of the outer SGD.
-        outer: Makes another outer optimizer, from the anchor's tensors; then the three before it have no effect.
+        outer_lr, outer_momentum, nesterov: Settings of the outer SGD.
+        outer: Factory of another outer optimizer, from the anchor's tensors; the three before it then have no effect.
         bucket_cap_mb: Size of a message in MiB.
 
     Raises:
@@ -38,7 +38,7 @@ class DiLoCo(PeriodicAction):
         ValueError: `every` is less than 1, or what the outer optimizer refuses.
 
     Attributes:
-        anchor: For each parameter, where all ranks were last together; of the parameter's dtype.
+        anchor: For each parameter, its value when all ranks were last equal; of the parameter's dtype.
         outer: The outer optimizer; its learning rate may be scheduled as any other's.
 
     Cost: each n-th step one all_reduce of the parameters' bytes. Memory: the parameters twice more (the
@@ -92,7 +92,7 @@ class DiLoCo(PeriodicAction):
             raise
 
     def outer_step(self) -> None:
-        """Step the outer optimizer now, whatever the schedule says. Collective."""
+        """Step the outer optimizer now, regardless of the schedule. Collective."""
         self._now()
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,10 +101,10 @@ class DiLoCo(PeriodicAction):
         return {**super().state_dict(), "anchor": anchor, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; the model's own parameters are loaded as ever.
+        """Resume from the result of `state_dict`; load the model's own parameters as usual.
 
         Raises:
-            ValueError: It is of a model with other parameters.
+            ValueError: The state is of a model with other parameters.
         """
         anchor = state["anchor"]
         found = {name: tuple(t.shape) for name, t in anchor.items()}

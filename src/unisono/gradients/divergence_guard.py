@@ -21,24 +21,24 @@ _WORD = {1: torch.uint8, 2: torch.int16}
 
 
 class DivergenceGuard(PeriodicAction):
-    """Each n-th step, checks that all ranks hold the same parameters, bit for bit.
+    """Check, every n-th step, that all ranks hold the same parameters, bit for bit.
 
     Averaged gradients and equal optimizers keep ranks equal; a forgotten broadcast, a seed, a parameter
-    that is not averaged or a faulty memory does not. Equal are NaNs of the same bits; not equal are 0.0
-    and -0.0. Making one is collective, and so is each check.
+    that is not averaged or a faulty memory does not. NaNs of the same bits are equal; 0.0 and -0.0 are
+    not. Construction is collective, and so is each check.
 
     Args:
         model: A module, or its parameters.
-        comm: Whose ranks should be equal.
+        comm: The ranks that should be equal.
         every: 100, or an `every(...)`, or a function of the step's number (from 1).
-        buffers: Also a module's buffers. BatchNorm's differ, unless it is a `SyncBatchNorm`.
+        buffers: Also check a module's buffers. BatchNorm's differ, unless it is a `SyncBatchNorm`.
 
     Raises:
         MismatchError: From `step` and `check`, on every rank: which parameters differ, and on which ranks.
-            Training may go on afterwards, for instance after `un.broadcast_parameters`.
+            Training may continue, for instance after `un.broadcast_parameters`.
 
-    Cost: reads the parameters once (about 1 ns for 4 bytes on one core), and gathers 8 bytes a rank. Any one
-    changed parameter element is noticed for certain; that changes of several cancel out has a chance of 2**-32.
+    Cost: reads the parameters once (about 1 ns for 4 bytes on one core), and gathers 8 bytes a rank. A single
+    changed parameter element is always detected; changes of several cancel out with probability 2**-32.
 
     Example:
         >>> from unisono.gradients.divergence_guard import DivergenceGuard
@@ -60,7 +60,7 @@ class DivergenceGuard(PeriodicAction):
         super().__init__(model, comm, every, buffers=buffers)
 
     def check(self) -> None:
-        """Check now, whatever the schedule says. Collective."""
+        """Check now, regardless of the schedule. Collective."""
         self._now()
 
     def _act(self) -> None:
@@ -138,7 +138,7 @@ def _compare(comm: Communicator, named: Sequence[tuple[str, torch.Tensor]], when
 
 
 def _sides(hashes: Sequence[int]) -> str:
-    """Which ranks differ from the most."""
+    """Return text that names the ranks that differ from the majority."""
     sides: dict[int, list[int]] = {}
     for rank, value in enumerate(hashes):
         sides.setdefault(value, []).append(rank)
@@ -154,7 +154,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _distance(comm: Communicator, tensor: torch.Tensor) -> str:
-    """By how much ranks differ at most, in one element."""
+    """Return text with the largest difference between ranks in one element."""
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     low, high = (values.detach().double().clone() for _ in range(2))
     comm.all_reduce(low, "min")

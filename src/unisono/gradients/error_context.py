@@ -1,4 +1,4 @@
-"""Errors that say which parameter they are about, and which rank."""
+"""Errors that name the parameter and the rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ErrorContext", "check_skipped"]
 
 
 class ErrorContext:
-    """A context: a `CommError` raised inside also says during what it came."""
+    """Context manager that adds the current operation to a `CommError` raised inside."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -25,13 +25,13 @@ class ErrorContext:
 
 
 def check_skipped(names: Sequence[str], lacking: Sequence[Sequence[str]], active: int, comm: Communicator) -> None:
-    """`MismatchError` if a gradient is lacking on some ranks, and not on all that take part.
+    """Raise `MismatchError` if a gradient is missing on some, but not on all, ranks that take part.
 
     Args:
-        names: Of the parameters, in their order.
-        lacking: For each rank which of them have no gradient there.
-        active: How many ranks take part.
-        comm: Whose ranks these are.
+        names: Names of the parameters, in order.
+        lacking: For each rank the names without a gradient there.
+        active: Number of ranks that take part.
+        comm: The communicator of these ranks.
     """
     partly = [name for name in names if 0 < sum(name in lacks for lacks in lacking) < active]
     if not partly:

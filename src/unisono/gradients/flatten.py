@@ -43,7 +43,7 @@ def flat_apply(bucket: Sequence[torch.Tensor], action: Callable[[torch.Tensor], 
 
 
 def broadcast_all(tensors: Iterable[torch.Tensor], comm: Communicator, src: int = 0, cap_bytes: int = 25 * MIB) -> None:
-    """Make tensors equal to rank `src`'s, in place. Collective; all ranks give the same ones in the same order.
+    """Make tensors equal to rank `src`'s, in place. Collective; all ranks pass the same ones in the same order.
 
     Example:
         >>> def program(comm):
@@ -60,7 +60,7 @@ def broadcast_all(tensors: Iterable[torch.Tensor], comm: Communicator, src: int 
 
 
 def share(named: Named, comm: Communicator, src: int = 0, cap_bytes: int = 25 * MIB) -> None:
-    """As `broadcast_all`, of tensors with names.
+    """Call `broadcast_all` on tensors with names.
 
     Raises:
         ValueError: One cannot be written to, since it is sparse or its elements share memory; names it.

@@ -1,4 +1,4 @@
-"""Gossip: each rank averages with its neighbours only, and all come to agree in time."""
+"""Gossip: each rank averages with its neighbours only, and all converge to the same values."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Gossip"]
 
 
 class Gossip(PeriodicAction):
-    """Mixes parameters with those of a few neighbours, by weights that keep the mean over all ranks.
+    """Gossip averaging: mix parameters with a few neighbours, by weights that keep the mean over all ranks.
 
-    No rank waits for all others. Each round takes ranks nearer to the mean, which itself stays (up to
-    rounding), and parameters that are equal already do not change. The method is of Lian et al.: Can
+    No rank waits for all others. Each round moves ranks towards the mean, which itself stays (up to
+    rounding); parameters that are equal already do not change. Method: Lian et al., Can
     decentralized algorithms outperform centralized algorithms? (D-PSGD, 2017), here mixing after the
-    optimizer's step; "exponential" is of Assran et al.: Stochastic gradient push (2019). Making one is
+    optimizer's step; "exponential": Assran et al., Stochastic gradient push (2019). Construction is
     collective over all ranks.
 
     Args:
-        model: A module, or its parameters. Integer parameters stay as they are.
-        comm: Whose ranks take part.
+        model: A module, or its parameters. Integer parameters stay unchanged.
+        comm: The ranks that take part.
         topology: "ring", "exponential" (one peer a round, at changing distances), "grid", "complete"; or
-            for each rank a list of the ranks that it takes from; or a function of the number of ranks and
+            for each rank a list of the ranks that it receives from; or a function of the number of ranks and
             of the round (from 0) that returns such lists, the same on every rank.
         every: 1, or an `every(...)`, or a function of the step's number (from 1).
         bucket_cap_mb: Size of a message in MiB.
@@ -37,7 +37,7 @@ class Gossip(PeriodicAction):
         ValueError: An unknown topology, or one that does not keep the mean or connect all ranks.
 
     Attributes:
-        rounds: How often it has mixed.
+        rounds: Number of rounds so far.
 
     Cost: a round sends and receives the parameters' bytes once for each neighbour. "complete" is an all_reduce.
 
@@ -74,11 +74,11 @@ class Gossip(PeriodicAction):
         super().__init__(model, comm, every, facts=facts)
 
     def mix(self) -> None:
-        """A round now, whatever the schedule says. All ranks call it."""
+        """Run a round now, regardless of the schedule. All ranks call it."""
         self._now()
 
     def average(self) -> None:
-        """Give every rank the mean of all: for the end of training. Collective."""
+        """Set the parameters of every rank to the mean of all, for the end of training. Collective."""
         with torch.no_grad():
             over_buckets(self._floating(), self._cap, lambda flat: self._comm.all_reduce(flat, "avg"))
 
@@ -87,7 +87,7 @@ class Gossip(PeriodicAction):
         return {**super().state_dict(), "rounds": self.rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Every rank loads the same counts."""
+        """Resume from the result of `state_dict`. Every rank loads the same counts."""
         super().load_state_dict(state)
         self.rounds = int(state["rounds"])
 

@@ -1,4 +1,4 @@
-"""Questions to the graph that autograd has recorded: when a backward pass comes to an output, and where it leads."""
+"""Queries of the recorded autograd graph: when a backward pass reaches an output, and where it leads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["adds_to_leaves", "watch_outputs"]
 
 
 def watch_outputs(returned: Any, came: Callable[[torch.Tensor], None]) -> None:
-    """Call `came` when a backward pass comes to what a model returned.
+    """Call `came` when a backward pass reaches an output of a model.
 
     Args:
         returned: A tensor, or a list, tuple, dict or dataclass of such.
@@ -34,12 +34,12 @@ def watch_outputs(returned: Any, came: Callable[[torch.Tensor], None]) -> None:
 
 
 def adds_to_leaves(parameters: frozenset[int]) -> bool:
-    """Whether the backward pass that runs, in a hook of a tensor, adds to a leaf's gradient from there.
+    """Return whether the backward pass that runs a tensor's hook adds to the gradient of a leaf below that tensor.
 
     `torch.autograd.grad` does not.
 
     Args:
-        parameters: The `id` of each parameter; the other leaves are of interest if none of these depends on the tensor.
+        parameters: The `id` of each parameter; the other leaves count if none of these depends on the tensor.
     """
     leaf = _leaf(torch._C._current_autograd_node(), parameters)
     return leaf is None or will_run(leaf)

@@ -1,4 +1,4 @@
-"""Local SGD: each rank trains on its own, and now and then all take the mean of their parameters."""
+"""Local SGD: ranks train independently, and periodically average their parameters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD(PeriodicAction):
-    """Averages parameters over ranks each n-th step, in the place of gradients at each step.
+    """Local SGD: average parameters over ranks every n-th step, instead of gradients at each step.
 
-    The method is of Stich: Local SGD converges fast and communicates little (2019). After an average
-    all ranks hold the same bits. Making one is collective, and so is each `step` that averages.
+    Method: Stich, Local SGD converges fast and communicates little (2019). After an average
+    all ranks hold the same bits. Construction is collective, and so is each `step` that averages.
 
     Args:
         model: A module, or its parameters; frozen ones are averaged too, so leave them out if they are many.
-            Integer ones stay as they are.
-        comm: Whose ranks average.
+            Integer ones stay unchanged.
+        comm: The ranks that average.
         every: 8, or `every(8, warmup=100)`, or a function of the step's number (from 1).
         buffers: Also average a module's floating-point buffers, such as the statistics of BatchNorm.
         average_state: Also average the state that the attached optimizer keeps for each parameter in
@@ -68,14 +68,14 @@ class LocalSGD(PeriodicAction):
         return super().step()
 
     def average(self) -> None:
-        """Average now, whatever the schedule says; for the end of training, for instance. Collective."""
+        """Average now, regardless of the schedule; for the end of training, for instance. Collective."""
         self._now()
 
     def _act(self) -> None:
         tensors = [t for t in self.tensors if _averages(t)]
         if self._average_state:
             state = self._state()
-            # Optimizers make their state at a parameter's first gradient, which may come on some ranks only.
+            # Optimizers create their state at a parameter's first gradient, which may arrive on some ranks only.
             agree(self._comm, "LocalSGD, state of the optimizer", described(state))
             tensors += [tensor for _, tensor in state]
         over_buckets(tensors, self._cap, lambda flat: self._comm.all_reduce(flat, "avg"))

@@ -1,4 +1,4 @@
-"""Numbers that are none: which rank had the first, and in which parameter, before averaging gives it to all."""
+"""NaN detection: the first rank and parameter with a NaN, before averaging spreads it to all ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _FIELDS = 3
 
 
 class NanGuard:
-    """Notices gradients that are NaN or infinite, as they come in backward, before any averaging.
+    """Detector of NaN or infinite gradients during backward, before any averaging.
 
-    Averaging spreads one rank's NaN to all of them, and then nobody can say whose it was. This one looks at each
-    gradient before it is added to `p.grad`, so it works with `GradientAverager`'s hooks, too. Making one is
-    collective, and so is `check`, to be called after `backward()`.
+    Averaging spreads one rank's NaN to all ranks, which hides its origin. The guard inspects each gradient before it
+    is added to `p.grad`, so it also works with `GradientAverager`'s hooks. Construction is collective, and so is
+    `check`; call it after `backward()`.
 
     Args:
         model: A module, or its parameters, or its named parameters.
-        comm: Whose ranks are compared.
+        comm: The ranks to compare.
 
     Cost: one pass over each gradient (about 0.3 ns a float32 on one core); `check` gathers 24 bytes a rank. Memory: 8
     bytes a parameter.
@@ -51,7 +51,7 @@ class NanGuard:
         agree(comm, "NanGuard", described(named))
         self._names = [name for name, _ in named]
         self._sizes = [tensor.numel() for _, tensor in named]
-        # In the order in which they have come: how many elements are not finite, in the worst of several passes.
+        # In order of arrival: the number of elements that are not finite, in the worst of several passes.
         self._seen: dict[int, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = [
             tensor.register_hook(partial(self._look, index)) for index, (_, tensor) in enumerate(named)
@@ -75,7 +75,7 @@ class NanGuard:
         _tell(self._comm, self._names, found, "the gradient of ")
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -85,8 +85,8 @@ def assert_finite(model: Model, comm: Communicator, *, buffers: bool = False) ->
 
     Args:
         model: A module, or its parameters, or its named parameters.
-        comm: Whose ranks are compared.
-        buffers: Also a module's buffers.
+        comm: The ranks to compare.
+        buffers: Also check a module's buffers.
 
     Raises:
         NotFiniteError: Names the first rank, and its first such parameter.
@@ -104,7 +104,7 @@ def assert_finite(model: Model, comm: Communicator, *, buffers: bool = False) ->
 
 
 def _count(tensor: torch.Tensor) -> torch.Tensor:
-    """How many elements are not finite, without waiting for a device that computes it."""
+    """Count the elements that are not finite, without synchronizing with the device."""
     values = tensor.detach()
     if values.layout != torch.strided:
         values = values.coalesce().values()

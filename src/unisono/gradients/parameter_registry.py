@@ -24,9 +24,9 @@ class ParameterRegistry:
     """The parameters of one averager.
 
     A hook belongs to a tensor's implementation, not to its name in the model. So a parameter that was replaced,
-    swapped or added is not averaged, and no hook of a tensor can tell. What modules hold is compared with what they
-    held: before each forward of the model, before a forward of one of its modules that is called by itself, and by
-    `check`.
+    swapped or added is not averaged, and no tensor hook can detect that. The current parameters of the modules are
+    compared with the registered ones: before each forward of the model, before a forward of one of its modules that is
+    called separately, and by `check`.
 
     Args:
         model: The module; None for parameters without one.
@@ -34,10 +34,10 @@ class ParameterRegistry:
         report: Called with the problem that `check` is about to raise.
 
     Raises:
-        ValueError: One takes no hooks, or has those of another averager: two would take each other's gradients.
+        ValueError: A parameter accepts no hooks, or has another averager's: two would take each other's gradients.
 
     Attributes:
-        names, parameters, ids: Of the parameters, in their order; `ids` are those of Python.
+        names, parameters, ids: Names, tensors and Python `id`s of the parameters, in order.
         hooked: Whether there are any hooks.
 
     Example:
@@ -113,7 +113,7 @@ class ParameterRegistry:
     def watch_gradients(self, before: Callable[[torch.Tensor], None]) -> None:
         """Call `before` before p.grad of a parameter is added to.
 
-        Also of one that is frozen, which may not stay so: torch takes no hook while it is.
+        Includes frozen parameters, which may be unfrozen later: torch accepts no hook until then.
         """
         self.hooked = True
         for parameter in self.parameters:
@@ -139,7 +139,7 @@ class ParameterRegistry:
             return
 
         def start(*_: Any) -> None:
-            # Hooks of the modules would take longer than a look at all of them here.
+            # Module hooks would take longer than this check of all modules.
             for table, number, _hook in self._paused:
                 table.pop(number, None)
             self.check()
@@ -165,7 +165,7 @@ class ParameterRegistry:
                 self._paused.append((module._forward_pre_hooks, handle.id, hook))
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self.hooked = False
         self._paused.clear()
         for handle in self._handles:
@@ -201,7 +201,7 @@ def _check_hookable(named: Named) -> None:
 
 
 def _in_functional_call() -> bool:
-    """Whether `torch.func.functional_call` has put other tensors into the model for the time being."""
+    """Return whether `torch.func.functional_call` has temporarily put other tensors into the model."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == stateless.__file__:

@@ -1,4 +1,4 @@
-"""What is done every so many steps with a model's parameters: when, on which tensors, and with a channel of its own."""
+"""Periodic actions on a model's parameters: their schedule, their tensors, and a communicator of their own."""
 
 from __future__ import annotations
 
@@ -79,22 +79,22 @@ def every(n: int, *, warmup: int = 0) -> PeriodicSchedule:
 
 
 class PeriodicAction(ABC):
-    """Counts steps, and acts on the parameters when a schedule says so. Making one is collective.
+    """Step counter that acts on the parameters according to a schedule. Construction is collective.
 
-    Its messages go through a communicator of its own (`dup`), so that they never meet the caller's.
+    It sends messages over a communicator of its own (`dup`), so that they never match the caller's.
 
     Args:
         model: A module, or its parameters, with or without names.
-        comm: Whose ranks take part; all have the same parameters, but for their values.
-        every: Each so many steps, an `every(...)`, or a function of the step's number.
-        buffers: Whether a module's buffers belong to it.
-        facts: What else must be the same on all ranks.
+        comm: The ranks that take part; all have the same parameters, except for their values.
+        every: A number of steps, an `every(...)`, or a function of the step's number.
+        buffers: Whether to include a module's buffers.
+        facts: Other values that must be the same on all ranks.
 
     Raises:
         MismatchError: Names, shapes, dtypes or arguments differ between ranks; on every rank.
 
     Attributes:
-        steps: How many steps have been counted.
+        steps: Number of steps counted so far.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class PeriodicAction(ABC):
 
     @property
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors with their names, as they are now: a module may have put others into their places."""
+        """The current tensors with their names: a module may have replaced some."""
         return named_tensors(self._model, buffers=self._buffers)
 
     @property
@@ -128,7 +128,7 @@ class PeriodicAction(ABC):
 
     @abstractmethod
     def _act(self) -> None:
-        """What is done when it is time. Collective, under `no_grad`."""
+        """Run the action of a due step. Collective, under `no_grad`."""
 
     def step(self) -> bool:
         """Call it after each `optimizer.step()`. Whether it was time, and something was done."""
@@ -153,15 +153,15 @@ class PeriodicAction(ABC):
         return self._hook
 
     def state_dict(self) -> dict[str, Any]:
-        """What it needs to go on later. As in a module's, tensors are not copied."""
+        """State from which to resume. As in a module's state, tensors are not copied."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Every rank loads the same."""
+        """Resume from the result of `state_dict`. Every rank loads the same."""
         self.steps = int(state["steps"])
 
     def close(self) -> None:
-        """Let go of the communicator and the optimizer. Every rank calls it; again is harmless."""
+        """Release the communicator and the optimizer. Every rank calls it. Idempotent."""
         self._detach()
         self._comm.close()
 
@@ -211,12 +211,12 @@ def named_tensors(model: Model, *, buffers: bool = False) -> list[tuple[str, tor
 
 
 def described(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
-    """What must be alike of tensors that are to be averaged or compared."""
+    """Properties that must match between ranks for tensors to be averaged or compared."""
     return [(name, f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device.type}") for name, t in named]
 
 
 def dedicated_comm(comm: Communicator, who: str, facts: Facts) -> Communicator:
-    """A second communicator of the same ranks, if they give the same facts; see `agree`. Collective."""
+    """Create a second communicator of the same ranks, if they pass the same facts; see `agree`. Collective."""
     line = comm.dup()
     try:
         agree(line, who, facts)
@@ -227,7 +227,7 @@ def dedicated_comm(comm: Communicator, who: str, facts: Facts) -> Communicator:
 
 
 def agree(comm: Communicator, who: str, facts: Facts) -> None:
-    """Raise `MismatchError` on every rank unless all give the same facts, in the same order. Collective.
+    """Raise `MismatchError` on every rank unless all pass the same facts, in the same order. Collective.
 
     Cost: one exchange of 16 bytes, however many facts there are.
 

@@ -1,4 +1,4 @@
-"""When buckets are reduced, in which order, and how: plainly, or by a codec that sends less."""
+"""Reduction of buckets: its time, its order, and its method, plain or by a codec that sends less."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Reducer", "codec_for"]
 
 
 def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | None:
-    """What users say for a codec, made into one."""
+    """Return the codec that a user's argument stands for."""
     if compression is None:
         return None
     from unisono import compression as codecs
@@ -33,26 +33,26 @@ def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | 
 
 
 class Reducer:
-    """Reduces each bucket as soon as it and all before it are full, so the order is the same on all ranks.
+    """Reducer that starts each bucket as soon as it and all before it are full: the same order on all ranks.
 
-    The last one waits for the end of the pass: by then its rank knows what it has to tell the others. Where the calling
-    thread would have to reduce them, all do, and the sum is divided, which is more exact and touches less memory. Where
-    the backend goes on by itself, contributions are divided on their way into the bucket.
+    The last bucket waits for the end of the pass: its rank then knows the flags to send. Where the calling thread would
+    have to do the reduction, all buckets wait, and the sum is divided, which is more exact and touches less memory.
+    Where the backend progresses by itself, contributions are divided while they are copied into the bucket.
 
     Args:
         named: All parameters, with their names.
         comm: Used for nothing else at the same time.
-        codec: Spawned for each bucket of real numbers; None reduces the gradients as they are.
-        sizes: Most bytes of a bucket, and of the first one if that is another number.
-        weights: Asked before the first bucket of a step what to multiply this rank's gradients by.
-        saved: What p.grad held before the pass: it is added to what came, and removed there.
-        reconnect: Returns another communicator where a failed pass has aborted the old one. Collective.
+        codec: Cloned for each bucket of real numbers; None reduces the gradients uncompressed.
+        sizes: Maximum bytes of a bucket, and of the first one if that differs.
+        weights: Queried before the first bucket of a step for the factor of this rank's gradients.
+        saved: p.grad from before the pass: it is added to the new gradients, and removed there.
+        reconnect: Returns another communicator after a failed pass has aborted the old one. Collective.
 
     Attributes:
-        background: Whether a bucket travels while others fill.
-        buckets: In their order.
-        where: For each parameter that has a bucket, which one, and its place there.
-        asked: Whether any rank said in this step that it has something to ask.
+        background: Whether a bucket is sent while others fill.
+        buckets: The buckets, in order.
+        where: For each parameter that has a bucket, the bucket and its slot there.
+        asked: Whether any rank made a request in this step.
         uneven: Whether some rank lacked a gradient in this step.
     """
 
@@ -91,7 +91,7 @@ class Reducer:
             self.where.update((index, (bucket, slot)) for slot, index in enumerate(indices))
 
     def rearrange(self, seen: Sequence[int]) -> None:
-        """Recreate the buckets, in the order in which gradients were first seen to come. Collective."""
+        """Recreate the buckets, in the order in which gradients first arrived. Collective."""
         known = list(self.where)
         first = [i for i in seen if i in self.where]
         order = [*first, *(i for i in known if i not in set(first))]
@@ -105,21 +105,21 @@ class Reducer:
         self.where.clear()
 
     def _scale(self, dtype: torch.dtype) -> float:
-        """What each contribution is multiplied by on its way into a bucket of this dtype."""
+        """Factor applied to each contribution as it is copied into a bucket of this dtype."""
         # An average of halves divides them first, to which a power of two is exact: then it is cheaper here.
         first = dtype in HALVES and self._codec is None and self._comm.size.bit_count() == 1
         return 1 / self._comm.size if self.background or first else 1.0
 
     def _memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What the backend reduces best. Collective."""
+        """Allocate memory that the backend reduces fastest. Collective."""
         if device.type == "cpu":
-            # Where a failed pass has aborted it, plain memory serves until another one takes its place.
+            # If a failed pass has aborted the communicator, use plain memory until it is replaced.
             with suppress(AbortedError):
                 return self._comm.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
     def holding(self, grad: torch.Tensor) -> Bucket | None:
-        """The bucket in whose memory a gradient lies, if any."""
+        """The bucket that stores a gradient in its memory, if any."""
         return next((bucket for bucket in self.buckets if bucket.holds(grad)), None)
 
     def codec_of(self, bucket: Bucket) -> Codec | None:
@@ -134,11 +134,11 @@ class Reducer:
     # -- a pass ---------------------------------------------------------------------------------
     @property
     def first_work(self) -> Work | None:
-        """The reduction of the first bucket, if it is under way."""
+        """The reduction of the first bucket, if it is in progress."""
         return self.buckets[0].work if self.buckets else None
 
     def advance(self) -> None:
-        """Start the buckets whose turn it is, the full ones but for the last; none where it would hold up the pass."""
+        """Start the due buckets: the full ones except the last; none where that would block the pass."""
         if not self.background or self._halted:
             return
         with torch.no_grad():
@@ -146,19 +146,19 @@ class Reducer:
                 while self._next < len(self.buckets) - 1 and 0 not in self.buckets[self._next].inside:
                     self._start()
             except AbortedError:
-                # The end of the pass sees to it, unless this rank's pass fails by itself before.
+                # The end of the pass handles it, unless this rank's pass fails by itself before.
                 self._halted = True
 
     def finish(self, came: Set[int], first: int = 0, *, asks: bool = False) -> None:
-        """Start what is left and wait for all; the means are given out.
+        """Start the remaining buckets, wait for all, and assign the means to p.grad.
 
-        Where another rank's pass has failed, and nothing of this one's was used yet, it is done again with that rank's
-        next pass.
+        If another rank's pass has failed, and no mean of this pass was used yet, the reduction is repeated with that
+        rank's next pass.
 
         Args:
-            came: Indices of parameters whose gradients have come and may be in no bucket yet.
+            came: Indices of the parameters with a gradient that may be in no bucket yet.
             first: The first bucket to wait for.
-            asks: Whether this rank has something to ask of all ranks.
+            asks: Whether this rank has a request to all ranks.
         """
         while True:
             try:
@@ -270,7 +270,7 @@ class Reducer:
             raise aborted from error
 
     def _give_up(self, bucket: Bucket) -> None:
-        """Wait for what is under way, whatever comes of it, so that the memory can be used again."""
+        """Wait for a bucket's pending reduction, ignoring its result, so that the memory can be reused."""
         # The caller that started it gets an error already.
         with suppress(CommError):
             self._wait(bucket)

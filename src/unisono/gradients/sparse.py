@@ -18,27 +18,27 @@ _NONE, _DENSE = -1, -2
 
 
 def sparse_parameters(model: torch.nn.Module) -> set[int]:
-    """The `id` of each parameter whose gradient is going to be sparse."""
+    """The `id` of each parameter that will have a sparse gradient."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {id(m.weight) for m in model.modules() if isinstance(m, kinds) and m.sparse}
 
 
 def average_sparse(named: Named, comm: Communicator, weights: Weights, lacking: Sequence[str] | None = None) -> None:
-    """Replace each `p.grad` by the mean over all ranks; a rank without one takes part with no rows.
+    """Replace each `p.grad` by the mean over all ranks; a rank without a gradient contributes no rows.
 
-    One that is dense on some rank, as where a dense layer shares the parameter, becomes dense on all.
+    A gradient that is dense on some rank, as where a dense layer shares the parameter, becomes dense on all.
 
     Args:
         named: The parameters, with their names.
-        comm: Of the ranks that average.
-        weights: Of this step.
+        comm: The ranks that average.
+        weights: Weights of this step.
         lacking: Names of parameters that got no gradient here; None if ranks may differ in that.
 
     Raises:
         MismatchError: A rank lacks a gradient that others have.
 
-    Cost: one all_gather of the numbers of rows, and for each gradient one of its rows and one of their places; a rank
-    receives all ranks' rows. One all_reduce for each that is dense.
+    Cost: one all_gather of the numbers of rows, and for each gradient one of its rows and one of their indices; a
+    rank receives all ranks' rows. One all_reduce for each dense gradient.
     """
     factor = weights.factor / comm.size
     parameters = [parameter for _, parameter in named]
@@ -57,7 +57,7 @@ def average_sparse(named: Named, comm: Communicator, weights: Weights, lacking: 
 
 
 def _rows(grad: torch.Tensor | None) -> int:
-    """Number of rows that travel, or a word for what has none."""
+    """Number of rows to send, or a constant for a gradient without rows."""
     if grad is None:
         return _NONE
     return int(grad.indices().shape[1]) if grad.is_sparse else _DENSE

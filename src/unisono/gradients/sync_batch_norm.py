@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics are those of all ranks' batches together; on the CPU too."""
+"""BatchNorm with statistics over the batches of all ranks; on the CPU too."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
 
 class SyncBatchNorm(_BatchNorm):
-    """As `torch.nn.BatchNorm1d`, `2d` and `3d`, as if one rank had the batches of all. Making one is collective.
+    """`torch.nn.BatchNorm1d`, `2d` and `3d`, as if one rank had all batches. Construction is collective.
 
-    Batches may differ in length, and some may be empty. While it trains, forward and backward are
-    collective: each rank that goes forward goes backward too. Gradients of weight and bias are each
-    rank's own, for gradient averaging to average, as all others. In evaluation it is as torch's.
+    Batches may differ in length, and some may be empty. In training mode, forward and backward are
+    collective: each rank that runs forward also runs backward. Gradients of weight and bias are local to
+    each rank; gradient averaging averages them as all others. In evaluation mode it behaves as torch's.
 
     Args:
         num_features: Channels: input is (N, C) or (N, C, ...), of any floating-point dtype.
-        comm: Whose ranks share statistics. It makes a communicator of its own from it.
-        eps, momentum, affine, track_running_stats, device, dtype: As of `torch.nn.BatchNorm1d`.
+        comm: The ranks that share statistics. The layer duplicates it for its own use.
+        eps, momentum, affine, track_running_stats, device, dtype: As in `torch.nn.BatchNorm1d`.
         dup: False uses `comm` itself, for several layers on one communicator that is used for nothing else.
-        more: What else this version of torch's BatchNorm takes.
+        more: Other arguments of this version of torch's BatchNorm.
 
     Raises:
-        ValueError: An input without channels, or with another number of them; one value a channel on all
+        ValueError: An input without channels, or with another number of them; a single value a channel on all
             ranks together, which has no variance.
-        MismatchError: Ranks made layers of different kinds.
+        MismatchError: Ranks created layers of different kinds.
 
     Cost: forward one all_gather of 2C + 1 numbers of 8 bytes, backward one all_reduce of 2C.
 
@@ -83,7 +83,7 @@ class SyncBatchNorm(_BatchNorm):
         return cast(torch.Tensor, output)
 
     def close(self) -> None:
-        """Let go of the communicator; converted layers share one. The original's `close` does it too."""
+        """Release the communicator; converted layers share one. The original's `close` releases it too."""
         self._line.comm.close()
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -175,11 +175,11 @@ def _dims(input: torch.Tensor) -> list[int]:
 
 
 def _statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Values a channel on all ranks, and for each channel their mean and (biased) variance in float64.
+    """Number of values a channel on all ranks, and for each channel their mean and (biased) variance in float64.
 
-    Means and sums of squared deviations are put together, not sums and sums of squares, whose
-    difference loses digits (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute the
-    same from the same numbers, so they agree bit for bit.
+    Combines means and sums of squared deviations, not sums and sums of squares, because the
+    difference of the latter loses digits (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute
+    the same from the same numbers, so they agree bit for bit.
     """
     channels = input.shape[1]
     count = input.numel() // channels if channels else 0
@@ -247,5 +247,5 @@ def _standard(input: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> t
 
 
 def _shaped(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """One number a channel, to be used with (N, C, ...)."""
+    """View of one number a channel that broadcasts with (N, C, ...)."""
     return channels.to(like.dtype).view(-1, *[1] * (like.dim() - 2))

@@ -1,4 +1,4 @@
-"""Who exchanges with whom in gossip, and with which weights, so that mixing keeps the mean."""
+"""Topologies of gossip: the neighbours of each rank, and mixing weights that keep the mean."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import isqrt
 __all__ = ["TOPOLOGIES", "Neighbours", "Topology", "complete", "exponential", "grid", "mixing", "ring", "topology"]
 
 Neighbours = Sequence[Sequence[int]]
-"""For each rank, the other ranks that it takes from."""
+"""For each rank, the other ranks that it receives from."""
 
 Topology = Callable[[int, int], Neighbours]
 """Neighbours from the number of ranks and the number of the round, which counts from 0."""
@@ -43,7 +43,7 @@ def exponential(size: int, round: int = 0) -> list[list[int]]:
 
 
 def complete(size: int, round: int = 0) -> list[list[int]]:
-    """Everybody with everybody.
+    """All-to-all topology: every rank is a neighbour of every other.
 
     Example:
         >>> complete(3)
@@ -94,9 +94,9 @@ def topology(given: str | Neighbours | Topology, size: int) -> Topology:
 def mixing(neighbours: Neighbours, size: int) -> list[dict[int, float]]:
     """For each rank, the weight of each rank that it mixes, itself included: a doubly stochastic matrix.
 
-    Where neighbours take from each other, the weights are Metropolis' and Hastings': 1 / (1 + the larger
-    number of neighbours of the two). Where they do not, each rank must give to as many as it takes from,
-    and all links weigh 1 / (1 + the largest number of neighbours). What is left is a rank's own weight.
+    Where neighbours receive from each other, the weights are Metropolis-Hastings: 1 / (1 + the larger
+    number of neighbours of the two). Where they do not, each rank must send to as many as it receives from,
+    and all links weigh 1 / (1 + the largest number of neighbours). The remainder is a rank's own weight.
 
     Raises:
         ValueError: Not one list a rank, a neighbour that is no other rank, or weights that would not keep the mean.
@@ -140,7 +140,7 @@ def _check(neighbours: Neighbours, size: int) -> None:
 
 
 def _reached(neighbours: Neighbours) -> set[int]:
-    """Whom rank 0's parameters get to, sooner or later. As each gives as it takes, the way back exists too."""
+    """Ranks that rank 0's parameters reach eventually. In- and out-degrees are equal, so a path back exists too."""
     reached: set[int] = {0}
     while True:
         more = {rank for rank, taken in enumerate(neighbours) if reached & set(taken)} - reached

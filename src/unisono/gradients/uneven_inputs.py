@@ -17,15 +17,15 @@ __all__ = ["joined"]
 def joined(
     tensors: Sequence[torch.Tensor], weights: Weights, shadow: Callable[[], None], steps: list[int]
 ) -> Iterator[None]:
-    """Inside, ranks may make different numbers of steps; who is through makes the others' with nothing of its own.
+    """Context in which ranks may make different numbers of steps; a rank without data shadows the others' steps.
 
     The idea is that of torch's `Join` (Yu, "Distributed training with uneven inputs", 2021).
 
     Args:
-        tensors: What all ranks have of one that was last, at the end.
-        weights: Told that ranks may differ; its communicator, whichever it is by then, gives them that.
-        shadow: Takes part in one step of the others'; raises `AllRanksDone` if there was none.
-        steps: Its last entry is how many steps this rank has made.
+        tensors: Set on all ranks, at the end, to those of a rank that finished last.
+        weights: Notified that ranks may differ; its communicator at the end broadcasts the tensors.
+        shadow: Takes part in one step of the other ranks; raises `AllRanksDone` if there was none.
+        steps: Its last entry is the number of steps that this rank has made.
     """
     before = steps[-1]
     weights.joining = weights.uneven = True

@@ -1,4 +1,4 @@
-"""What each rank's gradient counts for in one step."""
+"""Weights of the ranks' gradients in one step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class AllRanksDone(Exception):
 
 
 class Weights:
-    """Turns what ranks say of a step into the factors of a mean, or of a sum.
+    """Converter of the ranks' weights for a step into the factors of a mean, or of a sum.
 
     Attributes:
-        comm: Over which they say it.
-        joining: Whether ranks may have run out of data, so that they have to ask each other.
+        comm: Communicator for the exchange.
+        joining: Whether ranks may have run out of data, so that they have to query each other.
         uneven: Whether ranks have to agree on the factors of this step; if not, `factor` holds.
         here: Whether this rank still has data.
-        active: How many ranks take part in this step.
-        factor: What this rank's gradient is multiplied by before the mean over all ranks is taken.
+        active: Number of ranks that take part in this step.
+        factor: Factor of this rank's gradient, applied before the mean over all ranks.
     """
 
     def __init__(self, comm: Communicator, total: bool = False) -> None:
@@ -35,7 +35,7 @@ class Weights:
         self.forget()
 
     def attach(self, comm: Communicator) -> None:
-        """Say it over this communicator from now on."""
+        """Use this communicator for the exchange from now on."""
         self.comm, self._size = comm, comm.size
 
     def say(self, n_samples: float) -> None:

@@ -1,4 +1,4 @@
-"""Formats that checkpoints can be converted from and to. Another one is one more file, found by its name."""
+"""Formats that checkpoints can be converted from and to. A new format is one more file, found by its name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["FORMATS", "Format"]
 
 
 class Format(Protocol):
-    """What such a file offers."""
+    """Interface of a file format module."""
 
     def recognises(self, path: Path) -> bool:
-        """Whether there is one of this format at that path."""
+        """Return whether a checkpoint of this format exists at the path."""
         ...
 
     def suits(self, path: Path) -> bool:
-        """Whether a name to be written asks for this format."""
+        """Return whether the name of an output path implies this format."""
         ...
 
     def read(self, path: Path, trusted: bool) -> Any:

@@ -23,7 +23,7 @@ _STRANGE = "its .metadata names {}, which does not belong there"
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Of an enumeration: so older Pythons than 3.11.4 refer to it, by getattr."""
+    """Member of an enumeration. Python before 3.11.4 pickles it as a call of getattr."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__):
         raise FormatError(_STRANGE.format(f"{name!r} of {kind!r}"))
     return kind[name]
@@ -66,12 +66,12 @@ def suits(path: Path) -> bool:
 
 
 def write(path: Path, state: Any) -> None:
-    """As `torch.distributed.checkpoint.save` does from one process. Keys of dicts become strings there."""
+    """Write as one process of `torch.distributed.checkpoint.save` does. It turns keys of dicts into strings."""
     dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
 def read(path: Path, trusted: bool) -> Any:
-    """The state, put together from all ranks' files. Pickled values in it need trust if torch's allow-list lacks them.
+    """The state, assembled from all ranks' files. Pickled values in it need trust if torch's allow-list lacks them.
 
     Raises:
         FormatError: The metadata names something that does not belong there.

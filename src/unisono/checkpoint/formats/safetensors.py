@@ -29,7 +29,7 @@ def read(path: Path, trusted: bool) -> Any:
 
 
 def write(path: Path, state: Any) -> None:
-    """Every tensor of the state by its path, `model.weight`. What is no tensor is left out."""
+    """Write every tensor of the state by its path, such as `model.weight`. Other values are left out."""
     tensors: dict[str, torch.Tensor] = {}
     _collect(state, "", tensors)
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})

@@ -22,10 +22,10 @@ def suits(path: Path) -> bool:
 
 
 def read(path: Path, trusted: bool) -> Any:
-    """What was saved. Unless it is trusted, by `weights_only=True`, whose unpickler has had holes, too."""
+    """Read a saved state. Untrusted files are read with `weights_only=True`; its unpickler has had holes, too."""
     return torch.load(path, map_location="cpu", weights_only=not trusted)
 
 
 def write(path: Path, state: Any) -> None:
-    """As `torch.save` does."""
+    """Write as `torch.save` does."""
     torch.save(state, path)

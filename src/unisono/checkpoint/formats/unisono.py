@@ -29,5 +29,5 @@ def read(path: Path, trusted: bool) -> Any:
 
 
 def write(path: Path, state: Any) -> None:
-    """As one rank saves."""
+    """Write as `save` does on one rank."""
     save(path, state)

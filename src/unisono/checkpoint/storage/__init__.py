@@ -13,7 +13,7 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
 
 def storage_at(path: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage for a path, a URL, or a storage of your own, which is returned as it is.
+    """The storage for a path, a URL, or a storage of your own, which is returned unchanged.
 
     Example:
         >>> storage_at("/tmp/run-7").name

@@ -109,7 +109,7 @@ class FsspecSource:
         into[:] = self.view(start, start + len(into))
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Nothing to do: a view is read at once."""
+        """Do nothing: a view is read immediately."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""

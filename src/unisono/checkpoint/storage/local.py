@@ -21,10 +21,10 @@ _NEW = ".new"
 
 
 class LocalStorage:
-    """A `Storage` that is a directory, of this host or mounted from another one.
+    """A `Storage` in a directory, local or mounted from another host.
 
     Args:
-        path: The directory; it need not be there.
+        path: The directory; it need not exist.
     """
 
     kept = True
@@ -40,7 +40,7 @@ class LocalStorage:
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
             _sync_directory(path.parent)
-        # It may be there, and not be durable: whoever made it may have crashed before.
+        # It may exist without being durable: its creator may have crashed before.
         _sync_directory(self._root.parent)
 
     def create(self, name: str) -> LocalSink:
@@ -187,7 +187,7 @@ class LocalSource:
             os.close(fd)
 
     def __del__(self) -> None:
-        # Whoever opens an archive for one tensor may not close it.
+        # A caller that opens an archive for one tensor may not close it.
         self.close()
 
 

@@ -1,4 +1,4 @@
-"""What a place for checkpoints must be able to do. Another kind of storage is one more file beside this one."""
+"""Interface of a checkpoint storage. Each kind of storage is one more file beside this one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sink(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Let go of it after a failure; the file may stay, or not. Raises nothing."""
+        """Close the file after a failure; it may stay, or not. Raises nothing."""
         ...
 
 
@@ -29,8 +29,8 @@ class Source(Protocol):
     Attributes:
         size: In bytes.
 
-    Where the storage says `kept`, it may have an `identity` too: integers that are equal in two processes of a host if
-    both read the same file from the same memory. Then it is enough that one of them checks what both read.
+    If the storage sets `kept`, it may have an `identity` too: integers that are equal in two processes of a host if
+    both read the same file from the same memory. One of them then suffices to check what both read.
     """
 
     size: int
@@ -44,7 +44,7 @@ class Source(Protocol):
         ...
 
     def view(self, start: int, stop: int) -> memoryview:
-        """These bytes, without a copy where that can be; what is written there does not get into the file.
+        """View of these bytes, without a copy where possible; writes to it do not reach the file.
 
         Raises:
             OSError: As `read`.
@@ -52,11 +52,11 @@ class Source(Protocol):
         ...
 
     def prefetch(self, start: int, stop: int) -> None:
-        """These bytes are wanted soon; does not wait for them."""
+        """Start reading these bytes ahead; does not wait for them."""
         ...
 
     def close(self) -> None:
-        """No more is wanted. Views stay."""
+        """Close the file. Views stay valid."""
         ...
 
 
@@ -64,50 +64,50 @@ class Storage(Protocol):
     """One directory. Names in it are plain: no separators. Errors are `OSError`.
 
     Attributes:
-        where: The directory, as messages call it and as `storage_at` takes it.
+        where: The directory, as in messages and as `storage_at` accepts it.
         name: Its last part.
 
-    A storage may say `kept = True`: what one process has read of a file, this host's memory keeps for a while, for all
-    its processes, as it does for file systems. Then ranks read all that they want, one after another, instead of
-    telling each other.
+    A storage may set `kept = True`: this host's memory caches bytes that one process has read for a while, for all
+    its processes, as it does for file systems. Ranks then each read all bytes that they need, one after another,
+    instead of sending them to each other.
     """
 
     where: str
     name: str
 
     def make(self) -> None:
-        """Make the directory, unless it is there, and those above it; durably."""
+        """Create the directory and its parents durably, unless they exist."""
         ...
 
     def create(self, name: str) -> Sink:
-        """Begin a file that is not there yet."""
+        """Create a file that does not exist yet."""
         ...
 
     def publish(self, name: str, data: bytes) -> None:
-        """Put a file in the place of one that may be there: at any instant the old one is there, or the new one.
+        """Replace a file atomically: at any instant either the old one or the new one exists.
 
-        Returns when the new one would survive a loss of power, and with it every file finished before.
+        Returns when the new file, and every file finished before, would survive a loss of power.
         """
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Every regular file, and its bytes. Empty if there is no such directory; links are no files."""
+        """Size in bytes of every regular file; links do not count. Empty if there is no such directory."""
         ...
 
     def open(self, name: str) -> Source:
-        """Begin to read a regular file."""
+        """Open a regular file for reading."""
         ...
 
     def remove(self, *names: str) -> None:
-        """Take files away, those that are there."""
+        """Remove those of the files that exist."""
         ...
 
     def discard(self) -> None:
-        """Take the directory away if it is empty."""
+        """Remove the directory if it is empty."""
         ...
 
     def child(self, name: str) -> Storage:
-        """A directory in this one, whether it is there or not."""
+        """A directory in this one, whether it exists or not."""
         ...
 
     def parent(self) -> Storage:

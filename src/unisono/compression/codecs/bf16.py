@@ -13,7 +13,7 @@ __all__ = ["CODEC", "Bf16"]
 
 @dataclass(repr=False, eq=False)
 class Bf16(HalfPrecision):
-    """Sends bfloat16. Half of float32's bytes; 8 bits of precision over all of float32's range.
+    """Codec that sends bfloat16. Half of float32's bytes; 8 bits of precision over all of float32's range.
 
     NaN and infinities stay what they are, in that place on every rank.
 

@@ -20,14 +20,14 @@ __all__ = ["CODEC", "ErrorFeedback"]
 
 
 class ErrorFeedback(Codec):
-    """Another codec, given what it lost before on top of each contribution.
+    """Wrapper of a codec that adds its earlier losses to each contribution.
 
     The sum of all averages then stays near the sum of all means, however lossy the codec is. Each rank holds one
     more bucket, its residual: float32, for float64 buckets float64. Where the result is not finite the residual
-    starts anew, so that one bad step does not spoil all later ones. `kept` may hold earlier losses too.
+    is reset, so that one bad step does not spoil all later ones. `kept` may include earlier losses.
 
     Args:
-        codec: A codec, a class or function that makes one, or a name.
+        codec: A codec, a class or function that returns a codec, or a name.
 
     Example:
         >>> def program(comm):

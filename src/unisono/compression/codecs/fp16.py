@@ -13,7 +13,7 @@ __all__ = ["CODEC", "Fp16"]
 
 @dataclass(repr=False, eq=False)
 class Fp16(HalfPrecision):
-    """Sends float16. Half of float32's bytes; 11 bits of precision for magnitudes from 6e-5 to 65504.
+    """Codec that sends float16. Half of float32's bytes; 11 bits of precision for magnitudes from 6e-5 to 65504.
 
     A contribution is divided by p before it is rounded. Beyond 65504 p it becomes infinite, as NaN and
     infinities stay what they are, in that place on every rank; bf16 has float32's range.

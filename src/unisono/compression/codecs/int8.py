@@ -17,7 +17,7 @@ _TINY = 2.0**-149
 
 @dataclass(repr=False, eq=False)
 class Int8(TwoStage):
-    """Sends a byte for each number and a float32 for each block, which is its largest magnitude over 127.
+    """Codec that sends a byte for each number, and for each block a float32: its largest magnitude over 127.
 
     A block that has a NaN or an infinity (in float64: anything beyond float32's range) becomes non-finite as
     a whole, on every rank.
@@ -36,7 +36,7 @@ class Int8(TwoStage):
 
     name = "int8"
     block: int = 1024
-    # So that scales lie where float32 numbers may lie.
+    # Aligns scales as float32 numbers require.
     multiple: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Int8(TwoStage):
         count, blocks, length = pieces.shape
         high, low = pieces.amax(-1, keepdim=True), pieces.amin(-1, keepdim=True)
         scales = torch.maximum(high, low.neg_()).div_(_STEPS).float()
-        # A scale that has underflowed stands for zeros. To multiply by 1 / scale could overflow.
+        # An underflowed scale means zeros. Multiplying by 1 / scale could overflow.
         steps = pieces.div_(scales.masked_fill(scales == 0, torch.inf)).round_().clamp_(-_STEPS, _STEPS)
         coded = torch.empty(count, self.piece_bytes(blocks, length), dtype=torch.uint8, device=pieces.device)
         coded[:, : 4 * blocks] = scales.view(count, blocks).view(torch.uint8)

@@ -20,10 +20,10 @@ __all__ = ["CODEC", "Onebit"]
 
 @dataclass(repr=False, eq=False)
 class Onebit(TwoStage):
-    """Sends the sign of each number, and for each block one float32: the mean of its magnitudes.
+    """Codec that sends the sign of each number, and for each block one float32: the mean of its magnitudes.
 
-    Loses much at once, so use `error_feedback(onebit())`. Zero counts as positive, except in a block of
-    nothing but zeros. A block with a NaN or an infinity (in float64: anything beyond float32's range) becomes
+    A single average loses much, so use `error_feedback(onebit())`. Zero counts as positive, except in a block of
+    only zeros. A block with a NaN or an infinity (in float64: anything beyond float32's range) becomes
     non-finite as a whole, on every rank.
 
     Args:
@@ -40,7 +40,7 @@ class Onebit(TwoStage):
 
     name = "onebit"
     block: int = 1024
-    # So that bits fill bytes, and magnitudes lie where float32 numbers may lie.
+    # So that bits fill bytes, and magnitudes are aligned as float32 numbers.
     multiple: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Onebit(TwoStage):
         magnitudes = pieces.abs_()
         sums = magnitudes.sum(-1, keepdim=True)
         if not bool(sums.isfinite().all()):
-            # A sum may overflow where the mean does not; to sum in float64 at once takes three times as long.
+            # A sum may overflow where the mean does not; always summing in float64 takes three times as long.
             sums = magnitudes.sum(-1, keepdim=True, dtype=torch.float64)
         scales = (sums / counts).float()
         coded = torch.empty(count, self.piece_bytes(blocks, length), dtype=torch.uint8, device=pieces.device)

@@ -21,21 +21,21 @@ __all__ = ["CODEC", "Powersgd"]
 
 @dataclass(repr=False, eq=False)
 class Powersgd(Codec):
-    """Sends two factors of each matrix: M is about P Qᵗ, with as many columns in P and Q as `rank` says.
+    """Codec that sends two factors of each matrix: M is about P Qᵗ, with `rank` columns in P and Q.
 
     A parameter's first dimension makes the rows, all others the columns. Parameters of fewer than two
-    dimensions, and those that two factors would not make smaller, are sent as they are. Each step starts from
-    the last one's Q, so that steps together do a power iteration. Use `error_feedback(powersgd())`. A NaN or
+    dimensions, and those that two factors would not make smaller, are sent uncompressed. Each step starts from
+    the previous step's Q, so that steps together do a power iteration. Use `error_feedback(powersgd())`. A NaN or
     an infinity makes its whole parameter NaN, on every rank; the next step starts it from new random columns.
 
-    That all ranks hold the same bits takes the same linear algebra on all: the same torch and kind of processor.
+    Bitwise equality of ranks requires the same linear algebra on all: the same torch and kind of processor.
 
-    Cost: two all_reduces, in float32 (for float64 buckets float64): of what is sent as it is and all P, and
+    Cost: two all_reduces, in float32 (for float64 buckets float64): of all uncompressed parameters and all P, and
     of all Q.
 
     Args:
         rank: Columns of P and Q.
-        seed: Of the first Q; the same on all ranks.
+        seed: Seed of the first Q; the same on all ranks.
 
     Example:
         >>> def program(comm):
@@ -125,7 +125,7 @@ class Powersgd(Codec):
         return min(self.rank, *shape)
 
     def _parts(self, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views: what is sent as it is, and what is sent as two factors."""
+        """Views of the parameters sent uncompressed, and of those sent as two factors."""
         plain, matrices = [], []
         for part, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True):
             form = (shape[0] if shape else 1, math.prod(shape[1:]))
@@ -136,7 +136,7 @@ class Powersgd(Codec):
         return plain, matrices
 
     def _starting_columns(self, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The last step's Q made orthonormal, with random columns for those that say nothing: all 0, or not finite."""
+        """The last step's Q made orthonormal, with random columns instead of unusable ones: all 0, or not finite."""
         generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self._step) % 2**32)
         starting = []
         last: Sequence[torch.Tensor | None] = self._columns or [None] * len(matrices)
@@ -153,7 +153,7 @@ class Powersgd(Codec):
 
     @staticmethod
     def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
-        """Of the same span; of whole length also where columns depend on each other, or are 0."""
+        """Orthonormal columns of the same span; full rank even where columns are dependent or 0."""
         orthonormal: torch.Tensor = torch.linalg.qr(columns).Q
         return orthonormal
 

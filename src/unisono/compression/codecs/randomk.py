@@ -20,16 +20,16 @@ __all__ = ["CODEC", "Randomk"]
 
 @dataclass(repr=False, eq=False)
 class Randomk(Codec):
-    """Sends one element of each stretch of a bucket, drawn anew each time, in the bucket's own dtype.
+    """Codec that sends one random element of each stretch of a bucket, drawn for each call, in the bucket's dtype.
 
     The rest counts as zero, and nothing is scaled up for it, so use `error_feedback(randomk())`. A NaN or an
-    infinity anywhere makes the whole result NaN on every rank: it would be overlooked where it is not drawn.
+    infinity anywhere makes the whole result NaN on every rank: otherwise it would be missed where it is not drawn.
 
     Cost: one all_reduce of as many elements as are kept; p passes none of them twice.
 
     Args:
-        ratio: How many of the elements are kept, rounded up; above 0 and up to 1.
-        seed: Of the draws; the same on all ranks.
+        ratio: Fraction of the elements that is kept, rounded up; above 0 and up to 1.
+        seed: Seed of the draws; the same on all ranks.
 
     Example:
         >>> def program(comm):
@@ -60,7 +60,7 @@ class Randomk(Codec):
         if not flat.numel():
             return
         places = self._places(flat.numel()).to(flat.device)
-        # The last one is 0, or NaN if anything is not finite; everything that was not drawn becomes it.
+        # The last element is 0, or NaN if anything is not finite; all elements that were not drawn are set to it.
         sent = torch.empty(places.numel() + 1, dtype=flat.dtype, device=flat.device)
         torch.index_select(flat, 0, places, out=sent[:-1])
         low, high = flat.aminmax()
@@ -74,7 +74,7 @@ class Randomk(Codec):
     def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
         if not flat.numel():
             return 0.0
-        # What the least lucky draw leaves of each stretch: all but its smallest.
+        # The worst draw keeps only the smallest element of each stretch.
         starts = self._starts(flat.numel())
         squares = flat.double().square()
         smallest = sum(float(part.min()) for part in squares.tensor_split(starts[1:-1]))
@@ -100,14 +100,14 @@ class Randomk(Codec):
         return self._step
 
     def _starts(self, numel: int) -> torch.Tensor:
-        """Where each stretch begins, and the end of the last."""
+        """Start of each stretch, and the end of the last."""
         count = math.ceil(self.ratio * numel)
         return torch.arange(count + 1) * numel // count
 
     def _places(self, numel: int) -> torch.Tensor:
-        """One place of each stretch. To shuffle all of the bucket would cost more than to send it."""
+        """One index in each stretch. Shuffling the whole bucket would cost more than sending it."""
         starts = self._starts(numel)
-        # Its own generator, of the processor: the same on all ranks, whatever else draws, wherever buckets lie.
+        # A private CPU generator: the same on all ranks, independent of other draws and of the bucket's device.
         generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self._step) % 2**32)
         drawn = torch.rand(len(starts) - 1, generator=generator, dtype=torch.float64)
         return starts[:-1] + (drawn * starts.diff()).long()

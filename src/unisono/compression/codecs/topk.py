@@ -23,7 +23,7 @@ _MASK = _BLOCK - 1
 
 @dataclass(repr=False, eq=False)
 class Topk(Codec):
-    """Sends the largest magnitudes of each block of up to 65536: a bfloat16 and 16 bits of place each.
+    """Codec that sends the largest magnitudes of each block of up to 65536: a bfloat16 and a 16-bit index each.
 
     The rest counts as zero, so use `error_feedback(topk())`. Of equal magnitudes, any. NaN and infinities count
     as the largest: up to that many of a block stay what they are, in that place on every rank.

@@ -1,8 +1,8 @@
-"""Start-up: who this rank is, how many there are, and where they meet.
+"""Start-up: the number of this rank, the number of ranks, and where they meet.
 
-One file for each way to answer. A new one has a function `find(request)` that returns a `Rendezvous`, and
-gets a line below: among `_SCHEMES` if users name it in an `init_method`, among `_AUTOMATIC` if it can
-tell from the environment, by a function `detected(request)`, that it is meant.
+One file for each method. A new one has a function `find(request)` that returns a `Rendezvous`, and
+a line below: in `_SCHEMES` if users name it in an `init_method`, in `_AUTOMATIC` if it can
+detect from the environment, by a function `detected(request)`, that it is meant.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def find(
     timeout_s: float = 300.0,
     secret: str | bytes | None = None,
 ) -> Rendezvous:
-    """This process's place among the ranks of its job, all of which have come when it returns.
+    """Return this process's place among the ranks of its job, when all of them have joined.
 
     Args:
         init_method: "tcp://host:port" (the host of rank 0), "file:///path", "env://", or None: the
-            environment if it speaks of ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else
+            environment if it defines ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else
             mpirun, else a step of Slurm), else a world of one. "mpi://" insists on MPI.
         rank: This process's number; needed with tcp:// and file://.
         world_size: How many ranks there are; needed with tcp:// and file://.

@@ -1,4 +1,4 @@
-"""Where the control plane of a job is that runs already."""
+"""Address of the control plane of a running job."""
 
 from __future__ import annotations
 

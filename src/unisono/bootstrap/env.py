@@ -13,14 +13,14 @@ __all__ = ["detected", "find", "read"]
 
 
 def detected(request: Request) -> bool:
-    """Whether the environment, or the caller, speaks of ranks at all."""
+    """Return whether the environment, or the caller, defines ranks at all."""
     given = request.rank is not None or request.size is not None
     # Set to nothing is not set.
     return given or bool(os.environ.get("RANK") or os.environ.get("WORLD_SIZE"))
 
 
 def find(request: Request) -> Rendezvous:
-    """The place that the environment tells; what the caller gave goes before it."""
+    """Return the rendezvous that the environment names; the caller's arguments take precedence."""
     host, port = read(request)
     rank, size = request.numbers()
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

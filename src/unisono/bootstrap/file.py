@@ -29,7 +29,7 @@ _REACH_WITHIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _RendezvousFile:
-    """What the file says."""
+    """Content of the rendezvous file."""
 
     host: str
     port: int
@@ -41,7 +41,7 @@ class _RendezvousFile:
 
 
 def find(request: Request) -> Rendezvous:
-    """The place that the file tells. It is made if it is not there, and taken over if it is empty or old."""
+    """Return the rendezvous that the file names. The file is created if missing, and taken over if empty or old."""
     path = _path(request.init_method or "")
     rank, size = request.numbers()
     seat = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, met by {path}")
@@ -49,7 +49,7 @@ def find(request: Request) -> Rendezvous:
 
 
 def address_in(url: str) -> tuple[tuple[str, int], bytes]:
-    """Where the control plane listens that a file tells of, and its secret."""
+    """Return the address and secret of the control plane that a file names."""
     path = _path(url)
     note = _read(path)
     if note is None:
@@ -71,7 +71,7 @@ def _path(url: str) -> Path:
 
 
 def _read(path: Path) -> _RendezvousFile | None:
-    """What the file says; None if it is not there, or empty."""
+    """Return the file's content; None if it is missing or empty."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -90,7 +90,7 @@ def _read(path: Path) -> _RendezvousFile | None:
 
 
 def _is_address(host: str, port: str) -> bool:
-    """Whether a socket could be asked to connect there at all."""
+    """Return whether a socket could try to connect there at all."""
     number = int(port) if port.isascii() and port.isdecimal() and len(port) <= 5 else 0
     return 0 < number < 1 << 16 and 0 < len(host) < 256 and host.isascii() and host.isprintable()
 
@@ -119,7 +119,7 @@ def _lease(path: Path, *, made_by_user: bool) -> Lease:
         with contextlib.suppress(OSError, ValueError, CommError):
             note = _read(path)
             if note is None or note.secret.encode() != held.secret:
-                # Somebody else has taken it over.
+                # Another process has taken it over.
                 return
             if made_by_user:
                 path.write_text("")
@@ -131,7 +131,7 @@ def _lease(path: Path, *, made_by_user: bool) -> Lease:
 
 
 def _write(path: Path, text: str) -> None:
-    """All at once: nobody ever reads a part of it."""
+    """Write the file atomically: no reader ever sees a part of it."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -144,7 +144,7 @@ def _write(path: Path, text: str) -> None:
 
 # -- the others ------------------------------------------------------------------------------------
 def _follow(path: Path, seat: Claim) -> Rendezvous:
-    """Try what the file says, again and again: what an earlier run has left there leads nowhere."""
+    """Try the file's address repeatedly: a file of an earlier run has a stale address."""
     last = "nobody has written it"
     while seat.left_s:
         note = _read(path)
@@ -160,7 +160,7 @@ def _follow(path: Path, seat: Claim) -> Rendezvous:
 
 
 class _UnreachableError(Exception):
-    """Nobody is where an old note points to, or somebody else."""
+    """No server, or another server, at the address in an old file."""
 
 
 def _try(path: Path, note: _RendezvousFile, seat: Claim) -> Rendezvous:

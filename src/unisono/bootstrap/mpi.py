@@ -1,6 +1,6 @@
-"""Under mpirun: rank, size and local rank are MPI's, and over MPI rank 0 tells where to meet, and a secret.
+"""Rendezvous under mpirun: rank, size and local rank are MPI's; rank 0 sends its address and a secret over MPI.
 
-So every backend works there. What ends one rank too early ends the job; see `job_end`.
+So every backend works there. A rank that ends too early ends the job; see `job_end`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _GRACE_S = 2.0
 
 
 def detected(_request: Request) -> bool:
-    """Whether an MPI launcher has started this process, and others with it."""
+    """Return whether an MPI launcher has started this process, and others with it."""
     found = launched()
     return found is not None and found.size != 1
 
 
 def find(request: Request) -> Rendezvous:
-    """The place that MPI tells.
+    """Return the rendezvous found through MPI.
 
     Raises:
         UnavailableError: mpi4py or its library is missing, or is not the one of the launcher.
-        CommTimeoutError: Not all ranks have called `init` in time; rank 0's error names who is missing.
+        CommTimeoutError: Not all ranks have called `init` in time; rank 0's error names the missing ranks.
     """
     started = launched()
     if started is not None:
@@ -57,7 +57,7 @@ def find(request: Request) -> Rendezvous:
     place = find_on(world, source, request.deadline, request.secret)
     place.network = "mpi"
     end.await_closing(place)
-    # All ranks are there, so nobody waits for anybody here.
+    # All ranks have joined, so no rank waits for another here.
     node = world.Split_type(mpi.COMM_TYPE_SHARED, rank)
     place.local_rank = node.Get_rank()
     node.Free()
@@ -65,10 +65,10 @@ def find(request: Request) -> Rendezvous:
 
 
 def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None = None) -> Rendezvous:
-    """The place of the ranks of an MPI communicator, each of which calls this.
+    """Return the rendezvous of the ranks of an MPI communicator. Each of them calls this.
 
     Args:
-        comm: On which nobody waits for any message of any tag.
+        comm: A communicator on which no rank waits for a message of any tag.
         source: As in `Rendezvous`.
         deadline: On the monotonic clock.
         secret: A random one if None.
@@ -89,7 +89,7 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
 
 
 def _address(cards: list[tuple[str, str]]) -> str:
-    """An address of this host that all ranks can reach, from everybody's host, proved and by name."""
+    """Return an address of this host that all ranks can reach, given the identity and name of each rank's host."""
     strangers = [name for host, name in cards if host != cards[0][0]]
     if not strangers:
         return "127.0.0.1"
@@ -104,13 +104,13 @@ def _address(cards: list[tuple[str, str]]) -> str:
 
 
 class _HelloExchange:
-    """A few words from all ranks to rank 0, and from rank 0 to all, with a time limit. No pickle."""
+    """Short messages from all ranks to rank 0, and from rank 0 to all, with a time limit. No pickle."""
 
     def __init__(self, comm: Any, seat: Claim) -> None:
         self._comm, self._seat = comm, seat
 
     def collect(self) -> list[tuple[str, str]]:
-        """On rank 0: every rank's host. If some do not come, the others are told, and it raises."""
+        """Collect every rank's host, on rank 0. If ranks are missing, notify the others, and raise."""
         mine = (host_identity(), socket.gethostname())
         memory = {rank: bytearray(_CARD_BYTES) for rank in range(1, self._seat.size)}
         waiting = {rank: self._comm.Irecv([memory[rank], _byte()], rank, _TAG) for rank in memory}
@@ -124,15 +124,15 @@ class _HelloExchange:
         return [mine, *(_read(memory[rank]) for rank in memory)]
 
     def tell(self, card: tuple[str, int, bytes]) -> None:
-        """On rank 0."""
+        """Send rank 0's card to all other ranks."""
         self._send(card, range(1, self._seat.size))
 
     def hear(self) -> tuple[str, int, bytes]:
-        """On the others: what rank 0 tells."""
+        """Send this rank's host to rank 0, and return rank 0's card."""
         self._send((host_identity(), socket.gethostname()), [0])
         memory = bytearray(_CARD_BYTES)
         waiting = {0: self._comm.Irecv([memory, _byte()], 0, _TAG)}
-        # Rank 0 may need until its deadline to know who is missing.
+        # Rank 0 may need until its deadline to know which ranks are missing.
         if not poll_until(lambda: _all_done(waiting), self._seat.deadline + _GRACE_S, spins=1):
             waiting[0].Cancel()
             waiting[0].Free()
@@ -164,7 +164,7 @@ def _byte() -> Any:
 
 
 def _all_done(waiting: dict[int, Any]) -> bool:
-    """Forget what has come; whether nothing is left."""
+    """Drop completed requests; return whether none is left."""
     for rank, request in list(waiting.items()):
         if request.Test():
             del waiting[rank]

@@ -1,4 +1,4 @@
-"""Under mpirun, what ends one rank too early ends the job: the others would wait for it in MPI for ever."""
+"""Abort of an mpirun job when a rank ends too early: the others would wait for it in MPI without limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GRACE_S = 2.0
 
 
 def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
-    """What ends the job from now on with this process: an exception that nobody catches, or `sys.exit(3)`."""
+    """Install hooks that end the job with this process: after an uncaught exception, or `sys.exit(3)`."""
     known = getattr(sys.excepthook, "__self__", None)
     if isinstance(known, MpiAbortGuard):
         return known
@@ -30,7 +30,7 @@ def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
 
 
 class MpiAbortGuard:
-    """Stands in for `sys.excepthook` and `sys.exit`.
+    """Replacement of `sys.excepthook` and `sys.exit`.
 
     Args:
         mpi: The module.
@@ -43,7 +43,7 @@ class MpiAbortGuard:
         self._excepthook = sys.excepthook
 
     def await_closing(self, place: Rendezvous) -> None:
-        """Until this one is closed, other ranks may wait for this process."""
+        """Record that other ranks may wait for this process until `place` is closed."""
         let_go = place.let_go
         self._open += 1
 
@@ -54,12 +54,12 @@ class MpiAbortGuard:
         place.let_go = close
 
     def fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """As `sys.excepthook`; then the job ends."""
+        """Report as `sys.excepthook` does; then end the job."""
         if self._over():
             self._excepthook(kind, error, trace)
             return
         if isinstance(error, PeerLostError | AbortedError):
-            # Another rank's failure is the cause; that rank tells, and ends the job, first.
+            # Another rank's failure is the cause; that rank reports it, and ends the job, first.
             sys.stderr.write(f"{self._who}: {error.message}\n")
             sys.stderr.flush()
             time.sleep(_GRACE_S)
@@ -68,7 +68,7 @@ class MpiAbortGuard:
         self._end(1)
 
     def leave(self, status: Any = None, /) -> NoReturn:
-        """As `sys.exit`. If nobody catches it, and communicators were open at the call, the job ends too."""
+        """Exit as `sys.exit` does. If this is not caught, and communicators were open at the call, the job ends too."""
         raise SystemExit(status) if status in (None, 0) or not self._open else _Exit(status, self._uncaught)
 
     def _uncaught(self, status: object) -> None:
@@ -85,14 +85,14 @@ class MpiAbortGuard:
         sys.stdout.flush()
         sys.stderr.flush()
         if has_ulfm():
-            # This rank alone ends, and the others learn of it: that is what was asked for.
+            # This rank alone ends, and the others are notified: ULFM was requested for that.
             close_all()
             os._exit(status)
         self._mpi.COMM_WORLD.Abort(status)
 
 
 class _Exit(SystemExit):
-    """Python tells nobody that it ends by this. But it then forgets it where no code runs any more."""
+    """Exit that notices when it ends the process: Python has no hook for it, but then drops it where no code runs."""
 
     def __init__(self, status: object, uncaught: Callable[[object], None]) -> None:
         super().__init__(status)

@@ -1,4 +1,4 @@
-"""From an address to a place: connect, take a seat, and wait until all ranks have one."""
+"""Rendezvous at an address: connect, register the rank, and wait until all ranks have registered."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class MovedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who wants to meet whom, and until when.
+    """Rank, job and deadline of a process that wants to join.
 
     Attributes:
         rank, size, local_rank: As in `Rendezvous`.
         deadline: On the monotonic clock.
         source: As in `Rendezvous`.
-        job: What the names of its worlds begin with; ranks of different jobs never meet, not even at one address.
+        job: Prefix of the names of its worlds; ranks of different jobs never meet, not even at one address.
     """
 
     rank: int
@@ -52,18 +52,18 @@ class Claim:
 
 
 def meet(seat: Claim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
-    """The place at the server of this address, when all ranks are there.
+    """Return the rendezvous at the server of this address, when all ranks have joined.
 
-    A server that says goodbye meanwhile was that of an earlier `init`; the next one is waited for.
+    A server that closes meanwhile belonged to an earlier `init`; the call waits for the next one.
 
     Args:
-        seat: Who this is.
-        address: Where the server is.
+        seat: The claim of this process.
+        address: The server's address.
         secret: Its secret.
-        lease: If this process hosts it; let go of if all this fails.
+        lease: Set if this process hosts the server; released on failure.
 
     Raises:
-        CommError: As `find` says.
+        CommError: As for `find`.
     """
     try:
         while True:
@@ -80,17 +80,17 @@ def meet(seat: Claim, address: tuple[str, int], secret: bytes, lease: Lease | No
 
 
 def claim_rank(seat: Claim, address: tuple[str, int], secret: bytes) -> None:
-    """Ask for the seat of rank 0 where this process should host and cannot. Whatever else is wrong is not told.
+    """Claim rank 0 at a server that this process should host and cannot. Other errors are not reported.
 
     Raises:
-        MismatchError: Another process holds it; those that gather there are told, too.
+        MismatchError: Another process holds it; the ranks that gather there are notified, too.
     """
     try:
         control = SocketControl(address, secret, _CLAIM_WITHIN_S)
     except CommError:
         return
     try:
-        # Not to be taken from one who is about to come.
+        # Do not take the rank from a process that is about to join.
         control.get(f"{seat.job}1/{_OPEN}", _CLAIM_WITHIN_S)
         control.register_rank(seat.job, seat.rank, seat.size, _process(os.getpid()))
     except MismatchError:
@@ -104,18 +104,18 @@ def claim_rank(seat: Claim, address: tuple[str, int], secret: bytes) -> None:
 def confirm(
     seat: Claim, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
 ) -> Rendezvous:
-    """The place at the server that `control` leads to, when all ranks are there; `control` is closed if it fails.
+    """Return the rendezvous at the server of `control`, when all ranks have joined; close `control` on failure.
 
     Args:
-        seat: Who this is.
+        seat: The claim of this process.
         control: This rank's handle.
-        lease: If this process hosts the server.
-        moved: Whether the ranks turned out to meet elsewhere. Asked while rank 0 has not come.
+        lease: Set if this process hosts the server.
+        moved: Returns whether the ranks meet elsewhere. Called while rank 0 has not joined.
 
     Raises:
         MovedError: They do.
-        ClosedError: The server was that of an earlier `init`.
-        CommError: As `find` says.
+        ClosedError: The server belonged to an earlier `init`.
+        CommError: As for `find`.
     """
     try:
         name = _gather(seat, control, moved)
@@ -146,7 +146,7 @@ def _gather(seat: Claim, control: SocketControl, moved: Callable[[], bool] | Non
 
 
 def _await_rank_0(seat: Claim, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
-    """Look, now and then, whether this is the place where rank 0 comes."""
+    """Poll until rank 0 has joined here, or has turned out to be elsewhere."""
     while not control.check([_open(group)]) and seat.left_s:
         cause = control.cause(group)
         if cause is not None:

@@ -14,13 +14,13 @@ __all__ = ["Rendezvous", "Request", "checked", "env_number", "nothing"]
 
 @dataclass(slots=True)
 class Request:
-    """What the caller of `init` said.
+    """Arguments of the caller of `init`.
 
     Attributes:
-        init_method: As given.
-        rank, size: As given; or as found out, for errors to say who speaks.
-        deadline: By when all ranks have to be there, on the monotonic clock.
-        secret: As given.
+        init_method: As passed.
+        rank, size: As passed; or as found, so that errors name the rank.
+        deadline: Time by which all ranks must have joined, on the monotonic clock.
+        secret: As passed.
     """
 
     init_method: str | None
@@ -65,17 +65,17 @@ def nothing() -> None:
 
 @dataclass(slots=True)
 class Rendezvous:
-    """Where this process stands. The world's group is joined already; join again to hear of failures.
+    """Place of this process in the world. Its group is joined already; join again to be notified of failures.
 
     Attributes:
-        rank, size: This process's number, and how many there are.
-        local_rank: Its number on its host, if something told.
+        rank, size: This process's rank, and the number of ranks.
+        local_rank: Its number on its host, if known.
         control: Its own handle to the control plane.
         server: The control plane itself, if this process hosts it.
         address: The address of this host that the other ranks can reach.
-        name: The name of the world's group, another one for each `init` of a job.
-        source: What was decided and why, in one line for the log.
-        network: The backend that "auto" takes between hosts.
+        name: The name of the world's group, different for each `init` of a job.
+        source: The decision and its reason, in one line for the log.
+        network: The backend that "auto" uses between hosts.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class Rendezvous:
     network: str = "gloo"
 
     def close(self) -> None:
-        """Leave in peace; again is harmless. A server of this process serves the others until they have left."""
+        """Leave without an error. Idempotent. A server of this process serves the others until they have left."""
         let_go, self.let_go = self.let_go, nothing
         self.control.close()
         let_go()

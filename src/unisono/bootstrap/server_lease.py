@@ -19,13 +19,13 @@ _LINGER_S = 5.0
 
 @dataclass(slots=True)
 class Lease:
-    """The right to use a server of this process, shared by all who asked for the same place.
+    """Right to use a server of this process, shared by all callers that requested the same key.
 
     Attributes:
         server: The server.
         secret: The secret that it was started with.
-        users: How many have not let go.
-        withdraw: Called when nobody uses it any more, before it ends.
+        users: Number of users that have not released it.
+        withdraw: Called when the last user has released it, before it ends.
     """
 
     server: Server
@@ -34,7 +34,7 @@ class Lease:
     withdraw: Callable[[], None]
 
     def release(self) -> None:
-        """Let go. After the last one, the server ends when its clients have, in the background."""
+        """Release this use. After the last one, the server ends when its clients have, in the background."""
         with _lock:
             self.users -= 1
             if not self.users:
@@ -71,7 +71,7 @@ def acquire(key: str, secret: bytes | None, host: str, port: int, withdraw: Call
 
 
 def _close_servers() -> None:
-    # The own handles go first, whatever the order in which the process takes its leave.
+    # This process's own handles close first, whatever the order of its exit hooks.
     close_all()
     mine = [held for (process, _), held in _leases.items() if process == os.getpid()]
     for held in mine:

@@ -27,7 +27,7 @@ __all__ = ["Step", "detected", "find", "port_of", "step"]
 
 _log = logging.getLogger("unisono")
 
-# Slurm numbers steps that nobody started by srun (batch script, interactive, external) from the top.
+# Slurm numbers steps not started by srun (batch script, interactive, external) from the top.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _FIRST_PORT, _PORTS, _STRIDE = 15000, 16384, 1009
@@ -35,12 +35,12 @@ _FIRST_PORT, _PORTS, _STRIDE = 15000, 16384, 1009
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What Slurm says of this task.
+    """Description of this task by Slurm.
 
     Attributes:
-        rank, size, local_rank: The task's number, how many the step has, its number on its node.
-        job, number: Of the job and of the step.
-        nodes: The step's nodes; empty if Slurm does not say.
+        rank, size, local_rank: The task's number, the step's number of tasks, the task's number on its node.
+        job, number: Numbers of the job and of the step.
+        nodes: The step's nodes; empty if Slurm does not list them.
     """
 
     rank: int
@@ -52,16 +52,16 @@ class Step:
 
     @property
     def local_size(self) -> int | None:
-        """The number of tasks on this node, if Slurm says."""
+        """The number of tasks on this node, if Slurm sets it."""
         tasks = os.environ.get("SLURM_GTIDS")
         return self.size if len(self.nodes) <= 1 else len(tasks.split(",")) if tasks else None
 
 
 def port_of(job: int, number: int) -> int:
-    """Where the ranks of a step meet: 15000 + (job + 1009 * step) mod 16384.
+    """Return the port at which the ranks of a step meet: 15000 + (job + 1009 * step) mod 16384.
 
-    That is below the ports which systems give away by themselves. Jobs that follow each other, and the
-    steps of one job, have different ones.
+    It is below the ephemeral ports of the system. Consecutive jobs, and the
+    steps of one job, have different ports.
 
     Example:
         >>> port_of(4711, 0), port_of(4711, 1), port_of(4712, 0)
@@ -71,7 +71,7 @@ def port_of(job: int, number: int) -> int:
 
 
 def detected(_request: Request) -> bool:
-    """Whether this process belongs to a Slurm job at all."""
+    """Return whether this process belongs to a Slurm job at all."""
     return "SLURM_JOB_ID" in os.environ or "SLURM_PROCID" in os.environ
 
 
@@ -136,7 +136,7 @@ def _meet(task: Step, request: Request) -> Rendezvous:
 
 
 def _first_node(task: Step) -> str:
-    """Where rank 0 is, by an address that the others can reach."""
+    """Return an address of rank 0's host that the others can reach."""
     if len(task.nodes) <= 1:
         return "127.0.0.1"
     first = task.nodes[0]

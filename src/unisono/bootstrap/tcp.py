@@ -1,4 +1,4 @@
-"""tcp://host:port: rank 0 hosts the control plane there, and everybody meets at it."""
+"""tcp://host:port: rank 0 hosts the control plane there, and all ranks connect to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["address_of", "find", "find_at"]
 
 
 def find(request: Request) -> Rendezvous:
-    """The place at the address that `init_method` gives."""
+    """Return the rendezvous at the address in `init_method`."""
     url = request.init_method or ""
     host, port = address_of(url)
     rank, size = request.numbers()
@@ -27,7 +27,7 @@ def find_at(seat: Claim, host: str, port: int, secret: str | bytes | None) -> Re
     """The place at this address, of which rank 0 is the host."""
     if host in ("0.0.0.0", "::", ""):
         raise ValueError(f"{host!r} names no host that others can reach; give the address of the host of rank 0")
-    # An IPv6 address may come as in a URL.
+    # An IPv6 address may have brackets, as in a URL.
     host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
     known = find_secret(secret)
     try:

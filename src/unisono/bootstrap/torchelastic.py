@@ -1,6 +1,6 @@
-"""Under torchrun: MASTER_PORT is taken by its agent's store, in which rank 0 tells where it listens itself.
+"""Rendezvous under torchrun: its agent's store occupies MASTER_PORT; rank 0 publishes its own address there.
 
-That store authenticates nobody; who speaks at the address it tells still has to know the secret.
+That store does not authenticate; the peer at the published address still has to know the secret.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MOVES_WITHIN_S = 3.0
 
 
 def find_by_agent(seat: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
-    """The place that rank 0 tells to the agent's store at this address.
+    """Return the rendezvous that rank 0 publishes in the agent's store at this address.
 
-    After a restart, the store still holds what rank 0 told before; agents count restarts each for itself, so no number
-    of theirs tells old from new. So what leads nowhere is tried again, until rank 0 has told anew.
+    After a restart, the store still holds rank 0's earlier address; each agent counts restarts by itself, so these
+    counts do not tell old from new. An address that fails is therefore retried until rank 0 publishes another.
     """
     import torch.distributed as dist
 
@@ -42,7 +42,7 @@ def find_by_agent(seat: Claim, host: str, port: int, secret: str | bytes | None)
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=max(1.0, seat.left_s)))
         if seat.rank:
             return _follow(store, key, seat, known, f"{host}:{port}")
-        # torchrun tells how many agents there are; on one host nobody else need reach this rank.
+        # torchrun sets the number of agents; on one host no other host needs to reach this rank.
         alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         own = address_towards(host, port) if alone else address_for_others(host, port)
         hosted = acquire(f"{key} at {host}:{port}", known, own, 0)
@@ -57,7 +57,7 @@ def find_by_agent(seat: Claim, host: str, port: int, secret: str | bytes | None)
 
 
 def _follow(store: TCPStore, key: str, seat: Claim, secret: bytes, where: str) -> Rendezvous:
-    """Try what rank 0 has told, again and again."""
+    """Try the address that rank 0 has published, repeatedly."""
     last = "it has told nothing yet"
     while seat.left_s:
         told = _read(store, key)
@@ -80,7 +80,7 @@ def _follow(store: TCPStore, key: str, seat: Claim, secret: bytes, where: str) -
 
 
 def _read(store: TCPStore, key: str) -> str:
-    """What rank 0 has told last, if anything."""
+    """Return what rank 0 published last, or an empty string."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -98,7 +98,7 @@ def _try(store: TCPStore, key: str, told: str, seat: Claim, secret: bytes) -> Re
 
 
 def _moves(store: TCPStore, key: str, told: str, seat: Claim) -> bool:
-    """Whether rank 0 tells of another place soon."""
+    """Return whether rank 0 publishes another address soon."""
     deadline = time.monotonic() + min(_MOVES_WITHIN_S, seat.left_s)
     while time.monotonic() < deadline:
         if _read(store, key) != told:

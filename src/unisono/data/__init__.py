@@ -1,9 +1,9 @@
-"""Which samples each rank trains on. Knows nothing of communication.
+"""Partitioning of datasets over ranks. Independent of communication.
 
     sampler = un.data.PartitionSampler(dataset, comm)
     loader = DataLoader(dataset, batch_size=64, sampler=sampler)
 
-Each partitioner is a file of `partitions`, found by its name.
+Each partitioner is a file in `partitions`, found by its name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.data.sampler import EpochWarning, PartitionSampler
 from unisono.data.shards import ShardPartition, read_lines
 from unisono.data.stream import StreamPartition
 
-# The one that is used if nobody says otherwise is there at once; others load when first used.
+# The default partitioner is imported here; others load when first used.
 shuffled = Shuffled
 
 if TYPE_CHECKING:

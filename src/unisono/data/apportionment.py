@@ -9,7 +9,7 @@ __all__ = ["apportion", "equal_shares", "fractions_of"]
 
 
 def equal_shares(parts: int) -> list[float]:
-    """The same for each part."""
+    """Return equal shares, which sum to 1."""
     return [1 / parts] * parts
 
 

@@ -1,4 +1,4 @@
-"""Partitioners that look at each sample to say whose it is."""
+"""Partitioners that look at each sample to assign it to a part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AssignmentPartitioner", "pieces_of"]
 
 
 class AssignmentPartitioner(Partitioner):
-    """Base of partitioners that give each sample an owner, by what the sample is and not by when it comes.
+    """Base of partitioners that assign each sample to a part by its content, not by its place in the order.
 
     So parts stay the same from epoch to epoch, and each is shuffled in itself. Costs some 50 bytes a sample on
     every rank while it divides, and 8 after.
@@ -29,7 +29,7 @@ class AssignmentPartitioner(Partitioner):
 
     @abstractmethod
     def assign(self, samples: torch.Tensor, shares: Sequence[float], seed: int) -> torch.Tensor:
-        """For each of these samples, which ascend, the number of its part; int64."""
+        """Return the part number of each of these samples, which ascend; int64."""
 
     def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
         ascending, places = self.known_samples(samples).sort()
@@ -51,7 +51,7 @@ class AssignmentPartitioner(Partitioner):
 
 
 def pieces_of(owners: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-    """For each part the places of its number in `owners`, ascending."""
+    """Return, for each part, the places of its number in `owners`, ascending."""
     counts = owners.bincount(minlength=parts).tolist() if len(owners) else [0] * parts
     pieces: tuple[torch.Tensor, ...] = owners.argsort(stable=True).split(counts)
     return pieces

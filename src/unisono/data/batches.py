@@ -1,4 +1,4 @@
-"""Batches that are the same for any number of ranks: each rank takes its share of every one."""
+"""Batches that are the same for any number of ranks: each rank takes its share of every batch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
 
     @property
     def epoch(self) -> int:
-        """As set by `set_epoch`."""
+        """Epoch set by `set_epoch`."""
         return self._whole.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -94,7 +94,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._whole.advance(min(steps * self.batch_size, left))
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the job has come: the same on every rank."""
+        """Return the job's progress, which is the same on every rank."""
         return self._whole.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:

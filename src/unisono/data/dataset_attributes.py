@@ -1,4 +1,4 @@
-"""What a dataset tells of its samples: labels, groups, costs."""
+"""Per-sample attributes of a dataset: labels, groups, costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a rank has come in its samples of an epoch, and what can be told from that of others."""
+"""Progress of a rank through its samples of an epoch, and what it implies about other ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["EpochProgress", "unchanged_on_error"]
 
 @dataclass(eq=False)
 class EpochProgress:
-    """One way of this rank through its samples.
+    """One pass of this rank through its samples.
 
     Attributes:
-        state: What does not change of the state.
-        indices: What it gives.
-        start, taken: How many of them were committed when it began, and are now.
-        batch: The most that were committed at once.
-        begun: Whether there has been a walk.
-        ended: Whether a walk has come to the end.
-        through: Whether the ranks that have a sample more have used it too; None if that is not known. Asked for
-            only when this rank has used all of its own.
+        state: The constant part of the state.
+        indices: The samples of the pass.
+        start, taken: Number of committed samples at the start of the pass, and now.
+        batch: Largest number committed in one call.
+        begun: Whether an iteration has started.
+        ended: Whether an iteration has reached the end.
+        through: Whether the ranks that have one more sample have used it too; None if unknown. Needed only when
+            this rank has used all of its own.
     """
 
     state: dict[str, Any]
@@ -50,13 +50,13 @@ class EpochProgress:
 
     def end(self) -> None:
         self.ended = True
-        # The loop is over, and so are those of all ranks before anybody saves a state.
+        # The loop is over, and so are those of all ranks before any rank saves a state.
         self.through = True if self.complete and self.through is False else self.through
 
 
 @contextmanager
 def unchanged_on_error(thing: Any) -> Iterator[None]:
-    """What goes wrong inside leaves the object's attributes as they were."""
+    """Restore the object's attributes if the block raises."""
     before = dict(vars(thing))
     try:
         yield

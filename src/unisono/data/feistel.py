@@ -24,25 +24,25 @@ _MAX = 1 << 62
 
 
 class IndexShuffle(Indices):
-    """The numbers below `count` in an order that depends on `count`, `seed` and `epoch` alone.
+    """Permutation of the numbers below `count` that depends on `count`, `seed` and `epoch` alone.
 
-    The same on every rank, platform and version. Global random generators are neither read nor changed.
+    Identical on every rank, platform and version. Global random generators are neither read nor changed.
 
     Args:
         count: From 0 to 2^62.
         seed: A whole number, 0 or more.
-        epoch: A whole number, 0 or more; each has an order of its own.
+        epoch: A whole number, 0 or more; each epoch has its own order.
 
     Raises:
         ValueError: `count`, `seed` or `epoch` is negative, or `count` too large.
-        TypeError: One of them is no whole number.
+        TypeError: One of them is not a whole number.
 
-    Cost: nothing to make; half a MiB for a moment, and about 20 ns an index, where many are taken at once.
+    Cost: none to construct; about 20 ns per index in large batches, with half a MiB of temporary memory.
 
     The method is the second of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): an index is
-    a pair of numbers, the halves change each other by turns (Luby and Rackoff, "How to construct
-    pseudorandom permutations from pseudorandom functions", SIAM J. Comput. 17, 1988), and what comes out too large
-    goes in again ("cycle walking"), here once in about sqrt(count) times. It is for shuffling, not for secrets.
+    a pair of numbers, the halves modify each other in turn (Luby and Rackoff, "How to construct
+    pseudorandom permutations from pseudorandom functions", SIAM J. Comput. 17, 1988), and a result that is too large
+    is permuted again ("cycle walking"), here once in about sqrt(count) times. For shuffling, not for secrets.
 
     Example:
         >>> shuffle = un.data.IndexShuffle(10, seed=1)
@@ -124,7 +124,7 @@ class IndexShuffle(Indices):
 
 
 def _wrapped(number: int) -> int:
-    """As int32 has it."""
+    """Wrap a number to int32."""
     return (number + (1 << 31) & 0xFFFFFFFF) - (1 << 31)
 
 
@@ -144,9 +144,9 @@ class _Constants:
         self.half_mask, self.unused, self.shift = half((1 << bits) - 1), half(32 - bits), half(15)
 
     def mix(self, numbers: torch.Tensor, number: int, mixed: torch.Tensor, into: torch.Tensor) -> None:
-        """The round function of that number, of int32, whose products wrap.
+        """Apply round function `number` in int32 arithmetic; products wrap.
 
-        The high bits of what comes out depend on all bits that go in.
+        The high bits of the output depend on all bits of the input.
         """
         torch.add(self.keys[2 * number], numbers, alpha=_FIRST, out=mixed)
         mixed.bitwise_xor_(torch.bitwise_right_shift(mixed, self.shift, out=into))

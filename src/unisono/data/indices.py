@@ -36,7 +36,7 @@ class Indices(ABC):
         """The samples at these places: both are int64, one-dimensional, on the CPU. Places are not checked."""
 
     def values(self, places: torch.Tensor) -> list[Any]:
-        """The same as what a dataset is indexed with."""
+        """Return the samples at these places, as dataset indices."""
         return self.take(places).tolist()
 
     def all(self) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Indices(ABC):
         return self.take(torch.arange(len(self), device="cpu"))
 
     def at(self, place: int) -> Any:
-        """What the dataset is indexed with at one place, which is not checked."""
+        """Return the dataset index at one place, without a range check."""
         return self.values(torch.tensor([place], device="cpu"))[0]
 
     def __getitem__(self, place: int) -> Any:
@@ -75,7 +75,7 @@ class Counted(Indices):
 
 
 class Listed(Indices):
-    """What a sampler gave: numbers, or anything else that a dataset can be indexed with."""
+    """Output of a sampler: numbers, or anything else that can index a dataset."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
@@ -169,7 +169,7 @@ def _selected(base: Indices, piece: Places) -> Indices:
 
 
 def are_whole(numbers: torch.Tensor) -> bool:
-    """Whether a tensor is of whole numbers: not a mask, nor of fractions that would be cut off."""
+    """Return whether a tensor holds whole numbers: not a mask, nor fractions that would be truncated."""
     return not (numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex())
 
 

@@ -1,4 +1,4 @@
-"""Which part gets which piece of work, so that all are about equally loaded."""
+"""Assignment of work to parts, so that all are about equally loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["deal_evenly", "largest_first"]
 
 
 def largest_first(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """For each cost the number of its part: largest first, each to the part that will then be least loaded.
+    """Return the part number of each cost: largest first, each to the part that will then be least loaded.
 
     R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (SIAM J. Appl. Math. 17, 1969): the most loaded of
     p equal parts has at most 4/3 - 1/(3p) of what the best of all divisions could do. No part has more

@@ -1,4 +1,4 @@
-"""Evaluation over ranks whose parts are uneven: every sample counts once."""
+"""Evaluation over ranks with uneven parts: every sample counts once."""
 
 from __future__ import annotations
 
@@ -63,23 +63,23 @@ def gather_metrics(
 
 
 def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = None, dst: int | None = None) -> Any:
-    """What all ranks have computed for each sample, in the order of the dataset.
+    """Gather the per-sample results of all ranks, in the order of the dataset.
 
-    Collective over `comm`; ranks may have different numbers of samples, also none.
+    Collective over `comm`; ranks may have different numbers of samples, including none.
 
     Args:
         comm: A communicator; None for a world of one.
-        outputs: A tensor whose first dimension is this rank's samples, or a list of plain values.
-        indices: For each of these its index in the dataset: a list or a one-dimensional tensor.
-        count: How many samples there are; then it is an error if one is missing.
-        dst: The only rank that wants the result; None: every rank.
+        outputs: A tensor with this rank's samples along the first dimension, or a list of plain values.
+        indices: The dataset index of each output: a list or a one-dimensional tensor.
+        count: Number of samples in the dataset; if set, a missing sample is an error.
+        dst: The only rank that receives the result; None: every rank.
 
     Raises:
-        ValueError: On every rank: indices and outputs differ in number, indices are no whole numbers, or a sample is
-            there twice, or missing.
+        ValueError: On every rank: indices and outputs differ in number, indices are not whole numbers, or a sample is
+            duplicated or missing.
 
     Returns:
-        A tensor on the CPU, or a list, with an entry for each sample, by ascending index; None where `dst` is another.
+        A tensor on the CPU, or a list, with an entry for each sample, by ascending index; None on ranks but `dst`.
 
     Example:
         >>> def program(comm):
@@ -129,7 +129,7 @@ def _check(heads: Sequence[tuple[torch.Tensor, int]], count: int | None) -> None
 
 
 def _summed(name: str, values: torch.Tensor | Sequence[float] | float, count: int | None) -> tuple[int, Any]:
-    """How many samples, and their exact sum: a whole number of 2^-1130 in hexadecimal, or what is not finite."""
+    """Return the number of samples and their exact sum: a multiple of 2^-1130 in hexadecimal, or a non-finite value."""
     given = _exact(name, values)
     if given.dim() == 0:
         # A number of Python's: numpy's would overflow later, in silence.
@@ -143,7 +143,7 @@ def _summed(name: str, values: torch.Tensor | Sequence[float] | float, count: in
 
 
 def _exact(name: str, values: torch.Tensor | Sequence[float] | float) -> torch.Tensor:
-    """As float64, or as whole numbers: what they are exactly."""
+    """Convert to float64 or whole numbers, exactly."""
     given = torch.as_tensor(values)
     if given.is_complex():
         raise TypeError(f"{name!r} is {given.dtype}: a mean of numbers must be of real ones")

@@ -1,4 +1,4 @@
-"""What a partitioner is: the order of an epoch's samples, and which of them are whose."""
+"""Base class of partitioners: the order of an epoch's samples, and their assignment to parts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["PARTITIONERS", "Bound", "Partitioner", "resolve"]
 
 @dataclass(frozen=True)
 class Bound:
-    """What a partitioner states of the balance of its parts.
+    """Balance of the parts that a partitioner guarantees.
 
     Attributes:
-        what: What is measured, such as "samples".
-        load: How much of it some samples have.
-        least, most: For each part the bounds of its load, both included.
+        what: The quantity measured, such as "samples".
+        load: Function that returns the quantity of some samples.
+        least, most: Inclusive bounds of each part's load.
     """
 
     what: str
@@ -42,15 +42,15 @@ class Bound:
 
 
 class Partitioner(ABC):
-    """Deals the samples of an epoch to parts. It holds no state: the same arguments give the same parts everywhere.
+    """Stateless assignment of an epoch's samples to parts: the same arguments give the same parts everywhere.
 
-    Every sample goes to exactly one part. That, and the bounds that a partitioner states, are checked by
-    `unisono.testing.partitioners` for every one that has a name.
+    Every sample belongs to exactly one part. `unisono.testing.partitioners` checks this, and the bounds that a
+    partitioner states, for every partitioner with a name.
 
     Attributes:
-        shuffles: Whether an epoch is shuffled if nobody says otherwise.
-        interleaves: Whether equal parts take turns (part r of p has places r, r + p, r + 2p, ...), so that what all
-            have taken together is the first so many places. Then the global order does not depend on
+        shuffles: Whether an epoch is shuffled by default.
+        interleaves: Whether equal parts take turns (part r of p has places r, r + p, r + 2p, ...), so that the
+            samples used by all parts together are a prefix of the order. The global order then does not depend on
             the number of parts.
         in_step: Whether parts may be expected to be used at the same pace.
     """
@@ -61,16 +61,16 @@ class Partitioner(ABC):
 
     @classmethod
     def of(cls, dataset: Any) -> Self:
-        """The partitioner of this name for a dataset; what it needs to know beyond a length, the dataset tells."""
+        """Return a partitioner for a dataset, which supplies what the partitioner needs beyond a length."""
         return cls()
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
-        """The samples in the order in which an epoch that begins with these parts comes to them."""
+        """Return the samples in the order of an epoch that begins with these parts."""
         return IndexShuffle(count, seed, epoch) if shuffle else Counted(count)
 
     @abstractmethod
     def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
-        """For each part its places in `samples`, ascending.
+        """Return the places of each part in `samples`, ascending.
 
         Args:
             samples: All of an epoch, or what is left of it.
@@ -79,23 +79,23 @@ class Partitioner(ABC):
         """
 
     def bounds(self, samples: Indices, shares: Sequence[float]) -> list[Bound]:
-        """What holds of the parts of `samples`: each is less than one sample away from its share."""
+        """Return the bounds of the parts of `samples`: each is less than one sample away from its share."""
         return [Bound.around("samples", len, len(samples), shares, 1)]
 
     def together(self, samples: torch.Tensor) -> torch.Tensor | None:
-        """For each of these samples a number; those of one number are never in two parts. None: nothing is promised."""
+        """Return a number for each sample; samples of one number are never in two parts. None: no guarantee."""
         return None
 
     def settings(self) -> dict[str, Any]:
-        """What may differ when a job goes on with another number of parts; plain values for `replaced`."""
+        """Return what may differ when a job resumes with another number of parts: plain values for `replaced`."""
         return {}
 
     def replaced(self, settings: dict[str, Any]) -> Partitioner:
-        """The same with settings of an earlier time."""
+        """Return this partitioner with earlier settings."""
         return self
 
     def fingerprint(self) -> str:
-        """Equal for partitioners that deal alike, and different otherwise as well as a digest can tell."""
+        """Return a digest that is equal for partitioners that deal alike, and otherwise different up to collisions."""
         return type(self).__name__
 
 

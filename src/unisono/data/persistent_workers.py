@@ -1,4 +1,4 @@
-"""What a loader's workers that live on would get wrong in silence."""
+"""Check for persistent loader workers, which would otherwise silently skip samples."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["WorkerEpochCheck"]
 
 
 class WorkerEpochCheck:
-    """Counts a worker's ways through its copy of a dataset: one that a state was loaded into is good for one.
+    """Pass counter of a worker's copy of a dataset: a copy with a loaded state is good for one pass.
 
-    Workers that live on (`persistent_workers=True`) do not hear of `set_epoch`, so in each epoch they would leave out
-    what was trained on before the state was saved.
+    Persistent workers (`persistent_workers=True`) do not see `set_epoch`, so in each epoch they would skip
+    the samples that were trained on before the state was saved.
     """
 
     def __init__(self) -> None:
         self._begun = False
 
     def begin(self, resumed: bool) -> Iterator[Any] | None:
-        """If this is the second, what raises when it is asked for a sample: only then does a worker pass errors on."""
+        """Return, for the second pass, an iterator that raises on `next`: only then does a worker forward errors."""
         if get_worker_info() is None or not resumed:
             return None
         again, self._begun = self._begun, True

@@ -1,4 +1,4 @@
-"""Which rank of how many this is, told by anything that knows."""
+"""Rank and world size, from any object that knows them."""
 
 from __future__ import annotations
 

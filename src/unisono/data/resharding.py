@@ -1,4 +1,4 @@
-"""What is left of an epoch, dealt to so many parts; and what is left when each has taken some of its part."""
+"""Remaining samples of an epoch, dealt to parts; and what remains when each part has used some of its samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.data.partitioner import Partitioner
 __all__ = ["Evening", "Resharding", "ShardingPhase", "added", "deal", "in_step", "leftover"]
 
 Evening = Literal["none", "drop", "pad"]
-"""Whether parts are cut to the shortest, or padded to the longest by samples that come twice."""
+"""Whether parts are cut to the shortest, or padded to the longest by samples that occur twice."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ShardingPhase:
 
 @dataclass(frozen=True)
 class Resharding:
-    """What is left of an epoch, and which places of it are whose."""
+    """Remaining samples of an epoch, and the places of each part."""
 
     rest: Indices
     parts: Sequence[Places]
@@ -46,7 +46,7 @@ class Resharding:
     evening: Evening = "none"
 
     def length(self, part: int) -> int:
-        """How many samples this part gives out."""
+        """Return the number of samples of this part."""
         return self.lengths[part]
 
     @property
@@ -65,7 +65,7 @@ class Resharding:
         return Concatenated([kept, select(self.rest, [self._padding(number, len(places), length)])])
 
     def _padding(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Places that come a second time: of an interleaved order the first ones, else those of the part itself."""
+        """Places that occur a second time: of an interleaved order the first ones, else those of the part itself."""
         more = torch.arange(start, stop, device="cpu")
         if self.interleaved or not start:
             return (number + len(self.parts) * more) % len(self.rest)
@@ -108,7 +108,7 @@ def _start(part: range) -> int:
 
 
 def in_step(lengths: Sequence[int], total: int) -> list[int]:
-    """How many each part has given when all together have given `total`, in turns; parts that are through are skipped.
+    """Return how many samples each part has used when all have used `total`, in turns; finished parts are skipped.
 
     Example:
         >>> in_step([4, 2, 3], 7), in_step([4, 4, 4], 7)
@@ -128,10 +128,10 @@ def in_step(lengths: Sequence[int], total: int) -> list[int]:
 def added(
     phases: Sequence[ShardingPhase], last: ShardingPhase, rule: Partitioner, lengths: Sequence[int]
 ) -> list[ShardingPhase]:
-    """The phases with one more, in the shortest form.
+    """Return the phases with one more, in the shortest form.
 
-    Where parts take turns and have kept step, all together have taken the first places of the order, whoever they
-    were; so a job that is resumed a thousand times has one phase.
+    Where parts take turns and have kept step, together they have used the first places of the order, however many
+    parts there were; so a job that is resumed a thousand times has one phase.
     """
     total = sum(last.taken)
     if not total:

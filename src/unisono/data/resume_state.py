@@ -1,4 +1,4 @@
-"""What a saved state says of an epoch: how far each rank has come."""
+"""Saved states of an epoch: the progress of each rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ALIKE = ("epoch", "seed", "samples", "partition", "shuffle", "phases", "parts",
 
 
 def check_states(states: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, Any]:
-    """What all states have in common, if they fit together and what is wanted; else `ValueError`.
+    """Return what all states have in common; raise `ValueError` if they contradict each other or `wanted`.
 
     Args:
-        states: Of ranks of one job at one time.
-        wanted: What this sampler has, under the same keys.
+        states: States of ranks of one job at one time.
+        wanted: This sampler's values, under the same keys.
     """
     for state in states:
         if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -39,23 +39,23 @@ def check_states(states: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> di
 
 
 def phases_of(state: dict[str, Any]) -> list[ShardingPhase]:
-    """The phases that a state tells of."""
+    """Return the phases that a state contains."""
     return [ShardingPhase(phase["parts"], tuple(phase["taken"]), phase["settings"]) for phase in state["phases"]]
 
 
 def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step: bool, lost: bool = False) -> list[int]:
-    """How many samples each rank of the job had committed.
+    """Return how many samples each rank of the job had committed.
 
-    A rank without a state is taken to have come as far as the others.
+    A rank without a state is assumed to be as far as the others.
 
     Args:
-        states: Of some ranks of the job, or of all.
-        lengths: How many samples each rank had.
-        in_step: Whether ranks may be taken to have kept step.
-        lost: The ranks without a state have died, and are taken to have come no further than the one that told most.
+        states: States of some ranks of the job, or of all.
+        lengths: Number of samples of each rank.
+        in_step: Whether ranks may be assumed to have kept step.
+        lost: Whether ranks without a state have died; they are assumed no further than the furthest reported rank.
 
     Raises:
-        ValueError: There is no telling, unless all ranks' states are given.
+        ValueError: The counts cannot be inferred; the states of all ranks are needed.
     """
     told = {state["rank"]: int(state["taken"]) for state in states}
     missing = [rank for rank in range(len(lengths)) if rank not in told]

@@ -21,37 +21,37 @@ __all__ = ["EpochWarning", "PartitionSampler"]
 
 
 class EpochWarning(UserWarning):
-    """An epoch was begun again without `set_epoch`: its samples come in the same order as before."""
+    """Warning that an epoch was restarted without `set_epoch`: its samples have the same order as before."""
 
 
 class PartitionSampler(Sampler[Any]):
-    """The samples of a rank, each epoch in a new order: takes the place of torch's `DistributedSampler`.
+    """Sampler of a rank's samples, each epoch in a new order: replaces torch's `DistributedSampler`.
 
-    Every sample of the dataset is given to exactly one rank, so ranks may have one more than others; `drop_last` or
-    `padding` makes them equal. What has been trained on is told by `advance`; the sampler's state counts only
-    that, not what a loader has fetched ahead. A state can be loaded on another number of ranks, in the middle of
-    an epoch: what is left is dealt to them, in the order in which it would have come.
+    Every sample of the dataset is assigned to exactly one rank, so ranks may have one more than others; `drop_last`
+    or `padding` makes them equal. `advance` reports the samples that were trained on; the sampler's state counts
+    only these, not what a loader has prefetched. A state can be loaded on another number of ranks, in the middle of
+    an epoch: the remaining samples are dealt to them, in their original order.
 
     Args:
         dataset: Anything with a length.
-        comm: Whatever has a `rank` and a `size`. It is asked once, and not kept.
+        comm: Any object with a `rank` and a `size`. Queried once, and not kept.
         num_replicas, rank: Both instead of `comm`. With none of the three: torch's default group, if there is one, else
             a world of one.
         partition: A partitioner or its name; see `un.data.PARTITIONERS`.
-        shuffle: Whether each epoch has another order; None is what the partitioner does by itself.
+        shuffle: Whether each epoch has another order; None for the partitioner's default.
         seed: The same on all ranks.
-        drop_last: Ranks have equally many: what is over is left out of this epoch.
-        padding: Ranks have equally many: some samples come twice, as with torch's sampler.
+        drop_last: Ranks have equally many samples: the surplus is left out of this epoch.
+        padding: Ranks have equally many samples: some occur twice, as with torch's sampler.
 
     Attributes:
-        epoch: As set by `set_epoch`; 0 at first.
+        epoch: As set by `set_epoch`; initially 0.
 
     Raises:
         TypeError: The dataset has no length (see `StreamPartition`), or `comm` no rank and size.
-        ValueError: Arguments do not fit together.
+        ValueError: Arguments contradict each other.
 
-    Cost: 20 ns an index. Memory, for the partitioners "shuffled", "strided" and "contiguous", less than a MiB whatever
-    the dataset's length; for others what they say.
+    Cost: 20 ns per index. Memory, for the partitioners "shuffled", "strided" and "contiguous": less than a MiB for
+    any dataset length; for others, see their documentation.
 
     Example:
         >>> ranks = [un.data.PartitionSampler(range(10), num_replicas=3, rank=rank) for rank in range(3)]
@@ -95,15 +95,15 @@ class PartitionSampler(Sampler[Any]):
         self.seed, self.epoch, self.drop_last, self.padding = operator.index(seed), 0, drop_last, padding
         self._phases: list[ShardingPhase] = []
         self._pass: EpochProgress | None = None
-        # The epoch that was asked for since the last pass ended.
+        # The epoch that was requested since the last pass ended.
         self._asked: int | None = None
         self._warned = False
 
     # -- as torch's ----------------------------------------------------------------------------
     def __iter__(self) -> StatefulIterator:
-        """Of this epoch, what this rank has not committed; or all of it again, once it was through.
+        """Iterate over this rank's uncommitted samples of this epoch, or over all of them if the epoch was complete.
 
-        Warns (`EpochWarning`, once) if a loop has come to the end, and nobody has called `set_epoch` since.
+        Warns (`EpochWarning`, once) if a loop has reached the end, and `set_epoch` was not called since.
         """
         current = self._now()
         again = current.ended and current.taken == current.start
@@ -122,7 +122,7 @@ class PartitionSampler(Sampler[Any]):
         return walk(self._source(current), self, current)
 
     def __len__(self) -> int:
-        """How many samples this rank has in this epoch; since the state was loaded, if one was. Does not shrink."""
+        """Return this rank's number of samples in this epoch, or since a state was loaded. Does not shrink."""
         current = self._now()
         return len(current.indices) - current.start
 
@@ -142,13 +142,13 @@ class PartitionSampler(Sampler[Any]):
 
     @property
     def remaining(self) -> int:
-        """How many samples of this rank are not committed."""
+        """Number of this rank's uncommitted samples."""
         current = self._now()
         return len(current.indices) - current.taken
 
     @property
     def total_size(self) -> int:
-        """How many samples all ranks have together, in what `len` speaks of for one."""
+        """Number of samples of all ranks together, counted as `len` does for one rank."""
         return sum(self._dealt(self._phases, self.num_replicas).lengths)
 
     # -- progress ------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class PartitionSampler(Sampler[Any]):
             self._asked = None
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this rank has come: plain numbers, strings, lists and dicts."""
+        """Return this rank's progress: plain numbers, strings, lists and dicts."""
         current = self._now()
         return self.walk_state(current, current.taken, current.through)
 
@@ -193,7 +193,7 @@ class PartitionSampler(Sampler[Any]):
         own = next((each for each in states if each["rank"] == self.rank), None)
         same = common["parts"] == self.num_replicas and common["settings"] == self.rule.settings()
         if same and own is not None and self.num_replicas > 1:
-            # Nobody needs to know how far the others are.
+            # The progress of the other ranks is not needed.
             self._go_to(int(own["taken"]))
             return
         counts = self._counts(states, common)
@@ -203,15 +203,15 @@ class PartitionSampler(Sampler[Any]):
             self._close(common, counts)
 
     def rebuild(self, comm: Any, *, like: int | None = None, states: Sequence[dict[str, Any]] | None = None) -> None:
-        """Follow to a communicator of other ranks: what nobody has committed of this epoch is dealt to them.
+        """Move to a communicator of other ranks, and deal this epoch's uncommitted samples to them.
 
-        Collective over `comm`. Newcomers call it too, on a sampler made alike. A rank that was lost is taken to have
-        come as far as the survivor that came furthest. Afterwards iterate anew.
+        Collective over `comm`. Newcomers call it too, on a sampler with the same arguments. A lost rank is assumed
+        to be as far as the furthest survivor. Restart the iteration afterwards.
 
         Args:
             comm: The new communicator.
-            like: A rank of it, that all are taken to have come as far as, whose model you then give to all.
-            states: Of its ranks, in order; None: they are exchanged by `comm.all_gather_object`.
+            like: A rank of it: all ranks are assumed to be as far as it. Broadcast its model to all afterwards.
+            states: States of its ranks, in order; None: they are exchanged by `comm.all_gather_object`.
         """
         if states is None:
             exchange = getattr(comm, "all_gather_object", None)
@@ -245,7 +245,7 @@ class PartitionSampler(Sampler[Any]):
         return Source(which.indices, which.taken, lambda: self._end(which))
 
     def _now(self) -> EpochProgress:
-        """The pass under way; made anew if the dataset has grown since, and nothing is committed."""
+        """Return the current pass; recreate it if the dataset has grown since, and nothing is committed."""
         held = self._pass
         if held is None or (held.state["samples"] != len(self.dataset) and not held.taken and not self._phases):
             indices = self._dealt(self._phases, self.num_replicas).part(self.rank)
@@ -266,7 +266,7 @@ class PartitionSampler(Sampler[Any]):
         return counts_of(states, self._dealt(self._phases, common["parts"], rule).lengths, rule.in_step, lost)
 
     def _close(self, common: dict[str, Any], counts: Sequence[int]) -> None:
-        """What so many parts have taken is over; the rest is dealt to the ranks that are here now."""
+        """Close the phase in which the parts used `counts` samples; deal the rest to the current ranks."""
         rule = self.rule.replaced(common["settings"])
         lengths = [len(part) for part in self._dealt(self._phases, common["parts"], rule).parts]
         taken = tuple(min(count, length) for count, length in zip(counts, lengths, strict=True))
@@ -279,13 +279,13 @@ class PartitionSampler(Sampler[Any]):
         current.start = current.taken = taken
 
     def walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
-        """For walks: the state when `given` samples of that pass are committed."""
+        """Return the state of a walk when `given` samples of its pass are committed."""
         through = through and given == len(token.indices)
         begun = token.begun or given > 0 or bool(token.state["phases"])
         return {**token.state, "taken": given, "through": through, "begun": begun}
 
     def load_walk(self, state: dict[str, Any]) -> tuple[Source, EpochProgress]:
-        """For walks: `load_state_dict`, and where to go on. A loader that was through begins anew next."""
+        """Load the state of a walk, and return where to resume. A loader that was complete starts over next."""
         asked = self._asked
         self.load_state_dict(state)
         current = self._now()

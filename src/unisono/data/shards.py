@@ -36,23 +36,23 @@ def read_lines(url: str) -> Iterator[str]:
 
 
 class ShardPartition(IterableDataset[T_co]):
-    """The samples of the shards that are this rank's, and this loader worker's.
+    """Samples of the shards that are assigned to this rank and this loader worker.
 
-    Each shard is read by one worker of one rank, from its beginning; nobody else opens it. Every sample is given once,
-    by any number of ranks and workers.
+    One worker of one rank reads each shard, from its beginning; no other worker opens it. Every sample is returned
+    once, for any number of ranks and workers.
 
-    Workers of a loader that live on (`persistent_workers=True`) keep the epoch that they began with; after a resume
+    Persistent workers of a loader (`persistent_workers=True`) keep the epoch that they started with; after a resume
     they raise `RuntimeError` when the second epoch begins.
 
     Args:
-        shards: Names or URLs, the same list on every rank. At least as many as there are ranks and workers together,
-            or some will have nothing.
-        read: Called with one of them: gives its samples, the same each time.
+        shards: Names or URLs, the same list on every rank. With fewer shards than workers of all ranks together,
+            some workers have none.
+        read: Called with one shard; returns its samples, the same each time.
         comm, num_replicas, rank: As for `PartitionSampler`.
-        shuffle: Whether shards come in another order each epoch. Samples stay in the order of their shard.
+        shuffle: Whether shards have another order each epoch. Samples stay in the order of their shard.
         seed: The same on all ranks.
 
-    Balance: numbers of shards differ by one at most; of samples, by what that is in samples.
+    Balance: numbers of shards differ by at most one; numbers of samples, by the size of a shard.
 
     Example:
         >>> files = {"a": [1, 2], "b": [3], "c": [4, 5, 6]}
@@ -73,7 +73,7 @@ class ShardPartition(IterableDataset[T_co]):
         seed: int = 0,
     ) -> None:
         self.shards, self._read = list(shards), read
-        # How far this rank has come: shards that it is through, and samples of the next.
+        # This rank's progress: shards that it has completed, and samples of the next.
         self._done, self._skip = 0, 0
         # What this process has found out: the samples of shards that it has read, and of the one that it is in.
         self._lengths: list[int] = []
@@ -92,9 +92,9 @@ class ShardPartition(IterableDataset[T_co]):
             self._begin(operator.index(epoch))
 
     def advance(self, count: int) -> None:
-        """This rank has trained on its next `count` samples, of a loader without workers. Iterating anew goes on there.
+        """Commit this rank's next `count` samples, of a loader without workers. The next iteration resumes there.
 
-        With workers let torchdata's StatefulDataLoader keep the state: only they know where one shard ended.
+        With workers, let torchdata's StatefulDataLoader keep the state: only workers know where a shard ended.
         """
         left, done, skip = operator.index(count), self._done, self._skip
         if left < 0:
@@ -113,7 +113,7 @@ class ShardPartition(IterableDataset[T_co]):
         self._done, self._skip = done, skip
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this rank has come; plain values."""
+        """Return this rank's progress as plain values."""
         own = {"parts": self.num_replicas, "rank": self.rank, "done": self._done, "skip": self._skip}
         jobs = [list(job) for job in self._jobs] if self._resumed else None
         whole = {"format": _FORMAT, "epoch": self.epoch, "seed": self.seed, "shards": len(self.shards), "jobs": jobs}
@@ -148,7 +148,7 @@ class ShardPartition(IterableDataset[T_co]):
             self._close([(told[rank]["done"], told[rank]["skip"]) for rank in range(first["parts"])])
 
     def jobs(self, worker: int, workers: int) -> list[_Job]:
-        """What one worker of this rank reads: shards, and how many samples of each to pass over."""
+        """Return what one worker of this rank reads: shards, and how many samples of each to skip."""
         mine = self._jobs[self.rank :: self.num_replicas][self._done :]
         if mine and self._skip:
             mine[0] = mine[0][0], mine[0][1] + self._skip
@@ -202,7 +202,7 @@ class _Reader(Iterator[T_co]):
             pass
 
     def _note(self, whole: bool) -> None:
-        """Where the shards of a process without workers end, for `advance`."""
+        """Record where shards end in a process without workers, for `advance`."""
         of, number = self._of, self._first + self._at
         if not self._alone or number < len(of._lengths):
             return

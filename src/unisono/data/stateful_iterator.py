@@ -14,7 +14,7 @@ from unisono.data.indices import Indices
 
 __all__ = ["Source", "StatefulIterator", "walk"]
 
-# The first sample should come at once; later ones in runs that are long enough for vector instructions, and
+# The first sample should arrive immediately; later ones in runs that are long enough for vector instructions, and
 # short enough for the cache and for less than a MiB.
 _FIRST, _LONGEST = 1, 4096
 
@@ -50,7 +50,7 @@ class Source:
 
 
 class _StatefulSampler(Protocol):
-    """Whose state a walk's state is."""
+    """Sampler that saves and loads the state of a walk."""
 
     def walk_state(self, token: Any, given: int, through: bool | None) -> dict[str, Any]: ...
     def load_walk(self, state: Any) -> tuple[Source, Any]: ...
@@ -75,7 +75,7 @@ class StatefulIterator(chain[Any]):
 
 
 def walk(source: Source, keeper: _StatefulSampler, token: Any) -> StatefulIterator:
-    """A walk of what the source gives; `token` tells the keeper which of its passes it is."""
+    """Return a walk of the source's samples; `token` identifies the pass to the keeper."""
     made = StatefulIterator.from_iterable(source.runs())
     assert isinstance(made, StatefulIterator)
     made._source, made._keeper, made._token = source, keeper, token

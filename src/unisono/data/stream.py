@@ -80,22 +80,22 @@ class StreamPartition(IterableDataset[T_co]):
             tell(epoch)
 
     def advance(self, count: int) -> None:
-        """This rank has trained on its next `count` samples. Iterating anew goes on after them."""
+        """Commit this rank's next `count` samples. The next iteration resumes after them."""
         if operator.index(count) < 0:
             raise ValueError(f"a rank cannot have trained on {count} samples more")
         self._taken += operator.index(count)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this rank has come; plain values."""
+        """Return this rank's progress as plain values."""
         place = {"parts": self.num_replicas, "rank": self.rank, "taken": self._taken}
         return {"format": _FORMAT, "epoch": self.epoch, "edge": self._edge, "holes": self._holes, **place}
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on where a job stopped, on any number of ranks.
+        """Resume where a job stopped, on any number of ranks.
 
         Args:
-            state: Of one rank, which then speaks for all: each has taken equally many. Or a list of all ranks' states,
-                which is needed after a stream whose end not all ranks have reached at the same time.
+            state: State of one rank, valid for all if each has used equally many. Or a list of all ranks' states,
+                which is needed if ranks reached the end of the stream at different times.
         """
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "edge", "holes", "parts")
@@ -112,11 +112,11 @@ class StreamPartition(IterableDataset[T_co]):
         self._close(counts)
 
     def place(self, number: int) -> int:
-        """Where in the stream the sample of that number is, of those that earlier ranks have left."""
+        """Return the stream position of sample `number` among those that earlier ranks have left."""
         return self._holes[number] if number < len(self._holes) else self._edge + number - len(self._holes)
 
     def _close(self, counts: Sequence[int]) -> None:
-        # Far enough that all beyond is left, and comes without holes.
+        # Far enough that all samples beyond are left, without holes.
         count = max((max(counts) + 1) * len(counts), len(self._holes))
         pieces = leftover([range(part, count, len(counts)) for part in range(len(counts))], counts, count)
         left = [self.place(int(number)) for piece in pieces for number in piece]

@@ -1,4 +1,4 @@
-"""Ranks that come and go: recovery from lost ranks, and joining a running job."""
+"""Elastic jobs: recovery from lost ranks, and joining a running job."""
 
 from __future__ import annotations
 

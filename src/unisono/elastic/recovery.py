@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die: from the last step that any survivor has committed, with nothing lost."""
+"""Training that continues when ranks die: from the last step that any survivor has committed, with nothing lost."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class _Stateful(Protocol):
 
 
 class Recovery:
-    """What a training loop needs to go on with the ranks that are left: an agreed step, and all that follows to them.
+    """Recovery of a training loop with the remaining ranks: an agreed step, and all that moves to them.
 
-    A step counts when this rank calls `commit`, after the optimizer's. When a call between ranks fails, `recover` makes
-    a communicator of the survivors, and finds out who of them has committed most steps. A step that any
-    survivor has committed counts: its gradients were those of all ranks, also of those that died since. Who has not
-    committed it gets parameters, buffers and the optimizer's state from one who has. A step that no survivor has
-    committed never was: its samples, those of the dead ranks too, are dealt anew.
+    A step counts when this rank calls `commit`, after the optimizer's step. When a call between ranks fails, `recover`
+    creates a communicator of the survivors, and finds the survivor with most committed steps. A step that any
+    survivor has committed counts: its gradients were those of all ranks, also of those that died since. Ranks that
+    have not committed it receive parameters, buffers and the optimizer's state from a rank that has. A step that no
+    survivor has committed is discarded: its samples, those of the dead ranks too, are dealt again.
 
     Args:
         comm: The communicator that the loop uses; afterwards `recovery.comm`.
-        parts: What belongs to the training, by any name. What has `rebuild` is a sampler (`un.data.PartitionSampler`),
-            and is told of each commit; what has `move_to` (`un.GradientAverager`) follows to the new communicator;
-            what has `state_dict` and `load_state_dict` (a model, an optimizer, a scheduler) is synced.
+        parts: Parts of the training, by any name. A part with `rebuild` is a sampler (`un.data.PartitionSampler`),
+            and is notified of each commit; a part with `move_to` (`un.GradientAverager`) moves to the new
+            communicator; a part with `state_dict` and `load_state_dict` (a model, an optimizer, a scheduler) is synced.
 
     Attributes:
-        comm: The communicator now.
-        step: How many steps are committed.
+        comm: The current communicator.
+        step: Number of committed steps.
 
     Raises:
         TypeError: A part is none of these.
 
-    Cost: nothing until something fails; then the rebuilding, one exchange of numbers, and one broadcast of the state
-    if ranks differ. The state is received whole before anything is changed, so that a further death does no harm.
+    Cost: nothing until a failure; then the rebuild, one exchange of numbers, and one broadcast of the state
+    if ranks differ. The state is received whole before anything is changed, so a further death does no harm.
 
     Example:
         >>> def program(comm):
@@ -90,10 +90,10 @@ class Recovery:
             sampler.advance(samples)
 
     def recover(self, *, grow: int = 0, timeout: float | None = None) -> Communicator:
-        """Go on with the survivors (and `grow` newcomers). Collective over them; iterate over samplers anew.
+        """Resume with the survivors (and `grow` newcomers). Collective over them; restart iteration over samplers.
 
-        Call it from the `except CommError` around a step, or everywhere at one place to let newcomers in. Who dies
-        while this goes on is left out as well.
+        Call it from the `except CommError` around a step, or on all ranks at one place to admit newcomers. Ranks
+        that die meanwhile are left out as well.
 
         Args:
             grow: As for `Communicator.rebuild`.
@@ -109,14 +109,14 @@ class Recovery:
             grow = 0
 
     def join(self) -> Communicator:
-        """Take part as a newcomer, whose communicator is from `unisono.join`, while the others are in `recover`."""
+        """Take part as a newcomer, with a communicator from `unisono.join`, while the others are in `recover`."""
         self.step = -1
         if not self._went_well(self._follow):
             return self.recover()
         return self.comm
 
     def _went_well(self, do: Callable[[], None]) -> bool:
-        """Whether nobody else was lost while it was done."""
+        """Return whether no other rank was lost while `do` ran."""
         try:
             do()
         except (PeerLostError, CommTimeoutError):
@@ -129,10 +129,10 @@ class Recovery:
         return True
 
     def _follow(self) -> None:
-        """Agree on the step, sync who is behind, and move everything to the communicator."""
+        """Agree on the step, sync the ranks that are behind, and move everything to the communicator."""
         comm = self.comm
         came = comm.all_gather_object((self.step, self._samples))
-        # Of those who came furthest, one that had most samples: it tells most of how far the dead ones were in theirs.
+        # Of the furthest ranks, one with most samples: it is the best estimate of the dead ranks' progress.
         leader = came.index(max(came))
         steps = [step for step, _ in came]
         if min(steps) != steps[leader]:
@@ -143,7 +143,7 @@ class Recovery:
             self._samplers[name].rebuild(comm, like=leader)
         for name in sorted(self._movers):
             self._movers[name].move_to(comm)
-        # Nobody goes on before all have come so far.
+        # No rank goes on before all are here.
         comm.barrier()
 
     def _sync(self, leader: int, *, behind: bool) -> None:

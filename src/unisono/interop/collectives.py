@@ -28,10 +28,10 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Collectives:
-    """What torch calls, under the names and with the arguments that it uses; see `torch.distributed` for each.
+    """Methods that torch calls, with its names and arguments; see `torch.distributed` for each.
 
-    Where torch says so, or its C++ code calls, a call returns at once. Collectives are done in the order of
-    their calls; the errors of those that are done later come out of `wait` and of the future.
+    A call returns immediately where torch requests it, or its C++ code calls. Collectives run in the order of
+    their calls; `wait` and the future raise the errors of those that run later.
     """
 
     others: DeviceBackends
@@ -167,9 +167,9 @@ class Collectives:
         return self._do(lambda limit: comm.barrier(timeout=limit), opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names every rank that has not come. Blocking; over the control plane.
+        """Wait for all ranks; the error names every missing rank. Blocking; over the control plane.
 
-        A timeout of zero gives up at once.
+        A timeout of zero fails immediately.
         """
         self._barriers += 1
         meeting, topic = self._meeting, f"monitored barrier {self._barriers}"
@@ -202,7 +202,7 @@ class Collectives:
 
     # -- order ---------------------------------------------------------------------------------
     def _do(self, call: Callable[[float], object], opts: Any, result: Tensors) -> TorchWork:
-        """Do it now, or have it done, in turn; the call is told the seconds it may take."""
+        """Run the call now, or queue it, in order; it receives its timeout in seconds."""
         limit = limit_s(opts) or self._timeout_s
         if not asynchronous(opts) or self._meeting.group.size == 1:
             self._line.run(lambda: call(limit))

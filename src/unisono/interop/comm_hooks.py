@@ -20,24 +20,24 @@ from unisono.errors import ClosedError
 __all__ = ["Hook", "averaging"]
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
-"""What `DistributedDataParallel.register_comm_hook` takes."""
+"""Argument of `DistributedDataParallel.register_comm_hook`."""
 
 _Kind = tuple[torch.dtype, tuple[torch.Size, ...]]
 
 
 def averaging(codec: Spec, comm: Communicator) -> Hook:
-    """A hook that averages DDP's buckets by a codec, while backward goes on. One hook a model.
+    """Return a hook that averages DDP's buckets with a codec while backward runs. One hook per model.
 
-    Collective: makes a communicator of the same ranks for the hook, whose one thread averages bucket after
-    bucket. Both end with `comm`, so close that after training. Each bucket gets a codec of its own. DDP lays its
-    buckets out anew after the first step; what error feedback held until then is dropped.
+    Collective: creates a communicator of the same ranks for the hook, and one thread that averages bucket after
+    bucket. Both end with `comm`, so close `comm` after training. Each bucket has its own codec. DDP rebuilds its
+    buckets after the first step; the error feedback accumulated until then is dropped.
 
     Args:
-        codec: A codec, a class or function that makes one, or a name.
-        comm: Of the ranks of DDP's process group.
+        codec: A codec, a class or function that creates one, or a name.
+        comm: Communicator of the ranks of DDP's process group.
 
     Returns:
-        A function for `register_comm_hook`, whose `state` it does not look at.
+        A function for `register_comm_hook`; it ignores `state`.
 
     Raises:
         ValueError: There is no such codec.
@@ -64,7 +64,7 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
         flat, sizes = bucket.buffer(), [gradient.shape for gradient in bucket.gradients()]
         chosen = codec_for(bucket.index(), (flat.dtype, tuple(sizes)))
         if flat.is_cuda:
-            # On the stream that filled it, so at once.
+            # Runs immediately, on the stream that filled the buffer.
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device])
             done.set_result(_average(chosen, flat, own, sizes))
             return done

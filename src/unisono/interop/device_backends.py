@@ -29,15 +29,15 @@ _OLDER = {
 
 
 class DeviceBackends:
-    """Torch's groups of the same ranks for other devices, each made when a tensor first needs it.
+    """Torch's groups of the same ranks for other devices, each created when a tensor first needs it.
 
-    Torch drops all other backends where one is a group written in Python, so they are kept here.
+    Torch drops all other backends if one is a group written in Python, so they are kept here.
 
     Args:
-        group: The whole group, whose configuration torch knows.
-        store: Of this group alone.
-        timeout: Of their operations.
-        options: What the user gave for them, if anything.
+        group: The whole group; torch knows its configuration.
+        store: Store for this group alone.
+        timeout: Timeout of their operations.
+        options: The user's options for them, if any.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout: timedelta, options: object) -> None:
@@ -54,11 +54,11 @@ class DeviceBackends:
 
     @property
     def known(self) -> bool:
-        """Whether torch has told the group's configuration, which it does when it has made the group."""
+        """Return whether torch has set the group's configuration, which it does after creating the group."""
         return self._group in dist.distributed_c10d._world.pg_backend_config
 
     def names(self) -> dict[str, str]:
-        """The backend of each other device; what torch would take by default as long as it has not told."""
+        """The backend of each other device; torch's defaults until torch has set the configuration."""
         if not self.known:
             return {kind: name for kind, name in dist.Backend.default_device_backend_map.items() if kind != "cpu"}
         pairs = (pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
@@ -111,12 +111,12 @@ class DeviceBackends:
         return plugin.creator_fn(asked, self._options)
 
     def shutdown(self) -> None:
-        """Let go of them all."""
+        """Shut down all of these groups."""
         for made in self._made.values():
             made.shutdown()
 
     def abort(self) -> None:
-        """Break them all."""
+        """Abort all of these groups."""
         for made in self._made.values():
             made.abort()
 
@@ -162,7 +162,7 @@ def by_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
 
 
 def _device(arguments: tuple[object, ...]) -> torch.device | None:
-    """Of the first tensor among arguments, or in lists among them."""
+    """Return the device of the first tensor among arguments, or in lists among them."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             return argument.device
@@ -172,7 +172,7 @@ def _device(arguments: tuple[object, ...]) -> torch.device | None:
 
 
 def _given(arguments: Sequence[object]) -> list[torch.Tensor]:
-    """What a call reads: its second argument, if that is for tensors, else its first."""
+    """Return the input tensors of a call: its second argument, if that holds tensors, else its first."""
     return _tensors(next((part for part in reversed(arguments[:2]) if isinstance(part, torch.Tensor | list)), []))
 
 

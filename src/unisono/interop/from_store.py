@@ -1,4 +1,4 @@
-"""How the ranks of a torch group come to a communicator: torch's store tells them where our control plane is."""
+"""Communicators for the ranks of a torch group: torch's store holds the address of the control plane."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _REACH_WITHIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What came of it on this rank.
+    """Result of joining, on this rank.
 
     Attributes:
-        comm: The communicator, for any thread.
+        comm: The communicator, usable from any thread.
         control: This rank's handle to the control plane.
-        group: The group as the control plane knows it.
+        group: The group as known to the control plane.
     """
 
     comm: Communicator
@@ -50,15 +50,15 @@ class Connection:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions) -> Connection:
-    """Join the other ranks of a new torch group. Each of them calls it, with a store of this group alone.
+    """Join the other ranks of a new torch group. Each rank calls it, with a store for this group alone.
 
-    Rank 0 hosts a control plane and tells its address, with a fresh secret, by the store: who can read the
-    store can join.
+    Rank 0 hosts a control plane and publishes its address, with a fresh secret, in the store: any process that
+    can read the store can join.
 
     Raises:
         CommTimeoutError: Ranks are missing.
-        MismatchError: Ranks wish for different things.
-        UnavailableError: The transport asked for is not to be had between these ranks.
+        MismatchError: Ranks request different options.
+        UnavailableError: The requested transport is not available between these ranks.
     """
     if size == 1:
         return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, wishes, lambda: None)
@@ -71,7 +71,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
             held.release()
         raise
     if rank == 0:
-        # Everybody has read it. Who makes a group of the same name again must not find it.
+        # All ranks have read it. A later group of the same name must not find it.
         with contextlib.suppress(RuntimeError):
             for key in (_PLACE, *map(_seat, range(size))):
                 store.delete_key(key)
@@ -81,7 +81,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
 def _come(
     store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions, held: Lease | None
 ) -> Connection:
-    """Go to the place that rank 0 tells, and meet all the others there."""
+    """Connect to the address that rank 0 publishes, and join all the others there."""
     place = _read(store, _PLACE, timeout_s, "rank 0 has not told where to meet")
     if place[0] == _FAILED:
         raise error_of(Cause(place[1], None, place[2]), Group.world(rank, size))
@@ -121,7 +121,7 @@ def _joined(
 
 
 def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
-    """As rank 0: hear where everybody is, choose, and tell the place, or what is wrong."""
+    """Collect the ranks' hosts on rank 0, choose the transport, and publish the address or the error."""
     seats = [_read(store, _seat(r), timeout_s, f"rank {r} has not come") for r in range(size)]
     hosts, obstacles, asked = zip(*seats, strict=True)
     try:

@@ -1,4 +1,4 @@
-"""The process group that torch sees: who it is, what it can, its life."""
+"""Process group that torch sees: its identity, capabilities and lifetime."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["UnisonoGroup"]
 
 
 class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
-    """A torch process group over a communicator of ours. Torch makes it; see `register`.
+    """Torch process group over a unisono communicator. Torch creates it; see `register`.
 
-    It may be called from any thread, as autograd's threads do. Python callers, and torch's C++ code, find
-    methods by their names; some of those are asked for by only one of the two.
+    Callable from any thread, as autograd's threads do. Python callers, and torch's C++ code, look up
+    methods by name; some names are used by only one of the two.
 
-    What lives longer, such as a work, must not hold it: a group that is dropped leaves the other ranks at once.
+    Objects that outlive it, such as a work, must not hold it: a dropped group leaves the other ranks immediately.
 
     Args:
         store: Torch's store, for this group alone.
         rank, size: In this group.
-        timeout: Of joining, and of every operation that does not say otherwise.
-        wishes: What the user asked for.
-        others_options: What the user gave for the backends of other devices.
+        timeout: Timeout of joining, and default of every operation.
+        wishes: The options that the user requested.
+        others_options: The user's options for the backends of other devices.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         # The end of the process closes what is open then.
         self._dropped.atexit = False
 
-    # -- who it is -----------------------------------------------------------------------------
+    # -- identity ------------------------------------------------------------------------------
     def getBackendName(self) -> str:  # noqa: N802
         return "unisono"
 
     def _get_backend_name(self) -> str:
-        # Who asks is torch's ShardedTensor, to learn where its tensors are: on the CPU for this name alone.
+        # Torch's ShardedTensor queries this to locate its tensors: on the CPU for this name alone.
         return "unisono" if self.others.names() else "gloo"
 
     @property
@@ -107,7 +107,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
             raise RuntimeError(f"this group has no backend for {device.type}")
         return self.others.of(device)._get_backend(device)
 
-    # What torch asks of a backend, which this group is for tensors of the CPU.
+    # Methods that torch calls on a backend, which this group is for tensors on the CPU.
     supports_coalescing = supports_splitting = supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -131,11 +131,11 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     # -- life ----------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of operations from now on."""
+        """Set the timeout of later operations."""
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Finish what was started, and leave, as `dist.destroy_process_group` does. Again is harmless."""
+        """Complete pending operations, and leave, as `dist.destroy_process_group` does. Idempotent."""
         self._dropped.detach()
         self._leaving.leave(self._timeout_s)
         self.others.shutdown()

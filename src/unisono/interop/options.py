@@ -1,4 +1,4 @@
-"""What torch asks for in its own words, in ours: operations, timeouts, now or later."""
+"""Translation of torch's options: operations, timeouts, blocking or asynchronous."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def operation(asked: Any) -> str:
 
 
 def limit_s(asked: Any) -> float | None:
-    """Seconds that a call may take, if its options say; None for the group's own timeout."""
+    """Return the timeout of a call in seconds, if its options set one; None for the group's own timeout."""
     timeout = asked if isinstance(asked, timedelta) else getattr(asked, "timeout", None)
     # Torch writes "not set" as a negative time.
     return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
 
 
 def asynchronous(asked: Any) -> bool:
-    """Whether the caller may go on before the call is done. As torch's C++ code expects, unless it says no."""
+    """Return whether a call may return before it is done: True, as torch's C++ code expects, unless disabled."""
     return bool(getattr(asked, "asyncOp", True))
 
 

@@ -1,4 +1,4 @@
-"""Sees messages through that nobody waits for."""
+"""Progress of messages that no thread waits for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _GRACE_S = 0.005
 
 
 class Progress:
-    """Torch's users count on a message to arrive while they do something else; not every transport does it alone.
+    """Background progress of messages, which torch's users rely on and not every transport makes by itself.
 
-    A message is left to whoever waits for it for 5 ms. What is not done then gets a thread of its own, by way
-    of its future.
+    For 5 ms a message is left to its waiter. If it is not done then, it gets a thread of its own, through
+    its future.
     """
 
     def __init__(self, name: str) -> None:

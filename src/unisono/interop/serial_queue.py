@@ -22,7 +22,7 @@ _lines: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
 
 
 class _Task(Completion):
-    """A job in line. Who waits for it does it, and those before it, if nobody else is at it."""
+    """Queued job. A waiting thread runs it, and those before it, unless another thread is running jobs."""
 
     def __init__(self, line: SerialQueue, job: Job) -> None:
         # No limit here: every job ends by a timeout of its own.
@@ -38,17 +38,17 @@ class _Task(Completion):
         self.complete(error)
 
     def wait(self, timeout: float | None = None) -> None:
-        # Whoever has a limit of his own must not take on work that may take longer.
+        # A waiter with its own limit must not run jobs that may take longer.
         if timeout is None and not self.is_completed():
             self._line.hurry(self)
         super().wait(timeout)
 
 
 class SerialQueue:
-    """Jobs wait in line, and are done by whoever waits for them; a thread, made when needed, does the others.
+    """Queue of jobs, run by the threads that wait for them; a thread, created when needed, runs the others.
 
-    Callbacks of a job that has ended run on the thread that did it, and what they call is done at once, before
-    all that waits: so it has the same place in the order on every rank.
+    Callbacks of a completed job run on the thread that ran it. Their calls run immediately, before
+    all queued jobs: so they have the same place in the order on every rank.
     """
 
     def __init__(self, name: str) -> None:
@@ -78,13 +78,13 @@ class SerialQueue:
             self.start(job).wait()
 
     def start(self, job: Job) -> Completion:
-        """Have a job done; return at once."""
+        """Queue a job, and return immediately."""
         task = _Task(self, job)
         if self._driver == threading.get_ident():
             task.perform()
             return task
         self._waiting.append(task)
-        # Who has the turn looks for what waits after giving it up.
+        # The thread that has the turn checks for waiting jobs after releasing it.
         if not self._turn.locked():
             self._hire()
         return task
@@ -100,7 +100,7 @@ class SerialQueue:
         return True
 
     def hurry(self, task: Completion) -> None:
-        """Do what waits, up to this task, unless somebody else is doing so."""
+        """Run the queued jobs, up to this task, unless another thread is running them."""
         if self._turn.acquire(blocking=False):
             self._drive(lambda: not task.is_completed())
 
@@ -117,7 +117,7 @@ class SerialQueue:
             self._crew.run(self._work)
 
     def _work(self) -> None:
-        # Whoever has the turn is bound by the timeouts of its jobs.
+        # The thread that has the turn is bound by the timeouts of its jobs.
         self._turn.acquire()
         with self._hiring:
             self._hired = False
@@ -133,9 +133,9 @@ class SerialQueue:
 
 
 def _finish_all() -> None:
-    """Finish what a program has started and not waited for, while the control plane is still there.
+    """Complete the jobs that a program has started and not waited for, while the control plane still runs.
 
-    Python ends daemon threads when they come back from C++ code after its own end, and takes the process with them.
+    Python ends daemon threads when they return from C++ code after its own end, and takes the process with them.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:
         for line in list(_lines):

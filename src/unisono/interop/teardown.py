@@ -1,4 +1,4 @@
-"""How a rank leaves a torch group: when it is shut down, or when nobody holds it any more."""
+"""Departure of a rank from a torch group: on shutdown, or when the last reference is dropped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Leaving:
         close_at_exit(self)
 
     def leave(self, timeout_s: float = _FINISH_WITHIN_S) -> None:
-        """Finish what was started, and tell the other ranks. Again is harmless."""
+        """Complete pending operations, and notify the other ranks. Idempotent."""
         try:
             self._line.finish(min(timeout_s, _FINISH_WITHIN_S))
             self._progress.close()
@@ -45,6 +45,6 @@ class Leaving:
         spawn_thread(self.leave, "unisono end of a torch group")
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """The process ends: what is being left comes first."""
+        """Wait, when the process ends, for a departure in the background."""
         if self._dropped:
             self._over.wait(_AT_EXIT_S)

@@ -21,8 +21,8 @@ NAME = "unisono"
 def register() -> None:
     """Make `dist.init_process_group("unisono")` and `dist.new_group(backend="unisono")` work.
 
-    Torch does it itself, by `autoload`, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0; importing `unisono.interop` does it
-    then. Again is harmless.
+    Torch does so itself, by `autoload`, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0; then importing `unisono.interop`
+    does. Idempotent.
 
     Raises:
         UnavailableError: This build of torch has no torch.distributed.

@@ -20,7 +20,7 @@ _dropped: deque[TorchWork] = deque(maxlen=1024)
 
 
 class TorchWork(dist.Work):
-    """A torch `Work` on one of ours.
+    """Torch `Work` over a unisono work.
 
     Torch's C++ code holds only its own part of one that Python hands to it, as `DDP.join` does, and finds methods by
     way of the Python part. So that one is kept when Python has dropped it: the last 1,024 of a process, since nothing

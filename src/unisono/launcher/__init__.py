@@ -1,4 +1,4 @@
-"""How `launch` starts ranks: as threads of this process, or as processes of a forkserver."""
+"""Start of ranks by `launch`: as threads of this process, or as processes of a forkserver."""
 
 from __future__ import annotations
 

@@ -48,32 +48,32 @@ def init(
 ) -> Communicator:
     """Join the other ranks of a job, and return the communicator of all of them.
 
-    Who and where the others are comes from `init_method`, else from torchrun's environment, MPI or Slurm, else
-    this process is a world of one. What was decided is logged (logger "unisono", level info).
+    The ranks and their meeting point come from `init_method`, else from torchrun's environment, MPI or Slurm, else
+    this process is a world of one. The decision is logged (logger "unisono", level info).
 
     Args:
         backend: A transport's name, two of them as in "shm+gloo" (within a host, and between hosts), or "auto":
             nccl where each rank has a GPU, shared memory where all ranks are on one host, gloo where no two are,
-            else "shm+gloo"; under mpirun, "mpi" in the place of gloo.
+            else "shm+gloo"; under mpirun, "mpi" instead of gloo.
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
-        rank, world_size: This process's number, and how many there are; from the environment if None.
+        rank, world_size: This process's rank, and the number of ranks; from the environment if None.
         timeout: Seconds for joining, and the default for every operation.
-        device: Where this rank's tensors live; with nccl "cuda:<local rank>", modulo the GPUs that are to be seen;
+        device: Device of this rank's tensors; if None, with nccl "cuda:<local rank>", modulo the visible GPUs;
             else "cpu".
-        secret: What ranks prove to each other that they belong together. If None, the variable
-            UNISONO_SECRET, else a key of this user that the first rank of a host makes (mode 0600).
-        check: "auto" compares before each collective what all ranks are about to do; "off" does not.
+        secret: Key by which ranks authenticate each other. If None, the variable
+            UNISONO_SECRET, else a key of this user that the first rank of a host creates (mode 0600).
+        check: "auto" compares the calls of all ranks before each collective; "off" does not.
         chunk_bytes: Largest message of a schedule; the same on all ranks.
         wrap: Applied to the transport, for tracing or fault injection.
         interface: The network interface, such as "eth0", by which ranks on other hosts reach this one. If None, the
             variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one on the route to the
-            first rank. What was taken is logged.
+            first rank. The choice is logged.
 
     Raises:
-        ValueError: An unknown backend or interface or init method, or numbers that make no sense.
+        ValueError: An unknown backend, interface or init method, or inconsistent numbers.
         CommTimeoutError: The first rank cannot be reached, or ranks are missing.
-        UnavailableError: The backend is not to be had here; says how to get it.
+        UnavailableError: The backend is not available here; the error says how to get it.
 
     Example:
         >>> comm = un.init()
@@ -132,27 +132,27 @@ def launch(
     Ranks are processes of a forkserver that has torch in memory (about 1 s for the first, 0.05 s for
     each further one), or threads of this process with backend "thread" (which take turns with "sim":
     see `simulate`). Works from a script (call it under `if __name__ == "__main__":`), from `python -`,
-    from tests and from a notebook: functions that a process cannot import travel by value.
+    from tests and from a notebook: functions that a process cannot import are sent by value.
 
     Args:
         fn: The program of every rank.
-        nprocs: How many ranks.
+        nprocs: Number of ranks.
         backend: A transport's name; "auto" is nccl where each rank has a GPU, else shared memory ("gloo"
             where the platform has none).
         args, kwargs: Passed on to `fn`; pickled for ranks that are processes.
         timeout: The default of every operation of the communicator, in seconds; not of the whole run.
         on_failure: "end": after a rank's exception the others have 3 s to end by their own error, then
             are ended, and the first error is raised here, with that rank's traceback before it.
-            "continue": the results of the survivors are returned; a failed rank's place holds its error.
+            "continue": the results of the survivors are returned; a failed rank's entry is its error.
         check, device, chunk_bytes, wrap: As for `init`.
         threads: Torch threads of each rank; OMP_NUM_THREADS or an equal share of the cores if None.
-        hosts: Ranks that are to be taken for one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
-            to try what runs on several hosts.
-        seed: With backend "sim": of the order in which ranks go on. UNISONO_SEED, or 0, if None.
+        hosts: Groups of ranks to treat as one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
+            to test programs for several hosts.
+        seed: With backend "sim": seed of the scheduling order. UNISONO_SEED, or 0, if None.
 
     Raises:
         Exception: What the first failing rank raised.
-        PeerLostError: A rank's process ended without a word, by which signal or code; or by `sys.exit`.
+        PeerLostError: A rank's process ended without a report (names the signal or code), or by `sys.exit`.
 
     Example:
         >>> un.launch(lambda comm, x: comm.rank * x, nprocs=3, backend="thread", args=(10,))

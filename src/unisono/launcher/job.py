@@ -1,4 +1,4 @@
-"""What a launched rank is to do, and what became of it."""
+"""Job of a launched rank, and its outcome."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Job:
     wrap: Callable[[Transport], Transport] | None
 
     def run(self, group: Group, control: ControlPlane) -> Any:
-        """Be one rank: connect, call the program, tell the others if it fails."""
+        """Run one rank: connect, call the program, notify the others if it fails."""
         options = self.options
         if options.device == "cuda":
             count = torch.cuda.device_count()
@@ -67,12 +67,12 @@ class Job:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one rank.
+    """Outcome of one rank.
 
     Attributes:
-        result: What its program returned.
-        error: What it raised, or what its end looked like from outside.
-        trace: Its traceback as text, if it could still tell.
+        result: The return value of its program.
+        error: The error that it raised, or one that describes how its process ended.
+        trace: Its traceback as text, if it could still report one.
     """
 
     rank: int
@@ -86,7 +86,7 @@ class Outcome:
 
 
 def reported(rank: int, data: bytes) -> Outcome:
-    """What a rank that is a process has told of itself."""
+    """Return the outcome that a rank's process has reported."""
     kind, content, *trace = pickle.loads(data)
     try:
         value = pickle.loads(content)
@@ -97,7 +97,7 @@ def reported(rank: int, data: bytes) -> Outcome:
 
 
 def name_of(number: int) -> str:
-    """Of a signal; those for real time have none."""
+    """Return the name of a signal; real-time signals have none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -122,7 +122,7 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
     error = first.error
     assert error is not None
     if isinstance(error, SystemExit | KeyboardInterrupt):
-        # Raised here as it is, it would end the caller, of whom nobody has asked that, and without a word.
+        # Raised here unchanged, it would silently end the caller, which did not ask for that.
         error = PeerLostError(f"rank {first.rank} of {size} ended by {type(error).__name__}({error})", peer=first.rank)
     if not isinstance(error, CommError) or error.rank is None:
         error.add_note(f"raised on rank {first.rank} of {size}")

@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 def main(folder: Path) -> None:
-    """Take the orders that lie in the folder, and report there."""
+    """Run the orders in the folder, and report there."""
     found = launched()
     assert found is not None
     assert found.rank is not None

@@ -30,7 +30,7 @@ from unisono.launcher.worker import WorkerSpec
 __all__ = ["ORDERS", "RANKS", "run_mpirun", "running"]
 
 ORDERS, RANKS = "orders", "ranks"
-"""In the ranks' folder: a file that says what they are to do, and the socket at which they report."""
+"""Names in the ranks' folder: the file with their orders, and the socket at which they report."""
 
 # Not imported here, for the ranks run it as their main module.
 _RANK = "unisono.launcher.mpi_worker"
@@ -40,13 +40,13 @@ _END_S = 5.0
 
 
 def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> list[Outcome]:
-    """Run a job on `size` ranks; outcomes in the order in which they ended. No rank outlives the call.
+    """Run a job on `size` ranks; return outcomes in the order in which they ended. No rank outlives the call.
 
-    With on_failure "continue", Open MPI is told to go on without a rank that dies; by itself it ends them all.
+    With on_failure "continue", Open MPI is set to go on without a rank that dies; by default it ends all ranks.
 
     Raises:
-        UnavailableError: There is no mpirun; says how to get one.
-        CommError: mpirun ended before the ranks came; what it printed says why.
+        UnavailableError: There is no mpirun; the error says how to get one.
+        CommError: mpirun ended before the ranks joined; its output says why.
     """
     mpirun = find_mpirun()
     if mpirun is None:
@@ -88,7 +88,7 @@ def running(command: list[str], size: int, **variables: str) -> Iterator[subproc
 
 
 class _WorkerConnections:
-    """Waits until every rank has come; a thread comes in their place if mpirun ends before."""
+    """Connections of all ranks; if mpirun ends before they connect, a thread connects instead."""
 
     def __init__(
         self, listener: Listener, process: subprocess.Popen[bytes], size: int, door: tuple[str, bytes]
@@ -154,7 +154,7 @@ def _outcome(rank: int, size: int, link: Connection[Any, Any], process: subproce
 
 
 def _no_result(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcome:
-    """A rank that reported nothing. Of the way it ended, mpirun's own end tells, if that follows."""
+    """Outcome of a rank that reported nothing; mpirun's exit code, if it ends soon, shows how the rank ended."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(1.0)
     code = process.returncode
@@ -166,7 +166,7 @@ def _no_result(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcom
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ranks that have reported are about to end; asked politely, mpirun ends the others."""
+    """End mpirun: ranks that have reported are about to end; on SIGTERM, mpirun ends the others."""
     asks: list[Callable[[], object]] = [process.poll, process.terminate, process.kill]
     for ask in asks:
         ask()

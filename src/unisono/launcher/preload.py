@@ -1,4 +1,4 @@
-"""What a forkserver has in memory before the first rank starts: all that ranks would import slowly."""
+"""Modules that a forkserver imports before the first rank starts: all that ranks would import slowly."""
 
 from __future__ import annotations
 

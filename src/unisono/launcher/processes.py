@@ -104,7 +104,7 @@ def _watch(ranks: list[tuple[BaseProcess, connection.Connection]], on_failure: s
 
 
 def _outcome(rank: int, size: int, process: BaseProcess, reader: connection.Connection) -> Outcome:
-    """What a rank reported, or how it ended if it did not."""
+    """Return what a rank reported, or how it ended if it did not."""
     try:
         data = reader.recv_bytes() if reader.poll() else None
     except (EOFError, OSError):
@@ -127,7 +127,7 @@ def _no_result(rank: int, size: int, code: int | None) -> PeerLostError:
 
 
 def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
-    """Ranks that reported are about to exit; the others are told to, and then made to."""
+    """End all ranks: those that reported are about to exit; the others are terminated, then killed."""
     for process in quiet:
         process.terminate()
     deadline = time.monotonic() + _END_S
@@ -143,13 +143,13 @@ def _context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The main script of a test run is pytest, which every rank would otherwise import anew.
+    # The main script of a test run is pytest, which every rank would otherwise import again.
     context.set_forkserver_preload([*(["pytest"] if "pytest" in sys.modules else []), "unisono.launcher.preload"])
     return context
 
 
 def share_of_cores(asked: int | None, size: int) -> int:
-    """How many threads a rank has: as asked, else as OMP_NUM_THREADS says, else an equal share."""
+    """Return the number of threads of a rank: as requested, else OMP_NUM_THREADS, else an equal share."""
     if asked is not None:
         return asked
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -221,7 +221,7 @@ def by_value(job: Job) -> bytes:
 
 
 def _importable(fn: Any, main: ModuleType | None) -> bool:
-    # What fn holds, or gets, may come from the main module too.
+    # Objects that fn holds or receives may be from the main module too.
     if main is None or not _is_file(main):
         return False
     module = sys.modules.get(getattr(fn, "__module__", "") or "")
@@ -229,7 +229,7 @@ def _importable(fn: Any, main: ModuleType | None) -> bool:
 
 
 def _is_file(main: ModuleType) -> bool:
-    """Whether ranks can import the main module: not what was typed, piped in, or given by -c."""
+    """Return whether ranks can import the main module: not if it was typed, piped in, or passed by -c."""
     return Path(getattr(main, "__file__", None) or "").is_file()
 
 
@@ -249,7 +249,7 @@ def _main_as_ranks_see_it() -> Iterator[None]:
 
 
 def _found(module: ModuleType) -> bool:
-    """Whether a fresh process with the same path would import this very module by its name."""
+    """Return whether a fresh process with the same path would import this very module by its name."""
     parent, _, _ = module.__name__.rpartition(".")
     if parent and not (parent in sys.modules and _found(sys.modules[parent])):
         return False

@@ -33,13 +33,13 @@ _State = tuple[torch.Tensor, Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a simulation has come to.
+    """Result of a simulation.
 
     Attributes:
-        results: What each rank returned; with `on_failure="continue"` a failed rank's error.
-        time_s: What the clock read when the last rank ended, in virtual seconds.
+        results: The return value of each rank; with `on_failure="continue"` a failed rank's error.
+        time_s: The clock when the last rank ended, in virtual seconds.
         seed: The seed.
-        trace: What happened, a line each. The same seed gives the same.
+        trace: The events, one per line. The same seed gives the same trace.
         digest: A hash of the trace.
     """
 
@@ -67,35 +67,35 @@ def simulate(
     wrap: Callable[[Transport], Transport] | None = None,
     backend: str = "sim",
 ) -> Simulated:
-    """Run `fn(comm, *args, **kwargs)` on `nprocs` simulated ranks of this process, and say how it went.
+    """Run `fn(comm, *args, **kwargs)` on `nprocs` simulated ranks of this process, and return results and trace.
 
-    Exactly one rank runs at a time. Wherever one waits, sends, or asks the control plane, the seed decides
-    who goes on. Time is virtual: it passes only while everybody waits, so that timeouts of minutes cost
+    Exactly one rank runs at a time. Wherever a rank waits, sends, or queries the control plane, the seed decides
+    which rank runs next. Time is virtual: it passes only while all ranks wait, so timeouts of minutes cost
     nothing. Numbers are real. The same seed gives the same run, step by step; another seed, another order.
-    Inside, `time`, `threading` and `queue` are those of the simulation, each rank has random generators of
-    its own (torch's, Python's and numpy's), and threads that a rank starts take turns, too.
+    Inside, `time`, `threading` and `queue` are those of the simulation, each rank has its own random
+    generators (torch's, Python's and numpy's), and threads that a rank starts take turns, too.
 
-    If nobody can move, every rank gets `DeadlockError` at once, which says who waits for what. A wait that
-    was told a time of its own ends at that time by `CommTimeoutError`.
+    If no rank can proceed, every rank raises `DeadlockError` immediately, which names what each rank waits for. A
+    wait with its own timeout ends at that time with `CommTimeoutError`.
 
     Args:
         fn: The program of every rank.
-        nprocs: How many ranks.
+        nprocs: Number of ranks.
         args, kwargs: Passed on to `fn`.
-        seed: Of the order in which ranks go on, of the network's jitter and of faults. If None, the
+        seed: Seed of the scheduling order, of the network's jitter and of faults. If None, the
             variable UNISONO_SEED, else 0.
-        network: How long messages take; see `unisono.transports.sim.Network`.
-        faults: Arguments of `unisono.testing.Faulty`, which then is around each rank's transport, inside of `wrap`.
-        preempt: Chance that the seed decides anew at a lock, too, though that is free: to find out what goes wrong
-            between a look and the lock.
+        network: Duration of messages; see `unisono.transports.sim.Network`.
+        faults: Arguments of `unisono.testing.Faulty`, which then wraps each rank's transport, inside of `wrap`.
+        preempt: Chance that the seed also switches ranks at a lock that is free: to find races between a check and
+            the lock.
         timeout, on_failure, check, chunk_bytes, wrap: As for `launch`; the timeout in virtual seconds.
-        backend: "sim", or another transport whose ranks are threads.
+        backend: "sim", or another transport with threads as ranks.
 
     Raises:
-        Exception: What the first failing rank raised; a note tells the seed.
+        Exception: What the first failing rank raised; a note names the seed.
 
-    Cost: a few switches between threads for a message. What waits for something real (a process, a socket) stops
-    everybody. Of programs that draw from global generators, run one simulation at a time.
+    Cost: a few thread switches per message. A wait for something real (a process, a socket) stops all
+    ranks. If programs draw from global generators, run one simulation at a time.
 
     Example:
         >>> def program(comm):

@@ -36,7 +36,7 @@ def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
             threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()
         return _collect(done, size, on_failure)
     except BaseException as error:
-        # Somebody has interrupted it. Nobody waits for the ranks any more, which end at their next call.
+        # The caller was interrupted. No thread waits for the ranks any more; they end at their next call.
         cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")
         hub.control().fail(Group.world(0, size), cause)
         raise

@@ -1,4 +1,4 @@
-"""Where ranks find themselves: on which hosts, with which GPUs, at which addresses; and the backend that suits."""
+"""Topology of the ranks: their hosts, GPUs and addresses; and the backend that suits."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _BY_ADDRESS = ("gloo", "nccl", "ucc", "xccl")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What all ranks know of each other.
+    """Facts that all ranks know of each other.
 
     Attributes:
-        hosts: For each host, its ranks: those that share a kernel and a network.
-        sharing: For each memory that ranks can share, those that proved it to each other.
+        hosts: Ranks of each host: those that share a kernel and a network.
+        sharing: Ranks of each shareable memory: those that proved to each other that they share it.
         gpus: Whether each rank has a GPU to itself.
-        address: Of this host, for the others.
-        interface: The network interface that has it, and why it was taken, for the log.
+        address: Address of this host, for the others.
+        interface: The network interface of that address, and why it was chosen, for the log.
     """
 
     hosts: Hosts
@@ -44,7 +44,7 @@ class Topology:
     interface: str
 
     def number_here(self, rank: int) -> int:
-        """Which one of its host's ranks this is, from 0.
+        """Return the rank's number on its host, from 0.
 
         Example:
             >>> Topology(((0, 2), (1, 3)), ((0, 2), (1, 3)), gpus=True, address="", interface="").number_here(3)
@@ -53,17 +53,17 @@ class Topology:
         return next(ranks.index(rank) for ranks in self.hosts if rank in ranks)
 
     def prepare(self, backend: str, place: Rendezvous, timeout: float) -> None:
-        """What a backend of this name needs between hosts: ways that are open, and libraries that know the interface.
+        """Prepare a backend between hosts: check that hosts reach each other, and set the libraries' interface.
 
         Raises:
-            CommError: On every rank: which host cannot be reached by which other one, at which address, what to set.
+            CommError: On every rank: names the hosts that cannot connect, the address, and what to set.
         """
         _, _, outer = backend.rpartition("+")
         if len(self.hosts) == 1 or outer not in _BY_ADDRESS:
             return
         name = interface_of(self.address)
         if outer == "nccl" and name is not None:
-            # NCCL chooses for itself otherwise, and has no other way to be told.
+            # NCCL chooses for itself otherwise, and has no other setting for it.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         if backend == outer:
             check_reachability(

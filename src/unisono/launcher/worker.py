@@ -25,13 +25,13 @@ __all__ = ["WorkerSpec", "configure_process", "run_job", "run_worker"]
 
 @dataclass(slots=True)
 class WorkerSpec:
-    """What the launching process tells a rank. Goes by multiprocessing's own way from parent to child.
+    """Orders of the launching process to a rank. Multiprocessing passes them from parent to child.
 
     Attributes:
         job: A `Job`, pickled: it may need the caller's main module, which is imported first.
-        environment: The caller's, for the forkserver keeps the one it was started with.
+        environment: The caller's, because the forkserver keeps the one it was started with.
         address, secret: Of the control plane, which the caller hosts.
-        outputs: Copies of the caller's standard output and error; None for one that it has closed.
+        outputs: Copies of the caller's standard output and error; None for a closed one.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class WorkerSpec:
 
 
 def run_worker(orders: WorkerSpec, report: Connection) -> None:
-    """Be a rank: set up, run the job, send what came of it to the launching process."""
+    """Run a rank: set up, run the job, send its outcome to the launching process."""
     # An interrupt at the terminal is for the launching process, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
@@ -59,7 +59,7 @@ def run_worker(orders: WorkerSpec, report: Connection) -> None:
 
 
 def configure_process(threads: int) -> None:
-    """How a rank prints and computes."""
+    """Set up how a rank prints and computes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Whole lines, so that those of several ranks do not run into each other.
@@ -68,7 +68,7 @@ def configure_process(threads: int) -> None:
 
 
 def run_job(orders: WorkerSpec) -> bytes:
-    """Run the job; what came of it, for the launching process."""
+    """Run the job; return its outcome, for the launching process."""
     try:
         job: Job = cloudpickle.loads(orders.job)
         control = SocketControl(orders.address, orders.secret, job.options.timeout_s, on_orphan=_end)
@@ -77,14 +77,14 @@ def run_job(orders: WorkerSpec) -> bytes:
     except BaseException as error:
         message = ("error", _portable(error), "".join(traceback.format_exception(error)))
     for stream in (sys.stdout, sys.stderr):
-        # There may be none, and who read it may have gone: what came of the job is told all the same.
+        # A stream may be missing, or its reader gone: the outcome is reported all the same.
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
     return bytes(cloudpickle.dumps(message))
 
 
 def _end() -> None:
-    """The launching process is gone: nobody is left to work for."""
+    """Exit, because the launching process is gone."""
     os._exit(1)
 
 

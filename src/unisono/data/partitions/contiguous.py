@@ -1,4 +1,4 @@
-"""Contiguous: each part is a run of neighbouring samples, as they lie in files."""
+"""Contiguous: each part is a run of neighbouring samples, in file order."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _mix(concentration: Sequence[float], chance: random.Random) -> list[float]:
 
 
 def _filled(size: int, left: Sequence[int], mix: Sequence[float]) -> list[int]:
-    """How many of each label make `size` samples, by the mix as long as there are enough."""
+    """Return how many samples of each label make up `size`, following the mix while there are enough."""
     taken = [0] * len(left)
     while need := size - sum(taken):
         free = [have - count for have, count in zip(left, taken, strict=True)]

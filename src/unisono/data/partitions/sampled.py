@@ -22,15 +22,15 @@ _one_at_a_time = threading.RLock()
 
 
 class Sampled(Strided):
-    """What another sampler gives, each to one rank: a `WeightedRandomSampler`, a `BatchSampler`, one of your own.
+    """Output of another sampler, each entry on one rank: a `WeightedRandomSampler`, a `BatchSampler`, or your own.
 
-    An epoch's sequence depends on the seed and the epoch alone, so that it is the same on every rank: the sampler draws
-    from a generator that is set for it (its own attribute `generator`, or that of the sampler inside it; a
-    sampler without one draws from the global generators of Python and torch, which are set and put back).
-    A sample that comes twice in the sequence is given out twice.
+    An epoch's sequence depends on the seed and the epoch alone, so it is the same on every rank: the sampler draws
+    from a generator that is seeded for it (its own attribute `generator`, or that of the sampler inside it; a
+    sampler without a generator draws from the global ones of Python and torch, which are seeded and restored).
+    A sample that occurs twice in the sequence is assigned twice.
 
     Args:
-        sampler: Anything that can be iterated over again and again. It has an order of its own: `shuffle` is False.
+        sampler: Any object that can be iterated repeatedly. It defines the order: `shuffle` is False.
 
     Balance: less than one entry of the sequence away from the share. Cost: the whole sequence, on every rank.
 
@@ -65,7 +65,7 @@ class Sampled(Strided):
 
 @contextmanager
 def _seeded(sampler: Any, seed: int) -> Iterator[None]:
-    """What the sampler draws from begins with this seed; afterwards it is as it was."""
+    """Seed the generator that the sampler draws from, and restore it afterwards."""
     inner = sampler
     while not hasattr(inner, "generator") and hasattr(inner, "sampler"):
         inner = inner.sampler

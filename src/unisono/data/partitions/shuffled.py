@@ -12,10 +12,10 @@ __all__ = ["PARTITIONER", "Shuffled"]
 
 
 class Shuffled(Strided):
-    """Each epoch is shuffled anew, and parts take turns. What most training wants.
+    """Order that is reshuffled each epoch; parts take turns. Suits most training.
 
-    Equal parts of p: part r has places r, r + p, r + 2p and so on of the epoch's order, which is the same for any p.
-    Unequal ones are runs of the shuffled order.
+    Equal parts: part r of p has places r, r + p, r + 2p and so on of the epoch's order, which is the same for any p.
+    Unequal parts are runs of the shuffled order.
 
     Balance: less than one sample away from the share. Cost: nothing, for any number of samples (`IndexShuffle`).
 

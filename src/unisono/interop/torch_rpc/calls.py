@@ -20,7 +20,7 @@ _Named = Mapping[str, Any] | None
 
 
 def rpc_sync(to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = -1.0) -> Any:
-    """Call a function on a rank, and return what it returns. `timeout`: seconds; -1 the default, 0 for ever."""
+    """Call a function on a rank, and return its result. `timeout`: seconds; -1 for the default, 0 for no limit."""
     with as_in_torch():
         return rpc.rpc_sync(to, _checked(func), args or (), kwargs, seconds(timeout))
 
@@ -28,7 +28,7 @@ def rpc_sync(to: _To, func: _Function, args: _Arguments = None, kwargs: _Named =
 def rpc_async(
     to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> torch.futures.Future[Any]:
-    """The same, but return a future at once."""
+    """The same as `rpc_sync`, but return a future immediately."""
     with as_in_torch():
         return rpc.rpc_async(to, _checked(func), args or (), kwargs, seconds(timeout))
 
@@ -36,7 +36,7 @@ def rpc_async(
 def remote(
     to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> rpc.RRef[Any]:
-    """The same, but the result stays where it is made: return a reference to it at once."""
+    """The same as `rpc_sync`, but leave the result on its rank: return a reference to it immediately."""
     with as_in_torch():
         return rpc.remote(to, _checked(func), args or (), kwargs, seconds(timeout))
 

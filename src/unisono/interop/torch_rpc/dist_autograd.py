@@ -43,7 +43,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """For each leaf of this rank its gradient. Raises RuntimeError for a context that is not known here."""
+    """Return the gradient of each leaf of this rank. Raises RuntimeError for a context that is not known here."""
     return autograd.get_gradients(checked(context_id))
 
 

@@ -1,4 +1,4 @@
-"""What `init_rpc` may be told, in torch's classes."""
+"""Options of `init_rpc`, in torch's classes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["BackendType", "RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 
 
 class BackendType(enum.Enum):
-    """Torch's backends of RPC. Whichever is asked for, unisono's own is what runs."""
+    """Torch's backends of RPC. Whichever is requested, unisono's own runs."""
 
     TENSORPIPE = "TENSORPIPE"
 
 
 class RpcBackendOptions:
-    """Where ranks meet, and how long a call may take.
+    """Rendezvous address of the ranks, and timeout of calls.
 
     Args:
         rpc_timeout: Seconds; 0 for no limit.
@@ -34,10 +34,10 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """The same, and how many functions may run at once.
+    """The same, and the number of functions that may run concurrently.
 
     Args:
-        num_worker_threads: Functions that others called and that run here at once.
+        num_worker_threads: Number of functions called by other ranks that run here concurrently.
         rpc_timeout: As above.
         init_method: As above.
         device_maps: Accepted; tensors arrive on the CPU whatever it says.

@@ -64,7 +64,7 @@ class RRef(rpc.RRef[T]):
 
 
 class _Remote:
-    """Methods of an object of another rank, whose results stay there. As torch, ask first whether there is a method."""
+    """Methods of an object of another rank; results stay there. As in torch, first check that the method exists."""
 
     def __init__(self, rref: RRef[Any], timeout: float | None) -> None:
         self._rref, self._timeout = rref, seconds(timeout)

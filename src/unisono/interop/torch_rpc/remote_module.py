@@ -46,7 +46,7 @@ class RemoteModule(nn.Module):
             raise ValueError("modules with a TorchScript interface are not supported; leave _module_interface_cls out")
         self._live(remote_device)
         self.module_rref = remote(self.on, _made, (module_cls, tuple(args or ()), dict(kwargs or {}), self.device))
-        # What its constructor raises is told here.
+        # Errors of its constructor are raised here.
         rpc.rpc_sync(self.on, _known, (self.module_rref,))
         self._ready()
 
@@ -76,7 +76,7 @@ class RemoteModule(nn.Module):
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-        """The same, but return a future at once."""
+        """The same as `forward`, but return a future immediately."""
         return rpc.rpc_async(self.module_rref.owner(), _forward, (self.module_rref, self.device, args, kwargs))
 
     def remote_parameters(self, recurse: bool = True) -> list[rpc.RRef[nn.Parameter]]:
@@ -93,7 +93,7 @@ class RemoteModule(nn.Module):
         return self
 
     def eval(self) -> Self:
-        """Likewise."""
+        """Set evaluation mode, where the module is."""
         return self.train(False)
 
     def __getattribute__(self, name: str) -> Any:

@@ -81,7 +81,7 @@ def init_rpc(
 
 
 def _meet(init_method: str, rank: int, world_size: int) -> tuple[Communicator, dist.Store]:
-    """By torch's store, as a process group does, under a name of its own: so both may use one address."""
+    """Join through torch's store, as a process group does, under a separate name: so both may use one address."""
     limit = timedelta(seconds=TIMEOUT_S)
     store, rank, size = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
     name = f"unisono/rpc {next(_numbers)}"

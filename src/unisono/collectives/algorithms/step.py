@@ -57,7 +57,7 @@ class Cost:
 
 
 class Algorithm(Protocol):
-    """A file of `schedules/<collective>/`. Rooted collectives are written for root 0.
+    """A file of `algorithms/<collective>/`. Rooted collectives are written for root 0.
 
     The interpreter renumbers ranks for other roots. `chunks` may be left out where it is one a
     rank; for `all_to_all`, chunks 0 to p-1 are what this rank gives, p to 2p-1 what it gets.

@@ -24,7 +24,7 @@ def verify(collective: str, schedule: Algorithm, size: int) -> Cost:
 
     Args:
         collective: "all_reduce", ...; roots are rank 0.
-        schedule: A module of `schedules/<collective>/`, or anything with its functions.
+        schedule: A module of `algorithms/<collective>/`, or anything with its functions.
         size: Number of ranks, from 1.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Ranks of a `Checkout`, run by path: they use public functions alone, so that any version of unisono serves.
+"""Ranks of a `Checkout`, run by path: they use only public functions, so that any version of unisono works.
 
 python -P _checkout_ranks.py ADDRESS RANKS BACKEND
 """
@@ -20,7 +20,7 @@ __all__ = ["rank"]
 
 
 def rank(comm: un.Communicator, address: str) -> None:
-    """Take samples until the other end closes the connection."""
+    """Take samples until the peer closes the connection."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         with connection.makefile("rw") as link:
@@ -29,14 +29,14 @@ def rank(comm: un.Communicator, address: str) -> None:
             for line in link:
                 case = json.loads(line)
                 if line != current:
-                    # The old tensors go first: those of two cases may not fit into memory.
+                    # Free the old tensors first: those of two cases may not fit into memory.
                     tensors = cycle(())
                     current, tensors = line, cycle(_verified(comm, case))
                 _answer(link, _seconds(comm, list(islice(tensors, case["calls"]))))
 
 
 def _verified(comm: un.Communicator, case: dict[str, Any]) -> list[torch.Tensor]:
-    """Make the tensors of a case, and reduce each of them; they hold zeros afterwards, so that no sum ever grows."""
+    """Create the tensors of a case, and reduce each once; they are zeroed afterwards, so that no sum grows."""
     dtype = getattr(torch, case["dtype"])
     numel = max(1, case["nbytes"] // dtype.itemsize)
     make = comm.empty if case["registered"] else torch.empty

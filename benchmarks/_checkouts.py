@@ -1,4 +1,4 @@
-"""Ranks of several checkouts of unisono, which take turns in one run."""
+"""Ranks of several checkouts of unisono that take turns in one run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class AllReduce:
     """Calls of all_reduce that make one sample.
 
     Attributes:
-        nbytes, dtype: Of each tensor; the name that torch has for the dtype.
-        registered: Whether tensors are made by `Communicator.empty`.
-        tensors: How many there are, drawn in turn.
-        calls: How many make a sample.
+        nbytes, dtype: Size of each tensor, and torch's name of its dtype.
+        registered: Whether tensors are allocated by `Communicator.empty`.
+        tensors: Number of tensors, used in turn.
+        calls: Number of calls per sample.
     """
 
     nbytes: int
@@ -43,14 +43,14 @@ class AllReduce:
 
 
 class Checkout:
-    """Ranks that run the unisono of another folder, and sleep while no sample is taken of them.
+    """Ranks that run the unisono of another folder, and sleep between samples.
 
     Args:
         source: The folder to import unisono from, such as `src` of a git worktree; its native parts are built.
         ranks, backend: As for `unisono.launch`.
 
     Raises:
-        RuntimeError: The ranks ended, or do not answer; what they printed says why.
+        RuntimeError: The ranks ended, or do not answer; their output states the cause.
 
     Example:
         with Checkout(Path("src"), 2) as new, Checkout(Path("../old/src"), 2) as old:
@@ -73,7 +73,7 @@ class Checkout:
         listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(address))
         listener.listen(ranks)
-        # Without -P, modules of this folder would hide others of the same name.
+        # Without -P, modules of this folder would shadow others of the same name.
         command = [sys.executable, "-P", str(_RANKS), str(address), str(ranks), backend]
         process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(self._source)})
         self._stack.callback(_end, process)
@@ -95,7 +95,7 @@ class Checkout:
         raise RuntimeError(f"the ranks of {self._source} did not start; what they printed says why")
 
     def sample(self, case: AllReduce) -> Callable[[], float]:
-        """Return a sample for `interleave`: the mean seconds of a call on the rank that took longest."""
+        """Return a sample for `interleave`: the mean seconds of a call on the slowest rank."""
 
         def take() -> float:
             for link in self._links:
@@ -121,7 +121,7 @@ class Checkout:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the launching process, whose ranks end with their connections."""
+    """Wait for the launching process; its ranks end when their connections close."""
     try:
         process.wait(10.0)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Questions: the options and the tables that programs of `benchmarks/` share."""
+"""Shared options and tables of the programs in `benchmarks/`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sweep_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def measured(options: argparse.Namespace, sizes: str, **settings: Any) -> list[Result]:
-    """Measure the sizes that the options of `sweep_parser` do not leave out, and print the table.
+    """Measure the sizes selected by the options of `sweep_parser`, and print the table.
 
     Raises:
         SystemExit: A result was wrong.

@@ -1,9 +1,9 @@
-"""Ask every question in this folder, and write the answers to docs/benchmarks.md.
+"""Run every benchmark in this folder, and write the results to docs/benchmarks.md.
 
     python benchmarks/_report.py [--only mpi_against_bare ...]
 
-With `--only`, the other answers stay as they are: each has its own date and machine.
-The machine that it runs on should have nothing else to do.
+With `--only`, the other results stay unchanged: each has its own date and machine.
+The machine should be otherwise idle.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ put the two processors far from each other: what one has just written is then de
 
 
 def questions(only: list[str]) -> list[Path]:
-    """The scripts, in order; those named only, if any are."""
+    """Return the scripts in order, or only those named, if any."""
     scripts = sorted(path for path in HERE.glob("*.py") if not path.name.startswith("_"))
     return [path for path in scripts if not only or path.stem in only]
 
 
 def machine() -> str:
-    """What the answers were measured on, and when."""
+    """Return the date and the machine of the measurement."""
     system = f"{platform.system()} {platform.release().split('-')[0]}"
     here = bench.machine()
     python = f"Python {here['python']}, torch {here['torch']}"
@@ -47,13 +47,13 @@ def machine() -> str:
 
 
 def known() -> dict[str, str]:
-    """The sections that the page has, by their scripts."""
+    """Return the sections of the page, by script."""
     _, *sections = PAGE.read_text().split("\n## ") if PAGE.exists() else [""]
     return {found[1]: f"## {text.rstrip()}\n" for text in sections if (found := COMMAND.search(text))}
 
 
 def section(script: Path) -> str:
-    """A question, and what its script printed."""
+    """Run a script, and return its section: title and output."""
     text = ast.get_docstring(ast.parse(script.read_text())) or script.stem
     print(f"== {script.name}", flush=True)
     lines = []
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="scripts, without .py")
     options = parser.parse_args()
     for script in questions(options.only):
-        # One by one, for all of it takes long.
+        # Write after each script, because all of them take long.
         answers = {**known(), script.name: section(script)}
         PAGE.write_text("\n".join([HEAD, *(answers[name] for name in sorted(answers) if (HERE / name).exists())]))
     print(f"written: {PAGE.relative_to(HERE.parent)}")

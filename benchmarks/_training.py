@@ -1,4 +1,4 @@
-"""Models, and DDP in its best form, for questions about training."""
+"""Models, and DDP with its best options, for training benchmarks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def transformer() -> nn.Module:
 
 
 def ddp(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """Gradients as views of buckets, and what newer versions of torch can do."""
+    """Return the model in DDP, with gradients as bucket views and the options of newer torch versions."""
     known = inspect.signature(DistributedDataParallel).parameters
     newer = {"batched_grad_copy": True} if "batched_grad_copy" in known else {}
     return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, **newer)

@@ -1,14 +1,14 @@
-"""What does averaging cost a training step: GradientAverager beside torch's DDP on gloo and beside no averaging?
+"""Cost of averaging in a training step: GradientAverager against torch's DDP on gloo, and against no averaging.
 
-Answer (2 and 4 ranks, 2 cores, float32, one thread a rank): see docs/benchmarks.md; run it to see yours:
+Results (2 and 4 ranks, 2 cores, float32, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/averager_against_ddp.py [--ranks 2 4] [--backend shm] [--models mlp deep ...] [--seconds 8]
     python benchmarks/averager_against_ddp.py --steps 5 --warmup 3
 
 The same model is trained by plain SGD in four ways, in turn in each rank: alone, alone with a barrier after backward,
-in DDP with its best flags, and plain with a GradientAverager. Exposed is what a step takes longer than alone, by what
-DDP's does; what the barrier exposes is ranks waiting for the slower one, which no averaging can do without. Processor
-seconds are those of the whole process, its threads' too, more than alone. Gradients are compared after each step.
+in DDP with its best flags, and plain with a GradientAverager. Exposed time is a step's time over that of a step alone,
+relative to DDP's; the barrier's exposed time is the wait for the slowest rank, which any averaging has. Processor
+seconds are of the whole process with its threads, over those alone. Gradients are compared after each step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 import unisono as un
 from unisono.tools.bench import interleave, on_ranks, timed
 
-# A model, the shape of its input on each rank, and the most of DDP's exposed time that is wanted for 2 ranks.
+# A model, the shape of its input on each rank, and the maximum fraction of DDP's exposed time on 2 ranks.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "mlp": (lambda: perceptron(64, 256, 256, 10), (32, 64), 1 / 4),
     "deep": (lambda: perceptron(*[128] * 41), (32, 128), 1 / 4),
@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "wide": (lambda: perceptron(2048, 4096, 4096), (8, 2048), 1 / 2.5),
 }
 LEAST = 48
-"""Steps of each way, at least: of a dozen long ones, two medians differ by more than what is asked."""
+"""Minimum steps of each way: with a dozen long steps, two medians differ by more than the bound."""
 
 Figures = dict[str, list[float]]
 
@@ -62,7 +62,7 @@ class Way:
 
 
 def train(comm: un.Communicator, name: str, seconds: float, steps: int | None, warmup: int, folder: Path) -> Figures:
-    """Each way's seconds and processor seconds, step by step."""
+    """Return each way's seconds and processor seconds, by step."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size)
     ways = {
         "local": Way(name, lambda model: model, lambda: None),
@@ -86,7 +86,7 @@ def train(comm: un.Communicator, name: str, seconds: float, steps: int | None, w
 
 
 def report(name: str, ranks: int, backend: str, results: list[Figures]) -> str:
-    """One line, of the medians of what all ranks took."""
+    """Return one line with the medians over all ranks."""
 
     def over_local(way: str, kind: str = "") -> list[float]:
         return [b - a for found in results for a, b in zip(found[f"local{kind}"], found[f"{way}{kind}"], strict=True)]

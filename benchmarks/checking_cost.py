@@ -1,12 +1,12 @@
-"""What does it cost to check every collective before it moves anything?
+"""Cost of checking every collective before it sends data.
 
-Answer (2 ranks, float32, one thread a rank): see docs/benchmarks.md; run it to see yours:
+Results (2 ranks, float32, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/checking_cost.py [--seconds 2] [--backends shm gloo]
 
 Three communicators of the same ranks take turns in blocks of a few calls: one without checks, one with check="auto",
 one with check="full"; a line is the median difference of neighbouring blocks. On shared memory all three compare
-marks, which travel with each call.
+marks that are sent with each call.
 """
 
 from __future__ import annotations

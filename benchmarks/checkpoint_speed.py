@@ -1,13 +1,13 @@
-"""What does a checkpoint cost: save, async_save and load beside torch.save with fsync, DCP, and raw writing?
+"""Cost of a checkpoint: save, async_save and load against torch.save with fsync, DCP, and raw writing.
 
-Answer (2 ranks, 2 cores): see docs/benchmarks.md; run it to see yours, on the disk that you mean:
+Results (2 ranks, 2 cores) are in docs/benchmarks.md. To measure on your machine and disk:
 
     python benchmarks/checkpoint_speed.py [--mib 512] [--tensors 32] [--ranks 2] [--rounds 4] [--pairs 20]
 
 All ways take turns in one run, on the same state and disk. Files are removed and the disk is synced between them,
-outside the clock. A time is from when all ranks begin to when the last one ends. Cold is a load after the
-files' pages were dropped from memory; what was then read from the disk is what the kernel counts for all ranks.
-Whether checks cost anything then is asked by loads of its own, `--pairs` of them, for the disk varies by more.
+outside the clock. A time is from the common start of all ranks to the end of the last one. Cold is a load after
+dropping the files' pages from memory; the kernel counts the bytes then read from the disk, summed over all ranks.
+The cost of checks on cold loads is measured by `--pairs` separate loads, because the disk's variance exceeds it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def torch_save(path: Path, state: State) -> None:
 
 
 def drop(path: Path) -> None:
-    """Take the pages of all files out of memory."""
+    """Drop the pages of all files from memory."""
     os.sync()
     for file in [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]:
         fd = os.open(file, os.O_RDONLY)
@@ -69,7 +69,7 @@ def drop(path: Path) -> None:
 
 
 def from_disk() -> int:
-    """Bytes that this process has had read from disks; 0 where nobody counts them."""
+    """Return the bytes read from disks for this process; 0 where the system does not count them."""
     counts = Path("/proc/self/io")
     return int(counts.read_text().split("read_bytes: ")[1].split()[0]) if counts.exists() else 0
 
@@ -104,7 +104,7 @@ def measure(comm: un.Communicator, folder: Path, given: argparse.Namespace, _: P
 
 
 def summed(comm: un.Communicator, read: Bytes) -> Bytes:
-    """The bytes of all ranks."""
+    """Return the bytes summed over all ranks."""
     counts = {name: torch.tensor(each) for name, each in read.items()}
     for each in counts.values():
         comm.all_reduce(each)
@@ -112,7 +112,7 @@ def summed(comm: un.Communicator, read: Bytes) -> Bytes:
 
 
 def alone(comm: un.Communicator, way: Callable[[], object]) -> Callable[[], object]:
-    """On rank 0, while the others wait."""
+    """Return the call for rank 0 only, while the others wait."""
     return lambda: way() if comm.rank == 0 else None
 
 
@@ -127,11 +127,11 @@ def saves(comm: un.Communicator, folder: Path, state: State) -> dict[str, Sample
 
 
 def in_background(comm: un.Communicator, folder: Path, state: State) -> dict[str, Sample]:
-    """Saves that return when the state may be changed, beside a clone of it."""
+    """Return samples of saves that return once the state may be changed, and of a clone of it."""
     path, running = folder / "background", list[Any]()
 
     def end() -> None:
-        """Both have their own names for it; a clone has nothing to wait for."""
+        """Wait for the save by the library's own method; a clone needs no wait."""
         for way in ("wait", "result"):
             if hasattr(running[0], way):
                 getattr(running[0], way)()
@@ -150,7 +150,7 @@ def in_background(comm: un.Communicator, folder: Path, state: State) -> dict[str
 def loads(
     comm: un.Communicator, folder: Path, state: State, target: State, caches: str, read: Bytes
 ) -> dict[str, Sample]:
-    """Loads of the last saves, verified; `read` takes the bytes that each had read from the disk."""
+    """Return samples of verified loads of the last saves; append the bytes that each read from disk to `read`."""
     ways = {
         "torch": alone(comm, lambda: copy(torch.load(folder / "torch"), target)),
         "dcp": lambda: dcp.load(target, checkpoint_id=folder / "dcp"),
@@ -187,7 +187,7 @@ def first_tensors(comm: un.Communicator, folder: Path) -> dict[str, Sample]:
 
 
 def cold_checks(comm: un.Communicator, folder: Path, target: State) -> dict[str, Sample]:
-    """Of one load with a cold cache the disk decides how long it takes; of many, whether it is checked."""
+    """Return samples of checked and unchecked cold loads: only many show the cost of checks beside the disk's."""
     path = folder / "ours"
     return {
         f"pair {name}": timed(
@@ -206,7 +206,7 @@ def report(timings: Timings) -> None:
     for name in timings.figures:
         times = timings.of(name) * 1e3
         print(f"{name:22} {times.median:10.2f} ms ({times.low:.2f} to {times.high:.2f})")
-    # One of the first two is enough.
+    # Meeting one of the first two bounds is enough.
     for what, first, second, bound, most in (
         ("save: torch.save / ours", "save torch", "save ours", 2, False),
         ("save: raw / ours", "save raw", "save ours", 0.8, False),

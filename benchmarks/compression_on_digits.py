@@ -1,12 +1,12 @@
-"""Do models learn as well when their ranks send less, and how much less is it?
+"""Accuracy and bytes sent with compressed or less frequent averaging.
 
-Answer (4 ranks, digits, 5 seeds): see docs/benchmarks.md; run it to see yours:
+Results (4 ranks, digits, 5 seeds) are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/compression_on_digits.py [--seeds 5] [--steps 400] [--ways fp16 int8 ...]
 
 A perceptron of 200,000 parameters is trained by SGD with momentum on the digits of scikit-learn. Accuracy is the mean
 over seeds on held-out pictures. Bytes are all that one rank sends for averaging, counted message by message,
-headers and scales and the words beside the gradients included, against a ring all_reduce of float32 every step.
+including headers, scales and control messages, against a ring all_reduce of float32 every step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RANKS, BATCH = 4, 16
 
 @dataclass(frozen=True)
 class Way:
-    """How gradients or parameters are averaged, and how many times fewer bytes are wanted."""
+    """A way to average gradients or parameters, and the minimum factor by which it reduces bytes."""
 
     start: Callable[[nn.Module, un.Communicator], Callable[[], object]]
     fewer: float
@@ -64,7 +64,7 @@ WAYS = {
     "bf16": Way(averaged(codecs.bf16), 1.98),
     "int8": Way(averaged(codecs.int8), 3.9),
     "topk 1 %": Way(averaged(lambda: codecs.error_feedback(codecs.topk(ratio=0.01))), 40.0),
-    # Two numbers for each row and each column, and what is no matrix as it is: 0.98 of that formula.
+    # Two numbers for each row and each column; non-matrices are sent uncompressed. The bound is 0.98 of that formula.
     "powersgd 2": Way(averaged(lambda: codecs.error_feedback(codecs.powersgd(rank=2))), 0.98 * 200_842 / 4_318),
     "onebit": Way(averaged(lambda: codecs.error_feedback(codecs.onebit())), 28.0),
     "LocalSGD 8": Way(local, 7.9, 8),
@@ -79,13 +79,13 @@ def network() -> nn.Module:
 
 
 def train(comm: un.Communicator, way: str, seed: int, steps: int, folder: Path) -> float:
-    """Accuracy after so many steps."""
+    """Return the accuracy after `steps` steps."""
     train_on, test_on = split(load(), seed=0)
     torch.manual_seed(seed)
     model = network()
     step_done = WAYS[way].start(model, comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    # The same order on all ranks, of which each takes its part of every batch.
+    # The order is the same on all ranks; each takes its part of every batch.
     order = torch.Generator().manual_seed(seed)
     picked = torch.cat([torch.randperm(len(train_on), generator=order) for _ in range(steps)])
     for step in range(steps):
@@ -101,7 +101,7 @@ def train(comm: un.Communicator, way: str, seed: int, steps: int, folder: Path) 
 
 
 def sent(way: str) -> float:
-    """Bytes that rank 0 sends in a step, on average over two periods."""
+    """Return the bytes that rank 0 sends in a step, on average over two periods."""
     steps = 2 * WAYS[way].period
     events: list[Any] = []
 
@@ -122,7 +122,7 @@ def sent(way: str) -> float:
 
     spans = un.launch(program, RANKS, "thread", wrap=lambda t: Traced(t, events.append), timeout=60)
     first, last = min(span[0] for span in spans), max(span[1] for span in spans)
-    # The two barriers are of no bytes that matter: one each round.
+    # The two barriers send a negligible number of bytes: one per round.
     return sum(e.nbytes for e in events[first:last] if e.kind == "send" and e.rank == 0) / steps
 
 

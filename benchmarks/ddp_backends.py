@@ -1,10 +1,10 @@
-"""Is an unchanged DDP training step faster on backend "unisono" than on gloo, and does it learn the same?
+"""Time and results of an unchanged DDP training step on backend "unisono" against gloo.
 
-Both train the same model side by side in one run, DDP in its best form for both (gradients as views of
-buckets), one thread a rank, SGD. Each pair of steps ends with a look at gradients and weights: for 2 ranks they
-must be the same bits, and each line says how often they were.
+Both train the same model side by side in one run, with DDP's best options for both (gradients as bucket
+views), one thread per rank, SGD. Each pair of steps ends with a comparison of gradients and weights: for 2 ranks
+they must be bitwise equal, and each line states how often they were.
 
-Answer (2 ranks, 2 cores, float32): see docs/benchmarks.md; run it to see yours:
+Results (2 ranks, 2 cores, float32) are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/ddp_backends.py [--ranks 2] [--models mlp deep transformer wide] [--seconds 10]
 """
@@ -48,7 +48,7 @@ class Trainer:
         self.optimizer.step()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The last step's gradients, averaged over the ranks, and the weights."""
+        """Return the last step's gradients, averaged over the ranks, and the weights."""
         seen = {}
         for name, p in self.model.named_parameters():
             assert p.grad is not None
@@ -57,14 +57,14 @@ class Trainer:
 
 
 def compare(comm: un.Communicator, name: str, seconds: float, folder: Path) -> str:
-    """One line: the step's time on unisono over that on gloo."""
+    """Return one line: the step's time on unisono over that on gloo."""
     dist.init_process_group("unisono", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size)
     ours, theirs = Trainer(name, dist.group.WORLD), Trainer(name, dist.new_group(backend="gloo"))
     checks = 0
 
     def verify() -> None:
         nonlocal checks
-        # With more ranks, the two may add in another order.
+        # With more ranks, the two may add in different orders.
         if comm.size == 2:
             expected = theirs.state()
             other = [part for part, tensor in ours.state().items() if not torch.equal(tensor, expected[part])]

@@ -1,11 +1,11 @@
-"""What does unisono's entry point add to `import torch`?
+"""Cost of unisono's entry point in `import torch`.
 
-Answer: see docs/benchmarks.md; run it to see yours:
+Results are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/import_torch.py [--pairs 20]
 
-Each pair is two new processes, one of which has TORCH_DEVICE_BACKEND_AUTOLOAD=0, in alternating order; a line is the
-median of the differences of processor time, which other programs disturb less than the clock.
+Each pair is two new processes, one with TORCH_DEVICE_BACKEND_AUTOLOAD=0, in alternating order; a line is the median
+of the differences of processor time, which other programs affect less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAM = "import time, torch; print(time.process_time())"
 
 
 def seconds(autoload: str) -> float:
-    """Processor time of a process that imports torch, up to the end of the import."""
+    """Return the processor time of a process that imports torch, up to the end of the import."""
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload, "OMP_NUM_THREADS": "1"}
     return float(
         subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, check=True).stdout

@@ -1,13 +1,13 @@
-"""What do a thousand million shuffled samples cost a rank, beside torch.randperm?
+"""Cost of shuffling 10^9 samples on a rank, against torch.randperm.
 
-Answer: see docs/benchmarks.md; run it to see yours:
+Results are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/index_shuffle.py [--samples 1000000000] [--exhaustive]
 
-Memory is the growth of the process's peak resident size, in a process of its own for each way. `torch.randperm` is run
-at a hundredth of the samples, and counted as so many times more. Times are wall clock on one thread, both ways by
-turns. `--exhaustive` marks every sample of every rank for 1 to 8 ranks (1 GB, some ten minutes); without it that
-is done at a hundredth of the samples.
+Memory is the growth of the process's peak resident size, in a separate process for each way. `torch.randperm` is run
+at a hundredth of the samples, and its figures are scaled up. Times are wall clock on one thread, both ways in turn.
+`--exhaustive` marks every sample of every rank for 1 to 8 ranks (1 GB, some ten minutes); without it a hundredth of
+the samples is marked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def resident(name: str) -> int:
 
 
 def growth(action: Callable[[], object]) -> int:
-    """By how many bytes the peak exceeds what was resident before."""
+    """Return the bytes by which the action's peak exceeds the resident size before it."""
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     action()
@@ -47,7 +47,7 @@ def growth(action: Callable[[], object]) -> int:
 
 
 def in_process(way: str, samples: int) -> tuple[int, int]:
-    """Bytes that a way takes, of all memory and of Python's objects, in a process that does nothing else."""
+    """Return the bytes that a way takes, of all memory and of Python's objects, in a separate process."""
     command = [sys.executable, __file__, "--way", way, "--samples", str(samples)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     whole, python = done.stdout.split()
@@ -59,7 +59,7 @@ def rank_of(samples: int, seed: int = 0) -> un.data.PartitionSampler:
 
 
 def measure(way: str, samples: int) -> None:
-    # What the first call of anything loads is no part of it.
+    # Exclude one-time loading on first calls.
     list(islice(rank_of(5000), 600))
     torch.randperm(600)
     ways: dict[str, Callable[[], object]] = {
@@ -83,7 +83,7 @@ def bulk(shuffle: un.data.IndexShuffle) -> None:
 
 
 def exact(samples: int, ranks: int) -> bool:
-    """Whether every sample is some rank's, and no more than one's."""
+    """Return whether every sample belongs to exactly one rank."""
     seen = torch.zeros(samples, dtype=torch.bool)
     shuffle = un.data.IndexShuffle(samples)
     given = 0

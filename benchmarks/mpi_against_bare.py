@@ -1,10 +1,10 @@
-"""What does the MPI backend add to bare mpi4py, on the tensors' own memory? At most 15 % and 25 us, or 10 %?
+"""Overhead of the MPI backend over bare mpi4py on the tensors' own memory: at most 15 % and 25 us, or 10 %.
 
     python benchmarks/mpi_against_bare.py [--seconds 4] [--most 100M] [--caches warm]
 
 mpirun starts the ranks, and both ways' calls alternate in them. Bare means mpi4py's blocking call on buffers that
-were described to MPI beforehand: no check, no time limit. For 8 B the figure is what is left of unisono's time when
-1.15 times MPI's is taken off; from 1 MiB it is MPI's time by unisono's. Of messages, half a round trip is timed.
+were described to MPI beforehand: no check, no time limit. For 8 B the figure is unisono's time minus 1.15 times
+MPI's; from 1 MiB it is MPI's time over unisono's. For messages, half a round trip is timed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_US, LEAST_RATIO = 25, 0.90
 
 
 def beyond(what: str, own: Spread, mpi_us: float) -> Finding:
-    """Microseconds that unisono adds to 1.15 times MPI's."""
+    """Return the microseconds that unisono adds to 1.15 times MPI's time."""
     allowed = 1.15 * mpi_us
     left = Spread(own.low - allowed, own.median - allowed, own.high - allowed)
     return Finding(f"{what}, us beyond 1.15 times mpi's {mpi_us:.1f}", left, MOST_US, most=True)
@@ -49,7 +49,7 @@ def ask(given: argparse.Namespace, caches: str, collective: str) -> list[Finding
 
 
 def there_and_back(comm: un.Communicator, nbytes: int, seconds: float, folder: Path) -> Timings:
-    """A message and its answer by unisono, and by MPI beside it."""
+    """Time a message and its reply by unisono and by MPI, side by side."""
     from mpi4py import MPI
 
     world, other = MPI.COMM_WORLD, 1 - comm.rank
@@ -70,7 +70,7 @@ def there_and_back(comm: un.Communicator, nbytes: int, seconds: float, folder: P
 
 
 def messages(given: argparse.Namespace) -> list[Finding]:
-    """The findings about point-to-point messages of each size."""
+    """Return the findings about point-to-point messages of each size."""
     found = []
     for nbytes in parse_sizes(f"{SHORT},{LONG}"):
         if nbytes <= parse_sizes(given.most)[0]:
@@ -92,7 +92,7 @@ def main() -> None:
                     print(*ask(given, caches, collective), sep="\n", flush=True)
         print(*messages(given), sep="\n")
     except UnavailableError as error:
-        # Every other question can be answered without MPI.
+        # All other benchmarks work without MPI.
         print(f"not asked: {error}")
 
 

@@ -1,6 +1,6 @@
-"""Is a ring written as a schedule as fast over gloo as gloo's own all_reduce?
+"""Speed of a ring written as a schedule over gloo, against gloo's own all_reduce.
 
-Answer (2 ranks, 2 cores, float32, one thread a rank): see docs/benchmarks.md; run it to see yours:
+Results (2 ranks, 2 cores, float32, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/ring_against_native.py [--ranks 2] [--algorithm ring] [--seconds 4] [--most 100M] [--caches warm]
 """
@@ -11,7 +11,7 @@ from _questions import between, measured, sweep_parser
 
 from unisono.tools.bench import least_ratio
 
-# Times that the schedule may take as long as the native call.
+# Maximum ratio of the schedule's time to the native call's.
 BOUNDS = {"1M": 1.1, "16M": 1.1, "100M": 1.3}
 
 

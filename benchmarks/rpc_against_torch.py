@@ -1,10 +1,10 @@
-"""Is a remote call as much faster than torch's rpc_sync as it was meant to be?
+"""Speed of a remote call against torch's rpc_sync.
 
     python benchmarks/rpc_against_torch.py [--seconds 6] [--backends shm gloo]
 
 Two ranks, each with an agent of unisono and one of torch (TensorPipe, its default options) in the same process. Rank 0
-calls rank 1 by one and by the other in turn, in blocks in the order A B B A. A ratio is torch's time of a call by
-unisono's, of neighbouring blocks; the median of these is shown, with quartiles.
+calls rank 1 by each agent in turn, in blocks in the order A B B A. A ratio is torch's time of a call over unisono's,
+in neighbouring blocks; the median is shown, with quartiles.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def nothing() -> None:
 
 @un.rpc.expose
 def take(tensor: torch.Tensor) -> int:
-    """A call that brings a tensor."""
+    """A call with a tensor as argument."""
     return tensor.numel()
 
 
 def per_second(start: Callable[[], torch.futures.Future[Any]]) -> float:
-    """Calls per second with thousands of them in flight. All of them come back."""
+    """Return calls per second with thousands of them in flight. All of them complete."""
     started = time.perf_counter()
     futures = [start() for _ in range(IN_FLIGHT)]
     ended = torch.futures.wait_all(futures)
@@ -48,7 +48,7 @@ def per_second(start: Callable[[], torch.futures.Future[Any]]) -> float:
 
 
 def ask(agent: un.rpc.Agent, seconds: float) -> tuple[dict[str, Timings], tuple[float, float]]:
-    """Timings of calls, and rates with many in flight."""
+    """Return timings of calls, and rates with many in flight."""
     tensor = torch.ones(1 << 18)
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
         "empty": (nothing, (), BLOCK),
@@ -71,7 +71,7 @@ def ask(agent: un.rpc.Agent, seconds: float) -> tuple[dict[str, Timings], tuple[
 
 
 def program(comm: un.Communicator, seconds: float, folder: Path) -> Any:
-    # Torch's name resolution may choose an interface that cannot be reached.
+    # Torch's name resolution may choose an unreachable interface.
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
     torch_rpc.init_rpc(f"worker{comm.rank}", rank=comm.rank, world_size=2, rpc_backend_options=options)

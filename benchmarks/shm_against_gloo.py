@@ -1,11 +1,11 @@
-"""Is shared memory as much faster than gloo as it was meant to be?
+"""Speed of shared memory against gloo.
 
-Answer (2 cores, float32, one thread a rank): see docs/benchmarks.md; run it to see yours:
+Results (2 cores, float32, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/shm_against_gloo.py [--seconds 4] [--most 100M] [--ranks 2 4 8] [--caches warm cold]
 
 Gloo is torch's own ProcessGroupGloo on the loopback device, with nothing of unisono around it. A ratio is gloo's time
-by unisono's, the median of neighbouring samples, with quartiles.
+over unisono's, the median of neighbouring samples, with quartiles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "
 
 
 def two_ranks(given: argparse.Namespace, caches: str) -> list[Finding]:
-    """Ordinary tensors, the barrier, and registered memory beside the roofline."""
+    """Measure ordinary tensors, the barrier, and registered memory beside the roofline."""
     how = {"against": ("gloo",), "cold": caches == "cold"}
     results = measured(given, f"{SMALL},{MIDDLE},{LARGE}", **how)
     what = f"2 ranks, {caches}, ordinary"
@@ -31,7 +31,7 @@ def two_ranks(given: argparse.Namespace, caches: str) -> list[Finding]:
         *mean_ratio(f"{what}, 4 to 100 MiB", between(results, "4M", "100M"), "gloo", 4),
     ]
     if caches == "warm":
-        # A barrier has no memory that could be cold.
+        # A barrier has no data that could be cold.
         findings += least_ratio("2 ranks, barrier", measured(given, "8", collective="barrier", **how), "gloo", 20)
     results = measured(given, "1M,16M,100M", registered=True, **how | {"against": ("gloo", "roofline")})
     what = f"2 ranks, {caches}, registered"
@@ -43,7 +43,7 @@ def two_ranks(given: argparse.Namespace, caches: str) -> list[Finding]:
 
 
 def others(given: argparse.Namespace, caches: str) -> list[Finding]:
-    """All other collectives, made again and again with the same tensors."""
+    """Measure all other collectives, repeated on the same tensors."""
     findings: list[Finding] = []
     for name in OTHERS:
         results = measured(given, "8,64K,1M,16M", collective=name, against=("gloo",), cold=caches == "cold")

@@ -1,11 +1,11 @@
-"""How far is shared memory in Python from Open MPI's Allreduce through mpi4py?
+"""Speed of shared memory in Python against Open MPI's Allreduce through mpi4py.
 
-Answer (2 ranks, 2 cores, float32, one thread a rank): see docs/benchmarks.md; run it to see yours:
+Results (2 ranks, 2 cores, float32, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/shm_against_mpi.py [--seconds 4] [--most 100M] [--caches warm cold]
 
-mpirun starts the ranks, and both libraries' calls alternate in them. A ratio is MPI's time by unisono's, the median of
-neighbouring samples, with quartiles.
+mpirun starts the ranks, and both libraries' calls alternate in them. A ratio is MPI's time over unisono's, the median
+of neighbouring samples, with quartiles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def ask(given: argparse.Namespace, caches: str) -> list[Finding]:
     how = {"against": ("mpi",), "cold": caches == "cold"}
     results = measured(given, "8,4K,64K,256K,1M,16M,100M", **how)
     registered = measured(given, "1M,16M,100M", registered=True, **how)
-    # In pure Python, eight times MPI's time is allowed where there is nearly nothing to move.
+    # In pure Python, eight times MPI's time is allowed for tiny messages.
     return [
         *least_ratio(f"2 ranks, {caches}, ordinary, 8 B", between(results, "8", "8"), "mpi", 1 / 8),
         *least_ratio(f"2 ranks, {caches}, ordinary, from 64 KiB", between(results, "64K", "100M"), "mpi", 1),
@@ -35,7 +35,7 @@ def main() -> None:
     try:
         print(*(finding for caches in given.caches for finding in ask(given, caches)), sep="\n")
     except UnavailableError as error:
-        # Every other question can be answered without MPI.
+        # All other benchmarks work without MPI.
         print(f"not asked: {error}")
 
 

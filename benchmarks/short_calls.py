@@ -1,15 +1,15 @@
-"""How long does each operation take on shared memory for 8 B, and all_reduce of any size beside another checkout?
+"""Time of each operation on shared memory for 8 B, and of all_reduce of any size against another checkout.
 
-Answer (2 ranks, 2 cores, one thread a rank): see docs/benchmarks.md; run it to see yours:
+Results (2 ranks, 2 cores, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/short_calls.py [--ranks 2] [--seconds 4] [--operations all_reduce barrier ...]
     python benchmarks/short_calls.py --against ../old/src [--ranks 2] [--seconds 1] [--sizes 8,4K,64K,1M,16M,100M]
         [--dtypes float32 bfloat16 float16 int64] [--memory ordinary registered]
 
-A call takes the next of 64 tensors made beforehand; 64 calls follow each other between two barriers, and every result
-is verified. Of send and recv, half a round trip is timed. With `--against`, ranks of both checkouts take turns, and a
-ratio is this checkout's time by the other's, of neighbouring samples, with quartiles. Cells over the bound are measured
-again. The other checkout's native parts must have been built (`make install` there).
+A call uses the next of 64 preallocated tensors; 64 consecutive calls run between two barriers, and every result is
+verified. For send and recv, half a round trip is timed. With `--against`, ranks of both checkouts take turns, and a
+ratio is this checkout's time over the other's, of neighbouring samples, with quartiles. Cells over the bound are
+measured again. The other checkout's native parts must have been built (`make install` there).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from unisono.tools.bench import (
 from unisono.tools.bench.peers.unisono import UnisonoPeer
 
 TENSORS = 64
-# The most microseconds of a call.
+# Maximum microseconds of a call.
 DIRECT, MESSAGE, LISTS = 4, 6, 8
 MOST_US = {
     **dict.fromkeys(("all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single"), DIRECT),
@@ -51,21 +51,21 @@ MOST_US = {
     "send and recv": MESSAGE,
     **dict.fromkeys(("gather", "scatter", "all_gather", "reduce_scatter", "all_to_all"), LISTS),
 }
-# The most that a ratio to another checkout may be, by ranks.
+# Maximum ratio to another checkout, by number of ranks.
 MOST_RATIO = {2: 1.10, 4: 1.15}
 
 Bind = Callable[[Workload, Slot], Callable[[], object]]
 
 
 def bindings(comm: un.Communicator, folder: Path) -> dict[str, tuple[str, Bind]]:
-    """By operation: a collective with the same data and results, and how to call the operation."""
+    """Return, by operation, a collective with the same data and results, and the binding of the call."""
     direct = UnisonoPeer(comm, folder).bind
 
     def parts(tensor: torch.Tensor, workload: Workload) -> list[torch.Tensor]:
         return list(tensor.split(workload.count))
 
     def there_and_back(workload: Workload, slot: Slot) -> Callable[[], object]:
-        # What rank 0 sends comes back to it, as if it had been broadcast.
+        # Rank 0 gets its own data back, as in a broadcast.
         first, second = (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send)
         other = 1 - comm.rank
         return (lambda: (first(slot.target, other), second(slot.target, other))) if comm.rank < 2 else lambda: None
@@ -84,7 +84,7 @@ def bindings(comm: un.Communicator, folder: Path) -> dict[str, tuple[str, Bind]]
 
 
 def operations(comm: un.Communicator, names: list[str], seconds: float, folder: Path) -> Timings:
-    """Seconds of each operation."""
+    """Return the seconds of each operation."""
     known = bindings(comm, folder)
 
     def sample(name: str) -> Sample:
@@ -108,14 +108,14 @@ def operations(comm: un.Communicator, names: list[str], seconds: float, folder: 
 
 
 def case(nbytes: int, dtype: str, memory: str) -> AllReduce:
-    """Calls of at least a MiB make a sample, or 64; tensors take 128 MiB at most, or are two."""
+    """Return the case: up to 1 MiB of calls per sample (1 to 64), and up to 128 MiB of tensors (2 to 64)."""
     calls = max(1, min(TENSORS, (1 << 20) // nbytes))
     tensors = max(2, min(TENSORS, (128 << 20) // nbytes))
     return AllReduce(nbytes, dtype, memory == "registered", tensors, calls)
 
 
 def beside(given: argparse.Namespace) -> Iterable[str]:
-    """A table of ratios, and what its cells come to."""
+    """Yield a table of ratios, and a summary of its cells."""
     most = MOST_RATIO.get(given.ranks, 1.15)
     sizes = parse_sizes(given.sizes)
     found: dict[tuple[str, int, str], Spread] = {}

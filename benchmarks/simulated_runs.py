@@ -1,7 +1,7 @@
-"""How many simulated runs of a small training does an hour hold, and what does a message cost?
+"""Simulated runs of a small training per hour, and the cost of a message.
 
-Answer (one core): see docs/benchmarks.md; run it to see yours. The same program on threads, whose waits are real,
-is run in turn with it; every result is compared.
+Results (one core) are in docs/benchmarks.md; run it to measure on your machine. The same program on threads, with real
+waits, runs in turn with the simulation; every result is compared.
 
     python benchmarks/simulated_runs.py [--seconds 10]
 """
@@ -23,7 +23,7 @@ WANTED_AN_HOUR = 2000
 
 
 def training(comm: un.Communicator) -> torch.Tensor:
-    """Weights after a few steps of SGD in float64."""
+    """Return the weights after a few steps of SGD in float64."""
     draw = torch.Generator().manual_seed(7)
     weight = torch.randn(4, 1, generator=draw, dtype=torch.float64, requires_grad=True)
     un.broadcast_parameters([weight], comm)
@@ -38,7 +38,7 @@ def training(comm: un.Communicator) -> torch.Tensor:
 
 
 def ping(comm: un.Communicator, messages: int) -> None:
-    """So many messages from rank 0 to rank 1."""
+    """Send this number of messages from rank 0 to rank 1."""
     t = torch.zeros(1)
     for _ in range(messages):
         comm.send(t, 1) if comm.rank == 0 else comm.recv(t, 0)

@@ -1,13 +1,13 @@
-"""What does a hierarchical all_reduce gain between two hosts, beside gloo's own, over a line of 1 Gbit/s?
+"""Speed of a hierarchical all_reduce between two hosts against gloo's own, over a 1 Gbit/s link.
 
-Answer (two network namespaces on one machine of 2 cores, float32): see docs/benchmarks.md; run it to see yours:
+Results (two network namespaces on one machine of 2 cores, float32) are in docs/benchmarks.md. To measure your machine:
 
     python benchmarks/two_hosts.py [--ranks 2 4] [--seconds 4] [--rate 1gbit]
 
-Hosts are network namespaces joined by a switch, each with its own address, and held to the rate by `tc` (tbf), so this
-needs root. Gloo is torch's own process group of the same ranks, over the same interface. Ratios are gloo's time by that
-of `init("auto")`, the median of neighbouring samples, with quartiles. Bytes are those that a host's interface has sent,
-with all headers and acknowledgements, beside those of a ring over all ranks, which sends 2(p-1)/p of the message.
+Hosts are network namespaces joined by a switch, each with its own address, and limited to the rate by `tc` (tbf), so
+this needs root. Gloo is torch's own process group of the same ranks, over the same interface. Ratios are gloo's time
+over that of `init("auto")`, the median of neighbouring samples, with quartiles. Bytes are those sent by a host's
+interface, with all headers and acknowledgements, against a ring over all ranks, which sends 2(p-1)/p of the message.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from unisono.tools.bench import Finding, Spread, Timings, interleave, timed
 SHORT = (4 << 10, 16 << 10, 64 << 10)
 LONG = 25 << 20
 TIMES = 3
-# Least ratios of a short and of the long message, and most of a ring's bytes, by ranks on each host.
+# Minimum ratios of a short and of the long message, and maximum fraction of a ring's bytes, by ranks on each host.
 BOUNDS = {2: (3.0, 1.35, 0.68), 4: (3.0, 1.35, 0.58)}
 
 Figures = dict[str, Timings | float]
 
 
 def rank(comm: un.Communicator, seconds: float) -> Figures:
-    """All figures, as rank 0 sees them."""
+    """Return all figures, as measured on rank 0."""
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group(
         "gloo",
@@ -78,7 +78,7 @@ def verified(tensor: torch.Tensor, expected: float) -> None:
 
 
 def sent(comm: un.Communicator, call: Callable[[], object]) -> int:
-    """Bytes that this rank's host sends for some calls."""
+    """Return the bytes that this rank's host sends for some calls."""
     call()
     comm.barrier()
     before = counted()
@@ -89,13 +89,13 @@ def sent(comm: un.Communicator, call: Callable[[], object]) -> int:
 
 
 def counted() -> int:
-    """What the interface of this host, which is that of this thread, has sent."""
+    """Return the bytes sent by the interface of this host, that is of this thread's network namespace."""
     line = next(line for line in Path("/proc/thread-self/net/dev").read_text().splitlines() if "eth0:" in line)
     return int(line.partition(":")[2].split()[8])
 
 
 def steps(comm: un.Communicator, seconds: float) -> Timings:
-    """A training step with DDP on gloo, by one with a GradientAverager; both ways give the same weights."""
+    """Time a training step with DDP on gloo and with a GradientAverager; both give the same weights."""
     torch.manual_seed(0)
     widths = (512, 2048, 1024, 10)
     plain, wrapped = ((nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))) for _ in "ab")

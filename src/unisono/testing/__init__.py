@@ -1,4 +1,4 @@
-"""What unisono is tested with, for those who build on it: ranks, laws, strategies, references, partitions.
+"""Test tools for code built on unisono: ranks, conformance laws, strategies, reference results, partition checks.
 
     class TestMine(un.testing.TransportLaws):
         backend = "mine"

@@ -1,4 +1,4 @@
-"""Buckets of parameters, and what ranks contribute to them: ordinary numbers, and those that codecs stumble over."""
+"""Buckets of parameters and the ranks' contributions to them: ordinary numbers and hard cases for codecs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NUMBERS = ("normal", "zero", "constant", "sparse", "huge", "tiny", "mixed", "out
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat bucket of parameters, and what each rank contributes to it.
+    """A flat bucket of parameters, and the contribution of each rank.
 
     Attributes:
-        shapes: Of the parameters.
-        dtype: Of the bucket.
-        numbers: Which kind of contributions, of `NUMBERS`.
-        seed: Of the contributions.
+        shapes: Shapes of the parameters.
+        dtype: Dtype of the bucket.
+        numbers: Kind of contributions, one of `NUMBERS`.
+        seed: Seed of the contributions.
     """
 
     shapes: Sequence[Sequence[int]]
@@ -32,16 +32,16 @@ class Bucket:
 
     @property
     def sizes(self) -> list[torch.Size]:
-        """The shapes as codecs want them."""
+        """The shapes in the form that codecs take."""
         return [torch.Size(shape) for shape in self.shapes]
 
     @property
     def numel(self) -> int:
-        """Elements in all."""
+        """Total number of elements."""
         return sum(map(math.prod, self.shapes))
 
     def contribution(self, rank: int) -> torch.Tensor:
-        """What this rank gives: made anew, the same at each call."""
+        """Return this rank's contribution: a new tensor with the same values at each call."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + rank)
         values = torch.randn(self.numel, generator=generator, dtype=torch.float64)
         half = self.dtype == torch.float16
@@ -62,5 +62,5 @@ class Bucket:
         return values.to(self.dtype)
 
     def contributions(self, size: int) -> list[torch.Tensor]:
-        """What each of the ranks gives."""
+        """Return the contributions of all ranks."""
         return [self.contribution(rank) for rank in range(size)]

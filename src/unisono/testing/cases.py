@@ -1,4 +1,4 @@
-"""One call of a collective, put down as a value: what every rank gives, and what it must then hold."""
+"""One collective call described as a value: every rank's input, and the expected result."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call and all that makes a difference to it. Small: it travels to the ranks, who make the tensors.
+    """A collective call with all its parameters. Small enough to send to the ranks, which create the tensors.
 
     Attributes:
         call: The method, such as "all_reduce".
-        size: How many ranks there are.
+        size: Number of ranks.
         count: Elements of one tensor (of the typical one, where lengths differ).
-        dtype: Of all tensors.
-        op: For calls that reduce.
-        root: For calls that have one.
-        layout: How tensors lie in memory; see `unisono.testing.memory_layouts`.
+        dtype: Dtype of all tensors.
+        op: Reduction, for calls that reduce.
+        root: Root rank, for calls that have one.
+        layout: Memory layout of the tensors; see `unisono.testing.memory_layouts`.
         algorithm: As passed to the call.
         async_op: As passed to the call.
         uneven: Whether lengths differ from rank to rank, where the call allows it. Some are zero.
-        numbers: "whole" numbers, whose sums are exact, "any", or "nan" for some of these among them.
-        seed: From which the elements are made.
+        numbers: "whole" numbers (their sums are exact), "any", or "nan" to include some NaNs.
+        seed: Seed of the elements.
 
     Example:
         >>> case = Case("all_gather", size=2, count=1, dtype=torch.int64, numbers="whole")
@@ -63,7 +63,7 @@ class Case:
         return COLLECTIVES[self.call]
 
     def lengths(self) -> list[Row]:
-        """Row s, column r: how many elements rank s has for rank r, where each pair has its own tensor."""
+        """Row s, column r: number of elements that rank s has for rank r, where each pair has its own tensor."""
         if not (self.uneven and self.what.uneven):
             return [(self.count,) * self.size] * self.size
         generator = torch.Generator().manual_seed(self.seed)
@@ -76,7 +76,7 @@ class Case:
         return tuple(shares[i] for i in torch.randint(len(shares), (self.size,), generator=generator).tolist())
 
     def given(self) -> list[Tensors]:
-        """What each rank puts in; the same on every rank that asks. One-dimensional tensors."""
+        """Return the input of each rank, the same on every calling rank. One-dimensional tensors."""
         generator = torch.Generator().manual_seed(self.seed)
         return [[_numbers(self, n, generator) for n in self._given_lengths(rank)] for rank in range(self.size)]
 
@@ -89,7 +89,7 @@ class Case:
         return self._laid_out(row) if what.scatters else (row[rank],)
 
     def taken_lengths(self, rank: int) -> Row:
-        """The lengths of what a rank gets, where that is not in place."""
+        """Lengths of the tensors that a rank receives, for calls that are not in place."""
         what, row = self.what, self.lengths()[rank]
         if not what.receives(rank, self.root):
             return ()
@@ -110,7 +110,7 @@ class Case:
         return {"output_split_sizes": self._column(rank), "input_split_sizes": self.lengths()[rank]}
 
     def expected(self, rank: int, given: list[Tensors]) -> list[Expected]:
-        """What the tensors that a rank gets must hold, if `given` is what all ranks put in."""
+        """Return the expected contents of a rank's output tensors, for the inputs `given` of all ranks."""
         what = self.what
         if what.in_place and not what.receives(rank, self.root):
             return [permuted(given[rank][0])]
@@ -128,12 +128,12 @@ class Case:
 
 
 def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Elements whose sum and product, over up to 16 ranks, stay in the range of the dtype."""
+    """Return elements with sums and products, over up to 16 ranks, in the range of the dtype."""
     dtype = case.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         info = None if dtype is torch.bool else torch.iinfo(dtype)
         low, high = (0, 1) if info is None else (info.min, info.max)
-        # Over the whole range: sums and products wrap, and all ranks must wrap alike.
+        # Cover the whole range: sums and products wrap, and all ranks must wrap the same way.
         words = torch.randint(max(low, -(2**62)), min(high, 2**62) + 1, (count,), generator=generator)
         return words.to(dtype)
     parts = 2 * count if dtype.is_complex else count

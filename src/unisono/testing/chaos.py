@@ -1,9 +1,9 @@
-"""A program under random faults, many times over: each run ends right, or by an error that names somebody.
+"""Repeated runs of a program under random faults: each ends with the right result, or an error that names a rank.
 
     chaos.check(program, 3, seeds=range(100))
 
-Ranks are simulated, so that a run depends on its seed alone: the seed draws the network, the faults and the
-order in which ranks go on, and `chaos.run(program, 3, seed)` plays it again, step by step.
+Ranks are simulated, so a run depends on its seed alone: the seed draws the network, the faults and the
+scheduling order of ranks, and `chaos.run(program, 3, seed)` replays the run step by step.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _TIMEOUT_S = 10.0
 
 _Program = Callable[..., Any]
 Judge = Callable[[Sequence[Any], Sequence[Any]], str | None]
-"""What is wrong with the outcomes of all ranks, given those of a run without faults; None if nothing is."""
+"""Returns the fault in the outcomes of all ranks, given those of a run without faults; None if there is none."""
 
 
 class ChaosError(AssertionError):
-    """A run has ended wrongly; tells the seed that plays it again."""
+    """A run has ended wrongly. The message contains the seed that replays it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """What a seed has drawn.
+    """Network and faults drawn from a seed.
 
     Attributes:
-        network: How long messages take.
+        network: Latency of messages.
         faults: Arguments of `Faulty`.
         preempt: As for `unisono.simulate`.
     """
@@ -58,10 +58,10 @@ class Run:
     """One run under one seed.
 
     Attributes:
-        outcomes: By rank: a result or an error.
-        weather: What was wrong on purpose.
-        time_s: How long it took, in virtual seconds.
-        digest: Of its trace.
+        outcomes: A result or an error, by rank.
+        weather: The injected faults.
+        time_s: Duration in virtual seconds.
+        digest: Hash of its trace.
     """
 
     seed: int
@@ -73,13 +73,13 @@ class Run:
 
     @property
     def ending(self) -> str:
-        """In a word or a few: "right", or the classes of the errors."""
+        """Short summary: "right", or the classes of the errors."""
         errors = sorted({type(outcome).__name__ for outcome in self.outcomes if isinstance(outcome, BaseException)})
         return ", ".join(errors) or "right"
 
 
 def weather(seed: int, nprocs: int) -> FaultPlan:
-    """A network and one to three faults, or none in one of eight.
+    """Draw a network and one to three faults; one seed in eight has no faults.
 
     Example:
         >>> weather(5, 3) == weather(5, 3)
@@ -98,7 +98,7 @@ def weather(seed: int, nprocs: int) -> FaultPlan:
 
 
 def _soon(draw: Random) -> int:
-    """At which message: most often early, never out of sight."""
+    """Draw the number of the message to fault: usually an early one, always within reach."""
     return round(math.exp(draw.uniform(0.0, math.log(30.0))))
 
 
@@ -119,19 +119,19 @@ _FAULTS: dict[str, Callable[[Random, int], dict[str, Any]]] = {
 
 
 def run(program: _Program, nprocs: int, seed: int, *args: Any, **options: Any) -> Run:
-    """One run of `program(comm, *args)` in the weather that the seed draws.
+    """Run `program(comm, *args)` once under the faults that the seed draws.
 
-    Messages carry checksums, so that one which was spoiled is an error, not a wrong number.
+    Messages carry checksums, so a corrupted message raises an error and never yields a wrong number.
 
     Args:
-        program: What each rank runs.
-        nprocs: How many ranks.
-        seed: Of everything.
-        args: Passed on.
-        options: Of `unisono.simulate`; `timeout` is 10 virtual seconds unless given.
+        program: The program of each rank.
+        nprocs: Number of ranks.
+        seed: Seed of everything random.
+        args: Passed to the program.
+        options: Options of `unisono.simulate`; `timeout` defaults to 10 virtual seconds.
 
     Raises:
-        ChaosError: Threads are left behind.
+        ChaosError: The run leaked threads.
     """
     drawn = weather(seed, nprocs)
 
@@ -161,23 +161,23 @@ def check(
     replay: bool = True,
     **options: Any,
 ) -> Counter[str]:
-    """Run a program in the weather of each seed, judge how it ended, and see that it ends so again.
+    """Run a program under the faults of each seed, judge its outcome, and check that a replay ends the same.
 
     Args:
-        program: What each rank runs. What it returns is compared with what it returns without faults.
-        nprocs: How many ranks.
-        args: Passed on.
+        program: The program of each rank. Its result is compared with that of a run without faults.
+        nprocs: Number of ranks.
+        args: Passed to the program.
         seeds: One for each run.
-        judge: Says what is wrong with the outcomes, by rank, given those of a run without faults;
+        judge: Returns the fault in the outcomes, by rank, given those of a run without faults;
             `named_or_right` if None.
         replay: Whether to run each seed twice, and compare the traces.
-        options: Of `unisono.simulate`.
+        options: Options of `unisono.simulate`.
 
     Returns:
-        How often runs ended in which way.
+        Number of runs by the way in which they ended.
 
     Raises:
-        ChaosError: With the seed.
+        ChaosError: A run ended wrongly; contains the seed.
 
     Example:
         >>> def program(comm):
@@ -205,7 +205,7 @@ def check(
 
 
 def named_or_right(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
-    """A judge: each rank has the result of the run without faults, or an error that says what happened to whom."""
+    """A judge: each rank has the result of the run without faults, or an error that names the fault and the rank."""
     for rank, (outcome, wanted) in enumerate(zip(outcomes, calm, strict=True)):
         if isinstance(outcome, KilledError):
             continue

@@ -1,4 +1,4 @@
-"""Carry out a case on a rank, and say what is wrong with what came of it."""
+"""Run a case on a rank, and report the errors in its result."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Report", "check_case", "check_reports"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank found.
+    """Findings of one rank.
 
     Attributes:
-        complaints: What is wrong, in words.
-        digest: A hash of the bits that the rank then holds.
+        complaints: Descriptions of the errors.
+        digest: A hash of the bits of the rank's result.
     """
 
     complaints: tuple[str, ...]
@@ -38,7 +38,7 @@ def check_case(comm: Communicator, case: Case) -> Report:
         [(), ()]
     """
     given, what = case.given(), case.what
-    # Where rows of the first dimension count, there is but this one, and each row is one element.
+    # Calls that split by rows of the first dimension get one dimension: each row is one element.
     by_rows = what.returns or (what.packed and what.pairwise)
     layout = "every second" if by_rows and case.layout not in LINEAR else case.layout
     inputs = [place(tensor.to(comm.device), layout) for tensor in given[comm.rank]]

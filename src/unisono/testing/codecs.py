@@ -1,6 +1,6 @@
-"""What must hold of every codec: plain functions that raise `AssertionError` if it does not.
+"""Conformance checks for codecs: plain functions that raise `AssertionError` on a violation.
 
-`check_codec` starts ranks and does all of them. The others that take a communicator run on each of its ranks.
+`check_codec` starts ranks and runs all checks. The others that take a communicator run on each of its ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Make = Callable[[], Codec]
 
 
 def check_codec(make: Make, size: int, bucket: Bucket) -> None:
-    """All of the checks below but that of feedback, on `size` ranks that are threads.
+    """Run all of the checks below except `check_feedback`, on `size` ranks that are threads.
 
     Example:
         >>> check_codec(un.compression.int8, size=2, bucket=Bucket(shapes=[(3, 4), (5,)]))
@@ -59,7 +59,7 @@ def check_codec(make: Make, size: int, bucket: Bucket) -> None:
 
 
 def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """The result is the mean of what was kept, the same bits on all ranks, and no more is lost than declared."""
+    """Check that the result is the mean of kept values, bitwise equal on all ranks, within the declared loss."""
     given = bucket.contributions(comm.size)
     mine = given[comm.rank].clone()
     kept = torch.full_like(mine, torch.nan)
@@ -93,7 +93,7 @@ def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """A codec that loads a state goes on as the one whose state it is; a spawned one begins anew."""
+    """Check that a codec that loads a state continues like the one that saved it; a spawned codec starts fresh."""
     fresh, codec = make(), make()
     steps = [replace(bucket, seed=bucket.seed + step).contribution(comm.rank) for step in range(4)]
     before = [_averaged(codec, step, comm, bucket) for step in steps[:2]]
@@ -102,7 +102,7 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    # Loads tensors, numbers, strings and containers, and nothing else.
+    # Loads only tensors, numbers, strings and containers.
     fresh.load_state_dict(torch.load(file, weights_only=True))
     for expected, step in zip(after, steps[2:], strict=True):
         assert _same(_averaged(fresh, step, comm, bucket), expected), "it does not go on from the state that it loaded"
@@ -117,7 +117,7 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_nonfinite(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """A NaN or an infinity of one rank is seen at its place on all ranks, and does not spoil the next step."""
+    """Check that one rank's NaN or infinity appears at its index on all ranks, and does not affect the next step."""
     if not bucket.numel:
         return
     place = bucket.seed % bucket.numel
@@ -135,7 +135,7 @@ def check_nonfinite(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_input(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """What is no bucket is refused by an error before anything moves, and the codec can be used after it."""
+    """Check that invalid buckets raise an error before anything is sent, and that the codec stays usable."""
     codec, sizes = make(), bucket.sizes
     good = bucket.contribution(comm.rank)
     wrong: list[tuple[torch.Tensor, list[torch.Size], torch.Tensor | None]] = [
@@ -160,7 +160,7 @@ def check_input(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_mismatch(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Ranks whose buckets differ are told so, all of them."""
+    """Check that all ranks get an error if their buckets differ."""
     if comm.size == 1:
         return
     for shapes in ([*bucket.shapes, (1,)], [*bucket.shapes, (0,)]):
@@ -173,12 +173,12 @@ def check_mismatch(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 256) -> None:
-    """With error feedback, the sum of results stays near the sum of means, however long it goes on. Collective.
+    """Check that error feedback keeps the sum of results near the sum of means, over any number of steps. Collective.
 
     Args:
-        make: Of the codec; may have feedback already.
-        comm: Whose ranks average.
-        bucket: The same contributions in each step. Best of float64, so that roundings count for little.
+        make: Makes the codec, which may have feedback already.
+        comm: Communicator of the averaging ranks.
+        bucket: The same contributions in each step. Preferably float64, so that rounding is negligible.
         steps: Several times as many as the codec takes to send everything once.
 
     Example:
@@ -201,17 +201,17 @@ def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 
 
 
 def check_bytes(make: Make, size: int, bucket: Bucket) -> None:
-    """`wire_bytes` tells what ranks send, within 2 %. Starts ranks of its own, as `bytes_sent` does."""
+    """Check that `wire_bytes` is within 2 % of the bytes sent. Starts ranks of its own, as `bytes_sent` does."""
     sent = bytes_sent(make, size, bucket)
     said = make().wire_bytes(bucket.numel, bucket.sizes, size, bucket.dtype.itemsize)
     assert abs(sent - said) <= 0.02 * said, f"a rank sends {sent} bytes, but wire_bytes says {said}"
 
 
 def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
-    """What one rank sends for one average, the mean over ranks, counted where it leaves.
+    """Return the bytes that one rank sends for one average: the mean over ranks, counted at the sender.
 
-    Starts ranks that are threads. Algorithms are chosen there as if only bytes cost anything, as `wire_bytes`
-    takes for granted; the first average, in which ranks agree, is not counted.
+    Starts ranks that are threads. They choose algorithms as if only bytes had a cost, as `wire_bytes`
+    assumes; the first average, in which ranks agree, is not counted.
 
     Example:
         >>> bytes_sent(un.compression.fp16, size=2, bucket=Bucket(shapes=[(100,)]))
@@ -264,5 +264,5 @@ def _check_alike(tensor: torch.Tensor, comm: Communicator, what: str) -> None:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, NaN too."""
+    """Return whether the tensors are equal bit for bit, NaN included."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""What must hold of whatever averages gradients, or shares parameters: plain functions that run on each rank."""
+"""Checks for code that averages gradients or shares parameters: plain functions that run on each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Averager = Callable[[torch.nn.Module, Communicator], object]
 
 
 class _Odd(torch.nn.Module):
-    """Parameters of several shapes, dtypes and strides, one that is not used, one that is frozen, and a buffer."""
+    """Parameters of several shapes, dtypes and strides, an unused one, a frozen one, and a buffer."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Odd(torch.nn.Module):
 
 
 def check_averages(average: Averager, comm: Communicator) -> None:
-    """Every gradient becomes the mean over ranks; parameters stay as they are. Collective.
+    """Check that every gradient becomes the mean over ranks, and parameters stay unchanged. Collective.
 
     Example:
         >>> _ = un.launch(lambda comm: check_averages(un.average_gradients, comm), 2, "thread")
@@ -51,7 +51,7 @@ def check_averages(average: Averager, comm: Communicator) -> None:
 
 
 def check_shares(share: Averager, comm: Communicator) -> None:
-    """Every parameter, frozen ones and buffers too, becomes rank 0's, in place. Collective."""
+    """Check that every parameter and buffer, also a frozen one, becomes rank 0's, in place. Collective."""
     model = _Odd(comm.rank).to(comm.device)
     places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     share(model, comm)

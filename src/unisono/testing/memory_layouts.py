@@ -1,4 +1,4 @@
-"""Tensors laid out in memory in all the ways that users have them, with room around them to be watched."""
+"""Tensors in all the memory layouts that users have, with guard bytes around them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 __all__ = ["LAYOUTS", "LINEAR", "LaidOutTensor", "place"]
 
 LINEAR = ("contiguous", "offset", "every second", "conjugate")
-"""Ways that give a tensor one dimension. "conjugate" is one for complex numbers, and else as "contiguous"."""
+"""Layouts of one dimension. "conjugate" differs from "contiguous" for complex numbers only."""
 
 LAYOUTS = (*LINEAR, "no dimensions", "transposed", "gaps between rows", "reversed dimensions")
-"""All ways of `place`."""
+"""All layouts of `place`."""
 
 _MARGIN = 3
 _PATTERN = 77
@@ -24,7 +24,7 @@ class LaidOutTensor:
     """A view inside a larger piece of memory.
 
     Attributes:
-        view: What is passed to a call.
+        view: The tensor to pass to a call.
         whole: All of the memory, one-dimensional.
     """
 
@@ -40,7 +40,7 @@ class LaidOutTensor:
         return torch.empty(self.view.numel(), dtype=self.view.dtype).copy_(self.view.detach().reshape(-1))
 
     def guard_bytes(self) -> bool:
-        """Whether anything outside the view has changed since it was placed."""
+        """Return whether anything outside the view has changed since it was placed."""
         view = self.view
         inside = (view.shape, view.stride(), view.storage_offset())
         self._before.as_strided(*inside).copy_(self.whole.as_strided(*inside))
@@ -48,12 +48,12 @@ class LaidOutTensor:
 
 
 def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
-    """A view that holds these values, in this layout.
+    """Return a view that holds these values in this layout.
 
     Args:
         values: One-dimensional.
-        layout: One of `LAYOUTS`. Where the number of elements does not allow it (a prime number of
-            them has no rows and columns), the nearest thing.
+        layout: One of `LAYOUTS`. If the number of elements does not allow it (a prime number of
+            elements has no rows and columns), the nearest possible layout.
 
     Example:
         >>> placed = place(torch.arange(6), "transposed")

@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a `Network`: processes of the forkserver that `launch` uses, which move to their host first."""
+"""Ranks on the hosts of a `Network`: processes of `launch`'s forkserver that first enter their host's namespace."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _TIMEOUT_S = 10.0
 
 
 class HostRanks:
-    """Each runs `program(comm, *args)` on a communicator that `init` made from its environment.
+    """Ranks that each run `program(comm, *args)` on a communicator that `init` made from their environment.
 
     Args:
         network: The hosts.
-        per_host: How many ranks each has, such as (2, 2).
-        program: Of every rank; importable.
-        args: Passed on.
-        backend: Of `init`.
-        options: Further ones of `init`, from the number of the rank; `timeout` is 10 s unless given.
+        per_host: Number of ranks of each host, such as (2, 2).
+        program: The program of every rank; importable.
+        args: Passed to the program.
+        backend: Backend for `init`.
+        options: Returns further options of `init` for a rank number; `timeout` defaults to 10 s.
 
     Example:
         with Network(2) as network, HostRanks(network, (2, 2), program) as ranks:
@@ -73,7 +73,7 @@ class HostRanks:
             self._readers.append(reader)
 
     def results(self, within_s: float = 60.0, ranks: Iterable[int] | None = None) -> list[Any]:
-        """What each of these (all if None) returned, or the error that it raised; None of one that was killed."""
+        """Return the result of each of these ranks (all if None), or its error; None for a killed rank."""
         found: list[Any] = []
         for rank in range(len(self._readers)) if ranks is None else ranks:
             reader = self._readers[rank]
@@ -85,13 +85,13 @@ class HostRanks:
         return found
 
     def wait_for_word(self, within_s: float = 60.0) -> None:
-        """Return when every rank has called `send_signal`."""
+        """Wait until every rank has called `send_signal`."""
         for rank, reader in enumerate(self._readers):
             assert reader.poll(within_s), f"rank {rank} has not said a word within {within_s} s"
             assert reader.recv_bytes() == b"word", f"rank {rank} has ended early"
 
     def kill(self, *ranks: int) -> None:
-        """End these by SIGKILL."""
+        """Kill these ranks by SIGKILL."""
         for rank in ranks:
             pid = self.processes[rank].pid
             assert pid is not None
@@ -115,7 +115,7 @@ _writers: list[Connection] = []
 
 
 def send_signal() -> None:
-    """In a rank: tell the test that this point has been reached."""
+    """Notify the test that this rank has reached this point."""
     _writers[0].send_bytes(b"word")
 
 
@@ -128,7 +128,7 @@ def live(
     args: tuple[Any, ...],
     writer: Connection,
 ) -> None:
-    """Be one rank."""
+    """Run one rank."""
     enter(namespace)
     os.environ.update(place)
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Several hosts on one machine: network namespaces, each with an address of its own, joined by a switch.
 
-Needs Linux, root, and the commands `ip` and `tc` (package iproute2); `obstacle` tells what is missing. A namespace
-counts as a host of its own everywhere in unisono: its processes reach the others' only by the network.
+Needs Linux, root, and the commands `ip` and `tc` (package iproute2); `obstacle` returns what is missing. A namespace
+counts as a separate host everywhere in unisono: its processes reach the others' only through the network.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _CLONE_NEWNET = 0x40000000
 
 
 class Network:
-    """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ..., and nothing else to be reached.
+    """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ..., and no other network.
 
-    Used as a context manager; at its end, whatever still runs on these hosts is killed, and nothing of them is left.
+    A context manager; on exit, it kills all processes on these hosts and removes the hosts.
 
     Args:
-        hosts: How many.
-        rate: What each host sends at most, as `tc` writes it; None is as fast as the machine.
-        burst: How much may go at once, as `tc` writes it.
+        hosts: Number of hosts.
+        rate: Maximum send rate of each host, in the notation of `tc`; None is unlimited.
+        burst: Maximum burst, in the notation of `tc`.
 
     Example:
         with Network(2, rate="1gbit") as network:
@@ -89,32 +89,32 @@ class Network:
         return f"{self._stem}-{host}"
 
     def command(self, host: int, *words: str) -> list[str]:
-        """The command that runs these words on a host."""
+        """Return the command line that runs these words on a host."""
         return ["ip", "netns", "exec", self.name(host), *words]
 
     def enter(self, host: int) -> None:
-        """Move the calling thread, and what it starts from now on, to a host; there is no way back."""
+        """Move the calling thread, and all that it starts from now on, to a host. Irreversible."""
         enter(self.name(host))
 
     def start(self, host: int, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """Run a command on a host; `options` are of `subprocess.Popen`."""
+        """Run a command on a host; `options` are those of `subprocess.Popen`."""
         return subprocess.Popen(self.command(host, *words), text=True, **options)
 
     def sent(self, host: int) -> int:
-        """Bytes that a host has sent to the others so far, counted at its interface."""
+        """Return the bytes that a host has sent to the others so far, counted at its interface."""
         told = _run(*self.command(host, "cat", f"/sys/class/net/{_INTERFACE}/statistics/tx_bytes"))
         return int(told)
 
     def cut(self, host: int) -> None:
-        """Pull the plug: nothing comes or goes, and nobody is told."""
+        """Disconnect a host: all packets are dropped silently."""
         _run("ip", "-n", f"{self._stem}-switch", "link", "set", _port(host), "down")
 
     def heal(self, host: int) -> None:
-        """Plug it in again."""
+        """Reconnect a host."""
         _run("ip", "-n", f"{self._stem}-switch", "link", "set", _port(host), "up")
 
     def close(self) -> None:
-        """End what runs on the hosts, and forget them. Again is harmless."""
+        """Kill all processes on the hosts, and remove the hosts. Idempotent."""
         while self._made:
             name = self._made.pop()
             for process in _run("ip", "netns", "pids", name).split():
@@ -124,7 +124,7 @@ class Network:
 
 
 def enter(name: str) -> None:
-    """Move the calling thread to a network namespace of this name, as `Network.name` gives it."""
+    """Move the calling thread to the network namespace of this name, as returned by `Network.name`."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", name).open() as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):
@@ -137,7 +137,7 @@ def _port(host: int) -> str:
 
 @cache
 def obstacle() -> str | None:
-    """Why there can be no such hosts here; None if there can.
+    """Return the reason why this machine cannot have such hosts; None if it can.
 
     Example:
         >>> reason = obstacle()

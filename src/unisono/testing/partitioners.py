@@ -2,7 +2,7 @@
 
     check_partitioner(un.data.PARTITIONERS["strided"].of, Samples(1000), sizes=[0.5, 0.3, 0.2], seed=0)
 
-Every rank makes a partitioner of its own, as in a real job.
+Every rank creates its own partitioner, as in a real job.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Make = Callable[[Any], Partitioner]
-"""Makes a partitioner for a dataset; such as `PARTITIONERS["strided"].of`."""
+"""Makes a partitioner for a dataset, such as `PARTITIONERS["strided"].of`."""
 
 MakeSampler = Callable[..., PartitionSampler]
 """Called as `PartitionSampler` is, with a dataset, `num_replicas` and `rank`."""
@@ -59,12 +59,12 @@ Divide = Callable[[Sequence[int], Sequence[float], int], PartitionResult]
 
 
 class Samples(torch.utils.data.Dataset[int]):
-    """A dataset that tells all that partitioners may go by; sample i is the number i.
+    """A dataset with all the metadata that partitioners may use; sample i is the number i.
 
     Args:
-        count: How many samples.
-        seed: Of what is told of them: labels and groups of very different sizes, costs that are whole numbers, some 0.
-        kinds: How many labels and groups there may be.
+        count: Number of samples.
+        seed: Seed of the metadata: labels and groups of very different sizes, costs that are whole numbers, some 0.
+        kinds: Maximum number of labels and of groups.
 
     Attributes:
         targets, groups, costs: One-dimensional tensors.
@@ -87,10 +87,10 @@ class Samples(torch.utils.data.Dataset[int]):
 
 
 def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """All of the checks of one division: lossless, the same everywhere, balance as stated.
+    """Run all of the checks of one division: lossless, the same everywhere, balance as stated.
 
     Args:
-        make: Of the partitioner.
+        make: Makes the partitioner.
         dataset: Such as `Samples`.
         sizes: The fraction of each part; they sum to 1.
         seed: 0 or more.
@@ -105,7 +105,7 @@ def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: in
 
 
 def check_lossless(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Every sample is in exactly one part, and the places of a part ascend."""
+    """Check that every sample is in exactly one part, and the indices of a part ascend."""
     order, parts = _divided(make, dataset, sizes, seed)
     assert len(parts) == len(sizes), f"{len(sizes)} parts were asked for, and {len(parts)} came"
     _check_cover([order.take(part) for part in parts], len(dataset))
@@ -114,7 +114,7 @@ def check_lossless(make: Make, dataset: Any, sizes: Sequence[float], seed: int) 
 
 
 def check_same_everywhere(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Two ranks come to the same parts, and the global random generators are left as they were."""
+    """Check that two ranks compute the same parts, and leave the global random generators unchanged."""
     with _undisturbed():
         (first, ours), (second, theirs) = (_divided(make, dataset, sizes, seed) for _ in range(2))
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -123,7 +123,7 @@ def check_same_everywhere(make: Make, dataset: Any, sizes: Sequence[float], seed
 
 
 def check_balance(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """The load of each part is inside the bounds that the partitioner states; groups are whole, if it says so."""
+    """Check that the load of each part is in the partitioner's stated bounds; groups are whole, if it declares so."""
     order, parts = _divided(make, dataset, sizes, seed)
     _check_balance(make(dataset), order, [order.take(part) for part in parts], sizes)
 
@@ -131,15 +131,15 @@ def check_balance(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -
 def check_resume(
     make: Make, dataset: Any, counts: Sequence[int], taken: Sequence[Sequence[float]], seed: int, epoch: int = 0
 ) -> None:
-    """What ranks take in one phase after another is every sample once, however far each has come in its part.
+    """Check that successive phases cover every sample once, at any progress of each rank in its part.
 
-    In each phase what is left is dealt as evenly as a whole epoch is.
+    In each phase the remaining samples are dealt as evenly as a whole epoch.
 
     Args:
-        make: Of the partitioner.
+        make: Makes the partitioner.
         dataset: Such as `Samples`.
-        counts: How many ranks there are in each phase.
-        taken: For each phase but the last, how much of its part each rank takes: a fraction from 0 to 1 each.
+        counts: Number of ranks in each phase.
+        taken: For each phase but the last, the fraction (0 to 1) of its part that each rank takes.
         seed, epoch: 0 or more.
     """
     rule = make(dataset)
@@ -158,19 +158,19 @@ def check_resume(
 
 
 def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], done: Sequence[int]) -> None:
-    """Ranks that take turns go through one order, whoever they are: a job that is resumed on others sees the same.
+    """Check that ranks taking turns follow one global order, so that a job resumed on other ranks sees the same one.
 
     Args:
-        make: Of the sampler; of a partitioner that deals in turns.
+        make: Makes the sampler, of a partitioner that deals in turns.
         dataset: Such as `Samples`.
-        counts: How many ranks there are in each phase.
-        done: How many samples all take together in each phase but the last.
+        counts: Number of ranks in each phase.
+        done: Number of samples that all ranks together take in each phase but the last.
     """
     whole = list(make(dataset, num_replicas=1, rank=0))
     states: list[dict[str, Any]] = []
     place = turn = before = 0
     for parts, count in zip(counts, [*done, len(whole)], strict=True):
-        # As many ranks as before go on where they were: the turn is another's.
+        # With an unchanged number of ranks, the turn continues with the next rank.
         turn = turn if parts == before else 0
         ranks = [make(dataset, num_replicas=parts, rank=rank) for rank in range(parts)]
         for sampler in ranks if states else ():
@@ -185,13 +185,13 @@ def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], d
 
 
 def check_states(make: MakeSampler, dataset: Any, counts: Sequence[int], taken: Sequence[Sequence[float]]) -> None:
-    """What samplers give from one state to the next is every sample once, however far each rank has come.
+    """Check that samplers yield every sample once across saved states, at any progress of each rank.
 
     Args:
-        make: Of the sampler.
+        make: Makes the sampler.
         dataset: Such as `Samples`.
-        counts: How many ranks there are in each phase.
-        taken: For each phase but the last, how much of its part each rank takes: a fraction from 0 to 1 each.
+        counts: Number of ranks in each phase.
+        taken: For each phase but the last, the fraction (0 to 1) of its part that each rank takes.
     """
     states: list[dict[str, Any]] = []
     committed: list[int] = []
@@ -209,7 +209,7 @@ def check_states(make: MakeSampler, dataset: Any, counts: Sequence[int], taken: 
 
 
 def check_ranks(make: MakeSampler, dataset: Any, ranks: int) -> None:
-    """The samplers of all ranks give every sample once, as many as each says, and the same again in the same epoch."""
+    """Check that all ranks' samplers yield every sample once, match their lengths, and repeat in the same epoch."""
     samplers = [make(dataset, num_replicas=ranks, rank=rank) for rank in range(ranks)]
     lengths = [len(sampler) for sampler in samplers]
     held = [list(sampler) for sampler in samplers]
@@ -221,7 +221,7 @@ def check_ranks(make: MakeSampler, dataset: Any, ranks: int) -> None:
 
 
 def check_epochs(make: MakeSampler, dataset: Any) -> None:
-    """Another epoch or seed has another order, and an epoch has the same one whenever it comes."""
+    """Check that another epoch or seed has another order, and that an epoch always has the same order."""
     sampler, other = make(dataset, num_replicas=1, rank=0), make(dataset, num_replicas=1, rank=0, seed=1)
     orders = []
     for epoch in (0, 1, 0):
@@ -233,7 +233,7 @@ def check_epochs(make: MakeSampler, dataset: Any) -> None:
 
 
 def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> None:
-    """A division of `count` samples is lossless, the same everywhere, and less than one sample away from each fraction.
+    """Check that dividing `count` samples is lossless, the same everywhere, and within one sample of each fraction.
 
     Example:
         >>> from unisono.data import DataPartitioner
@@ -244,12 +244,12 @@ def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int
     assert held == again, f"two calls alike, with seed {seed}, gave {held} and {again}"
     _check_cover([torch.tensor(part, dtype=torch.int64) for part in held], count)
     for rank, (part, size) in enumerate(zip(held, sizes, strict=True)):
-        # Fractions are rounded.
+        # Allow for rounding of the fractions.
         assert abs(len(part) - size * count) < 1 + 1e-6, f"part {rank} has {len(part)} of {count}, but size {size}"
 
 
 def check_seed(divide: Divide) -> None:
-    """Samples are shuffled, and another seed shuffles them otherwise."""
+    """Check that samples are shuffled, and that another seed shuffles them differently."""
     orders = [_held(divide, 100, [0.5, 0.5], seed)[0] for seed in (1, 2)]
     for order in orders:
         assert order != sorted(order), "the samples of a part are in their old order"
@@ -258,7 +258,7 @@ def check_seed(divide: Divide) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Check that the global random generators are left as they were."""
+    """Check that the global random generators stay unchanged."""
     before = random.getstate(), torch.get_rng_state()
     yield
     assert random.getstate() == before[0], "Python's global random generator was changed"
@@ -266,7 +266,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _held(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> list[list[int]]:
-    """The samples of each part; every rank divides by itself, as in a real job."""
+    """Return the samples of each part; every rank divides by itself, as in a real job."""
     return [list(divide(range(count), sizes, seed).use(rank)) for rank in range(len(sizes))]
 
 

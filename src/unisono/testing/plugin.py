@@ -1,4 +1,4 @@
-"""For pytest: `@pytest.mark.ranks(4)` runs a test on four ranks, each with its `comm`.
+"""Pytest plugin: `@pytest.mark.ranks(4)` runs a test on four ranks, each with its `comm`.
 
     @pytest.mark.ranks(4, backend="thread")
     def test_sum(comm):
@@ -6,8 +6,8 @@
         comm.all_reduce(t)
         assert t.tolist() == [4.0] * 3
 
-A failing assertion on any rank fails the test, and a note says on which. Every run of pytest imports
-this file, so it imports nothing that takes long.
+A failing assertion on any rank fails the test, and a note names the rank. Every run of pytest imports
+this file, so it must not import slow modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MARKER = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker."""
     config.addinivalue_line("markers", _MARKER)
 
 
@@ -41,7 +41,7 @@ def comm(request: pytest.FixtureRequest) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a marked test on its ranks. Other fixtures are made once, and are the same on all of them."""
+    """Run a marked test on its ranks. Other fixtures are created once and shared by all of them."""
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
@@ -53,7 +53,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     del arguments["comm"]
     test = pyfuncitem.obj
 
-    # Under the test's own name, by which it is found out whether ranks can import it.
+    # Keep the test's own name: it decides whether ranks can import the test.
     @functools.wraps(test)
     def on_one_rank(comm: Communicator) -> None:
         test(**arguments, comm=comm)

@@ -1,4 +1,4 @@
-"""The processes of a pool, as seen from the one who gives them work."""
+"""Processes of a pool, as seen by the driver that assigns their work."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LEAVE_S = 10.0
 
 
 class PoolProcesses:
-    """Running ranks, each of which waits for programs on a connection of its own.
+    """Running ranks, each of which waits for programs on its own connection.
 
-    Making one starts the ranks. They end by `close`, or when this process is gone.
+    The constructor starts the ranks. They end on `close`, or when this process ends.
     """
 
     def __init__(self, size: int, backend: str, options: dict[str, Any]) -> None:
@@ -51,17 +51,17 @@ class PoolProcesses:
             raise next(end for end in self._ends if isinstance(end, BaseException))
 
     def _live(self, service: PoolWorker, backend: str, arguments: dict[str, Any]) -> None:
-        """The ranks' whole life, in a thread of its own."""
+        """Run the ranks from start to end, in a separate thread."""
         try:
             self._ends = launch(serve, self._size, backend, on_failure="continue", **arguments)
         except BaseException as error:
             self._ends = [error] * self._size
-        # If they ended before they came, whoever waits for them must know.
+        # Wake the accepting thread, in case the ranks ended before they connected.
         with suppress(OSError), Client(service.address, authkey=service.key) as link:
             link.send(None)
 
     def _admit(self, listener: Listener) -> bool:
-        """Let one rank in; False if the ranks have ended instead."""
+        """Accept one connection; return False if the ranks have ended instead."""
         try:
             link = listener.accept()
             card = link.recv()
@@ -75,11 +75,11 @@ class PoolProcesses:
         return True
 
     def run(self, program: bytes, size: int, limit_s: float) -> tuple[list[Outcome], bool]:
-        """What became of the first `size` ranks, in the order in which they ended; whether they can go on.
+        """Return the outcomes of the first `size` ranks, in order of completion, and whether they are still usable.
 
-        If they cannot, they have been closed.
+        If they are not, they have been closed.
         """
-        # To make the communicator of the first ranks, all of them are needed, once.
+        # Creating the communicator of the first `size` ranks needs all ranks, once.
         called = self._links.values() if size not in self._sizes else [self._links[rank] for rank in range(size)]
         self._sizes.add(size)
         for link in called:
@@ -99,7 +99,7 @@ class PoolProcesses:
         if not usable:
             self.close()
             for outcome in ended:
-                # How a process ended is known when it has.
+                # The cause of death is known only after the process has ended.
                 if isinstance(outcome.error, PeerLostError) and outcome.trace is None:
                     outcome.error = self._ends[outcome.rank] or outcome.error
         return ended, usable
@@ -112,7 +112,7 @@ class PoolProcesses:
         return outcome, whole
 
     def _stop(self, ranks: list[int], limit_s: float) -> list[Outcome]:
-        """End everything; outcomes of the ranks that did not come to an end, with their stacks."""
+        """End all ranks; return the outcomes of those that did not complete, with their stacks."""
         for rank in ranks:
             os.kill(self._pids[rank], signal.SIGUSR1)
         time.sleep(_DUMP_S)
@@ -130,7 +130,7 @@ class PoolProcesses:
         ]
 
     def close(self) -> None:
-        """Let the ranks go, and wait until they have gone."""
+        """Disconnect the ranks, and wait until they have ended."""
         for link in self._links.values():
             link.close()
         self._thread.join(_LEAVE_S)

@@ -1,4 +1,4 @@
-"""One rank of a pool: takes programs, runs them, and tells what came of them."""
+"""One rank of a pool: receives programs, runs them, and reports their outcomes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["PoolWorker", "serve"]
 
 @dataclass(frozen=True, slots=True)
 class PoolWorker:
-    """Where a rank of a pool gets its work.
+    """Source of work for a rank of a pool.
 
     Attributes:
-        address, key: Of the connection.
-        folder: Where to write, on SIGUSR1, what every thread is doing.
+        address, key: Address and key of the connection.
+        folder: Folder to write the stacks of all threads to, on SIGUSR1.
     """
 
     address: str
@@ -34,7 +34,7 @@ class PoolWorker:
 
 
 def serve(comm: Communicator, service: PoolWorker) -> None:
-    """Run programs until the one who gives them hangs up."""
+    """Run programs until the driver closes the connection."""
     stacks = (Path(service.folder) / f"stacks-{comm.rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
     parts: dict[int, Communicator | None] = {comm.size: comm}
@@ -53,12 +53,12 @@ def serve(comm: Communicator, service: PoolWorker) -> None:
 
 
 def _perform(comm: Communicator, program: bytes) -> bytes:
-    """The pickled outcome of one program, and whether the communicator can be used again."""
+    """Run one program; return its pickled outcome and whether the communicator is still usable."""
     try:
         fn, args = pickle.loads(program)
         outcome = Outcome(comm.rank, fn(comm, *args))
     except BaseException as error:
-        # As at the end of a launched rank: the others learn of it, and do not wait for this one.
+        # As at the end of a launched rank: notify the peers, so that they do not wait for this rank.
         comm.__exit__(type(error), error, error.__traceback__)
         outcome = Outcome.failed(comm.rank, error)
     try:
@@ -75,7 +75,7 @@ def _packed(outcome: Outcome, usable: bool) -> bytes:
         data = bytes(cloudpickle.dumps((outcome, usable)))
         pickle.loads(data)
     except Exception as problem:
-        # What cannot travel is told of in words.
+        # Send a description of an outcome that cannot be pickled.
         error = outcome.error
         said = f"the result cannot be sent back: {problem}" if error is None else f"{type(error).__name__}: {error}"
         plain = Outcome(outcome.rank, error=RuntimeError(said), trace=outcome.trace or said)

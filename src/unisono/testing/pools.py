@@ -1,4 +1,4 @@
-"""Ranks that are started once and reused for many small programs."""
+"""Ranks started once and reused for many small programs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _LIMIT_S = 60.0
 
 
 class RankPool:
-    """Many small programs on the same ranks: about a millisecond each, where starting ranks takes a second.
+    """Ranks reused for many small programs: about a millisecond each, where starting ranks takes a second.
 
-    A failure that leaves a communicator broken ends these ranks; the next program gets fresh ones.
-    With a backend whose ranks are threads, each program gets ranks of its own: those cost nothing.
+    A failure that breaks a communicator ends these ranks; the next program gets fresh ones.
+    With a backend that runs ranks as threads, each program gets its own ranks, at no cost.
 
     Args:
-        size: How many ranks there are; a program may ask for fewer.
+        size: Number of ranks; a program may use fewer.
         backend: A transport's name.
-        limit_s: Seconds that one program may take in all. Ranks that take longer are ended, and where
-            each of them was is part of the error.
-        options: Of `unisono.launch`; `timeout` is 10 s unless given.
+        limit_s: Total seconds that one program may take. Ranks that take longer are ended, and the
+            error contains the stack of each.
+        options: Options of `unisono.launch`; `timeout` defaults to 10 s.
 
     Example:
         >>> with RankPool(4, "thread") as ranks:
@@ -53,12 +53,12 @@ class RankPool:
         size: int | None = None,
         on_failure: Literal["end", "continue"] = "end",
     ) -> list[Any]:
-        """Each rank's `fn(comm, *args)`, on the first `size` ranks (all if None); the others idle.
+        """Return each rank's `fn(comm, *args)`, on the first `size` ranks (all if None); the others idle.
 
         Args:
-            fn: The program. It travels by value, as do `args`: they need not be importable.
-            args: Passed on, the same to every rank.
-            size: How many ranks take part, in a communicator of their own.
+            fn: The program. It is pickled by value, as are `args`: they need not be importable.
+            args: Passed to the program, the same on every rank.
+            size: Number of participating ranks, in a communicator of their own.
             on_failure: As for `unisono.launch`.
 
         Raises:
@@ -80,7 +80,7 @@ class RankPool:
         return conclude(ended, size, on_failure)
 
     def close(self) -> None:
-        """End the ranks. Again is harmless, and a later `run` starts new ones."""
+        """End the ranks. Idempotent; a later `run` starts new ones."""
         with self._lock:
             staff, self._staff = self._staff, None
         if staff is not None:
@@ -99,7 +99,7 @@ _pools: dict[Hashable, RankPool] = {}
 
 
 def pool(backend: str = "gloo", size: int = 4, **options: Any) -> RankPool:
-    """The pool of this process for these arguments; its ranks end when the process does.
+    """Return this process's pool for these arguments; its ranks end with the process.
 
     Example:
         >>> pool("thread") is pool("thread")
@@ -113,7 +113,7 @@ def pool(backend: str = "gloo", size: int = 4, **options: Any) -> RankPool:
 
 
 def _of_the_first(size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a launch of fewer ranks: hosts keep those that are left."""
+    """Return the options for a launch of fewer ranks: hosts keep their remaining ranks."""
     hosts = options.get("hosts")
     if hosts is None:
         return options
@@ -122,7 +122,7 @@ def _of_the_first(size: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The program as bytes. A test's module is often not importable in a rank, so its code goes along."""
+    """Pickle the program by value: a test's module is often not importable in a rank, so its code is included."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     if module is None or module.__name__.partition(".")[0] in ("unisono", "__main__"):
         return bytes(cloudpickle.dumps((fn, args)))

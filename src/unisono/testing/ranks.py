@@ -1,4 +1,4 @@
-"""A program on several ranks, for a test: with a short timeout."""
+"""Run a test's program on several ranks, with a short timeout."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from unisono.launcher.api import launch
 __all__ = ["TIMEOUT_S", "run_ranks"]
 
 TIMEOUT_S = 10.0
-"""Seconds that one operation of a test may take: a test that hangs should say so soon."""
+"""Seconds that one operation of a test may take: a hanging test should fail soon."""
 
 
 def run_ranks(fn: Callable[..., Any], size: int, backend: str = "thread", *args: Any, **options: Any) -> list[Any]:
-    """Each rank's `fn(comm, *args)`, on `size` ranks that live as long as the call.
+    """Return each rank's `fn(comm, *args)`, on `size` ranks that live as long as the call.
 
     Args:
         fn: The program of every rank.
-        size: How many ranks.
+        size: Number of ranks.
         backend: A transport's name; "thread" needs no processes.
-        args: Passed on.
-        options: Of `unisono.launch`; `timeout` is 10 s unless given.
+        args: Passed to the program.
+        options: Options of `unisono.launch`; `timeout` defaults to 10 s.
 
     Raises:
-        Exception: What the first failing rank raised; a note says which rank that was.
+        Exception: The error of the first failing rank; a note names the rank.
 
     Example:
         >>> run_ranks(lambda comm, x: comm.rank + x, 3, "thread", 10)

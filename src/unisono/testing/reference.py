@@ -1,4 +1,4 @@
-"""What reductions must give, computed plainly from all ranks' inputs, and how far a result may be from it."""
+"""Reference results of reductions, computed plainly from all ranks' inputs, with the allowed error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BITS = {
 
 
 def ops_for(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
-    """The operations that mean something for a dtype, and that every backend must do.
+    """Return the operations that are defined for a dtype, and that every backend must support.
 
     Example:
         >>> [op.value for op in ops_for(torch.complex64)]
@@ -51,18 +51,18 @@ def ops_for(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expected:
-    """What one tensor must hold in the end.
+    """Expected contents of one tensor.
 
     Attributes:
-        value: The right elements; of a wider dtype where rounding is allowed.
-        slack: The largest difference allowed, by element; None if the bits must be these.
+        value: The expected elements; of a wider dtype where rounding is allowed.
+        slack: The largest allowed difference, by element; None if the bits must be equal.
     """
 
     value: torch.Tensor
     slack: torch.Tensor | None = None
 
     def complaint(self, found: torch.Tensor) -> str:
-        """What is wrong with a result, in words; empty if nothing is.
+        """Return a description of the error in a result; empty if there is none.
 
         Example:
             >>> permuted(torch.tensor([1, 2])).complaint(torch.tensor([1, 3]))
@@ -78,7 +78,7 @@ class Expected:
         return f"element {first} of {found.numel()} is {found[first].item()}, not {self.value[first].item()}{slack}"
 
     def _wrong(self, found: torch.Tensor) -> torch.Tensor:
-        """Which elements are not as they must be."""
+        """Return the mask of the wrong elements."""
         if self.slack is None:
             return (_bytes(found) != _bytes(self.value)).any(1)
         wide = found.to(self.value.dtype)
@@ -87,12 +87,12 @@ class Expected:
 
 
 def permuted(tensor: torch.Tensor) -> Expected:
-    """These very elements, bit for bit."""
+    """Expect exactly these elements, bit for bit."""
     return Expected(tensor)
 
 
 def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
-    """All ranks' one-dimensional tensors as one.
+    """Return the expected reduction of all ranks' one-dimensional tensors.
 
     Integers and bools are exact (they wrap, as torch's do), and so are minimum and maximum (NaN wins),
     and sums and products of floats that are whole numbers and stay small enough. Otherwise the slack is
@@ -139,5 +139,5 @@ def _rounded(stack: torch.Tensor, op: ReduceOp) -> Expected:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """One row of bytes for each element."""
+    """Return one row of bytes for each element."""
     return tensor.contiguous().view(torch.uint8).view(tensor.numel(), tensor.element_size())

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for everything that a collective takes. Draw in the driver, and send to the ranks."""
+"""Hypothesis strategies for all arguments of collectives. Draw in the driver, and send to the ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 4096
-"""What the worlds of `unisono.testing.conformance` use: short tensors are cut then, too."""
+"""As in the worlds of `unisono.testing.conformance`: short tensors are chunked, too."""
 
 
 def worlds(max_size: int = 8) -> st.SearchStrategy[int]:
-    """How many ranks there are, from 1."""
+    """Numbers of ranks, from 1."""
     return st.integers(1, max_size)
 
 
@@ -53,23 +53,23 @@ def dtypes() -> st.SearchStrategy[torch.dtype]:
 
 
 def ops(dtype: torch.dtype) -> st.SearchStrategy[ReduceOp]:
-    """Reduce operations that mean something for this dtype."""
+    """Reduce operations that are defined for this dtype."""
     return st.sampled_from(ops_for(dtype))
 
 
 def counts(size: int, dtype: torch.dtype = torch.float32, chunk_bytes: int = _CHUNK_BYTES) -> st.SearchStrategy[int]:
-    """Numbers of elements, most often those that go wrong: around the number of ranks and the end of a chunk."""
+    """Numbers of elements, mostly error-prone ones: around the number of ranks and the end of a chunk."""
     special = {0, 1, size - 1, size, size + 1, 1000, chunk_bytes // dtype.itemsize + 1}
     return st.sampled_from(sorted(special)) | st.integers(0, 100)
 
 
 def layouts() -> st.SearchStrategy[str]:
-    """How a tensor lies in memory; for `unisono.testing.memory_layouts.place`."""
+    """Memory layouts of a tensor; for `unisono.testing.memory_layouts.place`."""
     return st.sampled_from(LAYOUTS)
 
 
 def roots(size: int) -> st.SearchStrategy[int]:
-    """A rank of a world of this size."""
+    """Ranks of a world of this size."""
     return st.integers(0, size - 1)
 
 
@@ -85,7 +85,7 @@ def splits(size: int, total: int) -> st.SearchStrategy[list[int]]:
 
 
 def parts(size: int) -> st.SearchStrategy[list[list[int]]]:
-    """The ranks of a world as disjoint, non-empty groups, each in some order; together they are all."""
+    """Partitions of the ranks of a world into disjoint, non-empty groups, each in some order."""
     colors = st.lists(st.integers(0, 2), min_size=size, max_size=size)
     shuffled = st.permutations(range(size))
     return st.tuples(colors, shuffled).map(
@@ -94,13 +94,13 @@ def parts(size: int) -> st.SearchStrategy[list[list[int]]]:
 
 
 def tensors(dtype: torch.dtype, count: int) -> st.SearchStrategy[torch.Tensor]:
-    """One-dimensional tensors of any elements, NaN and infinities among them."""
+    """One-dimensional tensors of any elements, including NaN and infinities."""
     if dtype is torch.bool:
         elements: st.SearchStrategy[bool | int | float | complex] = st.booleans()
     elif dtype.is_complex:
         elements = st.complex_numbers(width=64)
     elif dtype.is_floating_point:
-        # Every float of 16 bits is one of each wider kind.
+        # Every 16-bit float is representable in each wider dtype.
         elements = st.floats(width=16)
     else:
         info = torch.iinfo(dtype)
@@ -115,13 +115,13 @@ def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStra
 
 @st.composite
 def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int = _CHUNK_BYTES) -> Case:
-    """A collective call with everything about it: see `unisono.testing.cases.Case`.
+    """A collective call with all its parameters: see `unisono.testing.cases.Case`.
 
     Args:
-        draw: Hypothesis gives it.
-        size: How many ranks.
+        draw: Passed by Hypothesis.
+        size: Number of ranks.
         call: The method; any if None.
-        chunk_bytes: Of the ranks' communicator, for counts that are one over a chunk.
+        chunk_bytes: Chunk size of the ranks' communicator, for counts that are one over a chunk.
 
     Example:
         >>> from hypothesis import find

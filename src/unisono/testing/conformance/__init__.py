@@ -1,4 +1,4 @@
-"""What holds of every transport: plain functions of a `World`, in families."""
+"""Conformance laws of every transport: plain functions of a `World`, in families."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ LAWS: tuple[Law, ...] = (
     *(getattr(family, name) for family in _FAMILIES for name in family.__all__ if name != "equals_the_reference"),
     *(collectives.equals_the_reference(call) for call in CALLS),
 )
-"""Every law. Its name is a sentence, and its docstring says the rest."""
+"""Every law. Its name is a sentence, and its docstring has the details."""

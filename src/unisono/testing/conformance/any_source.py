@@ -1,4 +1,4 @@
-"""Laws of receives from any rank, and of probes. A backend that declares no `any_source` refuses both in a sentence."""
+"""Laws of any-source receives and probes. A backend that declares no `any_source` refuses both with a clear error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EACH = 5
 
 
 def _where_offered(law: Law) -> Law:
-    """The law; where receives from any rank are not offered, that this is said."""
+    """Return the law; for backends without any-source receives, one that requires a clear error."""
 
     def tried(world: World) -> None:
         if all(world.run(_is_offered)):
@@ -47,7 +47,7 @@ def _is_offered(comm: Communicator) -> bool:
 
 @_where_offered
 def receives_from_any_rank_get_each_message_once(world: World) -> None:
-    """What all others send arrives once each, in order for each sender, short or long; the caller gets the sender."""
+    """Each message of any length arrives once, in order for each sender; the receiver gets the sender's rank."""
 
     def program(comm: Communicator, count: int) -> list[tuple[int, float]]:
         got = []
@@ -73,7 +73,7 @@ def receives_from_any_rank_get_each_message_once(world: World) -> None:
 
 @_where_offered
 def no_sender_keeps_the_others_out(world: World) -> None:
-    """Ranks that have something to receive take turns, however much one of them has sent."""
+    """Senders with pending messages are served in turn, however much one of them has sent."""
 
     def program(comm: Communicator, probes: bool) -> list[int]:
         got: list[int] = []
@@ -84,7 +84,7 @@ def no_sender_keeps_the_others_out(world: World) -> None:
         else:
             for turn in range(3 * _EACH + 2 * (comm.size - 2)):
                 for rank in range(1, comm.size) if turn in (0, comm.size - 1) else ():
-                    # All have something there; after the first round again.
+                    # Every sender has a message pending, also after the first round.
                     comm.probe(rank)
                 got.append(comm.recv(numbers(comm, 0), comm.probe() if probes else None))
         return got
@@ -97,7 +97,7 @@ def no_sender_keeps_the_others_out(world: World) -> None:
 
 @_where_offered
 def receives_from_any_rank_are_served_in_order(world: World) -> None:
-    """Those that wait before anything is sent are served first come, first served, whichever is waited for."""
+    """Receives posted before any send match in posting order, in whatever order they are waited for."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, *[-1] * _EACH)
@@ -119,7 +119,7 @@ def receives_from_any_rank_are_served_in_order(world: World) -> None:
 
 @_where_offered
 def a_probe_takes_nothing(world: World) -> None:
-    """It tells the sender, as often as it is asked, and the message can be received still, from that rank or any."""
+    """A probe returns the sender, any number of times; a receive from that rank or any rank still gets the message."""
 
     def program(comm: Communicator) -> list[object]:
         got, found = numbers(comm, -1), list[object]()
@@ -145,7 +145,7 @@ def a_probe_takes_nothing(world: World) -> None:
 
 @_where_offered
 def tags_and_parts_do_not_mix_in_receives_from_any_rank(world: World) -> None:
-    """A message of another tag, or of a part, is left alone; ranks are those of the part."""
+    """A receive leaves messages of another tag or sub-group alone; ranks are those of the sub-group."""
 
     def program(comm: Communicator) -> list[tuple[int, float]]:
         got, part = numbers(comm, -1), comm.subgroup([2, 1, 0])
@@ -168,7 +168,7 @@ def tags_and_parts_do_not_mix_in_receives_from_any_rank(world: World) -> None:
 
 @_where_offered
 def a_receive_from_any_rank_completes_unaided(world: World) -> None:
-    """By its future, and by `is_completed`, without a wait; nothing has come before it was sent."""
+    """The future and `is_completed` report completion without a wait, and never before the message was sent."""
 
     def program(comm: Communicator, within_s: float) -> list[object]:
         got = numbers(comm, -1, -1)
@@ -194,7 +194,7 @@ def a_receive_from_any_rank_completes_unaided(world: World) -> None:
 
 @_where_offered
 def a_receive_from_any_rank_names_who_has_not_sent(world: World) -> None:
-    """A wait that ends at its time says which ranks were waited for; it may be repeated."""
+    """A wait that times out names the ranks that have not sent, and may be repeated."""
 
     def program(comm: Communicator) -> tuple[str, str, float]:
         part, got = comm.dup(), numbers(comm, -1)
@@ -221,11 +221,11 @@ def a_receive_from_any_rank_names_who_has_not_sent(world: World) -> None:
 
 @_where_offered
 def a_receive_from_any_rank_ends_with_an_error(world: World) -> None:
-    """At an abort; at a message that does not fit, which the sender may hear of; and when no other rank is left."""
+    """The receive fails on abort, on a mismatched message (the sender may see the error) and when no peer is left."""
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> list[str]:
         aborted, unfit, left = comm.dup(), comm.dup(), comm.dup()
-        # Some backends connect two ranks by their first message, and do not notice before that one of them has left.
+        # Some backends connect two ranks at their first message, and cannot detect before it that one has left.
         together(left)
         if comm.rank == 0:
             works = [aborted.irecv(numbers(comm, 0)), left.irecv(numbers(comm, 0))]
@@ -254,7 +254,7 @@ def a_receive_from_any_rank_ends_with_an_error(world: World) -> None:
 
 @_where_offered
 def a_lost_sender_is_told_to_a_receive_from_any_rank(world: World) -> None:
-    """A rank that fails ends the wait though others could send, and is the error's `peer`; for probes, too."""
+    """A failed rank ends the wait although others could send, and is the error's `peer`; also for probes."""
 
     def program(comm: Communicator, probes: bool, never_s: float) -> int:
         if comm.rank == 1:
@@ -264,7 +264,7 @@ def a_lost_sender_is_told_to_a_receive_from_any_rank(world: World) -> None:
         return comm.recv(numbers(comm, 0), timeout=never_s)
 
     for probes in (False, True):
-        # Ranks that an earlier failure has ended are started before the clock is.
+        # Restart ranks that an earlier failure has ended before the clock starts.
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, probes, world.never_s, size=3, on_failure="continue")
@@ -275,7 +275,7 @@ def a_lost_sender_is_told_to_a_receive_from_any_rank(world: World) -> None:
 
 
 def _error_of(call: Callable[[], object], kind: type[Exception]) -> str:
-    """What the call raises, which must be of this kind."""
+    """Return the text of the error that the call raises, which must be of this kind."""
     try:
         call()
     except kind as error:

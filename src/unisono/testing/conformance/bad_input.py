@@ -1,4 +1,4 @@
-"""Laws of bad input: one clear sentence, on the rank that is wrong, before anything is sent."""
+"""Laws of bad input: a clear error on the rank at fault, before anything is sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["a_second_thread_is_refused", "bad_arguments_are_refused_before_anyth
 
 
 def bad_arguments_are_refused_before_anything_is_sent(world: World) -> None:
-    """One rank calls wrongly, alone, and gets a sentence; then all ranks go on as if nothing had happened."""
+    """One rank makes an invalid call and gets a clear error; all ranks then continue unaffected."""
     found = world.run(_program, size=2)[0]
     for index, (mistake, kind, words, _) in enumerate(_BAD):
         said_kind, said = found[index]

@@ -1,4 +1,4 @@
-"""Laws of collectives: each equals its plain reference, whatever the arguments; see `unisono.testing.cases`."""
+"""Laws of collectives: each equals its plain reference for all arguments; see `unisono.testing.cases`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def equals_the_reference(call: str) -> Callable[[World], None]:
 
 
 def every_op_and_dtype_equals_the_reference(world: World) -> None:
-    """All pairs of an op and a dtype, each with and without NaN, by whatever algorithm the backend chooses."""
+    """All pairs of an op and a dtype, each with and without NaN, by the algorithm that the backend chooses."""
     for size in (2, 3):
         cases = [
             Case("all_reduce", size, count, dtype, op, numbers=kind, seed=count)
@@ -56,7 +56,7 @@ def every_op_and_dtype_equals_the_reference(world: World) -> None:
 
 
 def results_are_the_same_bits_everywhere_and_every_time(world: World) -> None:
-    """Rounding is the same on all ranks, and in the next run, by any algorithm."""
+    """Rounding is the same on all ranks and in the next run, by any algorithm."""
     ops = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
     for size in (3, 4):
         cases = [
@@ -68,7 +68,7 @@ def results_are_the_same_bits_everywhere_and_every_time(world: World) -> None:
 
 
 def parts_equal_the_reference_at_the_same_time(world: World) -> None:
-    """Sub-groups of different sizes run different collectives; each has its own result."""
+    """Sub-groups of different sizes run different collectives; each gets its own result."""
     parts = [[0, 2, 3], [1]], [[0, 3], [2, 1]]
     for groups in parts:
         cases = {
@@ -88,7 +88,7 @@ def parts_equal_the_reference_at_the_same_time(world: World) -> None:
 
 
 def the_native_collective_has_a_name(world: World) -> None:
-    """`algorithm="native"` gives what the reference does, or says that there is none and what there is."""
+    """`algorithm="native"` equals the reference, or raises an error that lists the available algorithms."""
 
     def program(comm: Communicator, case: Case) -> Report | str:
         try:
@@ -107,11 +107,11 @@ def the_native_collective_has_a_name(world: World) -> None:
 
 
 def a_barrier_waits_for_everyone(world: World) -> None:
-    """By any algorithm, nobody leaves before the last has come."""
+    """No rank leaves the barrier before the last has reached it, by any algorithm."""
 
     def program(comm: Communicator, algorithm: str | None, last: int) -> tuple[float, float]:
         others = [rank for rank in range(comm.size) if rank != last]
-        # The last to come knows that all others are about to be there.
+        # The last rank to arrive knows that all others have entered or are about to.
         if comm.rank == last:
             for rank in others:
                 comm.recv(numbers(comm, 0), rank)
@@ -128,7 +128,7 @@ def a_barrier_waits_for_everyone(world: World) -> None:
 
 
 def objects_arrive_everywhere(world: World) -> None:
-    """Plain values of different lengths by the four object collectives, from and to each rank."""
+    """The four object collectives carry plain values of different lengths, from and to each rank."""
 
     def program(comm: Communicator) -> list[object]:
         mine = {"rank": comm.rank, "text": "é" * comm.rank, "tensor": torch.arange(comm.rank), "nothing": None}
@@ -153,7 +153,7 @@ def _plain(value: dict[str, object]) -> tuple[object, ...]:
 
 
 def _hold(world: World, cases: list[Case], size: int) -> list[str]:
-    """Check many cases in one program, which is much faster than one program each; the bits of rank 0."""
+    """Check many cases in one program, much faster than one program each; return the digests of rank 0."""
     found = world.run(_check_all, cases, size=size)
     for case, *reports in zip(cases, *found, strict=True):
         check_reports(case, reports)
@@ -165,12 +165,12 @@ def _check_all(comm: Communicator, cases: list[Case]) -> list[Report]:
 
 
 def _sample(world: World, call: str, size: int) -> Iterator[Case]:
-    """For each algorithm every count that often goes wrong, with everything else by chance, the same every time."""
+    """Yield every error-prone count for each algorithm, with all else drawn at random, reproducibly."""
     chance = Random(f"{call} {size}")
     for algorithm in [None, *ALGORITHMS[COLLECTIVES[call].family].names()]:
         for seed, count in enumerate((0, 1, size - 1, size, size + 1, 12, 97, None)):
             dtype = chance.choice(DTYPES)
-            # What enters twice, or not at all, shows in a sum; in a maximum it often does not.
+            # An element reduced twice or not at all shows in a sum; in a maximum it often does not.
             ops = ops_for(dtype)[:1] if seed % 2 else ops_for(dtype)
             yield Case(
                 call,

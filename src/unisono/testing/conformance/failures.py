@@ -1,4 +1,4 @@
-"""Laws of failure: every wait ends, on every rank, with an error that says who and why."""
+"""Laws of failure: every wait ends, on every rank, with an error that names the rank and the cause."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _NOTHING = "nothing was raised"
 
 
 def abort_ends_every_wait(world: World) -> None:
-    """Whatever ranks are waiting for, they get `AbortedError` with the reason, and soon."""
+    """Ranks in any kind of wait get `AbortedError` with the reason, and soon."""
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> tuple[str, str]:
         part = comm.dup()
-        # Under way on every rank but the one that aborts, before it does so.
+        # In flight on every rank but the aborting one, before the abort.
         works = {
             0: lambda: part.irecv(numbers(comm, 0), 3),
             1: lambda: part.barrier(async_op=True),
@@ -46,13 +46,13 @@ def abort_ends_every_wait(world: World) -> None:
         return said, later
 
     for rank, (said, later) in enumerate(world.run(program, world.soon_s, world.never_s, size=4)):
-        # A send may have been over: buffered somewhere.
+        # A send may have completed already, into a buffer.
         assert "enough" in said or (rank == 2 and said == _NOTHING), f"rank {rank}: {said}"
         assert "enough" in later, f"rank {rank}: {later}"
 
 
 def a_closed_communicator_refuses(world: World) -> None:
-    """`ClosedError` for every call; to close it again is harmless."""
+    """Every call raises `ClosedError`; `close` is idempotent."""
 
     def program(comm: Communicator) -> list[str]:
         part = comm.dup()
@@ -72,7 +72,7 @@ def a_closed_communicator_refuses(world: World) -> None:
 
 
 def a_failed_rank_is_named_to_the_others(world: World) -> None:
-    """A rank that ends by an error of its own is the `peer` of a `PeerLostError` on every rank that needs it."""
+    """A rank that fails with its own error is the `peer` of a `PeerLostError` on every rank that waits for it."""
 
     def program(comm: Communicator, collective: bool, never_s: float) -> str:
         if comm.rank == 1:
@@ -84,7 +84,7 @@ def a_failed_rank_is_named_to_the_others(world: World) -> None:
         return "nothing happened"
 
     for collective in (True, False):
-        # Ranks that an earlier failure has ended are started before the clock is.
+        # Restart ranks that an earlier failure has ended before the clock starts.
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, collective, world.never_s, size=3, on_failure="continue")
@@ -97,7 +97,7 @@ def a_failed_rank_is_named_to_the_others(world: World) -> None:
 
 
 def a_failed_rank_is_named_in_parts_too(world: World) -> None:
-    """Who waits for the rank in a part is told as well; the work knows the error, and so does its future."""
+    """Ranks that wait for the failed rank in a sub-group get the error too; so do the work and its future."""
 
     def program(comm: Communicator, never_s: float) -> list[BaseException | None]:
         part = comm.dup()
@@ -106,7 +106,7 @@ def a_failed_rank_is_named_in_parts_too(world: World) -> None:
             raise KeyError("my own mistake")
         work = part.irecv(numbers(comm, 0), 1)
         future = work.get_future()
-        # Only now may the other rank fail.
+        # The other rank may fail only now.
         comm.barrier()
         raised: list[BaseException | None] = []
         waits: list[Callable[[], object]] = [
@@ -134,7 +134,7 @@ def a_failed_rank_is_named_in_parts_too(world: World) -> None:
 
 
 def a_late_rank_is_named(world: World) -> None:
-    """A collective that one rank never calls ends in `CommTimeoutError` that names this rank."""
+    """A collective that one rank never calls ends in a `CommTimeoutError` that names this rank."""
 
     def program(comm: Communicator) -> str:
         part = comm.dup()
@@ -147,7 +147,7 @@ def a_late_rank_is_named(world: World) -> None:
 
 
 def the_first_cause_stays(world: World) -> None:
-    """After a failure every call fails at once, on every rank, and quotes what came first."""
+    """After a failure every call fails immediately, on every rank, and quotes the first error."""
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> list[str]:
         part = comm.dup()
@@ -168,7 +168,7 @@ def the_first_cause_stays(world: World) -> None:
 
 
 def _error_of(call: Callable[[], object], kind: type[CommError]) -> str:
-    """What the call raises, which must be of this kind and know its rank."""
+    """Return the text of the error that the call raises, which must be of this kind and have its rank set."""
     try:
         call()
     except kind as error:

@@ -1,4 +1,4 @@
-"""Laws of sub-groups: each is a world of its own, at the same time as its parent and its siblings."""
+"""Laws of sub-groups: each is a world of its own, and works concurrently with its parent and siblings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 
 
 def a_part_orders_its_ranks_by_key(world: World) -> None:
-    """Ranks of a part follow the keys; calls mean its own ranks."""
+    """Ranks of a sub-group follow the keys; its calls use its own rank numbers."""
 
     def program(comm: Communicator) -> tuple[int, list[float]]:
         part = comm.split(0, key=-comm.rank)
@@ -31,7 +31,7 @@ def a_part_orders_its_ranks_by_key(world: World) -> None:
 
 
 def who_is_not_in_a_part_gets_none(world: World) -> None:
-    """`subgroup` keeps the order of its list, and gives None to the others; so does a color of None."""
+    """`subgroup` keeps the order of its list, and returns None on the other ranks; so does a color of None."""
 
     def program(comm: Communicator) -> tuple[int | None, int | None]:
         listed = comm.subgroup([3, 1])
@@ -46,7 +46,7 @@ def who_is_not_in_a_part_gets_none(world: World) -> None:
 
 
 def parts_work_at_the_same_time(world: World) -> None:
-    """Siblings run different collectives while their parent's are under way."""
+    """Siblings run different collectives while their parent's are in flight."""
 
     def program(comm: Communicator) -> tuple[float, float]:
         part = comm.split(comm.rank % 2)
@@ -84,7 +84,7 @@ def the_messages_of_parent_and_part_do_not_mix(world: World) -> None:
 
 
 def a_part_of_a_part_works(world: World) -> None:
-    """To any depth; ranks are those of the communicator at hand."""
+    """Sub-groups nest to any depth; ranks are those of the communicator in use."""
 
     def program(comm: Communicator) -> float:
         back = comm.split(0, key=-comm.rank)
@@ -99,7 +99,7 @@ def a_part_of_a_part_works(world: World) -> None:
 
 
 def a_closed_part_leaves_its_parent_alone(world: World) -> None:
-    """And its siblings; the parent can be split again."""
+    """Parent and siblings keep working; the parent can be split again."""
 
     def program(comm: Communicator) -> None:
         first, second = comm.dup(), comm.dup()

@@ -1,4 +1,4 @@
-"""Laws of messages: what is sent arrives, in order, at the right place, and nothing else does."""
+"""Laws of messages: every message arrives, in order, at its destination, and nothing else does."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _MANY = 20
 
 
 def ranks_are_numbered(world: World) -> None:
-    """Each rank knows its number, and how many there are."""
+    """Each rank knows its number and the number of ranks."""
     for size in (1, 2, 4):
         found = world.run(lambda comm: (comm.rank, comm.size), size=size)
         assert found == [(rank, size) for rank in range(size)], found
 
 
 def messages_of_one_tag_arrive_in_order(world: World) -> None:
-    """Messages that are under way at the same time are received as they were sent."""
+    """Messages in flight at the same time are received in the order sent."""
 
     def program(comm: Communicator) -> list[float]:
         if comm.rank == 0:
@@ -55,7 +55,7 @@ def messages_of_one_tag_arrive_in_order(world: World) -> None:
 
 
 def receives_match_in_the_order_posted(world: World) -> None:
-    """Receives that wait before anything is sent are served first come, first served."""
+    """Receives posted before any send match in posting order."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, *[-1] * _MANY)
@@ -75,7 +75,7 @@ def receives_match_in_the_order_posted(world: World) -> None:
 
 
 def tags_do_not_mix(world: World) -> None:
-    """A receive gets a message of its own tag, whatever was sent before; a backend without tags says so."""
+    """A receive gets a message of its own tag, whatever was sent before; a backend without tags raises an error."""
 
     def program(comm: Communicator) -> list[float] | str:
         tags = [0, 1, 7, 2**24 - 1]
@@ -99,7 +99,7 @@ def tags_do_not_mix(world: World) -> None:
 
 
 def peers_do_not_mix(world: World) -> None:
-    """A receive gets a message of the rank that it names, whoever sent first."""
+    """A receive gets a message of the rank that it names, whichever rank sent first."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, -1, -1, -1, -1)
@@ -117,7 +117,7 @@ def peers_do_not_mix(world: World) -> None:
 
 
 def messages_and_collectives_do_not_mix(world: World) -> None:
-    """A message that nobody has received yet is not taken for a part of a collective, and vice versa."""
+    """A message not yet received is never matched with a collective, and vice versa."""
 
     def program(comm: Communicator) -> tuple[float, float, float]:
         early, late, total = numbers(comm, -1), numbers(comm, -1), numbers(comm, 1)
@@ -140,7 +140,7 @@ def messages_and_collectives_do_not_mix(world: World) -> None:
 
 
 def a_batch_does_not_deadlock(world: World) -> None:
-    """All ranks may send and receive at the same time, more than any buffer holds."""
+    """All ranks may send and receive at the same time, more data than any buffer holds."""
 
     def program(comm: Communicator) -> list[float]:
         count = 1 << 18
@@ -172,7 +172,7 @@ def a_batch_keeps_its_order(world: World) -> None:
 
 
 def empty_messages_arrive(world: World) -> None:
-    """A message of no elements is a message: it keeps its place, and who waits for it waits."""
+    """A message of no elements is a message: it keeps its place in the order, and its receiver waits for it."""
 
     def program(comm: Communicator) -> float:
         got = numbers(comm, -1)
@@ -189,7 +189,7 @@ def empty_messages_arrive(world: World) -> None:
 
 
 def every_dtype_arrives_bit_by_bit(world: World) -> None:
-    """Every pattern of bits, NaNs of all kinds among them, arrives as it was sent."""
+    """Every bit pattern, NaNs of all kinds included, arrives as sent."""
 
     def program(comm: Communicator) -> list[str]:
         changed = []
@@ -209,7 +209,7 @@ def every_dtype_arrives_bit_by_bit(world: World) -> None:
 
 
 def long_messages_arrive(world: World) -> None:
-    """Lengths around those that backends treat in different ways."""
+    """Messages arrive at lengths around the thresholds of backends."""
 
     def program(comm: Communicator) -> list[int]:
         wrong = []
@@ -250,13 +250,13 @@ def strided_messages_arrive(world: World) -> None:
 
 
 def a_receive_that_does_not_fit_is_refused(world: World) -> None:
-    """Another length or dtype than the sender's ends in `MismatchError` on the receiver, and no process dies."""
+    """A length or dtype other than the sender's raises `MismatchError` on the receiver, and no process dies."""
 
     def program(comm: Communicator, sent: int, count: int, dtype: torch.dtype) -> str:
         part = comm.dup()
         try:
             if part.rank == 0:
-                # The sender may learn of it, or be done already.
+                # The sender may see the error, or have completed already.
                 part.isend(torch.ones(sent, device=comm.device), 1)
             else:
                 part.recv(torch.zeros(count, dtype=dtype, device=comm.device), 0)

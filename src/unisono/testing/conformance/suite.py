@@ -1,4 +1,4 @@
-"""The laws as a test class, so that whoever writes a transport needs two lines to hold it to them."""
+"""The laws as a test class: the author of a transport needs two lines to apply them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["TransportLaws"]
 
 
 class TransportLaws:
-    """Derive from it in a test file; pytest then finds one test for each law.
+    """Base class for a transport's tests: pytest collects one test for each law.
 
-    Takes four ranks and some ten seconds. A law that a transport cannot meet is a method that the
-    class may override, best by one that says why.
+    Takes four ranks and some ten seconds. For a law that a transport cannot meet, override the method,
+    preferably with one that states the reason.
 
     Attributes:
         backend: The name of the transport.
         wrap: Applied to the transport of each rank, to hold a wrapper to the same laws. A static method.
-        hosts: Which of the four ranks are taken for one host each, as `launch` takes it, for transports of several.
-        device: Where tensors live, as `launch` takes it: "cuda", if the laws are to be tried on GPUs.
+        hosts: Grouping of the four ranks into hosts, as for `launch`, for transports across hosts.
+        device: Device of the tensors, as for `launch`: "cuda" to test the laws on GPUs.
 
     Example:
         >>> class TestMine(TransportLaws):
@@ -36,7 +36,7 @@ class TransportLaws:
 
     @property
     def world(self) -> World:
-        """Where the laws are tried."""
+        """The ranks that the laws run on."""
         return World(self.backend, type(self).wrap, hosts=self.hosts, device=self.device)
 
 
@@ -48,6 +48,6 @@ def _test(law: Law) -> Callable[[TransportLaws], None]:
     return test
 
 
-# Methods, not one parametrised test: so that each can be overridden.
+# Methods rather than one parametrised test, so that each can be overridden.
 for _method in map(_test, LAWS):
     setattr(TransportLaws, _method.__name__, _method)

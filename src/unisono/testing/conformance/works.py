@@ -1,4 +1,4 @@
-"""Laws of works: what a handle of something under way tells, and when."""
+"""Laws of works: the state that the handle of an operation in flight reports, and when."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def a_work_knows_whether_it_is_done(world: World) -> None:
             return None
         work = comm.irecv(numbers(comm, -1), 1)
         before = work.is_completed()
-        # Only now may the other rank send.
+        # The other rank may send only now.
         comm.send(numbers(comm, 1), 1)
         work.wait()
         return before, work.is_completed(), work.exception()
@@ -44,7 +44,7 @@ def a_work_knows_whether_it_is_done(world: World) -> None:
 
 
 def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
-    """The error names the rank that is waited for and how long; the message can still come."""
+    """The error names the rank and the time waited; the message can still arrive."""
 
     def program(comm: Communicator) -> tuple[str, int | None, float | None, float] | None:
         if comm.rank == 1:
@@ -54,7 +54,7 @@ def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
         got = numbers(comm, -1)
         work = comm.irecv(got, 1)
         said, peer, waited = "nothing was raised", None, None
-        # No time at all is a time, too.
+        # A timeout of zero is valid, too.
         for timeout in (0.0, 0.05):
             try:
                 work.wait(timeout)
@@ -73,12 +73,12 @@ def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
 
 
 def a_collective_that_timed_out_may_be_repeated(world: World) -> None:
-    """An asynchronous collective goes on when a wait for it has ended at its time."""
+    """An asynchronous collective continues after a wait for it has timed out."""
 
     def program(comm: Communicator) -> list[float]:
         total, waits = numbers(comm, comm.rank + 1), [-1.0]
         if comm.rank == 1:
-            # The other has given up its first wait by then.
+            # The other rank's first wait has timed out by then.
             comm.recv(numbers(comm, 0), 0)
         work = comm.all_reduce(total, async_op=True)
         if comm.rank == 0:
@@ -96,7 +96,7 @@ def a_collective_that_timed_out_may_be_repeated(world: World) -> None:
 
 
 def a_work_completes_unaided(world: World) -> None:
-    """`is_completed` turns true though nobody waits; the message is there then. For collectives, too."""
+    """`is_completed` turns true without a wait; the message has then arrived. For collectives, too."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got, total = numbers(comm, -1), numbers(comm, comm.rank + 1)
@@ -109,7 +109,7 @@ def a_work_completes_unaided(world: World) -> None:
 
 
 def a_future_completes_unaided(world: World) -> None:
-    """`get_future` completes though nobody waits for the work; the message is there then. For collectives, too."""
+    """`get_future` completes without a wait for the work; the message has then arrived. For collectives, too."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got, total = numbers(comm, -1), numbers(comm, comm.rank + 1)
@@ -122,7 +122,7 @@ def a_future_completes_unaided(world: World) -> None:
 
 
 def works_may_be_waited_for_in_any_order(world: World) -> None:
-    """And by several threads' worth of calls: again, or after it is known to be done."""
+    """Works may also be waited for repeatedly, or after completion is known."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, *[-1] * 5)

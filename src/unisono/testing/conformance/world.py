@@ -1,4 +1,4 @@
-"""Where a law is tried: ranks of one backend, to run programs on."""
+"""Test bed of a law: ranks of one backend, to run programs on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class World:
         backend: A transport's name.
         wrap: Applied to the transport of each rank.
         timeout: Seconds for one operation.
-        chunk_bytes: Largest message of a schedule; small, so that short tensors are cut, too.
-        hosts: Which of the four ranks are taken for one host each; all share this one if None.
-        device: Where tensors live, as `launch` takes it; where the backend has them by default if None.
+        chunk_bytes: Largest message of a schedule; small, so that short tensors are chunked, too.
+        hosts: Grouping of the four ranks into hosts; all share this one if None.
+        device: Device of the tensors, as for `launch`; the backend's default if None.
 
     Example:
         >>> World("thread").run(lambda comm: comm.rank, size=3)
@@ -42,18 +42,18 @@ class World:
 
     @property
     def soon_s(self) -> float:
-        """Seconds in which what needs no waiting has long been done."""
+        """Seconds in which any operation that need not wait has long completed."""
         return self.timeout / 2
 
     @property
     def never_s(self) -> float:
-        """Seconds for a wait that something else must end: longer than soon, shorter than any other wait."""
+        """Seconds for a wait that another event must end: longer than `soon_s`, shorter than any other wait."""
         return 0.9 * self.timeout
 
     def run(
         self, fn: Callable[..., Any], *args: Any, size: int = 2, on_failure: Literal["end", "continue"] = "end"
     ) -> list[Any]:
-        """Each rank's `fn(comm, *args)`; see `unisono.testing.RankPool.run`."""
+        """Return each rank's `fn(comm, *args)`; see `unisono.testing.RankPool.run`."""
         options: dict[str, Any] = {"timeout": self.timeout, "chunk_bytes": self.chunk_bytes, "device": self.device}
         if self.wrap is not None:
             options["wrap"] = self.wrap
@@ -67,7 +67,7 @@ Law = Callable[[World], None]
 
 
 def numbers(comm: Communicator, *values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """These numbers, where tensors of the communicator live."""
+    """Return these numbers as a tensor on the communicator's device."""
     return torch.tensor(values, dtype=dtype, device=comm.device)
 
 

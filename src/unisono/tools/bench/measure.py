@@ -1,4 +1,4 @@
-"""The measurement, as one rank takes part in it: candidates in turn, each result verified."""
+"""The measurement on one rank: candidates in turn, each result verified."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class _Case:
         return algorithm
 
     def _sample(self, name: str) -> float:
-        """Time a few calls on fresh data, verify them, and make all ready for the next sample."""
+        """Time a few calls on fresh data, verify them, and prepare the next sample."""
         workload, rank, cold = self._workload, self._comm.rank, self._settings.cold
         slots = self._pools[name].next()
         calls = [self._bound(name, slot) for slot in slots]
@@ -102,7 +102,7 @@ class _Case:
         return seconds
 
     def _bound(self, name: str, slot: Slot) -> Callable[[], object]:
-        """Return the call, prepared once: as long as this case lasts, a slot stays what it is."""
+        """Return the call, prepared once: a slot does not change during this case."""
         call = self._calls.get((name, id(slot)))
         if call is None:
             call = self._calls[name, id(slot)] = self._candidates[name].bind(self._workload, slot)

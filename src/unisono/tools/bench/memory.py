@@ -1,4 +1,4 @@
-"""Memory for the calls: the same where it is to be warm, rotating through more than the caches where cold."""
+"""Memory for the calls: the same each time for warm caches, rotating through more than the caches for cold ones."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class Pool:
     """Slots of one size for one rank.
 
     Args:
-        workload: What they are for.
-        allocate: Makes one-dimensional memory of so many elements; called once.
-        cold: Whether there are so many slots that the one whose turn it is has left the caches.
+        workload: The workload that uses them.
+        allocate: Allocates one-dimensional memory of a number of elements; called once.
+        cold: Whether there are enough slots for each to leave the caches before its next use.
     """
 
     def __init__(self, workload: Workload, allocate: Callable[[int], torch.Tensor], *, cold: bool) -> None:
         self._workload = workload
         self._batch = calls_per_sample(workload.nbytes)
         used = workload.slot_numel * workload.dtype.itemsize
-        # In pages of their own where they are to be cold: the next line and the next page are fetched ahead. The one
-        # line more keeps slots from meeting in the same set of a cache.
+        # Cold slots start on separate pages, because the hardware prefetches the next line and page. The extra line
+        # keeps slots from mapping to the same cache set.
         stride = -(-max(used, _PAGE_BYTES if cold else 1) // _LINE_BYTES) * _LINE_BYTES + _LINE_BYTES
         slots = max(self._batch, 1 + -(-2 * cache_bytes() // stride) if cold else 0)
         slots = -(-slots // self._batch) * self._batch

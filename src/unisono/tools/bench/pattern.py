@@ -1,4 +1,4 @@
-"""Data that differ by rank and by place, so that a result can be checked element by element."""
+"""Data that differ by rank and by index, so that a result can be checked element by element."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unisono.core.types import ReduceOp
 __all__ = ["PERIOD", "Pattern", "given", "reduced"]
 
 PERIOD = 65521
-"""Elements until the data repeats. A prime: what is shifted by any tile or share of a message shows."""
+"""Elements until the data repeats. A prime, so that a shift by any tile or share of a message is detected."""
 
 
 class Pattern:
-    """An endless row of values, of which any stretch can be written or compared.
+    """An endless sequence of values, of which any stretch can be written or compared.
 
     Args:
         period: The first `PERIOD` of them.
@@ -38,7 +38,7 @@ class Pattern:
         return sum(int((part != values).sum()) for part, values in pairs if not torch.equal(part, values))
 
     def _stretches(self, tensor: torch.Tensor, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pieces of a period's length: no copy as large as the message is made, and the values stay in the cache."""
+        """Yield pieces of a period's length: avoids a copy as large as the message, and keeps the values in cache."""
         for low in range(0, tensor.numel(), PERIOD):
             part = tensor[low : low + PERIOD]
             offset = (start + low) % PERIOD
@@ -52,7 +52,7 @@ def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
     elif op is ReduceOp.PRODUCT:
         above, scale = 3, 1
     else:
-        # So that an average is whole, too.
+        # Makes an average whole, too.
         scale = ranks if op is ReduceOp.AVG else 1
         above = max(3, 127 // (ranks * scale))
     chance = torch.Generator().manual_seed(rank)

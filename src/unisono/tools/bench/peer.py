@@ -14,10 +14,10 @@ __all__ = ["Peer"]
 
 
 class Peer(ABC):
-    """A way to do collectives, on one rank. Every rank makes one, and its construction connects the ranks.
+    """An implementation of collectives, on one rank. Every rank constructs one, which connects the ranks.
 
     Attributes:
-        verified: Whether it does the collective, so that its results can be checked.
+        verified: Whether it performs the collective, so that its results can be checked.
         needs_mpirun: Whether it works only in ranks that mpirun has started.
     """
 
@@ -26,7 +26,7 @@ class Peer(ABC):
 
     @classmethod
     def obstacle(cls, workload: Workload) -> str | None:
-        """Return why this peer cannot do that, in a sentence that says what can be done; None if it can.
+        """Return why this peer cannot run the workload, in a sentence that states the remedy; None if it can.
 
         Called before ranks are started. Raises `UnavailableError` if something has to be installed.
         """

@@ -12,17 +12,17 @@ __all__ = ["check_plot", "plot"]
 
 
 def check_plot() -> None:
-    """Raise `UnavailableError` if no picture can be made."""
+    """Raise `UnavailableError` if plots cannot be drawn."""
     if find_spec("matplotlib") is None:
         raise UnavailableError("a plot needs matplotlib: pip install 'unisono[plot]'")
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """Draw to a file, whose ending says the format: .png, .svg, .pdf.
+    """Draw to a file, in the format of its suffix: .png, .svg, .pdf.
 
     Raises:
         UnavailableError: matplotlib is not installed.
-        ValueError: matplotlib knows no such format.
+        ValueError: matplotlib does not support the format.
         OSError: The file cannot be written.
     """
     check_plot()
@@ -34,7 +34,7 @@ def plot(results: list[Result], path: Path) -> None:
     bandwidth, ratio = figure.subplots(1, 2)
     bandwidth.plot(sizes, [result.busbw_gb_s for result in results], marker="o", label="unisono")
     for name in peers:
-        # The bus carries the same bytes for all candidates: only the time differs.
+        # All candidates move the same bytes over the bus: only the time differs.
         theirs = [result.busbw_gb_s * result.time_us / result.against[name].time_us for result in results]
         bandwidth.plot(sizes, theirs, marker="o", label=name)
         spreads = [result.against[name].ratio for result in results]

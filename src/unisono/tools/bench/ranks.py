@@ -1,4 +1,4 @@
-"""Ranks of this host that measure, one thread each."""
+"""Measuring ranks of this host, one thread each."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def on_ranks(
 
     Args:
         program: As for `unisono.launch`.
-        ranks, backend: Likewise.
-        args: Likewise. An empty folder that all ranks see follows them; it is removed afterwards.
+        ranks, backend: As for `unisono.launch`.
+        args: As for `unisono.launch`. An empty folder visible to all ranks is appended; it is removed afterwards.
         under_mpirun: Whether mpirun starts the ranks, whatever the backend, so that MPI works in them.
         timeout: Seconds that an operation may take.
     """
@@ -89,7 +89,7 @@ def _rank(comm: Communicator, settings: Settings, shown: bool, folder: Path) -> 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread also for ranks that are threads of this process. Flushes the output before ranks print."""
+    """Limit torch to one thread, also for ranks that are threads of this process. Flush output before ranks print."""
     sys.stdout.flush()
     before = torch.get_num_threads()
     torch.set_num_threads(1)

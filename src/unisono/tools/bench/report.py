@@ -1,4 +1,4 @@
-"""Results as JSON, with the machine that they come from."""
+"""Results as JSON, with a description of the machine."""
 
 from __future__ import annotations
 

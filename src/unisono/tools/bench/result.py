@@ -1,4 +1,4 @@
-"""Results: the figures of one workload, unisono's and its peers'."""
+"""Results of one workload: unisono's figures and its peers'."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Against:
     """A peer in the same run.
 
     Attributes:
-        time_us: The median of its time for a call.
-        ratio: Of its time to unisono's in neighbouring samples: how many times as fast unisono was.
+        time_us: Median time of a call.
+        ratio: Its time over unisono's in neighbouring samples: how many times as fast unisono was.
         wrong: Elements of its results, over all ranks and calls, that were wrong.
     """
 
@@ -31,13 +31,13 @@ class Result:
     """One size of a collective.
 
     Attributes:
-        nbytes: Bytes of the larger of what a rank gives and what a rank gets, over all parts.
+        nbytes: Bytes of a rank's input or output, whichever is larger, over all parts.
         count: Elements of the whole tensor where the collective is in place, else of one rank's part.
         algorithm: "native", or a schedule's name.
         time: Microseconds for a call, on the rank that took longest.
         wrong: Elements of the results, over all ranks and calls, that were wrong.
-        samples: How many there are of each candidate.
-        against: By peer.
+        samples: Number of samples of each candidate.
+        against: Figures by peer.
     """
 
     collective: str
@@ -54,12 +54,12 @@ class Result:
 
     @property
     def time_us(self) -> float:
-        """The median."""
+        """Median time in microseconds."""
         return self.time.median
 
     @property
     def algbw_gb_s(self) -> float:
-        """Bytes of the message by time, in GB/s (10^9 bytes)."""
+        """Bytes of the message over time, in GB/s (10^9 bytes)."""
         return self.nbytes / self.time_us / 1e3
 
     @property
@@ -68,6 +68,6 @@ class Result:
         return self.algbw_gb_s * bus_factor(self.collective, self.ranks)
 
     def plain(self) -> dict[str, Any]:
-        """Fields and bandwidths as JSON can hold them."""
+        """Return fields and bandwidths as JSON-serializable values."""
         figures = {"time_us": self.time_us, "algbw_gb_s": self.algbw_gb_s, "busbw_gb_s": self.busbw_gb_s}
         return asdict(self) | figures

@@ -27,20 +27,20 @@ class Settings:
 
     Attributes:
         collective: One of `unisono.tools.bench.COLLECTIVES`.
-        backend: Of unisono; "auto" is shared memory, or gloo where there is none.
-        ranks: How many, all on this host.
+        backend: Backend of unisono; "auto" is shared memory, or gloo where there is none.
+        ranks: Number of ranks, all on this host.
         sizes: Bytes of each message, as nccl-tests count them (see `Result.nbytes`).
         dtype, op: Names, as in torch and in `ReduceOp`.
-        algorithm: As for the collective; None is its own choice.
-        registered: Whether unisono's tensors are made by `Communicator.empty`. The peers' never are.
-        cold: Whether each call meets memory that has left the caches.
+        algorithm: As for the collective; None lets it choose.
+        registered: Whether unisono's tensors are allocated by `Communicator.empty`. The peers' never are.
+        cold: Whether each call uses memory that has left the caches.
         against: Names of peers to measure in the same run.
-        seconds: About how long for each size, all candidates together.
-        least: Samples of each candidate at least.
+        seconds: Approximate time for each size, all candidates together.
+        least: Minimum number of samples of each candidate.
 
     Raises:
-        ValueError: Something that cannot be; the sentence says what can.
-        UnavailableError: A peer that is not installed; says how to get it.
+        ValueError: A setting is invalid; the message lists the valid ones.
+        UnavailableError: A peer is not installed; the message says how to install it.
 
     Example:
         >>> Settings(sizes=(8, 1024), ranks=4).workload(1024).count
@@ -102,12 +102,12 @@ class Settings:
 
     @property
     def started_by_mpi(self) -> bool:
-        """Whether the ranks have to be started by mpirun, for a peer's sake."""
+        """Return whether mpirun must start the ranks, because a peer needs it."""
         return any(PEERS[name].needs_mpirun for name in self.against)
 
     @property
     def workloads(self) -> list[Workload]:
-        """One for each size; a barrier has none, and is measured once."""
+        """Return one workload for each size; a barrier has no size, and is measured once."""
         sizes = self.sizes[:1] if self.collective == "barrier" else self.sizes
         return [self.workload(nbytes) for nbytes in sizes]
 
@@ -122,5 +122,5 @@ class Settings:
         return dtype
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can hold them."""
+        """Return the settings as JSON-serializable values."""
         return asdict(self) | {"backend": self.chosen_backend}

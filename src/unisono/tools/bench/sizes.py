@@ -1,4 +1,4 @@
-"""Message sizes as they are written on a command line, and as they are shown."""
+"""Parsing and formatting of message sizes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes, from a list such as "8,4K,1M", or from a range such as "8:128M:*4" or "1M:4M:+1M".
+    """Parse sizes in bytes from a list such as "8,4K,1M", or a range such as "8:128M:*4" or "1M:4M:+1M".
 
     Raises:
-        ValueError: It is neither; says how to write it.
+        ValueError: The text is neither; the message shows the syntax.
 
     Example:
         >>> parse_sizes("8,4K,1M")
@@ -52,7 +52,7 @@ def _bytes(text: str) -> int:
 
 
 def shown_size(nbytes: int) -> str:
-    """The size as one would say it.
+    """Format a size in its natural unit.
 
     Example:
         >>> shown_size(4096), shown_size(100 << 20), shown_size(1000)

@@ -25,7 +25,7 @@ _PEER_COLUMNS = (("{}", "(us)", 10), ("{}/own", "", 8), ("quartiles", "", 15))
 
 
 def heading(settings: Settings) -> str:
-    """Return the title and the columns' names; every line a comment, as in nccl-tests."""
+    """Return the title and the column names; every line is a comment, as in nccl-tests."""
     memory = "registered" if settings.registered else "ordinary"
     caches = "cold" if settings.cold else "warm"
     ranks = f"{settings.ranks} rank" + ("s" if settings.ranks > 1 else "")

@@ -17,10 +17,10 @@ class Finding:
     """A figure beside its bound.
 
     Attributes:
-        what: In words.
+        what: Description of the figure.
         found: The figure and its quartiles; a single figure has none.
-        bound: The least that the median may be.
-        most: Whether the bound is the most that it may be.
+        bound: Minimum of the median.
+        most: Whether the bound is the maximum instead.
 
     Example:
         >>> print(Finding("2 ranks, 8 B, gloo/own", Spread(18.0, 20.0, 21.0), 15.0))
@@ -36,7 +36,7 @@ class Finding:
 
     @property
     def met(self) -> bool:
-        """Whether the median keeps the bound."""
+        """Return whether the median meets the bound."""
         return self.found.median <= self.bound if self.most else self.found.median >= self.bound
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Finding:
 
 
 def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[Finding]:
-    """Hold the geometric mean of a peer's ratios over some sizes against a bound; no finding without a size."""
+    """Compare the geometric mean of a peer's ratios over some sizes with a bound; no finding without a size."""
     ratios = [result.against[peer].ratio for result in results]
     if not ratios:
         return []
@@ -56,7 +56,7 @@ def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) ->
 
 
 def least_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[Finding]:
-    """Hold a peer's ratio against a bound at the size where it is the least; no finding without a size."""
+    """Compare a peer's smallest ratio over some sizes with a bound; no finding without a size."""
     if not results:
         return []
     least = min(results, key=lambda result: result.against[peer].ratio.median)

@@ -16,7 +16,7 @@ from unisono.communicator import Communicator
 __all__ = ["Sample", "Spread", "Timings", "clock", "interleave", "timed"]
 
 Sample = Callable[[], float]
-"""Takes one sample of a candidate, and returns its figure: seconds, unless the caller says otherwise."""
+"""Takes one sample of a candidate, and returns its figure: in seconds, unless the caller uses another unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timings:
-    """Figures of each candidate by its name, one a round.
+    """Figures of each candidate by name, one per round.
 
     Example:
         >>> timings = Timings({"new": [2.0, 3.0, 2.0], "old": [4.0, 6.0, 6.0]})
@@ -62,7 +62,7 @@ class Timings:
 
     @property
     def rounds(self) -> int:
-        """How many samples each candidate has."""
+        """Number of samples of each candidate."""
         return len(next(iter(self.figures.values())))
 
     def of(self, name: str) -> Spread:
@@ -89,7 +89,7 @@ class Timings:
         return f"{first} / {second} = {ratio.median:5.2f} ({ratio.low:.2f} to {ratio.high:.2f}, {self.rounds} pairs)"
 
     def slowest(self, comm: Communicator) -> Timings:
-        """Each sample's largest figure over all ranks: a call is over when the last rank is through. Collective."""
+        """Return each sample's largest figure over all ranks: a call ends when the last rank completes. Collective."""
         figures = torch.tensor([list(each) for each in self.figures.values()], dtype=torch.float64)
         comm.all_reduce(figures, "max")
         return Timings(dict(zip(self.figures, figures.tolist(), strict=True)))
@@ -99,11 +99,11 @@ class Timings:
 
 
 def clock(calls: Iterable[Callable[[], object]], comm: Communicator | None = None) -> float:
-    """Time calls that follow each other, and return the mean seconds of one.
+    """Time consecutive calls, and return the mean seconds per call.
 
     Args:
         calls: At least one.
-        comm: Ranks that start together, and of which none goes on while another's clock still runs.
+        comm: Ranks that start together; none continues while another's clock is running.
     """
     listed = list(calls)
     if comm is not None:
@@ -130,8 +130,8 @@ def timed(
     Args:
         call: The candidate.
         comm: As for `clock`.
-        count: How many calls make a sample, where one is too short for a clock.
-        before, after: Called outside the clock: prepare the call, verify its result.
+        count: Number of calls per sample, for a call too short for the clock.
+        before, after: Called outside the clock, to prepare the call and to verify its result.
     """
 
     def sample() -> float:
@@ -156,16 +156,16 @@ def interleave(
     warmup: int = 2,
     after_round: Callable[[], object] | None = None,
 ) -> Timings:
-    """Take samples of all candidates in turn, there and back: A B, B A, ... No garbage is collected meanwhile.
+    """Take samples of all candidates in turn, in alternating order: A B, B A, ... Garbage collection is off meanwhile.
 
     Args:
-        samples: By the candidate's name.
-        comm: Ranks that all take part, and agree on the number of rounds; their timings are each rank's own.
-        seconds: About how long; the last round of the warm-up says how many rounds that makes.
-        rounds: Their number, instead of `seconds`.
+        samples: Samples by candidate name.
+        comm: Participating ranks, which agree on the number of rounds; each rank has its own timings.
+        seconds: Approximate duration; the last warm-up round determines the number of rounds.
+        rounds: Number of rounds, instead of `seconds`.
         least, most: Bounds of that number.
-        warmup: Rounds before the first that counts.
-        after_round: Called outside the clock after each round, for what needs the results of all candidates.
+        warmup: Uncounted rounds at the start.
+        after_round: Called outside the clock after each round, for work that needs all candidates' results.
 
     Example:
         >>> timings = interleave({"sum": timed(lambda: sum(range(9))), "len": timed(lambda: len("nine"))}, rounds=4)
@@ -195,7 +195,7 @@ def interleave(
 
 
 def _order(names: list[str], number: int) -> list[str]:
-    """Order of one round. The order turns, so that each candidate comes first, last and after each other one."""
+    """Order of one round. It rotates, so that each candidate runs first, last and after each other candidate."""
     turn = number // 2 % len(names)
     turned = names[turn:] + names[:turn]
     return turned[::-1] if number % 2 else turned

@@ -1,4 +1,4 @@
-"""Traffic of torch operations: the bytes that they read and write, for which no clock is needed."""
+"""Traffic of torch operations: the bytes that they read and write, counted without a clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Traffic", "counted"]
 
-# These overwrite what they are given, and do not read it.
+# Operations that overwrite their operand without reading it.
 _ONLY_WRITE = {"copy_", "fill_", "zero_"}
 
 
@@ -22,7 +22,7 @@ class Traffic:
 
     Attributes:
         read, written: Bytes of operands. A byte that two operations read counts twice.
-        largest_new: Bytes of the largest tensor that an operation made.
+        largest_new: Bytes of the largest tensor that an operation allocated.
     """
 
     read: int = 0
@@ -31,13 +31,13 @@ class Traffic:
 
     @property
     def moved(self) -> int:
-        """Read and written."""
+        """Bytes read and written."""
         return self.read + self.written
 
 
 @contextmanager
 def counted() -> Iterator[Traffic]:
-    """Inside the `with`, count the operations of this thread. Not those of other threads, nor what C code moves.
+    """Count this thread's operations inside the `with`. Excludes other threads and bytes moved by C code.
 
     Example:
         >>> with counted() as traffic:
@@ -51,7 +51,7 @@ def counted() -> Iterator[Traffic]:
 
 
 class _Counter(TorchDispatchMode):
-    """Looks at the schema of each operation: what it overwrites, and what it only reads."""
+    """Classifies operands by the schema of each operation: overwritten or only read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ class _Counter(TorchDispatchMode):
         for tensor in _tensors(result):
             if id(tensor) not in known:
                 self.traffic.largest_new = max(self.traffic.largest_new, tensor.nbytes)
-                # Memory that is only taken is not written yet.
+                # Memory that is only allocated is not written yet.
                 self.traffic.written += 0 if "empty" in func._schema.name else tensor.nbytes
 
 

@@ -18,7 +18,7 @@ COLLECTIVES = tuple(FAMILIES)
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, as nccl-tests define it: what the links carry, whatever the ranks.
+    """Return bus over algorithm bandwidth as in nccl-tests: the load of the links, for any number of ranks.
 
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
@@ -36,7 +36,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Memory for one call: a rank's input, and the place of its result; the same tensor where that is in place."""
+    """Memory for one call: a rank's input and output; the same tensor if the collective is in place."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -48,9 +48,9 @@ class Workload:
 
     Attributes:
         collective: One of `COLLECTIVES`. Rooted ones have root 0.
-        ranks: How many.
-        count: Elements that each rank gives or gets: of the whole tensor where it is in place, else of one rank's part.
-        dtype, op: Of the elements, and how they are reduced.
+        ranks: Number of ranks.
+        count: Elements of each rank's input or output: the whole tensor if in place, else one rank's part.
+        dtype, op: Dtype of the elements, and their reduction.
     """
 
     collective: str
@@ -61,7 +61,7 @@ class Workload:
 
     @classmethod
     def of_bytes(cls, collective: str, ranks: int, nbytes: int, dtype: torch.dtype, op: ReduceOp) -> Workload:
-        """Return the workload of about so many bytes: rounded down to whole elements for every rank, at least one."""
+        """Return the workload of about `nbytes`: rounded down to whole elements for every rank, at least one."""
         what = FAMILIES[collective]
         if not what.moves:
             return cls(collective, ranks, 0, dtype, op)
@@ -70,12 +70,12 @@ class Workload:
 
     @property
     def numel(self) -> int:
-        """Elements of the larger of what a rank gives and what a rank gets."""
+        """Elements of a rank's input or output, whichever is larger."""
         return self.count * (1 if self.in_place else self.ranks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the larger of what a rank gives and what a rank gets; 0 for a barrier."""
+        """Bytes of a rank's input or output, whichever is larger; 0 for a barrier."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -90,7 +90,7 @@ class Workload:
 
     @property
     def in_place(self) -> bool:
-        """Whether the result replaces the input."""
+        """Return whether the result replaces the input."""
         return self.what.in_place
 
     # -- memory --------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Workload:
 
     # -- contents ------------------------------------------------------------------------------
     def fill(self, slot: Slot, rank: int) -> None:
-        """Write this rank's input, and zeros, which no result has, where the result will appear."""
+        """Write this rank's input, and zeros, which no result contains, to the output."""
         if slot.target is not slot.source:
             slot.target.zero_()
         self._given[rank].write(slot.source)

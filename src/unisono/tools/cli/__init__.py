@@ -23,14 +23,14 @@ _FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit status.
 
-    0 is done, 1 failed, 2 asked for something that cannot be (one sentence on standard error says
-    what can), 130 interrupted.
+    0 is success, 1 failure, 2 an impossible request (a sentence on standard error states the
+    alternatives), 130 interrupted.
 
     Args:
-        argv: What follows the program's name; from the command line if None.
+        argv: Arguments after the program's name; from the command line if None.
 
     Raises:
-        SystemExit: As argparse does: after --help and --version, and for unknown options.
+        SystemExit: As in argparse: after --help and --version, and for unknown options.
 
     Example:
         >>> main(["--version"])
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommError as error:
         return _complain(given.command, error, _FAILED)
     except BrokenPipeError:
-        # Whoever read the output has seen enough; at its end Python would try once more to write the rest.
+        # The reader of the output has closed the pipe; at exit Python would try again to write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     except KeyboardInterrupt:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(wanted: str | None) -> argparse.ArgumentParser:
-    """All commands; but if one of them is wanted, the others are not loaded, for some bring torch along."""
+    """Return the parser of all commands. With `wanted`, the others stay unloaded, because some import torch."""
     parser = argparse.ArgumentParser(prog="unisono", description="Distributed training for plain PyTorch loops.")
     parser.add_argument("--version", action="version", version=f"unisono {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="<command>")

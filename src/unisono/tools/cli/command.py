@@ -1,4 +1,4 @@
-"""What a command of the command line is."""
+"""Interface of a command of the command line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Command(Protocol):
     __doc__: str | None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare what the command takes."""
+        """Declare the arguments of the command."""
         ...
 
     def run(self, given: argparse.Namespace) -> int:
-        """Do it, and return the exit status. Raises `UsageError` if it cannot be done as asked."""
+        """Run the command, and return the exit status. Raises `UsageError` if the request is impossible."""
         ...
 
 
 class UsageError(Exception):
-    """What was asked for cannot be; the text is one sentence that says what can. Exit status 2."""
+    """An impossible request; the text is one sentence that states the alternatives. Exit status 2."""

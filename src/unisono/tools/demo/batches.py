@@ -1,4 +1,4 @@
-"""Which pictures each rank takes in each step."""
+"""Assignment of pictures to ranks and steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unisono.tools.demo.data import Pictures
 __all__ = ["BATCH", "Batches", "Share"]
 
 BATCH = 64
-"""Pictures of one step over all ranks, at most; more if there are more ranks, for each takes at least one."""
+"""Maximum pictures of one step over all ranks; more if there are more ranks, because each takes at least one."""
 
 
 class Share(NamedTuple):
-    """What one rank takes in one step.
+    """One rank's share of one step.
 
     Attributes:
-        indices: Of its pictures.
+        indices: Indices of its pictures.
         divisor: A sum over them divided by this, averaged over ranks, is the mean over the step's whole batch.
     """
 
@@ -31,12 +31,12 @@ class Batches:
     """A partition of the pictures for each rank, cut into as many batches as the other ranks have.
 
     Args:
-        pictures: To train on, at least one a rank.
-        ranks: How many share them.
-        seed: Of the partition, and of its order in each epoch.
+        pictures: Pictures to train on, at least one per rank.
+        ranks: Number of ranks that share them.
+        seed: Seed of the partition, and of its order in each epoch.
 
     Attributes:
-        steps: Of one epoch.
+        steps: Steps of one epoch.
     """
 
     def __init__(self, pictures: Pictures, ranks: int, seed: int) -> None:
@@ -46,13 +46,13 @@ class Batches:
         self.steps = min(-(-len(pictures) // BATCH), len(pictures) // ranks)
 
     def of(self, rank: int, epoch: int) -> list[Share]:
-        """The shares of one rank in an epoch; all pictures of its partition, once."""
+        """Return the shares of one rank in an epoch: all pictures of its partition, once."""
         counts = [sum(sizes) for sizes in zip(*map(self._sizes, self._parts), strict=True)]
         divisors = [count / len(self._parts) for count in counts]
         return [Share(*both) for both in zip(self._cut(rank, epoch), divisors, strict=True)]
 
     def whole(self, epoch: int) -> list[Share]:
-        """What a single rank must take in each step to see the same pictures as all ranks together."""
+        """Return the shares for a single rank to see the same pictures in each step as all ranks together."""
         cuts = [self._cut(rank, epoch) for rank in range(len(self._parts))]
         batches = [torch.cat(parts) for parts in zip(*cuts, strict=True)]
         return [Share(batch, len(batch)) for batch in batches]

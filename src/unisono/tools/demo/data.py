@@ -1,4 +1,4 @@
-"""Pictures and their classes: the digits that come with scikit-learn, or the user's own."""
+"""Pictures and their classes: scikit-learn's digits, or the user's own."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Pictures:
     """A dataset of pictures: it has a length, and can be indexed.
 
     Attributes:
-        x: Float32 of shape (n, channels, height, width), of mean 0 and deviation 1 over all of it.
+        x: Float32 of shape (n, channels, height, width), with mean 0 and standard deviation 1 over all elements.
         y: Int64 of shape (n,), from 0 to `classes` - 1.
-        classes: How many.
-        name: What this is, in words.
+        classes: Number of classes.
+        name: Description of the dataset.
     """
 
     x: torch.Tensor
@@ -42,11 +42,11 @@ class Pictures:
 
 
 def load(path: Path | None = None) -> Pictures:
-    """The handwritten digits, or what `path` holds: an image folder, or an .npz file.
+    """Load the handwritten digits, or `path`: an image folder, or an .npz file.
 
     Raises:
-        ValueError: There is nothing to train on at `path`; the sentence says what is expected.
-        UnavailableError: A package that reads it is missing; says how to get it.
+        ValueError: There is nothing to train on at `path`; the message states the expected input.
+        UnavailableError: A package that reads it is missing; the message says how to install it.
     """
     if path is None:
         return _digits()
@@ -57,7 +57,7 @@ def load(path: Path | None = None) -> Pictures:
 
 
 def split(pictures: Pictures, seed: int) -> tuple[Pictures, Pictures]:
-    """The pictures for training, and a fifth of all, drawn at random, that is held out for the test."""
+    """Split the pictures into a training set and a held-out test set, a random fifth of all."""
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(seed))
     held_out = round(len(pictures) * _HELD_OUT)
     return _some(pictures, order[held_out:]), _some(pictures, order[:held_out])
@@ -80,7 +80,7 @@ def _digits() -> Pictures:
 
 
 def _pictures(pixels: torch.Tensor, labels: Sequence[Any], name: str) -> Pictures:
-    """Put pixels of (n, height, width) or (n, channels, height, width) on one scale, and number the classes."""
+    """Normalize pixels of (n, height, width) or (n, channels, height, width), and number the classes."""
     numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
     if len(numbers) < 2:
         raise ValueError(f"the {name} are all of one class; training needs at least two")

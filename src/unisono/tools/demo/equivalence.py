@@ -1,4 +1,4 @@
-"""That several ranks compute what one does, and that the ring computes the sum."""
+"""Proof that several ranks compute the same as one rank, and that the ring computes the sum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LENGTH = 100_003
 
 
 def several_ranks(comm: un.Communicator, pictures: Pictures, steps: int, seed: int) -> Weights:
-    """The float64 weights after so many steps of distributed SGD; on this rank."""
+    """Return this rank's float64 weights after `steps` steps of distributed SGD."""
     batches = Batches(pictures, comm.size, seed)
     model = build(pictures, seed + comm.rank, torch.float64).to(comm.device)
     un.broadcast_parameters(model, comm)
@@ -31,7 +31,7 @@ def several_ranks(comm: un.Communicator, pictures: Pictures, steps: int, seed: i
 
 
 def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
-    """The same weights from a plain loop without any communication, over the same global batches as `ranks` had."""
+    """Return the same weights from a plain loop without communication, over the same global batches as `ranks` had."""
     batches = Batches(pictures, ranks, seed)
     model = build(pictures, seed, torch.float64)
     epochs = (batches.whole(epoch) for epoch in range(_epochs(steps, batches)))
@@ -41,17 +41,17 @@ def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
 
 
 def difference(mine: Weights, theirs: Weights) -> float:
-    """The largest difference of any weight."""
+    """Return the largest difference of any weight."""
     return largest(float((mine[name] - theirs[name]).abs().max()) for name in mine)
 
 
 def largest(errors: Iterable[float]) -> float:
-    """The largest, or "not a number" if one of them is; Python's `max` may pass over it."""
+    """Return the largest error, or NaN if any is NaN, which Python's `max` may skip."""
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 
 def ring_error(comm: un.Communicator, seed: int) -> float:
-    """How far the ring all_reduce of random numbers is, anywhere on this rank, from adding them up here."""
+    """Return this rank's largest difference between a ring all_reduce of random numbers and their local sum."""
     total, mine = torch.zeros(_LENGTH, dtype=torch.float64), torch.empty(0)
     for rank in range(comm.size):
         generator = torch.Generator().manual_seed(seed + rank)

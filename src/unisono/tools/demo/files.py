@@ -1,4 +1,4 @@
-"""Pictures of the user: a folder of image files, or arrays in an .npz file."""
+"""Pictures from the user: a folder of image files, or arrays in an .npz file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _GRAY = frozenset({"1", "L", "LA", "I", "I;16", "F"})
 
 
 def read_folder(folder: Path) -> tuple[torch.Tensor, list[Any]]:
-    """The images of each sub-folder, and that sub-folder's name for each.
+    """Read the images of each sub-folder, labelled with the name of the sub-folder.
 
-    All are scaled to the size of the first one, at most 32 pixels a side.
+    All are scaled to the size of the first image, at most 32 pixels a side.
 
     Returns:
         Uint8 of shape (n, channels, height, width), with 1 channel if all are gray, else 3; and n names.
@@ -48,7 +48,7 @@ def read_folder(folder: Path) -> tuple[torch.Tensor, list[Any]]:
 
 
 def _image_files(folder: Path, suffixes: frozenset[str]) -> list[tuple[Path, str]]:
-    """Every image file with its class, in an order that is the same everywhere."""
+    """Return every image file with its class, in a deterministic order."""
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not classes:
         raise ValueError(f"{folder} has no sub-folders: put the images of each class into one of its own")
@@ -67,7 +67,7 @@ def _pixels(data: bytes, size: tuple[int, int]) -> torch.Tensor:
 
 
 def read_npz(path: Path) -> tuple[torch.Tensor, list[Any]]:
-    """The arrays `x` and `y`, or `images` and `labels`, of an .npz file. Pickled objects are refused.
+    """Read the arrays `x` and `y`, or `images` and `labels`, of an .npz file. Pickled objects are refused.
 
     Returns:
         Float32 of shape (n, height, width) or (n, channels, height, width), and n labels.

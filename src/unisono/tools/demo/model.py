@@ -1,4 +1,4 @@
-"""A small convolutional network, its first weights, and how often it is right."""
+"""A small convolutional network, its initial weights, and its accuracy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["accuracy", "build"]
 
 
 def build(pictures: Pictures, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A network for pictures of this size, colours and classes, on the CPU; its weights depend on the seed alone.
+    """Build a network for pictures of this size, colours and classes, on the CPU; its weights depend only on the seed.
 
     The global random generator is neither read nor changed: ranks that are threads share it.
     """
@@ -40,5 +40,5 @@ def build(pictures: Pictures, seed: int, dtype: torch.dtype = torch.float32) -> 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, pictures: Pictures) -> float:
-    """Of these pictures, the fraction that the network names rightly."""
+    """Return the fraction of these pictures that the network classifies correctly."""
     return float((model(pictures.x).argmax(dim=1) == pictures.y).double().mean())

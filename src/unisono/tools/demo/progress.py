@@ -1,4 +1,4 @@
-"""How far training is: a bar where somebody watches, else a line an epoch."""
+"""Progress of training: a bar on a terminal, else a line per epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tell = Callable[[torch.Tensor], None]
 
 @contextmanager
 def progress(epochs: int, steps: int, *, shown: bool) -> Iterator[Tell]:
-    """Yields what to call with the loss of each step; it prints nothing if not `shown`."""
+    """Yield a callback for the loss of each step; it prints nothing unless `shown`."""
     if not shown:
         yield lambda loss: None
     elif not sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""The demonstration from beginning to end, and what it says on the way."""
+"""The demonstration from beginning to end, and its output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROOF_STEPS = 150
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user may choose; see `unisono demo --help`."""
+    """Settings of the demonstration; see `unisono demo --help`."""
 
     ranks: int = 2
     backend: str = "auto"
@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDemo:
-    """Settings that were found to be possible, and the pictures."""
+    """Validated settings, and the pictures."""
 
     settings: Settings
     backend: str
@@ -49,7 +49,7 @@ class PreparedDemo:
     held_out: Pictures
 
     def launch(self, program: Any, *args: Any) -> list[Any]:
-        """Each rank's result of a program."""
+        """Run a program, and return each rank's result."""
         chosen = self.settings
         return un.launch(
             program, chosen.ranks, self.backend, args=args, device=chosen.device, threads=1, timeout=_TIMEOUT_S
@@ -60,8 +60,8 @@ def prepare(settings: Settings) -> PreparedDemo:
     """Load the pictures and check everything that can be checked before the first rank starts.
 
     Raises:
-        ValueError: A setting that cannot be; the sentence says what can.
-        UnavailableError: A package is missing; says how to get it.
+        ValueError: A setting is invalid; the message lists the valid ones.
+        UnavailableError: A package is missing; the message says how to install it.
     """
     for name, value, least in (
         ("ranks", settings.ranks, 1),
@@ -88,14 +88,14 @@ def _backend(settings: Settings) -> str:
         # An unknown name is an error that lists the known ones.
         transport_named(settings.backend)
         return settings.backend
-    # NCCL wants a GPU for each rank; the others let ranks share one.
+    # NCCL needs a GPU for each rank; other backends let ranks share one.
     enough = settings.device == "cuda" and torch.cuda.device_count() >= settings.ranks
     return "nccl" if enough else "gloo" if why_no_shm() else "shm"
 
 
 def show(ready: PreparedDemo) -> int:
-    """Train, prove, and print; the exit status: 0, or 1 if the proof failed."""
-    # So small a network is fastest on one core, and more would hinder each other: also in ranks that are threads.
+    """Train, prove and print; return the exit status: 0, or 1 if the proof failed."""
+    # A network this small is fastest on one core; more threads would contend, also in ranks that are threads.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -127,7 +127,7 @@ def _show(ready: PreparedDemo) -> int:
 
 
 def _prove(ready: PreparedDemo, steps: int) -> bool:
-    """Print how far several ranks are from one, and the ring from the sum; whether both are near enough."""
+    """Print the errors of several ranks against one rank, and of the ring; return whether both are within bounds."""
     settings = ready.settings
     finished = ready.launch(several_ranks, ready.training, steps, settings.seed)
     reference = one_rank(ready.training, steps, settings.seed, settings.ranks)
@@ -142,7 +142,7 @@ def _prove(ready: PreparedDemo, steps: int) -> bool:
 
 
 def _verdict(error: float) -> str:
-    # Written so that "not a number" fails.
+    # The comparison must fail for NaN.
     return "" if error <= _TOLERANCE else f": FAILED, {_TOLERANCE:.0e} is allowed"
 
 
@@ -151,12 +151,12 @@ def _ranks(count: int) -> str:
 
 
 def _next(settings: Settings) -> str:
-    """A command that this user can type here."""
+    """Return a command that this user can run here."""
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     options = ["--ranks", "4"] if settings.ranks != 4 else ["--ranks", "3", "--backend", "thread"]
     return shlex.join([python, "-m", "unisono", "demo", *options])
 
 
 def _say(line: str) -> None:
-    # Ranks write to the same terminal, so nothing may wait in a buffer.
+    # Ranks write to the same terminal, so flush the output.
     print(line, flush=True)

@@ -1,4 +1,4 @@
-"""Synchronous distributed SGD: the training loop, and what one rank does with it."""
+"""Synchronous distributed SGD: the training loop, and the program of one rank."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LEARNING_RATE, _MOMENTUM = 0.1, 0.5
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What training gave on one rank.
+    """Result of training on one rank.
 
     Attributes:
-        weights: On the CPU.
-        seconds: From the first step to the last.
-        communication_s: Of these, the ones inside the library; waiting for slower ranks is among them.
+        weights: Final weights, on the CPU.
+        seconds: Time from the first step to the last.
+        communication_s: Part of `seconds` spent inside the library, including waits for slower ranks.
     """
 
     weights: Weights
@@ -39,9 +39,9 @@ class TrainResult:
 
 
 def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int) -> TrainResult:
-    """Train on this rank's partition, together with all other ranks. The program of each rank."""
+    """Train on this rank's partition, together with all other ranks. Runs on each rank."""
     batches = Batches(pictures, comm.size, seed)
-    # Each rank draws weights of its own; rank 0's are then given to all.
+    # Each rank draws its own weights; rank 0's are then broadcast.
     model = build(pictures, seed + comm.rank).to(comm.device)
     clock = _Clock(comm.device)
     with progress(epochs, batches.steps, shown=comm.rank == 0) as tell, _Clock(comm.device) as whole:
@@ -62,7 +62,7 @@ def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int) -> 
 def sgd_step(
     model: nn.Module, pictures: Pictures, epochs: Iterable[list[Share]], average: Callable[[], None]
 ) -> Iterator[torch.Tensor]:
-    """Plain SGD that calls `average` between `backward` and `step`; yields each step's loss.
+    """Run plain SGD, calling `average` between `backward` and `step`; yield each step's loss.
 
     Works in the model's dtype, on its device.
     """
@@ -81,7 +81,7 @@ def sgd_step(
 
 
 class _Clock:
-    """Sums up the time inside its `with`; a GPU's work under way there is waited for."""
+    """Sums up the time inside its `with`, including pending GPU work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._start = device, 0.0

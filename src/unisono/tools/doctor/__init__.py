@@ -1,6 +1,6 @@
-"""Examines a host: whether it can run ranks, by which transports, and if not, what mends it.
+"""Examination of a host: whether it can run ranks, by which transports, and if not, how to fix it.
 
-A check is one file in `unisono.tools.doctor.checks`; it is found by its name. Nothing here needs torch to work.
+A check is one file in `unisono.tools.doctor.checks`, looked up by name. Nothing here needs a working torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an examination finds: a tick, a cross with its fix, or a remark."""
+"""Findings of an examination: a tick, a cross with its fix, or a remark."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Finding:
     """One sentence about one thing.
 
     Attributes:
-        state: "tick" is right, "cross" is wrong and can be mended, "note" is neither.
-        text: What was found, and what comes of it.
-        fix: A command that mends it.
+        state: "tick" is right, "cross" is wrong and can be fixed, "note" is neither.
+        text: The finding and its consequence.
+        fix: A command that fixes it.
     """
 
     state: State
@@ -26,15 +26,15 @@ class Finding:
 
 
 def tick(text: str) -> Finding:
-    """All is well."""
+    """Report that all is well."""
     return Finding("tick", text)
 
 
 def note(text: str, fix: str | None = None) -> Finding:
-    """Good to know; nothing is wrong."""
+    """Report useful information; nothing is wrong."""
     return Finding("note", text, fix)
 
 
 def cross(text: str, fix: str) -> Finding:
-    """Something is wrong, and this mends it."""
+    """Report a fault and its fix."""
     return Finding("cross", text, fix)

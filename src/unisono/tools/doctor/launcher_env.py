@@ -1,4 +1,4 @@
-"""The launcher that has started this process, and its numbers of ranks."""
+"""The launcher that started this process, and its numbers of ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BY_VARIABLES = ("torchrun", "the environment")
 
 
 def launched() -> MpiLauncher:
-    """Return the launcher, in the order in which `init` asks: torchrun and the environment, MPI, Slurm.
+    """Return the launcher, in the order in which `init` looks: torchrun and the environment, MPI, Slurm.
 
-    Its name is empty if there is none. Numbers that it does not say, or that make no sense, are None.
+    Its name is empty if there is none. Numbers that are unset or invalid are None.
     """
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
         by = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the environment"

@@ -1,4 +1,4 @@
-"""The MPI library that mpi4py loads, and the environment of ranks that are tried with it."""
+"""The MPI library that mpi4py loads, and the environment of test ranks that use it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.tools.doctor.subprocesses import clean_environment, run
 
 __all__ = ["Library", "find_library", "mpi_environment"]
 
-# In a process of its own: a library that does not fit may end the process, and MPI starts but once.
+# Runs in a separate process: an incompatible library may end the process, and MPI can be initialized only once.
 _PROBE = """
 import json, mpi4py
 from unisono.host.mpi_library import imported, name_of
@@ -27,12 +27,12 @@ print(json.dumps([mpi4py.__version__, name_of(mpi), min(files, default=None)]))
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What mpi4py has loaded.
+    """MPI library loaded by mpi4py.
 
     Attributes:
-        mpi4py: Its own version.
-        name: Of the library, with its version.
-        file: Its path, if the system says.
+        mpi4py: Version of mpi4py.
+        name: Name and version of the library.
+        file: Path of the library, if the system reports it.
     """
 
     mpi4py: str
@@ -48,7 +48,7 @@ class Library:
 
 
 def find_library(limit_s: float) -> Library | str:
-    """The library, or why there is none."""
+    """Return the library, or the reason why there is none."""
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed"
     ended = run([sys.executable, "-c", _PROBE], limit_s, clean_environment())
@@ -58,7 +58,7 @@ def find_library(limit_s: float) -> Library | str:
 
 
 def mpi_environment() -> dict[str, str]:
-    """Make the environment of ranks on trial: as many as wanted on few cores, also by Open MPI 4."""
+    """Return the environment of test ranks: allows oversubscribed cores, also in Open MPI 4."""
     return mpirun_environment(
         clean_environment(OMP_NUM_THREADS="1", OMPI_MCA_rmaps_base_oversubscribe="1"), crowded=True
     )

@@ -13,13 +13,13 @@ from unisono.host.network import address_of
 __all__ = ["ANYWHERE", "addresses", "free_port", "is_own", "own_addresses", "port_owner"]
 
 ANYWHERE = "0.0.0.0"
-"""Every address of this host, to listen at."""
+"""Wildcard address: listen at every address of this host."""
 
 _LISTENING = "0A"
 
 
 def addresses(name: str) -> list[str]:
-    """What a name leads to; nothing if nobody knows it."""
+    """Return the addresses that a name resolves to; empty if it is unknown."""
     try:
         return list(
             dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
@@ -29,14 +29,14 @@ def addresses(name: str) -> list[str]:
 
 
 def is_own(address: str) -> bool:
-    """Return whether this host has the address: no other one may listen there."""
+    """Return whether the address belongs to this host, which can listen at its own addresses only."""
     with contextlib.suppress(CommError), listen(address, 0):
         return True
     return False
 
 
 def own_addresses() -> list[str]:
-    """One of each network interface that has any."""
+    """Return one address of each network interface that has any."""
     found = []
     for _, name in socket.if_nameindex():
         with contextlib.suppress(ValueError):
@@ -45,7 +45,7 @@ def own_addresses() -> list[str]:
 
 
 def free_port(wanted: int) -> int:
-    """Return a port that can be had, the wanted one if possible."""
+    """Return a free port, the wanted one if possible."""
     for port in (wanted, 0):
         with contextlib.suppress(CommError), listen(ANYWHERE, port) as placeholder:
             return int(placeholder.getsockname()[1])
@@ -53,7 +53,7 @@ def free_port(wanted: int) -> int:
 
 
 def port_owner(port: int) -> str:
-    """Who listens at a port, as far as this user may know."""
+    """Return the process that listens at a port, as far as this user's permissions show."""
     sockets = _listening(port)
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What was found, for people, for programs, and for an issue."""
+"""Reports of the findings for people, for programs, and for an issue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDTH = 14
 
 
 def marks(encoding: str | None) -> dict[State, str]:
-    """A sign for each state, of those that this encoding can write."""
+    """Return a sign for each state that this encoding can represent."""
     try:
         "✓✗·".encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -36,7 +36,7 @@ def marks(encoding: str | None) -> dict[State, str]:
 
 
 def lines(name: str, findings: Iterable[Finding], signs: dict[State, str]) -> list[str]:
-    """One line for each finding of a check, and one below for its fix."""
+    """Return one line for each finding of a check, and one below for its fix."""
     made = []
     for finding in findings:
         made.append(f"{signs[finding.state]} {name:{_WIDTH}} {finding.text}")
@@ -46,7 +46,7 @@ def lines(name: str, findings: Iterable[Finding], signs: dict[State, str]) -> li
 
 
 def facts() -> dict[str, str]:
-    """What somebody far away needs to know of this host. No secret is among it."""
+    """Return the facts about this host for a remote maintainer. Contains no secrets."""
     known = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -62,7 +62,7 @@ def facts() -> dict[str, str]:
 
 
 def for_issue(found: _Found) -> str:
-    """A block of Markdown: the facts, then every finding, in letters that survive any mail."""
+    """Return a block of Markdown: the facts, then every finding, in ASCII."""
     signs = marks("ascii")
     told = [f"{name:{_WIDTH}}    {text}" for name, text in facts().items()]
     said = [line for name, findings in found for line in lines(name, findings, signs)]
@@ -70,7 +70,7 @@ def for_issue(found: _Found) -> str:
 
 
 def as_json(found: _Found) -> dict[str, Any]:
-    """The same for programs: "ok", "findings" with "check", "state", "text" and "fix", and "machine"."""
+    """Return the same for programs: "ok", "findings" with "check", "state", "text" and "fix", and "machine"."""
     findings = [{"check": name, **asdict(finding)} for name, group in found for finding in group]
     return {
         "ok": all(finding["state"] != "cross" for finding in findings),

@@ -1,4 +1,4 @@
-"""All checks at the same time, each within the time that there is."""
+"""Runner of all checks concurrently, within one time limit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["CHECKS", "examine"]
 CHECKS: Registry[Check] = Registry("check", "unisono.tools.doctor.checks")
 """A new check is one new file, or an entry point `unisono.tools.doctor.checks` of another package."""
 
-# For checks that end by their own limit to say so.
+# Grace period in which checks report that they reached their own limit.
 _GRACE_S = 10.0
 
 
 def examine(patient: Target, names: Sequence[str] | None = None) -> Iterator[tuple[str, list[Finding]]]:
-    """Each check's name and what it found, in the order of the report, as soon as it is known.
+    """Yield each check's name and findings, in the order of the report, as soon as they are known.
 
     Args:
-        patient: What to examine.
-        names: Of the checks; all if None.
+        patient: The target of the examination.
+        names: Names of the checks; all if None.
 
     Raises:
         ValueError: There is no such check.
@@ -37,12 +37,12 @@ def examine(patient: Target, names: Sequence[str] | None = None) -> Iterator[tup
     def look(name: str) -> None:
         try:
             findings = list(chosen[name].check(patient))
-        # Whatever goes wrong in one check is a finding too, and the others go on.
+        # Any error of a check is a finding, too, and the other checks continue.
         except Exception as error:
             findings = [_broken(name, f"has failed: {type(error).__name__}: {error}")]
         found[name] = findings
 
-    # Daemons, because a look-up of a name, say, cannot be ended from outside.
+    # Daemon threads, because a name look-up, for example, cannot be cancelled.
     threads = {name: threading.Thread(target=look, args=(name,), daemon=True) for name in ordered}
     for thread in threads.values():
         thread.start()

@@ -1,9 +1,9 @@
-"""Ranks on trial, in a process that may die.
+"""Test ranks in a process that may die.
 
     python -m unisono.tools.doctor.smoke_test BACKENDS [--meet URL --rank I --size N]
 
-Without an address it starts two ranks itself; with one, or with "mpi", it is a rank. Prints a line of JSON for each
-backend.
+Without an address it starts two ranks itself; with an address, or with "mpi", it is a rank. Prints a line of JSON for
+each backend.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SMALL_CALLS, _LARGE_CALLS = 20, 5
 
 
 def summed(comm: un.Communicator) -> dict[str, Any]:
-    """Sum numbers over the ranks, see whether the sum is right, and how long it takes.
+    """Sum numbers over the ranks; check the sum and time it.
 
     Returns:
-        right: Whether it is. small_s, large_s: Median seconds for 8 bytes and for 1 MiB.
+        right: Whether the sum is right. small_s, large_s: Median seconds for 8 bytes and for 1 MiB.
     """
     tensor = torch.arange(_COUNT, dtype=torch.float64, device=comm.device) + comm.rank
     comm.all_reduce(tensor)
@@ -57,7 +57,7 @@ def _median(comm: un.Communicator, tensor: torch.Tensor, calls: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do it, and print what came of each: the result of `summed`, or "error" with a sentence; and "backend"."""
+    """Test each backend, and print "backend" with the result of `summed`, or with "error" and a sentence."""
     parser = argparse.ArgumentParser()
     parser.add_argument("backends", nargs="+")
     parser.add_argument("--meet")
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     for backend in given.backends:
         try:
             result = _result(backend, given)
-        # Whatever it is, it is what was to be found out.
+        # Any error is a result of the test.
         except Exception as error:
             failed, result = True, {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps({"backend": backend, **result}) + "\n")

@@ -1,4 +1,4 @@
-"""Runs `unisono.tools.doctor.smoke_test`, and makes findings of what it says."""
+"""Runner of `unisono.tools.doctor.smoke_test`; converts its output to findings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.tools.doctor.subprocesses import CompletedRun, clean_environment, r
 
 __all__ = ["tried"]
 
-# For the trial to say what it waited for, before it is ended.
+# Grace period in which the test reports the cause of its wait, before it is ended.
 _LAST_WORDS_S = 4.0
 
 
@@ -24,16 +24,16 @@ def tried(
     before: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """For each backend a tick if ranks sum rightly, else a cross that says why.
+    """Return a tick for each backend on which ranks sum correctly, else a cross with the reason.
 
     Args:
-        fixes: The backends, in their order; and what to do if one fails.
-        limit_s: Seconds in all.
-        options: Of the trial's command line.
-        before: What the command begins with, such as mpiexec and its options.
-        environment: Of the ranks; this one's without its launcher's if None.
+        fixes: Backends in order of testing, each with its fix in case of failure.
+        limit_s: Seconds in total.
+        options: Options of the test's command line.
+        before: Prefix of the command, such as mpiexec and its options.
+        environment: Environment of the ranks; if None, that of this process without its launcher's variables.
     """
-    # By the clock on the wall, for Python and torch may take long to start.
+    # Wall-clock deadline, because Python and torch may take long to start.
     deadline = str(time.time() + limit_s - _LAST_WORDS_S)
     command = [
         *before,
@@ -51,7 +51,7 @@ def tried(
 
 
 def _said(ended: CompletedRun) -> dict[str, list[dict[str, Any]]]:
-    """Each rank's line, by backend; others may have printed between them."""
+    """Return each rank's line, by backend; ignore other output in between."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in ended.out.splitlines():
         try:

@@ -1,4 +1,4 @@
-"""Programs that are run to see what they do: never longer than they may, and with nothing left of them."""
+"""Subprocesses with a time limit that leave no processes behind."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from unisono.host.mpi_library import env_without_launcher
 __all__ = ["CompletedRun", "clean_environment", "run"]
 
 _GRACE_S = 2.0
-# What launchers tell their ranks, beside MPI's; a program that is started here is none of those.
+# Variables that launchers other than MPI's set for their ranks; a program started here is not such a rank.
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM", "ROLE_", "GROUP_")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedRun:
-    """How a program ended.
+    """Result of a completed program.
 
     Attributes:
-        status: Its exit status, negative for a signal; None if it had not ended in time.
-        out, err: What it printed.
+        status: Exit status, negative for a signal; None if it did not end in time.
+        out, err: Its output.
     """
 
     status: int | None
@@ -34,7 +34,7 @@ class CompletedRun:
 
     @property
     def why(self) -> str:
-        """Its last words, for a message."""
+        """Last lines of its output, for a message."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         last = lines[-1] if lines else "it said nothing"
         if self.status is None:
@@ -64,7 +64,7 @@ def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
             out, err = process.communicate(timeout=limit_s)
             return CompletedRun(process.returncode, out, err)
         except subprocess.TimeoutExpired:
-            # Asked politely first, mpiexec ends its ranks.
+            # Terminate gracefully first, so that mpiexec ends its ranks.
             for how in (signal.SIGTERM, signal.SIGKILL):
                 _signal_all(process.pid, how)
                 try:
@@ -72,7 +72,7 @@ def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
                     return CompletedRun(None, out, err)
                 except subprocess.TimeoutExpired:
                     continue
-            # What still holds the pipes has left the session; it is not waited for.
+            # A process that still holds the pipes has left the session; do not wait for it.
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
@@ -87,7 +87,7 @@ def _signal_all(session: int, how: signal.Signals) -> None:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """This process's environment, without what a launcher has told it, and with `more`."""
+    """Return this process's environment without its launcher's variables, and with `more`."""
     kept = env_without_launcher(os.environ)
     told = [name for name in kept if name in _RANKS or name.startswith(_LAUNCHERS)]
     return {name: text for name, text in kept.items() if name not in told} | more

@@ -1,4 +1,4 @@
-"""What is examined, and what a check is."""
+"""Target of an examination, and interface of a check."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from unisono.tools.doctor.finding import Finding
 __all__ = ["PORT", "Check", "Target"]
 
 PORT = 29555
-"""Where hosts meet for `--hosts`, unless told otherwise."""
+"""Default rendezvous port of the hosts for `--hosts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """This process's surroundings, with what the caller wants to do in them.
+    """This process's environment, and the caller's intended use of it.
 
     Attributes:
-        backend: What the program passes to `init`; None is anything.
-        ranks: How many shall run on this host; None is what the launcher's environment says.
-        hosts: Names or addresses of hosts that shall work together, this one among them.
-        rank: Which of the hosts this one is; None finds out.
-        port: Of the first host, free and open to the others.
+        backend: Backend that the program passes to `init`; None is any.
+        ranks: Number of ranks to run on this host; None takes it from the launcher's environment.
+        hosts: Names or addresses of the cooperating hosts, including this one.
+        rank: Index of this host in `hosts`; None detects it.
+        port: Port of the first host, free and open to the others.
         limit_s: Seconds that the examination may take.
     """
 
@@ -35,12 +35,12 @@ class Target:
     limit_s: float = 60.0
 
     def wants(self, *backends: str) -> bool:
-        """Whether what only these backends need is to be examined."""
+        """Return whether to examine the requirements of these backends only."""
         return self.backend is None or not {"auto", *backends}.isdisjoint(self.backend.split("+"))
 
 
 class Check(Protocol):
-    """A file of `unisono.tools.doctor.checks`: its docstring's first line says what it looks at.
+    """A file of `unisono.tools.doctor.checks`: its docstring's first line names the subject of the check.
 
     Attributes:
         ORDER: Lower ones come first in the report.
@@ -50,5 +50,5 @@ class Check(Protocol):
     ORDER: int
 
     def check(self, patient: Target) -> Iterable[Finding]:
-        """Look, and say what was found; nothing if it does not matter to this patient."""
+        """Run the check, and return its findings; none if it does not apply to this target."""
         ...

@@ -1,4 +1,4 @@
-"""Torch, for checks that run at the same time: two threads that import it at once break it."""
+"""Thread-safe import of torch for concurrent checks: simultaneous imports by two threads break it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _importing = threading.Lock()
 
 
 def load_torch() -> ModuleType:
-    """Import torch with what this package uses of it.
+    """Import torch with the submodules that this package uses.
 
     Raises:
-        ImportError, OSError: It cannot be imported; a library of it that is missing is an OSError.
+        ImportError, OSError: Torch cannot be imported; a missing library of torch is an OSError.
     """
     with _importing:
         import torch

@@ -1,4 +1,4 @@
-"""Peers by name: other ways to do a collective, one file each, measured beside unisono in the same run."""
+"""Peers by name: other implementations of a collective, one file each, measured beside unisono in the same run."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Gloo(Peer):
         options._timeout = _TIMEOUT
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._threads = 2
-        # The group uses its store to the end.
+        # Keep the store alive: the group uses it until it is destroyed.
         self._store = dist.FileStore(str(folder / "gloo"), comm.size)
         self._group: Any = dist.ProcessGroupGloo(self._store, comm.rank, comm.size, options)
         self._rank = comm.rank

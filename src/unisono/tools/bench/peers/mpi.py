@@ -62,7 +62,7 @@ class Mpi(Peer):
     def __init__(self, comm: Communicator, folder: Path) -> None:
         import mpi4py
 
-        # Where MPI is not running yet: only one thread calls it, which then needs no locks.
+        # If MPI is not initialized yet: a single thread calls it, so it needs no locks.
         mpi4py.rc.thread_level = "funneled"
         self._mpi = library()
         self._world = self._mpi.COMM_WORLD

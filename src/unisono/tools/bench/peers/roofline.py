@@ -1,4 +1,4 @@
-"""What this host's memory allows: all ranks at once copy as many bytes, so each reads and writes them once."""
+"""Memory roofline of this host: all ranks concurrently copy the message's bytes, reading and writing each once."""
 
 from __future__ import annotations
 

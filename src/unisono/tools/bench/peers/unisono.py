@@ -19,7 +19,7 @@ class UnisonoPeer(Peer):
 
     Args:
         comm: The ranks.
-        folder: For the trace by which `chosen` finds the algorithm.
+        folder: For the trace in which `chosen` finds the algorithm.
         algorithm: As for each collective.
     """
 

@@ -1,4 +1,4 @@
-"""Tell from the files of $UNISONO_EVENTS what every rank did last: which call, which line, who was first to stop."""
+"""Report every rank's last call and line from the files of $UNISONO_EVENTS, and the rank that stopped first."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class _Rank:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the files are."""
+    """Add the options: the folder of the files, and the number of events."""
     parser.add_argument("directory", type=Path, help="what UNISONO_EVENTS was set to")
     parser.add_argument("--last", type=int, default=12, help="how many of all ranks' last events to list (%(default)s)")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Merge the files and print what they tell; 1 if a rank did not end in peace."""
+    """Merge the files and print a summary; return 1 if a rank did not end normally."""
     ranks = _ranks(given.directory)
     end = max(rank.last.time_s for rank in ranks)
     for rank in ranks:
@@ -76,13 +76,13 @@ def _state(event: Event) -> str:
 
 
 def _suspect(ranks: list[_Rank]) -> str:
-    """The rank that fell silent first, or that is behind the others."""
+    """Describe the rank that stopped first, or that is behind the others."""
     first = min((rank for rank in ranks if rank.last.kind != "end"), key=lambda rank: (_failed(rank), _last_done(rank)))
     return f"rank {first.rank}, which was the first to stop: it {_state(first.last)}"
 
 
 def _failed(rank: _Rank) -> bool:
-    """Whether it could still tell of an error: then another rank was there before, more likely than not."""
+    """Return whether the rank still reported an error: then another rank most likely stopped earlier."""
     return any(event.kind == "error" for event in rank.events)
 
 

@@ -1,7 +1,7 @@
 """Measure collectives on ranks of this host, side by side with gloo, MPI and the host's memory.
 
-The columns are those of nccl-tests. For each peer there are its time, and how many times as fast
-unisono was: the median of neighbouring samples, and the quartiles.
+The columns are those of nccl-tests. Each peer adds its time, and how many times as fast unisono
+was: the median of neighbouring samples, and the quartiles.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure and print; 1 if any result was wrong."""
+    """Measure and print; return 1 if any result was wrong."""
     with _refusing():
         if given.plot:
             bench.check_plot()

@@ -1,4 +1,4 @@
-"""Look at a checkpoint, verify every byte of it, compare two, or convert from and to other formats."""
+"""Inspect a checkpoint, verify every byte of it, compare two, or convert from and to other formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is to be done, and with which."""
+    """Add the actions and their arguments."""
     actions = parser.add_subparsers(title="actions", dest="action", metavar="show|verify|diff|convert", required=True)
     show = actions.add_parser("show", help="list what is in it")
     show.add_argument("path", metavar="PATH")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Do it; 1 if something differs or is damaged."""
+    """Run the action; return 1 if anything differs or is damaged."""
     return _ACTIONS[given.action](given)
 
 
@@ -86,7 +86,7 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 @contextlib.contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar where somebody watches and rich is there."""
+    """Yield a progress bar's callback on a terminal with rich installed, else None."""
     if not sys.stdout.isatty():
         yield None
         return
@@ -101,7 +101,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 def _amount(nbytes: float) -> str:
-    """Bytes in the largest unit that leaves a number of at least 1."""
+    """Format bytes in the largest unit that gives a number of at least 1."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.4g} {unit}"

@@ -12,7 +12,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the demonstration can be told; see `unisono.tools.demo.Settings`."""
+    """Add the options; see `unisono.tools.demo.Settings`."""
     normal = Settings()
     add = parser.add_argument
     add("--ranks", type=int, default=normal.ranks, help="how many (%(default)s)")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run it; 1 if the proof fails."""
+    """Run the demonstration; return 1 if the proof fails."""
     try:
         ready = prepare(Settings(given.ranks, given.backend, given.epochs, given.data, given.device, given.seed))
     except (ValueError, OSError) as error:

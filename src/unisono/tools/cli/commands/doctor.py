@@ -1,6 +1,6 @@
-"""Examine this host: which transports work, what stands in the way of ranks, and what mends it.
+"""Examine this host: find working transports, obstacles for ranks, and their fixes.
 
-Ends with status 1 if anything is wrong (a cross), and prints a block to paste into an issue. With
+Exits with status 1 if anything is wrong (a cross), and prints a block to paste into an issue. With
 --hosts, start it on each of the hosts, with the same list: they then reduce together.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is examined; see `unisono.tools.doctor.Patient`."""
+    """Add the options; see `unisono.tools.doctor.Target`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("checks", nargs="*", metavar="CHECK", help=f"only these: {', '.join(CHECKS.names())}")
@@ -33,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Examine and print; 1 if there is a cross."""
+    """Examine and print; return 1 if there is a cross."""
     patient = _patient(given)
     local_rank = launched().local_rank
     if local_rank:
-        # Started by a launcher, once for each rank: one examines the host.
+        # A launcher has started this once for each rank: one of them examines the host.
         return 0
     names = given.checks or None
     signs = marks(sys.stdout.encoding)
@@ -85,7 +85,7 @@ def _patient(given: argparse.Namespace) -> Target:
 
 
 def _backends() -> list[str]:
-    """What `init` takes; nothing where torch is broken, which is to be examined all the same."""
+    """Return the backends that `init` accepts; none if torch is broken, which must not prevent the examination."""
     try:
         from unisono.transports import TRANSPORTS
     except (ImportError, OSError):

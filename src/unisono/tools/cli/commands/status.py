@@ -1,4 +1,4 @@
-"""Tell what every rank of a running job is doing: its call, its line, its stack."""
+"""Show the current call, line and stack of every rank of a running job."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _REACH_WITHIN_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whom to ask."""
+    """Add the arguments: the job to query."""
     parser.add_argument("pid", type=int, help="a process of the job: any rank, or the one that launched them")
     parser.add_argument("--patience", type=float, default=0.5, help="seconds that a rank may take to answer")
     parser.add_argument("--stacks", action="store_true", help="the whole stack of each rank")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Ask all ranks, by the threads of theirs that belong to the control plane, and print what they say."""
+    """Query the control-plane threads of all ranks, and print their answers."""
     address, secret = find_control(given.pid)
     control = SocketControl(address, secret, _REACH_WITHIN_S)
     try:

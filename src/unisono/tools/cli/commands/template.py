@@ -1,6 +1,6 @@
 """Print a commented file to start from: for Slurm, torchrun, mpirun, Kubernetes, SkyPilot, Ray.
 
-Each starts a script train.py that calls un.init(), as it is: unisono template slurm > slurm.sh
+Each starts an unchanged script train.py that calls un.init(): unisono template slurm > slurm.sh
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["add_arguments", "run", "templates"]
 
 
 def templates() -> dict[str, Traversable]:
-    """The files to start from, by name. A new one is one new file in `unisono/cli/templates`.
+    """Return the templates by name. A new one is one new file in `unisono/tools/cli/templates`.
 
     Example:
         >>> sorted(templates())
@@ -25,12 +25,12 @@ def templates() -> dict[str, Traversable]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which one."""
+    """Add the argument: the name of the template."""
     parser.add_argument("name", nargs="?", help=f"{', '.join(sorted(templates()))}; their list if left out")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print it; without a name, the names."""
+    """Print the template; without a name, list the names."""
     known = templates()
     if given.name is None:
         print("\n".join(sorted(known)))

@@ -1,4 +1,4 @@
-"""Whether two ranks of this host sum rightly, by each transport that is there."""
+"""Check that two ranks of this host sum correctly, by each available transport."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from unisono.tools.doctor.torch_import import load_torch
 __all__ = ["ORDER", "check"]
 
 ORDER = 70
-# Two ranks, and what starts them; with fewer the times would say nothing.
+# Cores for two ranks and their launcher; with fewer, the times would be meaningless.
 _CORES_EACH = 4
 
 _Trial = Callable[[float], list[Finding]]
 
 
 def check(patient: Target) -> Iterator[Finding]:
-    """Run them for real, in processes of their own."""
+    """Run the ranks, in separate processes."""
     trials: list[_Trial] = [partial(_launched, patient)]
     if patient.wants("mpi"):
         trials.append(_mpi)
@@ -38,7 +38,7 @@ def check(patient: Target) -> Iterator[Finding]:
 
 
 def _launched(patient: Target, limit_s: float) -> list[Finding]:
-    """Those that start their ranks themselves."""
+    """Check the transports that start their ranks themselves."""
     obstacles = {"thread": None, "shm": why_no_shm(), "gloo": None, "nccl": _no_nccl()}
     wanted = {name: obstacle for name, obstacle in obstacles.items() if patient.wants(name)}
     fixes = {

@@ -1,4 +1,4 @@
-"""Whether the hosts of `--hosts` reach each other, and sum rightly."""
+"""Check that the hosts of `--hosts` reach each other, and sum correctly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDER = 80
 
 
 def check(patient: Target) -> Iterator[Finding]:
-    """Be one rank of as many as there are hosts. The same command runs on each of them meanwhile."""
+    """Run one rank per host. The user runs the same command on each host at the same time."""
     if not patient.hosts:
         return
     found = {host: addresses(host) for host in patient.hosts}

@@ -1,4 +1,4 @@
-"""Whether there are cores enough for the ranks of this host, and for their threads."""
+"""Check that there are enough cores for the ranks of this host, and for their threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDER = 40
 
 
 def check(patient: Target) -> Iterator[Finding]:
-    """Count them: what the process may run on, and what its control group is allowed."""
+    """Count the cores in the process's affinity mask and in its control group's quota."""
     launch = launched()
     count, why = _cores()
     ranks = next((count for count in (patient.ranks, launch.local_size, launch.size) if count is not None), None)
@@ -45,7 +45,7 @@ def check(patient: Target) -> Iterator[Finding]:
 
 
 def _cores() -> tuple[int, str]:
-    """How many, and what they are called."""
+    """Return the number of cores, and their description."""
     count, seen, of_the_machine = cores(), visible(), os.cpu_count() or 1
     if count < seen:
         return count, f"core(s) are what the control group allows of {seen}"

@@ -1,4 +1,4 @@
-"""Whether the native core is there, without which calls on shared memory take longer."""
+"""Check that the native core is built; without it, calls on shared memory take longer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COST = "all works, and without it short calls on shared memory take ten times a
 
 
 def check(_patient: Target) -> Iterator[Finding]:
-    """Ask for it."""
+    """Look for the native core."""
     if native() is not None:
         yield tick("the native core of shared memory is there")
     elif os.environ.get(NO_EXTENSIONS):

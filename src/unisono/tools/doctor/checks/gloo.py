@@ -1,4 +1,4 @@
-"""Whether torch can use gloo."""
+"""Check that torch can use gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDER = 20
 
 
 def check(patient: Target) -> Iterator[Finding]:
-    """Ask torch."""
+    """Query torch."""
     if not patient.wants("gloo"):
         return
     dist = load_torch().distributed

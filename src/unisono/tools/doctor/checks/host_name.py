@@ -1,4 +1,4 @@
-"""Whether this host's name leads to an address by which others reach it."""
+"""Check that this host's name resolves to an address at which other hosts reach it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHY = (
 
 
 def check(_patient: Target) -> Iterator[Finding]:
-    """Look it up."""
+    """Resolve the host name."""
     name = socket.gethostname()
     found = addresses(name)
     own = address_outward() or next((address for address in own_addresses() if not is_loopback(address)), None)
@@ -39,7 +39,7 @@ def check(_patient: Target) -> Iterator[Finding]:
 def _entry(name: str, own: str | None) -> str:
     if own is None:
         return f"echo 'ADDRESS {name}' >> /etc/hosts   # as root, when this host has a network, with its address there"
-    # Written in place, since the file of a container cannot be replaced.
+    # Edit the file in place, because a container's file cannot be replaced.
     entries = f'"127.0.0.1 localhost" "{own} {name}"'
     return (
         f'hosts=$(grep -vw {name} /etc/hosts); printf "%s\\n" "$hosts" {entries} > /etc/hosts'

@@ -1,4 +1,4 @@
-"""Which network interface leads to the other hosts."""
+"""Check which network interface leads to the other hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NCCL = "NCCL_SOCKET_IFNAME"
 
 
 def check(patient: Target) -> Iterator[Finding]:
-    """Take what was set by hand, as `init` does; else follow the route to the first host, or outward."""
+    """Use the interface set by the user, as `init` does; else follow the route to the first host, or outward."""
     wanted = requested_interface()
     if wanted is None:
         yield _way(patient)

@@ -1,4 +1,4 @@
-"""Whether what the launcher has set makes sense, together and with the backend."""
+"""Check that the launcher's variables are consistent with each other and with the backend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check(patient: Target) -> Iterator[Finding]:
 
 
 def _refused() -> Iterator[Finding]:
-    """Yield the error that `init` would raise, in its own words."""
+    """Yield the error that `init` would raise, verbatim."""
     request = Request(None, None, None, 0.0, None)
     try:
         if env.detected(request):

@@ -1,4 +1,4 @@
-"""Whether there is memory that processes can share: memfd for shm, /dev/shm for the others."""
+"""Check that processes can share memory: memfd for shm, /dev/shm for the other users."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["ORDER", "check"]
 
 ORDER = 41
 _FOLDER = Path("/dev/shm")
-# A batch of a DataLoader worker, or the segments of NCCL or Open MPI; Docker gives 64 MiB.
+# Enough for a batch of a DataLoader worker, or the segments of NCCL or Open MPI; Docker's default is 64 MiB.
 _WANTED_BYTES = 32 << 20
 _TRIED_BYTES = 8 << 20
 _FIX = "mount -o remount,size=2G /dev/shm   # in a container instead: docker run --shm-size=2g ... (or --ipc=host)"
 
 
 def check(patient: Target) -> Iterator[Finding]:
-    """Take some of each."""
+    """Allocate some of each."""
     if patient.wants("shm"):
         yield _memfd()
     if sys.platform == "linux":
@@ -37,7 +37,7 @@ def _memfd() -> Finding:
     descriptor = os.memfd_create("unisono doctor")
     try:
         os.ftruncate(descriptor, _TRIED_BYTES)
-        # Taken by the kernel's own call, which reports what a store would die of.
+        # Allocate by the system call, which reports an error where a store would be fatal.
         os.posix_fallocate(descriptor, 0, _TRIED_BYTES)
         mmap.mmap(descriptor, _TRIED_BYTES).close()
     except OSError as error:
@@ -55,7 +55,7 @@ def _folder() -> Finding:
         )
     status = os.statvfs(_FOLDER)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    # A tmpfs without a limit says 0.
+    # A tmpfs without a limit reports 0.
     if size and free < _WANTED_BYTES:
         return cross(
             f"{_FOLDER} has {_bytes(free)} free of {_bytes(size)}; {needs}, and die of SIGBUS when it is full", _FIX

@@ -1,4 +1,4 @@
-"""Whether there is an MPI library that mpi4py can load."""
+"""Check that there is an MPI library that mpi4py can load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDER = 30
 
 
 def check(patient: Target) -> Iterator[Finding]:
-    """Load it, in a process of its own."""
+    """Load the library in a separate process."""
     if not patient.wants("mpi"):
         return
     library = find_library(patient.limit_s)

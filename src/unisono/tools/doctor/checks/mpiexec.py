@@ -1,4 +1,4 @@
-"""Whether mpiexec starts ranks of the library that mpi4py loads."""
+"""Check that mpiexec starts ranks of the library that mpi4py loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ORDER", "check"]
 
 ORDER = 31
 _LEAST_S = 1.0
-# A library that does not fit the launcher is refused by `library` itself, which says why.
+# `library` itself refuses a library that does not match the launcher, and gives the reason.
 _WORLD = """
 from unisono.errors import UnavailableError
 from unisono.host.mpi_library import library
@@ -31,7 +31,7 @@ except UnavailableError as error:
 
 
 def check(patient: Target) -> Iterator[Finding]:
-    """Start two ranks by each, and ask them how many they are."""
+    """Start two ranks by each mpiexec, and query the number of ranks."""
     if not patient.wants("mpi"):
         return
     library, deadline = find_library(patient.limit_s), time.monotonic() + patient.limit_s

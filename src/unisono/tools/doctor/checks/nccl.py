@@ -1,4 +1,4 @@
-"""Whether torch can use NCCL, where there are GPUs."""
+"""Check that torch can use NCCL, where there are GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDER = 21
 
 
 def check(patient: Target) -> Iterator[Finding]:
-    """Ask torch. Without a GPU nobody needs it, unless it was asked for."""
+    """Query torch. Without a GPU, NCCL is not needed unless requested."""
     if not patient.wants("nccl"):
         return
     torch = load_torch()

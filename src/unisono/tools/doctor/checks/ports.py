@@ -1,4 +1,4 @@
-"""Whether the port is free at which the ranks are to meet."""
+"""Check that the rendezvous port of the ranks is free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USUAL = 29500
 
 
 def check(_patient: Target) -> Iterator[Finding]:
-    """Listen there for a moment."""
+    """Listen at the port for a moment."""
     port, why, mend = _meeting()
     host = os.environ.get("MASTER_ADDR", "")
     if not 0 < port < 65536:
@@ -47,7 +47,7 @@ def check(_patient: Target) -> Iterator[Finding]:
 
 
 def _meeting() -> tuple[int, str, str]:
-    """The port, what it is, and how to choose another one."""
+    """Return the port, its description, and the way to choose another port."""
     mend = "export MASTER_PORT={}   # the same on every rank"
     if os.environ.get("MASTER_PORT"):
         port = number("MASTER_PORT")
@@ -61,7 +61,7 @@ def _meeting() -> tuple[int, str, str]:
 
 
 def _obstacle(host: str, port: int) -> int | None:
-    """Return why no rank may listen there, as a number of `errno`; None if one may."""
+    """Return why a rank cannot listen there, as an `errno` number; None if it can."""
     try:
         listen(host, port).close()
     except UnicodeError:

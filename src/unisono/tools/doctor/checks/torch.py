@@ -1,4 +1,4 @@
-"""Whether torch is there, and new enough."""
+"""Check that torch is installed, and new enough."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OLDEST = (2, 8)
 
 
 def check(_patient: Target) -> Iterator[Finding]:
-    """Import it."""
+    """Import torch."""
     fix = f"{sys.executable} -m pip install --upgrade 'torch>={_OLDEST[0]}.{_OLDEST[1]}'"
     try:
         torch = load_torch()

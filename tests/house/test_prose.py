@@ -32,7 +32,17 @@ BANNED = (
 WORDS = re.compile(rf"\b({BANNED})\b", re.IGNORECASE)
 
 FOLDERS = (
-    "src/unisono",
+    "src/unisono/bootstrap",
+    "src/unisono/checkpoint",
+    "src/unisono/compression",
+    "src/unisono/data",
+    "src/unisono/elastic",
+    "src/unisono/gradients",
+    "src/unisono/interop",
+    "src/unisono/launcher",
+    "src/unisono/testing",
+    "src/unisono/tools",
+    "src/unisono/transports",
     "src/native",
     "benchmarks",
     "docs/architecture.md",
@@ -40,16 +50,7 @@ FOLDERS = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
 )
-
-FOLDERS = (
-    "src/unisono",
-    "src/native",
-    "benchmarks",
-    "docs/architecture.md",
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-)
+"""Rooms that have been rewritten by these rules. The others are left out until they are."""
 
 EXCEPTIONS: dict[str, str] = {}
 """Places that may break a rule, "path: words", each with its reason."""

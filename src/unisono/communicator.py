@@ -37,25 +37,25 @@ Check = Literal["auto", "full", "off"]
 
 @final
 class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMixin):
-    """A group of ranks that talk to each other: point-to-point, collectives, sub-groups, objects.
+    """A group of ranks that communicate: point-to-point, collectives, sub-groups, objects.
 
-    Made by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group that
-    someone else owns, by `from_mpi` from an MPI communicator, and by `split`, `subgroup` and `dup` from
-    another one. Ranks in every call are ranks of this communicator. It belongs to the thread that
-    first uses it. After a failure that may have left ranks apart (all but wrong arguments) it is
-    broken: later calls raise the first cause at once.
+    Created by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group of
+    another owner, by `from_mpi` from an MPI communicator, and by `split`, `subgroup` and `dup` from
+    another communicator. Ranks in every call are ranks of this communicator. It belongs to the thread
+    that first uses it. After a failure that may leave ranks out of step (any but wrong arguments) it is
+    broken: later calls raise the first cause immediately.
 
     Args:
-        transport: Connected, one a rank.
+        transport: A connected transport, one per rank.
         control: This rank's handle to the control plane.
-        options: As given to the transport.
-        check: "auto" compares before each collective what every rank is about to do; "off" never; "full" also
-            shapes, what was given with what was received, and whether a tensor was changed before `wait`.
+        options: The options that were passed to the transport.
+        check: "auto" compares every rank's operation before each collective; "off" never does; "full" also compares
+            shapes, sent with received contents, and whether a tensor was changed before `wait`.
 
     Attributes:
-        rank, size: Who this is, of how many.
+        rank, size: This process's rank, and the number of ranks.
         backend: Name of the transport, such as "gloo".
-        device: Where tensors live by default.
+        device: Default device of tensors.
         hosts: For each host, the ranks on it.
     """
 
@@ -83,7 +83,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         news.lead_to(self._engine)
 
     def _handshake(self, transport: Transport, group: Group) -> tuple[tuple[int, ...], ...]:
-        """Agree with the others on what all can do; which ranks share a host."""
+        """Agree with the other ranks on common capabilities. Return the ranks of each host."""
         mine = (self._host(group), sorted(transport.native), transport.checks, self._options.chunk_bytes, self._check)
         cards = self._control.exchange(group, "introduction", mine, self._options.timeout_s)
         for rank, card in enumerate(cards):
@@ -100,7 +100,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         return tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
 
     def _host(self, group: Group) -> str:
-        """A name for this host, which may be said in the options."""
+        """Return a name for this host, which the options may set."""
         me = group.members[group.rank]
         named = (f"host {number}" for number, ranks in enumerate(self._options.hosts or ()) if me in ranks)
         return next(named, None) or host_identity()
@@ -114,20 +114,20 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         check: Check = "auto",
         chunk_bytes: int = 2 << 20,
     ) -> Communicator:
-        """A communicator on a torch process group that someone else owns, and that is never destroyed by us.
+        """Return a communicator on a torch process group of another owner; unisono never destroys the group.
 
-        Collective over the group: every member calls it. The owner may go on using the group, at
-        times when the communicator does not. Sub-groups are made without `dist.new_group`.
+        Collective over the group: every member calls it. The owner may continue to use the group
+        while the communicator does not. Sub-groups are created without `dist.new_group`.
 
         Args:
-            group: As `dist.init_process_group` or `dist.new_group` made it; None is the default group.
-            timeout: Seconds for every operation, unless it says otherwise.
+            group: As created by `dist.init_process_group` or `dist.new_group`; None is the default group.
+            timeout: Seconds for every operation that does not set its own.
             check: As for `init`.
             chunk_bytes: As for `init`.
 
         Raises:
-            TypeError, ValueError: It is no group, or this process is not in it.
-            CommError: Its backend is one that cannot be wrapped.
+            TypeError, ValueError: It is not a group, or this process is not in it.
+            CommError: Its backend cannot be wrapped.
             CommTimeoutError: Not all members have called it in time.
         """
         from unisono.transports.torch.from_group import adopt
@@ -136,21 +136,21 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dim: str | int | None = None, **options: Any) -> Communicator:
-        """`from_group` of one dimension of a torch `DeviceMesh`."""
+        """Return a communicator on one dimension of a torch `DeviceMesh`; see `from_group`."""
         return cls.from_group(mesh.get_group(dim), **options)
 
     @classmethod
     def from_mpi(
         cls, comm: Any, *, timeout: float = 300.0, check: Check = "auto", chunk_bytes: int = 2 << 20
     ) -> Communicator:
-        """A communicator of the ranks of an MPI communicator that someone else owns, and that is never freed by us.
+        """Return a communicator of the ranks of an MPI communicator of another owner; unisono never frees that.
 
-        Collective over it: every member calls it. The owner may go on using it at any time: messages
-        travel on communicators of our own.
+        Collective over it: every member calls it. The owner may continue to use it at any time: messages
+        travel on unisono's own communicators.
 
         Args:
-            comm: Of mpi4py, such as `MPI.COMM_WORLD`, or a part of it; no intercommunicator.
-            timeout: Seconds for every operation, unless it says otherwise.
+            comm: A communicator of mpi4py, such as `MPI.COMM_WORLD`, or a part of it; no intercommunicator.
+            timeout: Seconds for every operation that does not set its own.
             check: As for `init`.
             chunk_bytes: As for `init`.
 
@@ -166,7 +166,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
     def _owning(
         cls, transport: Transport, control: ControlPlane, options: Options, release: Callable[[], None], check: Check
     ) -> Communicator:
-        """One that releases what was made for it at its end, which is now if it cannot be made."""
+        """Return a communicator that calls `release` at its end; immediately if it cannot be created."""
         try:
             made = cls(transport, control, options, check=check)
         except BaseException:
@@ -182,41 +182,41 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
 
     @property
     def overlaps(self) -> bool:
-        """Whether an asynchronous collective goes on while the caller computes, at little cost to it."""
+        """Return whether an asynchronous collective progresses while the caller computes, at little cost to it."""
         transport = self._engine.transport
         return transport.overlaps or transport.background
 
     # -- life ----------------------------------------------------------------------------------
     def release_thread(self) -> None:
-        """Give the communicator up: the next thread that uses it owns it."""
+        """Release the communicator from its thread: the next thread that uses it owns it."""
         self._engine.own("hand_over")
         self._engine.owner = None
 
     def allow_any_thread(self) -> None:
-        """Let every thread use it from now on. The caller sees to it that no two are in a collective at once."""
+        """Allow every thread to use it from now on. The caller ensures that only one is in a collective at a time."""
         self._engine.own("share")
         self._engine.owner = ANY_THREAD
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Memory that this backend reduces best (uninitialised). Collective: the same on every rank.
+        """Return an uninitialised tensor in memory that this backend reduces best. Collective: the same on every rank.
 
-        It stays valid as long as a tensor on it lives, also after `close`.
+        The memory stays valid as long as a tensor on it exists, also after `close`.
         """
         self._engine.enter("empty")
         return self._engine.transport.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
 
     def abort(self, reason: str = "the program asked for it") -> None:
-        """End every wait on every rank with `AbortedError`, and break the communicator. From any thread."""
+        """End every wait on every rank with `AbortedError`, and break the communicator. Callable from any thread."""
         if not self._engine.closed:
             cause = Cause("AbortedError", self.rank, f"rank {self.rank} aborted the communicator: {reason}")
             self._engine.on_failure(self._control.fail(self._engine.group, cause))
 
     def close(self) -> None:
-        """Let go of everything, also of the parts made of this one. Every rank calls it when it is done.
+        """Release all resources, also those of sub-communicators. Every rank calls it when it is done. Idempotent.
 
-        Waits up to a second for the others, so that nothing in flight is cut off; and before that, for saves in the
-        background, which end at once if the communicator is broken. Again is harmless. A communicator
-        that nobody holds any more, nor parts or unfinished works of it, is closed in the background.
+        Waits up to a second for the other ranks, so that nothing in flight is cut off; and before that, for background
+        saves, which end immediately if the communicator is broken. A communicator without references to it, its
+        sub-communicators or its unfinished works is closed in the background.
         """
         if self._successor is not None:
             self._finish()
@@ -228,7 +228,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
             self._close(CLOSE_S)
 
     def _finish(self) -> None:
-        """Let what others do with it in the background come to its end, while all still works."""
+        """Wait for background users to finish, while the communicator still works."""
         if self._successor is not None:
             self._successor._finish()
         while self._before_close:
@@ -243,7 +243,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         self._engine.ending.finish()
 
     def _fail(self, error: BaseException) -> None:
-        """Whoever waits for this rank learns why it does not come, also in the parts made of this one."""
+        """Report this rank's error to the ranks that wait for it, also in the sub-communicators."""
         if self._successor is not None:
             return self._successor._fail(error)
         self._engine.failed(error, "the program")
@@ -255,7 +255,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         return [part for ref in self._parts if (part := ref()) is not None and not part._engine.closed]
 
     def on_close(self, action: Callable[[], None], *, first: bool = False) -> None:
-        """Also do this at the end of `close`; or first, while all still works, for who uses it in the background."""
+        """Register an action for the end of `close`; or, with `first`, for its start, while the communicator works."""
         (self._before_close if first else self._engine.ending.closers).append(action)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, in words: who, what, where, how long, and what to do next."""
+"""Exceptions of communication between ranks; messages name the rank, the call, the time waited, and the fix."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _FIELDS = ("rank", "size", "group", "operation", "call", "peer", "nbytes", "wait
 
 
 class CommError(RuntimeError):
-    """Anything that went wrong between ranks; every other error of the library derives from it.
+    """Base class of the library's errors: a failure of communication between ranks.
 
-    Whoever raises it says what it knows; the layers above add where it happened with
-    :meth:`locate`, and the text is put together only when it is read.
+    The code that raises it passes the fields it knows; the layers above add where it happened with
+    :meth:`locate`, and the text is formatted only when it is read.
 
     Attributes:
         rank, size, group: The rank that raised, and the size and name of its group.
         operation, call: The operation's name and its number in the group, counted from 1.
-        peer: The rank of the same group that it is about, where there is one.
+        peer: The rank of the same group that caused it, if there is one.
         nbytes: Bytes of the message in question.
         waited_s: Seconds waited before giving up.
 
@@ -59,7 +59,7 @@ class CommError(RuntimeError):
         self.peer, self.nbytes, self.waited_s = peer, nbytes, waited_s
 
     def locate(self, **known: Any) -> Self:
-        """Fill in fields that nobody has filled in yet, and return the error itself."""
+        """Fill in fields that are still unset, and return the error itself."""
         for name, value in known.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -85,7 +85,7 @@ def _rebuild(kind: type[CommError], message: str, fields: dict[str, Any]) -> Com
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """A wait ended at its timeout; the message names who is missing."""
+    """A wait ended at its timeout; the message names the missing ranks."""
 
     # As programs look for it that were written for torch.
     _beginning = "timed out: "
@@ -100,15 +100,15 @@ class MismatchError(CommError, ValueError):
 
 
 class CorruptedError(CommError):
-    """What arrived is not what was sent."""
+    """A received message differs from the message that was sent."""
 
 
 class NotFiniteError(CommError, ArithmeticError):
-    """A rank holds a NaN or an infinity where all expect numbers; says which rank, and where."""
+    """A rank holds a NaN or an infinity instead of a finite number; the message names the rank and the place."""
 
 
 class DeadlockError(CommTimeoutError):
-    """A wait ended at its timeout, and ranks were found to wait for each other in a circle: it names them."""
+    """A wait ended at its timeout, and ranks wait for each other in a cycle; the message names them."""
 
 
 class AbortedError(CommError):
@@ -120,4 +120,4 @@ class ClosedError(CommError):
 
 
 class UnavailableError(CommError, ImportError):
-    """A backend, a device or an optional package is not to be had here; the message says how to get it."""
+    """A backend, a device or an optional package is unavailable here; the message says how to get it."""

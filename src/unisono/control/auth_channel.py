@@ -1,7 +1,7 @@
-"""The form of what travels on a control connection: a mutual proof of the secret, then authenticated frames.
+"""Wire format of a control connection: a mutual proof of the secret, then authenticated frames.
 
-Nothing is encrypted. A process that does not know the secret can neither be heard nor pass for a rank, and cannot
-change, repeat, drop or reorder a frame without ending the connection.
+Nothing is encrypted. A process that does not know the secret can neither send a valid frame nor impersonate a rank, and
+cannot change, repeat, drop or reorder a frame without ending the connection.
 
 1. The client sends its hello: a fixed word and 32 random bytes, its nonce.
 2. The server sends its hello, and its proof: an HMAC-SHA256 over both nonces with the secret as key.
@@ -10,7 +10,7 @@ change, repeat, drop or reorder a frame without ending the connection.
    byte is in a frame.
 
 A frame is its length (4 bytes), a keyed BLAKE2 hash over its number and its content (16 bytes), and the
-content, which nobody parses before the hash is found right.
+content. The receiver verifies the hash before it parses the content.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _NUMBER = struct.Struct("<Q")
 
 
 class InvalidFrameError(ValueError):
-    """Bytes that the other side did not make, or not for this place."""
+    """Bytes that the peer did not seal, or not at this position in the stream."""
 
 
 class Channel:
-    """Seals what goes out, and opens what comes in, in order."""
+    """Encoder of outgoing and verifier of incoming frames, in order."""
 
     def __init__(self, seal_key: bytes, open_key: bytes) -> None:
         self._seal_key, self._open_key = seal_key, open_key
@@ -51,7 +51,7 @@ class Channel:
         self._arrived = bytearray()
 
     def seal(self, content: bytes) -> bytes:
-        """The frame to send next."""
+        """Return the frame to send next."""
         if len(content) > MAX_FRAME_BYTES:
             raise ValueError(f"{len(content)} bytes are more than the {MAX_FRAME_BYTES} that one message may have")
         mac = _mac(self._seal_key, self._sealed, content)
@@ -59,7 +59,7 @@ class Channel:
         return _HEAD.pack(len(content), mac) + content
 
     def open(self, data: bytes) -> list[bytes]:
-        """The contents of the frames that are complete with these bytes."""
+        """Return the contents of the frames that these bytes complete."""
         self._arrived += data
         contents = []
         while len(self._arrived) >= _HEAD.size:
@@ -88,13 +88,13 @@ class Hello:
     """One side's part in the proof that both know the secret.
 
     Args:
-        secret: What both sides should know.
+        secret: The secret that both sides should know.
         client: Whether this side connects.
-        rank: Of the client, if it has one.
+        rank: Rank of the client, if it has one.
 
     Attributes:
         hello: The bytes to send first.
-        rank: The client's, which it has proved, or only claims; see `accepts`.
+        rank: The client's rank, proved or only claimed; see `accepts`.
     """
 
     def __init__(self, secret: bytes, *, client: bool, rank: int | None = None) -> None:
@@ -103,22 +103,22 @@ class Hello:
         self.hello = _WORD + self._nonce
 
     def meet(self, hello: bytes) -> bool:
-        """Take the other side's hello; False if that belongs to another protocol."""
+        """Record the peer's hello. Return False if it belongs to another protocol."""
         self._theirs = hello[len(_WORD) :]
         return len(hello) == HELLO_BYTES and hello.startswith(_WORD)
 
     def proof(self) -> bytes:
-        """Return the bytes that show the other side that this one knows the secret."""
+        """Return the bytes that prove to the peer that this side knows the secret."""
         if not self._client:
             return self._derive(b"server")
         return self._derive(b"client", self._rank_bytes()) + self._rank_bytes()
 
     def claim(self) -> bytes:
-        """Return the bytes that name a client whose server has another secret. They prove nothing."""
+        """Return the bytes with this client's rank, sent if the server has another secret. They prove nothing."""
         return _NO_PROOF + self._rank_bytes()
 
     def accepts(self, proof: bytes) -> bool:
-        """Return whether the other side knows the secret."""
+        """Return whether the peer knows the secret."""
         if self._client:
             return hmac.compare_digest(proof, self._derive(b"server"))
         proof, rank = proof[:PROOF_BYTES], proof[PROOF_BYTES:]

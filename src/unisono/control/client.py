@@ -35,22 +35,22 @@ _CLOSED = Cause("ClosedError", None, "this control handle is closed")
 class SocketControl(ControlClient):
     """A handle to the control plane at `address`.
 
-    It has two connections. On one go requests and their answers: whoever waits for an answer reads
-    it there, for to be woken by another thread would take longer than the answer itself. On the other
-    come failures of groups, which a daemon thread reads. That thread runs the callbacks of `join` and
-    `on_orphan`; they must not ask anything of this handle.
+    It has two connections. The first carries requests and their answers: the thread that waits for an
+    answer reads it, because a wake-up by another thread would take longer than the answer itself. The
+    second carries failures of groups, which a daemon thread reads. That thread runs the callbacks of
+    `join` and `on_orphan`; they must not send requests on this handle.
 
     Args:
         address: Host and port of the server. It may start later than this client.
-        secret: The one that the server has.
-        timeout: Seconds to reach it, and later for an answer that nothing holds up.
+        secret: The server's secret.
+        timeout: Seconds to reach the server, and later to wait for an answer that does not depend on other ranks.
         on_orphan: Called if the server vanishes without a goodbye.
-        reach_within_s: Seconds to reach it, if not `timeout`.
-        host_rank: Which rank of the job hosts it, if one does; named if it is lost.
-        rank: Which rank of the job this is, for the others to be told if its secret is another one.
+        reach_within_s: Seconds to reach the server, if not `timeout`.
+        host_rank: Rank of the job that hosts the server, if any; named if it is lost.
+        rank: This rank in the job, reported to the others if its secret differs.
 
     Raises:
-        CommTimeoutError: Nobody answers there.
+        CommTimeoutError: No server answers there.
         CommError: Something else answers there, or the secrets differ.
     """
 
@@ -81,7 +81,7 @@ class SocketControl(ControlClient):
 
     @property
     def local_host(self) -> str:
-        """The address of this host on the way to the server: its peers can reach it there."""
+        """The address of this host on the route to the server: its peers can reach it there."""
         return self._line.local_host
 
     @property
@@ -89,19 +89,19 @@ class SocketControl(ControlClient):
         return f"the control plane at {self._address[0]}:{self._address[1]}"
 
     def register_rank(self, job: str, rank: int, size: int, process: str) -> str:
-        """Be present in the next world of a job, and get its name: "world1", then "world2", ...
+        """Join the next world of a job, and return its name: "world1", then "world2", ...
 
-        The name is that of the group, which is to be joined as well, to hear of failures.
+        The name is that of the group, which the caller must also join to be notified of failures.
 
         Args:
-            job: What the names begin with.
+            job: Prefix of the names.
             rank: This rank.
-            size: How many there are.
+            size: Number of ranks.
             process: Unique to the calling process. While a rank's holder is connected, another process
                 that claims the rank is refused.
 
         Raises:
-            MismatchError: Two processes claim the same rank, or ranks differ in how many there are.
+            MismatchError: Two processes claim the same rank, or ranks differ in the size.
         """
         return str(self._ask("enrol", job, rank, size, process))
 
@@ -155,7 +155,7 @@ class SocketControl(ControlClient):
             self._line.send(serialization.encode((0, words)), time.monotonic() + _MENTION_WITHIN_S)
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
-        """Read, for everybody, until the own answer is there; or sleep while another thread reads."""
+        """Read replies for all threads until this thread's has arrived, or sleep while another thread reads."""
         deadline = time.monotonic() + timeout
         left_s = timeout
         while waiter.reply is None:
@@ -186,13 +186,13 @@ class SocketControl(ControlClient):
             waiter.sleep(deadline - time.monotonic())
 
     def _wake_others(self) -> None:
-        """One of them has to read from now on. Which thread sleeps for which answer is not known here."""
+        """Wake the waiting threads, so that one of them reads from now on. It is not known which one sleeps."""
         for other in list(self._waiters.values()):
             if other.reply is None:
                 other.wake()
 
     def _lose(self) -> None:
-        """The connection has ended. Why, only the thread that reads the news knows; it tells all who wait."""
+        """Handle the end of the connection. Only the thread that reads the news knows why; it notifies all waiters."""
         self._news.hang_up()
 
     # -- news ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""All that a rank may ask of the control plane, on top of one way to send a request and get replies."""
+"""Every request of a rank to the control plane, on top of one way to send a request and receive replies."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from unisono.errors import ClosedError, CommTimeoutError, PeerLostError
 
 __all__ = ["ControlClient"]
 
-# After a timeout: for the server to say what came of it.
+# After a timeout: seconds for the server to report the outcome.
 _GRACE_S = 5.0
 _AGAIN_S = 1.0
 
 
 class ControlClient(ControlPlane, ABC):
-    """A rank's handle, but for how messages travel.
+    """A rank's handle, without the transport of its messages.
 
     Args:
-        patience_s: How long to wait for an answer that nothing holds up.
+        patience_s: Seconds to wait for an answer that does not depend on other ranks.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -48,28 +48,28 @@ class ControlClient(ControlPlane, ABC):
 
     @abstractmethod
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
-        """Start a request. Its reply comes to `_receive`, from any thread, even before this returns."""
+        """Start a request. `_receive` gets its reply, from any thread, possibly before this returns."""
 
     @abstractmethod
     def _mention(self, words: tuple[Any, ...]) -> None:
-        """Send what has no reply, from any thread; it may get lost."""
+        """Send a message that has no reply, from any thread; it may get lost."""
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
-        """Whether the answer has come in time."""
+        """Return whether the answer has arrived in time."""
         waiter.sleep(timeout)
         return waiter.reply is not None
 
     @property
     @abstractmethod
     def _where(self) -> str:
-        """What the other side is called in messages."""
+        """Name of the server, for messages."""
 
     # -- requests and replies ----------------------------------------------------------------------
     def _begin(self, *words: Any) -> PendingRequest:
         waiter = PendingRequest(next(self._numbers))
         self._waiters[waiter.number] = waiter
         try:
-            # Looked at only now: whoever ends the connection sets it first, and then answers the waiters.
+            # Checked only now: the thread that ends the connection first sets it, then answers the waiters.
             if self._ended is not None:
                 raise error_of(self._ended)
             self._send(waiter.number, words)
@@ -79,7 +79,7 @@ class ControlClient(ControlPlane, ABC):
         return waiter
 
     def _finish(self, waiter: PendingRequest, timeout: float, group: Group | None = None) -> Any:
-        """The value of the answer, or its error."""
+        """Return the value of the answer, or raise its error."""
         timeout = self._within(timeout)
         try:
             self._wait(waiter, timeout)
@@ -97,14 +97,14 @@ class ControlClient(ControlPlane, ABC):
         return body
 
     def _within(self, timeout: float) -> float:
-        """How long to wait for an answer: where the way is cut, a failing rank has much to tell that nobody hears."""
+        """Seconds to wait for an answer: few once the server is silent, because a failing rank sends many requests."""
         return min(timeout, _AGAIN_S) if self._silent else timeout
 
     def _ask(self, *words: Any, group: Group | None = None, within_s: float | None = None) -> Any:
         return self._finish(self._begin(*words), self._patience_s if within_s is None else within_s, group)
 
     def _receive(self, reply: Reply) -> Callback | None:
-        """Hand a reply to who waits for it; what is to be called because of it, outside of any lock."""
+        """Pass a reply to its waiter. Return the callback that it causes, to be called outside of any lock."""
         number, outcome, body = reply
         if outcome == "asked":
             return lambda: self._mention(("answer", body, serialization.encode(self._desk.report())))
@@ -119,9 +119,9 @@ class ControlClient(ControlPlane, ABC):
         return membership.fail(Cause(kind, rank, message)) if membership is not None else None
 
     def _end(self, cause: Cause, *, fails_groups: bool, culprit: int | None = None) -> list[Callback]:
-        """No answer will come any more: tell whoever waits for one, and the groups if so wanted.
+        """Notify all waiters, and optionally the groups, that no answer will arrive any more.
 
-        `culprit` is the rank that it is about, in the first group of the job; each group has its own number for it.
+        `culprit` is the rank that caused it, in the first group of the job; each group has its own number for it.
         """
         with self._ending:
             if self._ended is not None:
@@ -134,7 +134,7 @@ class ControlClient(ControlPlane, ABC):
         return [callback for callback in callbacks if callback is not None]
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Close, since the process ends: in peace, or telling every group the error that ends it."""
+        """Close because the process ends: cleanly, or reporting the error that ends it to every group."""
         self._patience_s = min(self._patience_s, _GRACE_S)
         for membership in list(self._members.values()):
             if error is not None and self._ended is None:
@@ -151,7 +151,7 @@ class ControlClient(ControlPlane, ABC):
         waiter = self._begin("get", key, "" if group is None else group.name)
         try:
             if not self._wait(waiter, timeout):
-                # Answers come in order: after this one, the value either is here or will never come.
+                # Answers arrive in order: after this one, the value is either here or will never arrive.
                 self._ask("forget", waiter.number, within_s=_GRACE_S)
             if waiter.reply is None:
                 message = f"waited {timeout:.1f} s for the key {key!r}, which nobody has set"
@@ -215,7 +215,7 @@ class ControlClient(ControlPlane, ABC):
         waiter = self._begin("exchange", group.name, topic, serialization.encode(value), agree)
         try:
             if not self._wait(waiter, timeout):
-                # The others learn of it and raise the same; the answer to the exchange says what came of it.
+                # The others are notified and raise the same; the answer to the exchange holds the outcome.
                 report, deadlock, *_ = hang_report(self, group)
                 words = (group.name, topic, timeout, report, deadlock)
                 self._ask("withdraw", *words, group=group, within_s=_GRACE_S)
@@ -268,7 +268,7 @@ class ControlClient(ControlPlane, ABC):
         name, members, rank, terms = self._finish(waiter, 0)
         return NewMembership(name, tuple(members)), rank, terms
 
-    # -- what everybody is doing -------------------------------------------------------------------
+    # -- what the ranks are doing ------------------------------------------------------------------
     def watch(self, activity: Activity) -> None:
         self._desk.add(activity)
         if self._record is None:

@@ -36,7 +36,7 @@ class ClientConnection:
 
     @property
     def local_host(self) -> str:
-        """The address of this host on the way to the server."""
+        """The address of this host on the route to the server."""
         host: str = self._peer.getsockname()[0]
         return host
 
@@ -52,13 +52,13 @@ class ClientConnection:
                         raise TimeoutError("the server reads nothing") from None
 
     def serve(self, door: InspectSocket) -> None:
-        """Also answer at a door while this connection is waited for."""
+        """Answer at a door, too, while a thread waits for this connection."""
         if door.socket is not None:
             self._door, self._door_number = door, door.socket.fileno()
             self._readable.register(door.socket, select.POLLIN)
 
     def receive(self, timeout: float | None) -> list[bytes]:
-        """The contents of the frames that have arrived, none if the time is up. Raises OSError at the end."""
+        """Return the contents of the frames that have arrived, none at the timeout. Raises OSError at the end."""
         found = dict(self._readable.poll(None if timeout is None else _milliseconds(timeout)))
         if self._door is not None and self._door_number in found:
             self._door.answer()
@@ -73,7 +73,7 @@ class ClientConnection:
         return self._channel.open(data)
 
     def hang_up(self) -> None:
-        """End the connection; whoever reads learns of it."""
+        """End the connection; threads that read it are notified."""
         try:
             self._peer.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -90,12 +90,12 @@ def _milliseconds(seconds: float) -> int:
 def connect(
     address: tuple[str, int], secret: bytes, timeout: float, rank: int | None = None
 ) -> tuple[ClientConnection, ClientConnection]:
-    """Two connections to the server, for requests and for news. It may start later than this client.
+    """Open two connections to the server, for requests and for news. It may start later than this client.
 
-    If the secrets differ, the server hears of the `rank`, if one is given.
+    If the secrets differ, the server is notified of the `rank`, if it is passed.
 
     Raises:
-        CommTimeoutError: Nobody answers there.
+        CommTimeoutError: No server answers there.
         CommError: Something else answers there, or the secrets differ.
     """
     deadline = time.monotonic() + timeout
@@ -124,7 +124,7 @@ def _both(
     news: ClientConnection | None = None
     try:
         news = _reach(address, secret, timeout, rank)
-        # The server gives out the client's number, and learns that the second connection is of the same one.
+        # The server assigns the client's number; the second connection passes it, to be known as the same client's.
         number = _ask(line, line, ("number",), timeout)
         _ask(news, line, ("news", number), timeout)
     except BaseException:

@@ -24,7 +24,7 @@ _ACCEPT_BACKOFF_S = 0.01
 
 
 class AuthenticationError(Exception):
-    """The other side is no unisono, or has another secret.
+    """The peer speaks another protocol, or has another secret.
 
     Attributes:
         other_secret: Whether the secret is what differs.
@@ -36,19 +36,19 @@ class AuthenticationError(Exception):
 
 
 class Handshake:
-    """One side's part in the authentication of a connection; see `unisono.control.auth_channel` for the bytes.
+    """One side of the authentication of a connection; see `unisono.control.auth_channel` for the wire format.
 
-    No more is read than belongs to it.
+    It reads no bytes beyond the handshake.
 
     Args:
         peer: The connection. `advance` waits for bytes only if the socket blocks.
-        secret: What both sides should know.
+        secret: The secret that both sides should know.
         client: Whether this side has connected.
-        rank: Of the client, for the server to know.
+        rank: Rank of the client, sent to the server.
 
     Attributes:
-        peer: As given.
-        deadline: When an `Acceptor` gives it up, on the monotonic clock.
+        peer: The connection.
+        deadline: Time when an `Acceptor` drops it, on the monotonic clock.
     """
 
     def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:
@@ -68,11 +68,11 @@ class Handshake:
         self.peer.sendall(self._greeting.hello)
 
     def advance(self) -> Channel | None:
-        """Read the bytes that have come, and answer. Returns the channel when both sides have proved the secret.
+        """Read the bytes that have arrived, and answer. Return the channel when both sides have proved the secret.
 
         Raises:
             OSError: The connection has ended.
-            AuthenticationError: The other side does not belong here.
+            AuthenticationError: The peer speaks another protocol, or has another secret.
         """
         try:
             data = self.peer.recv(self._wanted - len(self._arrived))
@@ -138,11 +138,11 @@ class Acceptor:
     """Authenticates incoming connections concurrently; a silent client is dropped after 5 s and blocks no other one.
 
     Args:
-        listener: The listening socket, which stays the caller's.
-        secret: What clients should know.
-        selector: The caller's event loop. Events of the listener are for `accept`; those whose data is a `Handshake`,
-            for `advance`.
-        on_refused: Called with the rank and the host of a client that says it is a rank, and has another secret.
+        listener: The listening socket; the caller keeps ownership.
+        secret: The secret that clients should know.
+        selector: The caller's event loop. Events of the listener are for `accept`; events with a `Handshake` as data
+            are for `advance`.
+        on_refused: Called with the rank and the host of a client that claims to be a rank, and has another secret.
     """
 
     def __init__(
@@ -163,12 +163,12 @@ class Acceptor:
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def accept(self) -> None:
-        """Take in a client that has connected."""
+        """Accept a client that has connected."""
         try:
             peer, _ = self._listener.accept()
             tune(peer)
         except OSError as error:
-            # Out of descriptors: make room, rather than be notified of the same connection for ever.
+            # Out of descriptors: make room, rather than be notified of the same connection forever.
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 for handshake in self._pending.values():
                     handshake.deadline = 0.0

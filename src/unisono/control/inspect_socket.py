@@ -1,7 +1,7 @@
-"""How another process of the same user finds the control plane of a running one, by its process number.
+"""Lookup of a running process's control plane by its process id, for other processes of the same user.
 
-A Unix socket in Linux's abstract namespace: it has no file, and goes with its process. Who connects is known to the
-kernel, and only the same user (or root) is told anything.
+A Unix socket in Linux's abstract namespace: it has no file, and disappears with its process. The kernel knows which
+user connects; only the same user (or root) gets an answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class InspectSocket:
-    """Tells the address and the secret of a control plane to whoever may know them.
+    """Server that sends the address and the secret of a control plane to permitted processes.
 
     Args:
-        address: Of the control plane.
-        secret: Of the control plane.
+        address: Address of the control plane.
+        secret: Secret of the control plane.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
@@ -38,11 +38,11 @@ class InspectSocket:
 
     @property
     def socket(self) -> socket.socket | None:
-        """What becomes readable when somebody knocks; None where the platform has no such sockets."""
+        """The socket that becomes readable when a process connects; None where the platform has no such sockets."""
         return self._socket
 
     def answer(self) -> None:
-        """Tell whoever has knocked. Never waits."""
+        """Answer a process that has connected. Never waits."""
         assert self._socket is not None
         try:
             peer, _ = self._socket.accept()
@@ -54,7 +54,7 @@ class InspectSocket:
                 if _is_this_user(peer):
                     peer.send(_LENGTH.pack(len(self._card)) + self._card)
             except OSError:
-                # It has gone again.
+                # The process has disconnected already.
                 return
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ def _opened() -> socket.socket | None:
             listener.listen(4)
             listener.setblocking(False)
         except OSError:
-            # Another handle of this process has this one.
+            # Another handle of this process uses this name.
             listener.close()
         else:
             return listener
@@ -84,7 +84,7 @@ def _opened() -> socket.socket | None:
 
 
 def _peer(other: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them."""
+    """Return process id and user id of the peer, as reported by the kernel."""
     raw = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return pid, user
@@ -95,10 +95,10 @@ def _is_this_user(other: socket.socket) -> bool:
 
 
 def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
-    """Address and secret of the control plane that a process of this host belongs to.
+    """Return address and secret of the control plane that a process of this host belongs to.
 
     Raises:
-        CommError: There is no such process, it has no part in a job, or belongs to another user.
+        CommError: There is no such process, or it takes no part in a job, or it belongs to another user.
         UnavailableError: Not on Linux.
     """
     if sys.platform != "linux":
@@ -110,7 +110,7 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
                 line.connect(_name(pid, number))
             except OSError:
                 continue
-            # Anybody may take a name in this namespace; who has taken it, the kernel knows.
+            # Any process may bind a name in this namespace; the kernel knows which one did.
             if _peer(line)[0] == pid and _is_this_user(line):
                 return _read(line, pid)
     raise CommError(

@@ -1,4 +1,4 @@
-"""The key-value store: what is set, and who waits for what is not set yet."""
+"""The key-value store: keys that are set, and requests that wait for keys that are not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["KeyValueStore"]
 
 
 class KeyValueStore:
-    """Bytes by name, in memory. Nothing here waits: who must is kept until the key is set."""
+    """Bytes by name, in memory. Never blocks: a request that must wait is kept until its key is set."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -16,31 +16,31 @@ class KeyValueStore:
         return len(self._values)
 
     def set(self, key: str, value: bytes) -> list[tuple[int, int]]:
-        """Set, and return who (client and request) has been waiting for it."""
+        """Set the key, and return the requests (client and request) that have been waiting for it."""
         self._values[key] = value
         return self._waiting.pop(key, [])
 
     def get(self, key: str, client: int, request: int) -> bytes | None:
-        """The value; or None, and then `set` will tell of this request."""
+        """Return the value, or None; in that case `set` will return this request."""
         value = self._values.get(key)
         if value is None:
             self._waiting.setdefault(key, []).append((client, request))
         return value
 
     def forget(self, client: int, request: int | None = None) -> None:
-        """This request waits no longer; without one, none of this client does."""
+        """Remove this request from the waiting ones; without a request, all of this client's."""
         for key, waiting in list(self._waiting.items()):
             waiting[:] = [(who, what) for who, what in waiting if who != client or request not in (None, what)]
             if not waiting:
                 del self._waiting[key]
 
     def add(self, key: str, amount: int) -> tuple[int, list[tuple[int, int]]]:
-        """The counter's new value, and who has been waiting for it to exist."""
+        """Return the counter's new value, and the requests that have been waiting for it to exist."""
         total = int(self._values.get(key, b"0")) + amount
         return total, self.set(key, b"%d" % total)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> tuple[bytes, list[tuple[int, int]]]:
-        """The value afterwards (of an absent key that is not set: `expected`), and who has been waiting."""
+        """Return the value afterwards (`expected` for a key that stays absent), and the requests that waited for it."""
         present = self._values.get(key)
         if present == expected or (present is None and not expected):
             return desired, self.set(key, desired)
@@ -50,7 +50,7 @@ class KeyValueStore:
         return all(key in self._values for key in keys)
 
     def drop(self, beginnings: tuple[str, ...], kept: tuple[str, ...] = ()) -> None:
-        """Forget all keys that begin so, but for those that begin in one of the ways to be `kept`."""
+        """Delete all keys with one of these prefixes, except those with a prefix in `kept`."""
         for key in [key for key in self._values if key.startswith(beginnings) and not key.startswith(kept)]:
             del self._values[key]
 

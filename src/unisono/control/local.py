@@ -20,7 +20,7 @@ _PATIENCE_S = 30.0
 
 
 class LocalHub:
-    """Where the ranks of one process meet. Make one, and give each rank a `control()` of its own.
+    """Meeting point of the ranks of one process. Create one hub, and pass each rank its own `control()`.
 
     Example:
         >>> from unisono.core.group import Group
@@ -40,13 +40,13 @@ class LocalHub:
         self._making = threading.RLock()
 
     def control(self) -> LocalControl:
-        """The handle of one more rank."""
+        """Return the handle of one more rank."""
         client = next(self._numbers)
         control = self._controls[client] = self.make(client)
         return control
 
     def make(self, client: int) -> LocalControl:
-        """A new handle, which knows the hub and its own number."""
+        """Return a new handle, which knows the hub and its own number."""
         return LocalControl(self, client)
 
     def share(self, key: str, make: Callable[[], T]) -> T:
@@ -58,14 +58,14 @@ class LocalHub:
             return shared
 
     def handle(self, client: int, number: int, words: tuple[Any, ...]) -> None:
-        """Take a request, and hand out what comes of it."""
+        """Handle a request, and deliver the replies."""
         with self._lock:
             callbacks = self._deliver(self._state.handle(client, number, words))
         for callback in callbacks:
             callback()
 
     def lost(self, client: int) -> None:
-        """A rank has ended without closing its handle: all groups that it was in fail."""
+        """Fail all groups of a rank that has ended without closing its handle."""
         with self._lock:
             self._controls.pop(client, None)
             callbacks = self._deliver(self._state.lost(client))
@@ -73,11 +73,11 @@ class LocalHub:
             callback()
 
     def forget(self, client: int) -> None:
-        """A rank has closed its handle."""
+        """Remove a rank that has closed its handle."""
         self._controls.pop(client, None)
 
     def _group_over(self, name: str) -> None:
-        """Objects that ranks shared as members of a group go with it. (No lock: whoever makes one may be in here.)"""
+        """Drop the objects that ranks shared as members of a group. (No lock: a thread creating one may call this.)"""
         for key in [key for key in list(self._objects) if key.startswith(f"{name}/")]:
             self._objects.pop(key, None)
 
@@ -90,7 +90,7 @@ class LocalHub:
 class LocalControl(ControlClient):
     """One rank's handle to its `LocalHub`.
 
-    Callbacks of `join` run in the thread whose request made the group fail.
+    Callbacks of `join` run in the thread that sent the request that made the group fail.
     """
 
     def __init__(self, hub: LocalHub, client: int) -> None:
@@ -117,7 +117,7 @@ class LocalControl(ControlClient):
             self._hub.forget(self._client)
 
     def lose(self) -> None:
-        """End as a process does that is killed: without leaving. For tests, and for ranks that broke off."""
+        """End like a killed process: without leaving. For tests, and for ranks that broke off."""
         if self._ended is None:
             self._end(Cause("ClosedError", None, "this control handle is closed"), fails_groups=False)
             self._hub.lost(self._client)

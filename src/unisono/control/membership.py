@@ -1,4 +1,4 @@
-"""Who is present in which group, what its members exchange, and what first went wrong in it."""
+"""Groups: the ranks present, the exchanges of their members, and the first cause of failure."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from unisono.core.failure import LEFT, Cause
 __all__ = ["Contribution", "Groups", "Outgoing", "Reply", "failed", "pushed"]
 
 Reply = tuple[int, str, object]
-"""Number of the request (0: nobody asked), "ok" or "failed", and the value or the cause's three fields."""
+"""Number of the request (0: unsolicited), "ok" or "failed", and the value or the cause's three fields."""
 
 Outgoing = list[tuple[int, Reply]]
-"""Which client is told what, in this order."""
+"""Replies with their receiving clients, in sending order."""
 
 
 def failed(request: int, cause: Cause) -> Reply:
-    """The reply to a request that cannot be done."""
+    """Return the reply to a request that cannot be done."""
     return request, "failed", (cause.kind, cause.rank, cause.message)
 
 
 def pushed(name: str, cause: Cause) -> Reply:
-    """How a member is told that its group has failed."""
+    """Return the message that notifies a member of its group's failure."""
     return 0, "failed", (name, cause.kind, cause.rank, cause.message)
 
 
 class Contribution(NamedTuple):
-    """What one rank brought to an exchange, and where the others' values are to be sent.
+    """One rank's value in an exchange, and the request to answer with the others' values.
 
     Attributes:
-        agree: Whether a single word is enough for an answer if all brought the same bytes.
+        agree: Whether None suffices as the answer if all contributed the same bytes.
     """
 
     client: int
@@ -52,7 +52,7 @@ class _Group:
 
     @property
     def known(self) -> set[int]:
-        """Every rank that has been here, at some time."""
+        """Every rank that has ever joined."""
         return self.present.keys() | self.gone
 
     @property
@@ -60,7 +60,7 @@ class _Group:
         return len(self.present) + len(self.gone) == self.size
 
     def fail(self, cause: Cause) -> Outgoing:
-        """Keep the first cause, tell every member, and end every exchange with it."""
+        """Keep the first cause, notify every member, and end every exchange with it."""
         if self.cause is not None:
             return []
         self.cause = cause
@@ -72,13 +72,13 @@ class _Group:
 
 
 class Groups:
-    """Groups by name, each for as long as a rank is in it or may still come.
+    """Groups by name, each kept while a rank is in it or may still join.
 
-    All answers are pure values: which client is told what.
+    All answers are pure values: replies with their receiving clients.
 
     Args:
-        on_failure: What else is to be told when a group has failed, of its name and the cause.
-        on_end: Likewise when all ranks have left it, of its name.
+        on_failure: Called with the name and the cause of a group that has failed; returns further replies.
+        on_end: Called with the name of a group that all ranks have left; returns further replies.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Groups:
         members: Sequence[int] = (),
         answer: str | None = None,
     ) -> Outgoing:
-        """Again by the same client is harmless. Who contradicts a group that is not complete, fails it."""
+        """Add a rank to a group. Idempotent per client. A conflicting join fails a group that is still forming."""
         group = self._groups.setdefault(name, _Group(name, size))
         group.members = group.members or tuple(members)
         contradiction = self._contradiction(group, client, rank, size)
@@ -117,7 +117,7 @@ class Groups:
         return out + self._missed(name.rpartition("/")[0])
 
     def _missed(self, name: str) -> Outgoing:
-        """Who has gone from a group, and had not come to a part of it yet, never will."""
+        """Fail the forming parts of a group that wait for a rank that has left the group."""
         whole, out = self._groups.get(name), []
         gone = {whole.members[rank] for rank in whole.gone if whole.members} if whole is not None else set()
         for part in [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]:
@@ -142,7 +142,7 @@ class Groups:
         return None
 
     def leave(self, client: int, name: str) -> Outgoing:
-        """In peace: only who waits for this rank is told, now or later."""
+        """Leave a group cleanly: only ranks that wait for this one are notified, now or later."""
         rank = self._ranks.get(client, {}).pop(name, None)
         if rank is None:
             return []
@@ -157,7 +157,7 @@ class Groups:
         return out + self._missed(name) + self._forget_if_over(group)
 
     def leave_all(self, client: int) -> Outgoing:
-        """Leave every group in peace."""
+        """Leave every group cleanly."""
         out: Outgoing = []
         for name in list(self._ranks.get(client, ())):
             out += self.leave(client, name)
@@ -165,7 +165,7 @@ class Groups:
         return out
 
     def lose(self, client: int) -> Outgoing:
-        """A connection ended without leaving: the first cause of failure of every group it was in."""
+        """Fail every group of a client that disconnected without leaving, if it has not failed before."""
         out: Outgoing = []
         for name, rank in self._ranks.pop(client, {}).items():
             group = self._groups[name]
@@ -177,7 +177,7 @@ class Groups:
         return out
 
     def exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
-        """Keep what a rank brings until all have brought theirs."""
+        """Keep a rank's contribution until all ranks have contributed."""
         rank = self._ranks.get(client, {}).get(name)
         if rank is None:
             return [(client, failed(request, Cause("CommError", None, f"this rank has not joined {name}")))]
@@ -199,9 +199,9 @@ class Groups:
         return _results(exchange)
 
     def withdraw(self, name: str, topic: str, waited_s: float, report: str = "", deadlock: bool = False) -> Outgoing:
-        """Somebody's patience has ended: if ranks are missing still, the group fails for want of them.
+        """Handle a rank's timeout in an exchange: if ranks are still missing, fail the group.
 
-        `report` is what that one has found out about the others.
+        `report` is what the waiting rank has found out about the others.
         """
         group = self._groups.get(name)
         exchange = group.exchanges.get(topic) if group is not None else None
@@ -212,7 +212,7 @@ class Groups:
         return self._fail(group, Cause(kind, missing[0], _waited(topic, waited_s, missing) + report))
 
     def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
-        """The first cause of the group, which may now be this one."""
+        """Fail the group, and return its first cause, which may now be this one."""
         group = self._groups.get(name)
         out = [] if group is None else self._fail(group, cause)
         return (group and group.cause) or cause, out
@@ -221,38 +221,38 @@ class Groups:
         return [] if group.cause is not None else [*group.fail(cause), *self._on_failure(group.name, cause)]
 
     def cause(self, name: str) -> Cause | None:
-        """The first cause, if there is one."""
+        """Return the first cause of failure, if there is one."""
         group = self._groups.get(name)
         return group.cause if group is not None else None
 
     def complete(self, name: str) -> bool:
-        """Whether every rank has joined, at some time. A group that is over and forgotten was complete."""
+        """Return whether every rank has joined at some time. A group that is over and forgotten was complete."""
         group = self._groups.get(name)
         return group is None or group.complete
 
     def present(self, name: str) -> dict[int, int]:
-        """For each rank that is in the group now, its client."""
+        """Return the client of each rank that is in the group now."""
         group = self._groups.get(name)
         return {} if group is None else dict(group.present)
 
     def first_of_all(self) -> dict[int, tuple[str, int]]:
-        """For each client that is in any group, the one that it has been in for longest, and its rank there."""
+        """Return, for each client in any group, the group that it joined first, and its rank there."""
         return {client: next(iter(ranks.items())) for client, ranks in self._ranks.items() if ranks}
 
     def rank_of(self, client: int, name: str) -> int | None:
-        """A client's rank in a group, if it is there now."""
+        """Return a client's rank in a group, if it is there now."""
         return self._ranks.get(client, {}).get(name)
 
     def names(self, client: int) -> list[str]:
-        """The groups that a client is in."""
+        """Return the groups that a client is in."""
         return list(self._ranks.get(client, ()))
 
     def below(self, name: str) -> list[str]:
-        """The parts of a group that are there still."""
+        """Return the parts of a group that still exist."""
         return [part for part in self._groups if part.startswith(f"{name}/")]
 
     def expel(self, name: str, rank: int, cause: Cause) -> Outgoing:
-        """The others go on without this rank, which is told."""
+        """Remove a rank from a group and notify it; the others continue without it."""
         group = self._groups[name]
         client = group.present.pop(rank)
         self._ranks[client].pop(name, None)
@@ -267,7 +267,7 @@ class Groups:
         return self._on_end(group.name)
 
     def knows(self, name: str) -> bool:
-        """Whether somebody is in the group, or may still come."""
+        """Return whether a rank is in the group, or may still join."""
         return name in self._groups
 
 

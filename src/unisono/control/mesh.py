@@ -1,4 +1,4 @@
-"""Authenticated connections between ranks: each listens until all have come, and the higher rank of two connects."""
+"""Authenticated connections between ranks: each listens until all have joined, and the higher rank of two connects."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _LAST_PROOF_WITHIN_S = 5.0
 
 
 class Mesh:
-    """One rank's part in connecting ranks of a group. They learn addresses and a secret by the control plane.
+    """One rank's part in connecting ranks of a group. They exchange addresses and a secret via the control plane.
 
     Args:
         group: Its failure ends the waits for addresses.
         control: This rank's handle.
-        topic: Begins the keys in the control plane.
-        ranks: The ranks to connect, this one among them; the first one makes the secret.
-        address: Of this host, for the others.
+        topic: Prefix of the keys in the control plane.
+        ranks: The ranks to connect, including this one; the first one creates the secret.
+        address: Address of this host, for the other ranks.
     """
 
     def __init__(self, group: Group, control: ControlPlane, topic: str, ranks: Sequence[int], address: str) -> None:
@@ -46,16 +46,16 @@ class Mesh:
         self._links: dict[int, Link] = {}
 
     def connect(self, timeout: float, within_s: float, conclude: Callable[[list[CommError]], None]) -> dict[int, Link]:
-        """Connect to the lower ranks, and let the higher ones in. Collective.
+        """Connect to the lower ranks, and accept the higher ones. Collective.
 
         Args:
             timeout: Seconds for the lower ranks to publish their addresses.
             within_s: Seconds for all of them to answer.
-            conclude: Called with what went wrong with the lower ranks. It learns how the other ranks fared, and raises
-                unless all is well with all.
+            conclude: Called with the errors of connecting to the lower ranks. It learns the other ranks'
+                results, and raises unless all ranks succeeded.
 
         Raises:
-            CommError: A rank is missing, or as `conclude` says.
+            CommError: A rank is missing, or `conclude` raised.
         """
         rank = self._group.rank
         if rank == self._ranks[0]:
@@ -95,7 +95,7 @@ class Mesh:
         """Connect to a rank, or return the reason why not."""
         host, port = place
         if not host:
-            # That rank cannot listen, and says so itself.
+            # That rank cannot listen, and reports that itself.
             return None
         try:
             self._links[rank] = connect(place, secret, max(_LEAST_S, deadline - time.monotonic()), self._group.rank)
@@ -123,7 +123,7 @@ class Mesh:
 
 
 class _Accepting:
-    """Lets the higher ranks in, on a thread of its own: so none waits for a lower rank that this one cannot reach."""
+    """Thread that accepts the higher ranks, so that none waits for a lower rank that this one cannot reach."""
 
     def __init__(self, listener: socket.socket, secret: bytes, missing: set[int], links: dict[int, Link]) -> None:
         self._missing, self._links, self._ended = missing, links, False
@@ -149,7 +149,7 @@ class _Accepting:
             peer.close()
 
     def end(self, patience_s: float = 0.0) -> set[int]:
-        """Wait for the last ranks, and no longer than `patience_s` seconds. Returns those that are missing."""
+        """Wait at most `patience_s` seconds for the last ranks. Return the missing ones."""
         self._thread.join(patience_s)
         self._ended = True
         self._thread.join()

@@ -1,4 +1,4 @@
-"""What open handles do when their process ends by itself: leave in peace, or tell the error that ended it."""
+"""Exit hooks for open handles when their process ends by itself: leave cleanly, or report the error that ended it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _GRACE_S = 2.0
 
 
 class Handle(Protocol):
-    """What is to be closed before the process ends."""
+    """A resource to close before the process ends."""
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Close; if an error ends the process, tell the other ranks."""
+        """Close; if an error ends the process, report it to the other ranks."""
         ...
 
 
@@ -35,14 +35,14 @@ _registered: set[tuple[int, int]] = set()
 
 
 def when_process_ends(function: Callable[[], object], priority: int) -> None:
-    """Call this at the end of the process, once, however often it is asked for."""
+    """Register a function to run once at the end of the process. Idempotent."""
     if (os.getpid(), priority) not in _registered:
         _registered.add((os.getpid(), priority))
         Finalize(None, function, exitpriority=priority)
 
 
 def close_at_exit(handle: Handle) -> None:
-    """Have it closed at the end of the process, if it is still there."""
+    """Register a handle to be closed at the end of the process, if it still exists."""
     _handles[next(_numbers)] = handle
     when_process_ends(_take_leave, CLOSE_HANDLES)
 
@@ -61,14 +61,14 @@ def close_all() -> None:
 
 
 def _close_all(error: BaseException | None) -> None:
-    # The last ones first, for they may need those that were there before.
+    # The last ones first, because they may need earlier ones.
     for _, handle in sorted(_handles.items(), reverse=True):
         with contextlib.suppress(CommError, OSError):
             handle.on_process_exit(error)
 
 
 def _what_ends_the_process() -> BaseException | None:
-    """The exception that nobody caught, if there is one."""
+    """Return the uncaught exception, if there is one."""
     # A child of multiprocessing is here while the exception passes; a script, after it was printed.
     error = sys.exception()
     if error is None and not hasattr(sys, "ps1"):

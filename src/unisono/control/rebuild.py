@@ -1,4 +1,4 @@
-"""How the survivors of a group, and newcomers, come to a new one: who they are, and what it is called."""
+"""Rebuilds of a group from its survivors and newcomers: agreement on the members and the name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Rebuilds"]
 
 @dataclass(slots=True)
 class _Rebuild:
-    """One attempt of one group: whose request waits for the outcome."""
+    """One attempt of one group, with the requests that wait for the outcome."""
 
     grow: int
     members: list[int]
@@ -22,10 +22,10 @@ class _Rebuild:
 
 
 class Rebuilds:
-    """An attempt is through when every rank that is in the group has asked for it, and the newcomers are there.
+    """Attempts to rebuild groups, each complete when every rank in the group has requested it and newcomers are there.
 
-    A member is told the new group's name, and its members' numbers in the job: the survivors' in their old order, then
-    the newcomers'. A newcomer is told these, its own rank, and the terms that a member gave.
+    A member receives the new group's name, and its members' numbers in the job: the survivors' in their old order, then
+    the newcomers'. A newcomer receives these, its own rank, and the terms that a member passed.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -38,7 +38,7 @@ class Rebuilds:
     def call(
         self, client: int, request: int, name: str, attempt: int, grow: int, members: list[int], terms: bytes
     ) -> Outgoing:
-        """A member asks for an attempt; all give the same numbers, and the members' numbers in the job."""
+        """Request an attempt, as a member; all pass the same numbers, and the members' numbers in the job."""
         rank = self._groups.rank_of(client, name)
         if rank is None:
             message = f"this rank is no member of {name} any more: the others went on without it"
@@ -51,17 +51,17 @@ class Rebuilds:
         return self.look(name)
 
     def request_admission(self, client: int, request: int) -> Outgoing:
-        """A newcomer wants to be taken in, by whichever group grows next."""
+        """Request admission of a newcomer to the group that grows next."""
         self._applicants[client] = request
         return [reply for name in {name for name, _ in self._open} for reply in self.look(name)]
 
     def look(self, name: str) -> Outgoing:
-        """Somebody has come or gone: conclude what is complete now."""
+        """Conclude the attempts that are complete now; called when a rank has arrived or left."""
         out: Outgoing = []
         present = self._groups.present(name)
         for key in [key for key in self._open if key[0] == name]:
             rebuild = self._open[key]
-            # Who has gone gets no answer, and waits for none.
+            # A rank that has left gets no answer, and waits for none.
             for rank in rebuild.calls.keys() - present.keys():
                 del rebuild.calls[rank]
             if not present:
@@ -72,7 +72,7 @@ class Rebuilds:
         return out
 
     def exclude_missing(self, client: int, request: int, name: str, attempt: int, waited_s: float) -> Outgoing:
-        """A member's patience has ended: go on without who has not come; or not at all, for want of newcomers."""
+        """Handle a member's timeout: continue without the missing ranks, or fail if newcomers are missing."""
         rebuild = self._open.get((name, attempt))
         if rebuild is None:
             return []
@@ -88,7 +88,7 @@ class Rebuilds:
         return out
 
     def forget(self, client: int, request: int | None = None) -> None:
-        """A newcomer has gone, or waits no longer."""
+        """Remove a newcomer that has left or stopped waiting."""
         if request in (None, self._applicants.get(client)):
             self._applicants.pop(client, None)
 
@@ -104,7 +104,7 @@ class Rebuilds:
         members = [*(rebuild.members[rank] for rank in ranks), *numbers]
         calls = [rebuild.calls[rank] for rank in ranks]
         for index, (client, _) in enumerate([*calls, *newcomers]):
-            # From now on: who dies before it comes there by itself is missed all the same.
+            # Joined now, so that a rank that dies before it joins by itself is reported as lost, too.
             self._groups.join(client, 0, made, index, len(members), members)
         out: Outgoing = [(client, (request, "ok", (made, members))) for client, request in calls]
         for index, (client, request) in enumerate(newcomers):

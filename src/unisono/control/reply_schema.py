@@ -1,4 +1,4 @@
-"""Frames of the control plane as a rank takes them: answers to its requests, and news of failures."""
+"""Frames of the control plane as a rank receives them: answers to its requests, and news of failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Callback = Callable[[], None]
 
 
 def reply_of(content: bytes) -> Reply:
-    """The answer in a frame of the first connection, which may hold values of any rank.
+    """Return the answer in a frame of the first connection, which may hold values of any rank.
 
     Raises:
         ValueError: No server sends such a frame.
@@ -33,7 +33,7 @@ def reply_of(content: bytes) -> Reply:
 
 
 def news_of(content: bytes) -> Reply:
-    """The news in a frame of the second connection: in JSON, since a failure has to be told in few steps.
+    """Return the news in a frame of the second connection: in JSON, so that a failure is reported in few steps.
 
     Raises:
         ValueError: No server sends such a frame.
@@ -67,7 +67,7 @@ class PendingRequest:
         self._lock.acquire()
 
     def answer(self, reply: Reply) -> None:
-        """The first answer counts."""
+        """Set the answer. The first one counts."""
         if self.reply is None:
             self.reply = reply
             self.wake()

@@ -1,4 +1,4 @@
-"""The form of requests: each argument is of the type that its handler's annotation says, before anything is done."""
+"""Validation of requests: each argument must have the type of its handler's annotation before the handler runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _Test = Callable[[object], bool]
 
 
 def check_form(handler: Callable[..., Any], verb: str, arguments: Sequence[object]) -> None:
-    """`TypeError` unless these are arguments for the handler of a request, which comes from another process.
+    """Raise `TypeError` unless these are arguments for the handler of a request, which another process sent.
 
     Args:
-        handler: A method whose parameters after `client` and `request` are str, int, float, bool, bytes, lists of
+        handler: A method with parameters, after `client` and `request`, of type str, int, float, bool, bytes, lists of
             those, or None.
-        verb: What the request is called.
-        arguments: As they came.
+        verb: Name of the request.
+        arguments: The arguments as received.
 
     Example:
         >>> def on_add(client: int, request: int, key: str, amount: int = 1) -> None: ...

@@ -16,15 +16,15 @@ _VARIABLE = "UNISONO_SECRET"
 
 
 def find_secret(given: str | bytes | None = None) -> bytes:
-    """The secret that was given, else that of $UNISONO_SECRET, else that of this user on this host.
+    """Return the given secret, else that of $UNISONO_SECRET, else that of this user on this host.
 
-    The last is random, made at the first call, and kept in a file that only this user can read:
+    The last is random, created at the first call, and kept in a file that only this user can read:
     `~/.config/unisono/secret` (or under $XDG_CONFIG_HOME), or under the directory for temporary
     files where there is no home to write to.
 
     Raises:
         ValueError, TypeError: The secret that was given is empty, or neither text nor bytes.
-        CommError: The file could be read by others, or belongs to somebody else.
+        CommError: The file could be read by others, or belongs to another user.
 
     Example:
         >>> find_secret("open sesame")
@@ -35,7 +35,7 @@ def find_secret(given: str | bytes | None = None) -> bytes:
 
 
 def secret_bytes(given: str | bytes) -> bytes:
-    """A secret that somebody has chosen. Raises as `find_secret` does."""
+    """Return a secret chosen by the caller or the environment, as bytes. Raises as `find_secret` does."""
     # Made of a number, bytes would be that many zeros.
     if not isinstance(given, str | bytes | bytearray | memoryview):
         raise TypeError(f"the secret has to be text or bytes, not {type(given).__name__}")
@@ -86,7 +86,7 @@ def _read_or_create(directory: Path) -> bytes:
 
 
 def _create(path: Path) -> None:
-    """Write it whole under another name first, so that nobody ever reads a part of it."""
+    """Create the file. It is written whole under another name first, so that no process ever reads a part of it."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".secret")
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -100,7 +100,7 @@ def _create(path: Path) -> None:
 
 
 def refuse_if_shared(path: Path, status: os.stat_result, forbidden: int) -> None:
-    """Raise CommError if somebody else owns it, or has a right to it that is `forbidden` (bits of its mode)."""
+    """Raise CommError if another user owns it, or has a right to it that is `forbidden` (bits of its mode)."""
     if not hasattr(os, "geteuid"):
         return
     if status.st_uid != os.geteuid():

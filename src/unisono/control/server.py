@@ -29,15 +29,15 @@ _FLUSH_WITHIN_S = 1.0
 
 
 class Server:
-    """Listens at exactly the address given, and serves who knows the secret.
+    """Server that listens at exactly the given address, and serves clients that know the secret.
 
     Args:
-        secret: What every client must know too.
-        host: An address of this host; the loopback interface unless told otherwise.
-        port: 0 takes any free one.
+        secret: The secret that every client must know too.
+        host: An address of this host; by default the loopback interface.
+        port: 0 selects any free port.
 
     Raises:
-        CommError: The address cannot be listened at; the message says why, and what to do.
+        CommError: The address cannot be listened at; the message names the reason and the fix.
 
     Example:
         >>> from unisono.control.client import SocketControl
@@ -79,7 +79,7 @@ class Server:
         return self._address
 
     def retire(self, patience_s: float) -> None:
-        """End as soon as no client is left, or in `patience_s` seconds. Returns at once."""
+        """End as soon as no client is left, or in `patience_s` seconds. Returns immediately."""
         with self._lock:
             self._end_at = time.monotonic() + patience_s
         # The thread may have ended, and its sockets with it.
@@ -87,15 +87,15 @@ class Server:
             self._bell.send(b"!")
 
     def stay(self) -> bool:
-        """Take `retire` back; False if it is too late."""
+        """Cancel `retire`. Return False if it is too late."""
         with self._lock:
             self._end_at = None
             return not self._ended
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Tell the clients goodbye, so that they do not take it for a death, and end. Again is harmless.
+        """Send the clients a goodbye, so that they do not report a lost server, and end. Idempotent.
 
-        Clients that are there still get up to `patience_s` seconds to go first.
+        Clients that are still connected get up to `patience_s` seconds to leave first.
         """
         self.retire(patience_s)
         self._thread.join(patience_s + _FLUSH_WITHIN_S + 1.0)
@@ -158,7 +158,7 @@ class Server:
         if words == ("number",):
             self._tell([(connection.number, (request, "ok", connection.number))])
         elif words[0] == "news":
-            # A client's second connection, on which it hears what it did not ask for.
+            # A client's second connection, which carries unsolicited messages.
             connection.serves = words[1]
             self._news[connection.serves] = self._known.pop(connection.number)
             self._tell([(connection.serves, (request, "ok", None))])
@@ -177,14 +177,14 @@ class Server:
                     self._broken.append(connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Be told when the rest can be sent, if there is a rest."""
+        """Have the selector report when the rest can be sent, if there is a rest."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waiting else 0)
         if connection.watched != events:
             connection.watched = events
             self._selector.modify(connection.peer, events, connection)
 
     def _drop(self, connection: Connection) -> None:
-        """End a client, whichever of its connections broke; who has not said bye is lost to its groups."""
+        """End a client, whichever of its connections broke; without a bye, it is lost to its groups."""
         known, news = self._known.pop(connection.serves, None), self._news.pop(connection.serves, None)
         for ending in (known, news):
             if ending is not None:

@@ -16,13 +16,13 @@ _MAX_UNREAD_BYTES = 256 << 20
 
 
 class Connection:
-    """A client that has proved the secret, and whose socket does not block.
+    """A connection of a client that has proved the secret, with a non-blocking socket.
 
     Attributes:
         serves: The number of the client that it belongs to: that of the client's first connection.
-        clean_exit: Whether it has said that it will go.
-        watched: What the selector is asked to report of its socket.
-        waiting: Whether bytes wait until it has read others.
+        clean_exit: Whether the client has announced that it will leave.
+        watched: The events of its socket that the selector reports.
+        waiting: Whether bytes wait until the client has read others.
     """
 
     def __init__(self, number: int, peer: socket.socket, channel: Channel) -> None:

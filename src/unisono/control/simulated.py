@@ -1,4 +1,4 @@
-"""The control plane of simulated ranks: that of threads, but that requests take time and ranks can die."""
+"""The control plane of simulated ranks: like that of threads, except that requests take time and ranks can die."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _DEAD = Cause("ClosedError", None, "this rank was killed")
 
 
 class SimulatedHub(LocalHub):
-    """Where simulated ranks meet.
+    """Meeting point of simulated ranks.
 
     Args:
-        request_s: How long a request takes to be answered, if nothing holds it up.
-        notice_s: How long after a rank's death the others are told of it.
+        request_s: Seconds until a request is answered, if it waits for no other rank.
+        notice_s: Seconds after a rank's death until the others are notified.
     """
 
     def __init__(self, request_s: float, notice_s: float) -> None:
@@ -43,13 +43,13 @@ class SimulatedHub(LocalHub):
         super().handle(client, number, words)
 
     def missing(self, client: int, group: str, topic: str) -> list[int]:
-        """Which ranks have not come to an exchange."""
+        """Return the ranks that have not reached an exchange."""
         size = self._ranks.get((client, group), (0, 0))[1]
         return sorted(set(range(size)) - self._came.get((group, topic), set()))
 
 
 class SimulatedControl(LocalControl):
-    """One rank's handle. A request is a point where the seed decides who goes on."""
+    """One rank's handle. At each request, the seed decides which rank continues."""
 
     _hub: SimulatedHub
 
@@ -67,7 +67,7 @@ class SimulatedControl(LocalControl):
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         words = self._asked.pop(waiter.number, ("",))
-        # A key may never be set, and who asks for it knows that; to an exchange all have to come.
+        # A key may never be set, and its reader expects that; an exchange needs every rank.
         with waiting(lambda: self._described(words), hasty=words[0] != "exchange"):
             return super()._wait(waiter, timeout)
 
@@ -81,7 +81,7 @@ class SimulatedControl(LocalControl):
         return f"for {ranks} to come to {words[2]!r} of {words[1]}"
 
     def die(self) -> None:
-        """End without a word; the others are told a little later, as when a connection has broken."""
+        """End without a message; the others are notified a little later, as after a broken connection."""
         if self._ended is None:
             self._end(_DEAD, fails_groups=False)
             task = here()

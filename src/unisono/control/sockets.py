@@ -1,4 +1,4 @@
-"""Sockets as the control plane wants them, and what to say when they cannot be had."""
+"""Sockets configured for the control plane, and errors for sockets that cannot be opened."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from unisono.errors import CommError
 
 __all__ = ["ForkUnsafeResource", "invalidate_after_fork", "listen", "recv_exactly", "tune"]
 
-# A host that vanishes without a word is noticed after about this long.
+# Seconds after which a host that vanishes without a message is noticed, approximately.
 _SILENCE_S = 20
 
 
 class ForkUnsafeResource(Protocol):
-    """What holds descriptors that a forked child must not keep open."""
+    """An object with descriptors that a forked child must not keep open."""
 
     def invalidate_after_fork(self) -> None:
         """Close every descriptor, and touch nothing that the parent still uses."""
@@ -29,7 +29,7 @@ _holders: weakref.WeakSet[ForkUnsafeResource] = weakref.WeakSet()
 
 
 def invalidate_after_fork(holder: ForkUnsafeResource) -> None:
-    """Have a forked child let go at once; else a killed rank seems alive for as long as its children are."""
+    """Register a resource to be released in forked children; else a killed rank seems alive while its children are."""
     _holders.add(holder)
 
 
@@ -45,7 +45,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def tune(peer: socket.socket) -> None:
-    """Send small messages at once, and notice when the other host is gone."""
+    """Disable Nagle's delay of small messages, and enable detection of a lost host."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
@@ -60,10 +60,10 @@ def tune(peer: socket.socket) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket at exactly this address.
+    """Return a listening socket at exactly this address.
 
     Raises:
-        CommError: It cannot be had; why, and what to do.
+        CommError: The address cannot be listened at; the message names the reason and the fix.
     """
     listener = None
     try:
@@ -94,7 +94,7 @@ def _reason(error: OSError, host: str, port: int) -> str:
 
 
 def recv_exactly(peer: socket.socket, count: int) -> bytes:
-    """Receive so many bytes; `ConnectionError` if the connection is closed before."""
+    """Receive exactly `count` bytes. Raises `ConnectionError` if the connection is closed before."""
     data = b""
     while len(data) < count:
         more = peer.recv(count - len(data))

@@ -1,4 +1,4 @@
-"""What the control plane knows, as a pure state machine: requests in, replies out, no sockets, threads or clock."""
+"""State of the control plane, as a pure state machine: requests in, replies out, no sockets, threads or clock."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MOST_REFUSED = 16
 
 
 class ControlState:
-    """One for a job. Clients are numbers that whoever carries the messages gives out.
+    """State of one job. Clients are numbers that the carrier of the messages assigns.
 
     Requests are tuples, a verb and its arguments: see the methods that begin with `_on_`. Each gets
-    one reply, at once or later: `(request, "ok", value)` or `(request, "failed", cause)`. A group's
-    failure is told to all members as `(0, "failed", (group, *cause))`.
+    one reply, immediately or later: `(request, "ok", value)` or `(request, "failed", cause)`. A group's
+    failure is reported to all members as `(0, "failed", (group, *cause))`.
 
     Args:
-        on_end: Called with the name of a group that all ranks have left, for whoever keeps things by groups.
+        on_end: Called with the name of a group that all ranks have left, for holders of objects by group.
 
-    Values of an exchange are bytes that nobody looks into, so "equal" means that the bytes are.
-    Memory is bounded: finished exchanges are forgotten, and groups that everybody has left.
+    Values of an exchange are opaque bytes, so "equal" means that the bytes are equal.
+    Memory is bounded: finished exchanges are forgotten, and groups that all ranks have left.
 
     Example:
         >>> state = ControlState()
@@ -51,18 +51,18 @@ class ControlState:
         self._refused: dict[int, str] = {}
 
     def handle(self, client: int, request: int, words: tuple[Any, ...]) -> Outgoing:
-        """What is to be told to whom, in this order. A request out of form raises ValueError or TypeError."""
+        """Return replies with their receivers, in sending order. A malformed request raises ValueError or TypeError."""
         self._clients.add(client)
         verb, *arguments = words
         handler: Callable[..., Outgoing] | None = getattr(self, f"_on_{verb}", None)
         if handler is None:
             raise ValueError(f"there is no request {verb!r}")
-        # What is kept is looked at for other clients later, and then an error would be theirs.
+        # Arguments that are kept are used for other clients later, which would then get the error.
         check_form(handler, verb, arguments)
         return handler(client, request, *arguments)
 
     def lost(self, client: int) -> Outgoing:
-        """A client's connection ended without `bye`."""
+        """Handle the end of a client's connection without `bye`."""
         names = self._groups.names(client)
         out = [*self._forget(client), *self._groups.lose(client)]
         return out + [reply for name in names for reply in self._rebuilds.look(name)]
@@ -77,7 +77,7 @@ class ControlState:
         return [*self._wake(self._keys.set(key, value), value), (client, (request, "ok", None))]
 
     def _on_get(self, client: int, request: int, key: str, group: str = "") -> Outgoing:
-        """With a group, the wait ends by that one's failure too."""
+        """Answer when the key is set. With a group, its failure ends the wait too."""
         cause = self._groups.cause(group) if group else None
         if cause is not None:
             return [(client, failed(request, cause))]
@@ -122,7 +122,7 @@ class ControlState:
         return self._groups.join(client, request, name, rank, size, members)
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
-        """The answer comes at once, or when all have left if this one wants to wait for the `last` one."""
+        """Answer immediately, or, with `last`, when all ranks have left."""
         if last and self._groups.knows(name):
             self._leaving.setdefault(name, []).append((client, request))
             return [*self._groups.leave(client, name), *self._rebuilds.look(name)]
@@ -145,7 +145,7 @@ class ControlState:
         return [*out, (client, (request, "ok", None))]
 
     def _refusals(self) -> str:
-        """Lines for an error: ranks that have not come, and were refused."""
+        """Return lines for an error: missing ranks that were refused."""
         come = {rank for _, rank in self._seats}
         return "".join(
             f"\n  a process at {host} that says it is rank {rank} was refused, since it has another secret: set "
@@ -164,20 +164,20 @@ class ControlState:
 
     # -- surveys -----------------------------------------------------------------------------------
     def _on_survey(self, client: int, request: int, name: str | None) -> Outgoing:
-        """Have the members of a group tell what they are doing, or all clients that are in any."""
+        """Query the members of a group, or all clients that are in any group, for what they are doing."""
         labels = self._groups.first_of_all()
         if name is not None:
             labels = {other: (name, rank) for rank, other in self._groups.present(name).items()}
         return self._surveys.ask(client, request, labels)
 
     def _on_answer(self, client: int, request: int, number: int, content: bytes) -> Outgoing:
-        """Nobody waits for an answer to this."""
+        """Record a client's answer to a survey. It gets no reply."""
         return self._surveys.answer(client, number, content)
 
     def _on_enough(self, client: int, request: int, other: int) -> Outgoing:
         return [*self._surveys.end_query(client, other), (client, (request, "ok", None))]
 
-    # -- new groups in the place of old ones -------------------------------------------------------
+    # -- new groups instead of old ones ------------------------------------------------------------
     def _on_rebuild(
         self, client: int, request: int, name: str, attempt: int, grow: int, members: list[int], terms: bytes
     ) -> Outgoing:
@@ -192,11 +192,11 @@ class ControlState:
 
     # -- clients -----------------------------------------------------------------------------------
     def _on_enrol(self, client: int, request: int, job: str, rank: int, size: int, process: str) -> Outgoing:
-        """Join the next world of a job, and be told its name.
+        """Join the next world of a job; the answer is its name.
 
-        Each `init` of a rank is one world further. A rank's next process may take over after its
-        last one has gone; another process beside it is a mistake, which ends a world that is
-        still gathering.
+        Each `init` of a rank joins the next world. A rank's next process may take over after its
+        last one has ended; a second process at the same time is an error, which fails a world that
+        is still forming.
         """
         number, holder, last = self._seats.get((job, rank), (0, process, client))
         if holder != process and last in self._clients:
@@ -212,7 +212,7 @@ class ControlState:
         return self._groups.join(client, request, name, rank, size, answer=name)
 
     def _on_bye(self, client: int, request: int) -> Outgoing:
-        """Leave everything in peace; the connection may end now."""
+        """Leave all groups cleanly; the connection may end now."""
         names = self._groups.names(client)
         out = [*self._forget(client), *self._groups.leave_all(client)]
         out += [reply for name in names for reply in self._rebuilds.look(name)]
@@ -227,14 +227,14 @@ class ControlState:
         self._forget_leaving(client)
         return self._surveys.forget(client)
 
-    # -- what groups and keys have to do with each other -------------------------------------------
+    # -- relations of groups and keys --------------------------------------------------------------
     def _wake(self, waiting: list[tuple[int, int]], value: bytes) -> Outgoing:
         for wait in waiting:
             self._waits.pop(wait, None)
         return [(client, (request, "ok", value)) for client, request in waiting]
 
     def _group_failed(self, name: str, cause: Cause) -> Outgoing:
-        """Who waits for a key on behalf of a group waits no longer than that one lasts."""
+        """End the waits for keys on behalf of a failed group."""
         out: Outgoing = []
         for client, request in [wait for wait, group in self._waits.items() if group == name]:
             del self._waits[client, request]
@@ -243,12 +243,12 @@ class ControlState:
         return out
 
     def _forget_leaving(self, client: int, request: int | None = None) -> None:
-        """Who waited for all others to leave does so no more."""
+        """Remove a client's waits for all others to leave."""
         for waiting in self._leaving.values():
             waiting[:] = [wait for wait in waiting if wait[0] != client or request not in (None, wait[1])]
 
     def _group_over(self, name: str) -> Outgoing:
-        """Nobody asks for its keys any more; who waits for that is told."""
+        """Delete the keys of a group that all ranks have left, and answer the requests that wait for that."""
         self._on_end(name)
         parts = self._groups.below(name)
         self._keys.drop(_prefixes(name), tuple(prefix for part in parts for prefix in _prefixes(part)))
@@ -256,5 +256,5 @@ class ControlState:
 
 
 def _prefixes(name: str) -> tuple[str, ...]:
-    """What the keys of a group begin with: the store of torch's own groups has a word before."""
+    """Return the prefixes of a group's keys; those of torch's own groups start with "torch/"."""
     return f"{name}/", f"torch/{name}/"

@@ -1,4 +1,4 @@
-"""Questions that the server puts to several clients at once, for one of them."""
+"""Queries that the server sends to several clients on behalf of one client."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class _Survey:
 
 
 class StatusQueries:
-    """What each of some clients is doing. Who does not answer, for whatever reason, holds nobody up for long.
+    """Queries for what each of some clients is doing. An unresponsive client does not delay the others for long.
 
-    The answer to the whole is a list of pairs: a client's group and rank, and what it said, or None.
+    The answer to a query is a list of pairs: a client's group and rank, and its report, or None.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class StatusQueries:
         self._numbers = itertools.count(1)
 
     def ask(self, client: int, request: int, labels: Mapping[int, tuple[str, int]]) -> Outgoing:
-        """Put the question to these clients."""
+        """Send the query to these clients."""
         number = next(self._numbers)
         survey = self._open[number] = _Survey(client, request, dict(labels))
         return [*[(asked, (0, "asked", number)) for asked in labels], *self._conclude(number, survey)]
 
     def answer(self, client: int, number: int, content: bytes) -> Outgoing:
-        """One of them has answered; too late is harmless."""
+        """Record the answer of a client; a late one is ignored."""
         survey = self._open.get(number)
         if survey is None or client not in survey.labels:
             return []
@@ -44,7 +44,7 @@ class StatusQueries:
         return self._conclude(number, survey)
 
     def end_query(self, client: int, request: int) -> Outgoing:
-        """Who asked waits no longer, and takes what there is."""
+        """End a query: the client that requested it stops waiting, and receives the answers so far."""
         out: Outgoing = []
         for number, survey in list(self._open.items()):
             if (survey.client, survey.request) == (client, request):
@@ -52,7 +52,7 @@ class StatusQueries:
         return out
 
     def forget(self, client: int) -> Outgoing:
-        """A client has gone: it neither answers nor asks."""
+        """Remove a client that has left, from the queries and from their receivers."""
         out: Outgoing = []
         for number, survey in list(self._open.items()):
             if survey.client == client:

@@ -1,4 +1,4 @@
-"""torch's store on top of the control plane, so that torch's own process groups need no TCPStore."""
+"""torch's store on top of the control plane, so that torch's process groups need no TCPStore."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["ControlStore"]
 
 
 class ControlStore(dist.Store):
-    """A `torch.distributed.Store` whose keys live under a prefix of a control plane.
+    """A `torch.distributed.Store` with its keys under a prefix of a control plane.
 
     Args:
         control: The handle; it has to outlive the store.
-        prefix: What the names of all keys begin with. Stores with different ones know nothing of each other.
-        timeout_s: Seconds that `get` and `wait` wait for a key, until `set_timeout` says otherwise.
-        group: Whose failure ends such a wait too.
+        prefix: Prefix of all keys. Stores with different prefixes are independent.
+        timeout_s: Seconds that `get` and `wait` wait for a key, unless changed by `set_timeout`.
+        group: A group; its failure ends these waits too.
 
     Example:
         >>> from unisono.control import LocalHub
@@ -66,7 +66,7 @@ class ControlStore(dist.Store):
         return self._control.delete(self._key(key))
 
     def num_keys(self) -> int:
-        """Of the whole control plane, whatever the prefix."""
+        """Return the number of keys of the whole control plane, whatever the prefix."""
         return self._control.num_keys()
 
     def has_extended_api(self) -> bool:

@@ -1,7 +1,7 @@
-"""The last events of a rank, in a file that survives however the rank ends; and how to read it afterwards.
+"""Log of a rank's last events, in a file that survives however the rank ends; and its reader.
 
-A file is a head of 64 bytes and records of 256 bytes, used in turn, in memory that is mapped: the kernel writes it
-out when the process is gone, whatever ended it. A record's number is written last, so half a record is known as such.
+A file is a header of 64 bytes and a ring of 256-byte records, in mapped memory: the kernel writes it out when the
+process is gone, whatever ended it. A record's number is written last, so a partial record is detected.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _log = logging.getLogger("unisono")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that a rank did.
+    """One event of a rank.
 
     Attributes:
         number: Counts the events of a rank, from 1.
-        time_s: Of the clock on the wall.
-        kind: "enter" and "leave" a call, "error" in it, or "end" of the rank in peace.
-        group, rank: Of the communicator.
-        call: The number of a collective in it, if it is one.
+        time_s: Wall-clock time.
+        kind: "enter" and "leave" a call, "error" in it, or clean "end" of the rank.
+        group, rank: Group and rank of the communicator.
+        call: The collective's number in the group, if the call is a collective.
         text: The call, with its line; or the error.
     """
 
@@ -53,12 +53,12 @@ class Event:
 
 
 class EventLog:
-    """Writes events. Cost: about 2 us each.
+    """Writer of events. Cost: about 2 us each.
 
     Args:
-        path: The file; made anew.
-        rank: Whose events they are.
-        kept: How many, the last ones.
+        path: The file; created, must not exist.
+        rank: The rank that the events belong to.
+        kept: Number of the last events to keep.
     """
 
     def __init__(self, path: Path, rank: int, kept: int = _KEPT) -> None:
@@ -73,7 +73,7 @@ class EventLog:
         _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, kept)
 
     def put(self, kind: str, group: str, rank: int, number: int | None, text: str) -> None:
-        """Keep one; the oldest makes room."""
+        """Write an event; it overwrites the oldest one."""
         place = _HEAD.size + self._written % self._kept * _RECORD_BYTES
         self._written += 1
         call = -1 if number is None else number
@@ -84,7 +84,7 @@ class EventLog:
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Make the file that long; on a disk that is full, a write to mapped memory would end the process."""
+    """Allocate the file's blocks, because on a full disk a write to mapped memory would end the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
     else:
@@ -96,9 +96,9 @@ def _bytes(text: str) -> bytes:
 
 
 def record_of(rank: int) -> EventLog | None:
-    """Where this rank is to keep its events: a new file in the directory of $UNISONO_EVENTS, if that is set.
+    """Return the log for this rank's events: a new file in the directory of $UNISONO_EVENTS, if that is set.
 
-    If there can be none, that is logged, and the job goes on.
+    If the file cannot be created, that is logged, and the job continues.
     """
     directory = os.environ.get(_VARIABLE)
     if not directory:
@@ -121,10 +121,10 @@ def _new_in(folder: Path, rank: int) -> EventLog:
 
 
 def read_events(path: Path) -> tuple[int, int, list[Event]]:
-    """Process, rank and events of a file, the oldest first.
+    """Return process, rank and events of a file, the oldest first. Damaged records are skipped.
 
     Raises:
-        ValueError: It is no such file. What is damaged in it is left out.
+        ValueError: It is not an event file.
     """
     data = path.read_bytes() if path.stat().st_size <= _HEAD.size + _MOST_KEPT * _RECORD_BYTES else b""
     if len(data) < _HEAD.size:
@@ -139,7 +139,7 @@ def read_events(path: Path) -> tuple[int, int, list[Event]]:
             time_s, call, of, kind, group, text = _BODY.unpack_from(data, place + _NUMBER.size)
             said = (_text(field) for field in (kind, group, text))
             kind_said, group_said, text_said = said
-            # Where half of it was written, any number may stand.
+            # A partially written record may hold any number.
             if not 0 <= time_s < _LAST_S:
                 continue
             events.append(Event(number, time_s, kind_said, group_said, of, None if call < 0 else call, text_said))
@@ -147,6 +147,6 @@ def read_events(path: Path) -> tuple[int, int, list[Event]]:
 
 
 def _text(field: bytes) -> str:
-    """What was written, and nothing that a terminal would obey."""
+    """Return the text of a field, without control characters that a terminal would interpret."""
     said = field.rstrip(b"\0").decode(errors="replace")
     return "".join(letter if letter.isprintable() else "?" for letter in said)

@@ -1,4 +1,4 @@
-"""Why a wait has come to nothing: what every rank of the group is doing, and whether they wait for each other."""
+"""Hang reports: what every rank of the group is doing during a failed wait, and whether they wait for each other."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _SILENT = "does not answer: its process is stopped, or busy in code that lets no
 
 
 class Hang(NamedTuple):
-    """What is known of a wait in vain.
+    """Findings about a failed wait.
 
     Attributes:
-        report: What each rank is doing, as lines to put after an error's message.
-        deadlock: Whether some ranks wait for each other in a circle, and what each waits for has not been called or
+        report: What each rank is doing, as lines to append to an error's message.
+        deadlock: Whether some ranks wait for each other in a cycle, and what each waits for has not been called or
             sent.
-        missing: For whom a collective waits, as far as it is known: who does something else; if nobody does, who does
-            not answer; else who is still in an earlier call.
-        verdict: The same in a sentence, or nothing.
+        missing: Ranks that the collective is waiting for, as far as known: those doing something else; failing that,
+            those not responding; failing that, those still in an earlier call.
+        verdict: The same as a sentence, or empty.
     """
 
     report: str = ""
@@ -42,13 +42,13 @@ class Hang(NamedTuple):
 
 
 def hang_report(control: ControlPlane, group: Group) -> Hang:
-    """Ask all ranks what they are doing."""
+    """Query all ranks for what they are doing."""
     try:
         found = control.query(group, _PATIENCE_S)
     except CommError:
         return Hang()
     if not any(report and report["groups"] for report in found.values()):
-        # Nobody has a communicator yet: there is nothing to tell.
+        # No rank has a communicator yet: there is nothing to report.
         return Hang()
     told = {rank: found.get((group.name, rank), {}) for rank in range(group.size)}
     circle = _find_cycle(told, group)
@@ -63,7 +63,7 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
 
 
 def last_calls(control: ControlPlane, group: Group) -> str:
-    """The last calls of each rank, as lines to put after an error's message."""
+    """Return the last calls of each rank, as lines to append to an error's message."""
     try:
         found = control.query(group, _PATIENCE_S)
     except CommError:
@@ -77,9 +77,9 @@ def last_calls(control: ControlPlane, group: Group) -> str:
 
 
 def with_hang_report(error: BaseException, control: ControlPlane, group: Group) -> BaseException:
-    """A wait in vain with what every rank is doing (a deadlock is called so), a mismatch with the last calls of each.
+    """Add every rank's state to a timeout (a deadlock becomes `DeadlockError`), or its last calls to a mismatch.
 
-    Cost: one question to all ranks, which those that are stopped hold up by 0.15 s.
+    Cost: one query to all ranks; stopped ranks delay it by 0.15 s.
     """
     if not isinstance(error, CommError) or "\n" in str(error) or group.size == 1:
         return error
@@ -97,7 +97,7 @@ def with_hang_report(error: BaseException, control: ControlPlane, group: Group) 
 
 
 def lines_of(name: str, told: _Report | None) -> list[str]:
-    """What one rank is doing, in a line, and where its thread is, in a few more."""
+    """Return a line with what one rank is doing, and a few more with where its thread is."""
     if told is None:
         return [f"{name} {_SILENT}"]
     if not told:
@@ -116,13 +116,13 @@ def lines_of(name: str, told: _Report | None) -> list[str]:
 
 
 def _inside(told: _Report | None) -> _Report | None:
-    """The communicator that a rank waits in, the one entered last if there are several."""
+    """Return the communicator that a rank waits in, the last entered if there are several."""
     inside = [entry for entry in (told or {}).get("groups", ()) if entry["inside"]]
     return inside[-1] if inside else None
 
 
 def _find_cycle(told: dict[int, _Report | None], group: Group) -> list[int]:
-    """Ranks that wait for each other in a circle, the first one again at the end; empty if there are none."""
+    """Return ranks that wait for each other in a cycle, the first one repeated at the end; empty if there are none."""
     waits = {rank: _waits_for(rank, told, group) for rank in told}
 
     def search(path: list[int]) -> list[int]:
@@ -130,7 +130,7 @@ def _find_cycle(told: dict[int, _Report | None], group: Group) -> list[int]:
             found = [*path[path.index(rank) :], rank] if rank in path else search([*path, rank])
             if found:
                 return found
-        # Whoever is not in a circle by now never will be.
+        # A rank that is in no cycle by now never will be.
         waits[path[-1]] = []
         return []
 
@@ -138,7 +138,7 @@ def _find_cycle(told: dict[int, _Report | None], group: Group) -> list[int]:
 
 
 def _waits_for(rank: int, told: dict[int, _Report | None], group: Group) -> list[int]:
-    """The ranks of the group that this one waits for in vain, as long as they do not go on."""
+    """Return the ranks of the group that block this rank, as long as they do not continue."""
     current = _inside(told[rank])
     if current is None or current["aside"]:
         return []
@@ -157,7 +157,7 @@ def _waits_for(rank: int, told: dict[int, _Report | None], group: Group) -> list
 
 
 def _verdict(told: dict[int, _Report | None], group: Group) -> tuple[tuple[int, ...], str]:
-    """For whom the collective of the group that this rank is in waits."""
+    """Return the ranks that this rank's current collective in the group waits for, and a sentence about them."""
     calls = {rank: _of(told, group.members[rank], group.name) for rank in range(group.size)}
     mine = calls[group.rank]
     if mine is None or not mine["inside"] or mine["number"] is None:
@@ -177,7 +177,7 @@ def _verdict(told: dict[int, _Report | None], group: Group) -> tuple[tuple[int, 
 
 
 def _of(told: dict[int, _Report | None], number: int, name: str) -> _Report | None:
-    """What a rank of the job, by its number there, says of one of its groups."""
+    """Return the report of a rank, by its number in the job, on one of its groups."""
     for answer in told.values():
         for entry in (answer or {}).get("groups", ()):
             if entry["group"] == name and entry["members"][entry["rank"]] == number:
@@ -187,13 +187,13 @@ def _of(told: dict[int, _Report | None], number: int, name: str) -> _Report | No
 
 
 def _is_behind(told: dict[int, _Report | None], current: _Report, peer: int) -> bool:
-    """Whether the peer has not come to the collective that this rank is in."""
+    """Return whether the peer has not reached the collective that this rank is in."""
     entry = _of(told, current["members"][peer], current["group"])
     return entry is not None and peer != current["rank"] and bool(entry["calls"] < current["number"])
 
 
 def _not_posted(told: dict[int, _Report | None], current: _Report, kind: str, peer: int, tag: int, number: int) -> bool:
-    """Whether the peer has not posted the counterpart of a message."""
+    """Return whether the peer has not posted the counterpart of a message."""
     entry = _of(told, current["members"][peer], current["group"])
     if entry is None:
         return False

@@ -1,4 +1,4 @@
-"""How many processors the ranks of this host have between them: fewer than the machine has, in many a container."""
+"""Number of processors that the ranks of this host share: in many containers, fewer than the machine has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _V1 = Path("/sys/fs/cgroup/cpu")
 
 
 def cores() -> int:
-    """What this process may run on, and its control group allows it; at least 1.
+    """Return the number of processors that affinity and control groups allow this process; at least 1.
 
     Example:
         >>> 1 <= cores() <= os.cpu_count()
@@ -26,20 +26,20 @@ def cores() -> int:
 
 
 def visible() -> int:
-    """Processors that this process may run on; where a launcher binds each rank to its own, all of the machine."""
+    """Return the number of processors in this process's affinity, or in the machine if a launcher binds each rank."""
     of_the_machine = os.cpu_count() or 1
-    # The script that sbatch runs is no step, and has all that the job has on this host.
+    # The script that sbatch runs is no step, and has all of the job's processors on this host.
     binds = mpi_library.launched() is not None or ("SLURM_STEP_ID" in os.environ and "RANK" not in os.environ)
     if binds or not hasattr(os, "sched_getaffinity"):
-        # What this rank is bound to says nothing of what all ranks together have.
+        # This rank's binding does not show the processors of all ranks together.
         return of_the_machine
     return len(os.sched_getaffinity(0))
 
 
 def quota() -> float | None:
-    """What the control groups of this process allow, as a number of processors. None if there is no limit."""
+    """Return the number of processors that this process's control groups allow. None if there is no limit."""
     of = {name: path for _, names, path in _memberships() for name in names.split(",")}
-    # Of version 2, where groups have no name, and of version 1.
+    # Limits of cgroup version 2, where groups have no name, and of version 1.
     texts = [_said(group / "cpu.max") for group in _upwards(_V2, of.get("", "/"))]
     texts += [
         _said(group / "cpu.cfs_quota_us") + _said(group / "cpu.cfs_period_us")
@@ -54,7 +54,7 @@ def _memberships() -> list[list[str]]:
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
-    """The folders of a group and of all above it."""
+    """Return the folders of a group and of all its ancestors."""
     own = root / path.lstrip("/")
     return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
 

@@ -1,6 +1,6 @@
-"""The MPI library of this process, and what its launcher has told by the environment.
+"""The MPI library of this process, and its launcher's settings in the environment.
 
-mpi4py starts MPI when it is imported. That happens in `library`, when somebody asks for MPI, and nowhere else.
+mpi4py starts MPI when it is imported. That happens only in `library`, when the caller requests MPI.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 @dataclass(frozen=True, slots=True)
 class MpiLauncher:
-    """What the environment tells of an MPI launcher.
+    """An MPI launcher, as found in the environment.
 
     Attributes:
         by: The launcher, for messages.
-        rank, size: This process's number and how many there are, if it tells.
-        local_rank, local_size: The same on this host, if it tells.
+        rank, size: This process's number and the number of processes, if the launcher sets them.
+        local_rank, local_size: The same on this host, if the launcher sets them.
     """
 
     by: str
@@ -57,12 +57,12 @@ class MpiLauncher:
 
     @property
     def is_open_mpi(self) -> bool | None:
-        """Whether it is Open MPI's; None if it may be anybody's."""
+        """Return whether the launcher is Open MPI's; None if it is unknown."""
         return None if "PMIx" in self.by else "Open MPI" in self.by
 
 
-# Rank and size, of all and on this host, from the most to the least particular. The last are Slurm's too, if it speaks
-# PMI.
+# Rank and size, global and on this host, from the most to the least specific. Slurm sets the last ones too, if it
+# speaks PMI.
 _OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
 _VARIABLES = (
     ("Open MPI's mpirun", f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
@@ -74,7 +74,7 @@ _OF_HYDRA = ("MPI_LOCALNRANKS", "HYDI_CONTROL_FD", "HYDRA_LAUNCHER")
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> MpiLauncher | None:
-    """The MPI launcher that started this process; None if none did, or if it was Slurm's srun.
+    """Return the MPI launcher that started this process; None if none did, or if it was Slurm's srun.
 
     Example:
         >>> launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
@@ -97,7 +97,7 @@ def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None
 
 
 def library() -> Any:
-    """The module `mpi4py.MPI`, with MPI started.
+    """Return the module `mpi4py.MPI`, with MPI started.
 
     Raises:
         UnavailableError: There is no mpi4py, or no MPI library for it, or the library is not the launcher's, or
@@ -116,7 +116,7 @@ def library() -> Any:
 
 
 def imported() -> Any:
-    """The module `mpi4py.MPI`, without starting MPI; mpi4py ends it with the process.
+    """Return the module `mpi4py.MPI`, without starting MPI; mpi4py finalizes it with the process.
 
     Raises:
         UnavailableError: There is no mpi4py, or no MPI library for it.
@@ -157,7 +157,7 @@ def _of_another(launcher: MpiLauncher, mpi: Any, size: int | None) -> Unavailabl
 
 
 def name_of(mpi: Any) -> str:
-    """What the library calls itself, in one line.
+    """Return the library's name and version, in one line.
 
     Example:
         >>> from types import SimpleNamespace
@@ -169,11 +169,11 @@ def name_of(mpi: Any) -> str:
 
 
 def check_world(mpi: Any, size: int) -> None:
-    """Raise `UnavailableError`, with the fix, if MPI's world is of one process though there should be more.
+    """Raise `UnavailableError`, with the fix, if MPI's world has one process though there should be more.
 
     Args:
-        mpi: What `library` gave.
-        size: How many ranks there should be.
+        mpi: The module that `library` returned.
+        size: The expected number of ranks.
     """
     world = mpi.COMM_WORLD.Get_size()
     if world > 1 or size <= 1:
@@ -193,7 +193,7 @@ def _mpiexec_beside() -> str | None:
 
 
 def find_mpirun() -> str | None:
-    """The mpirun beside this interpreter, where pip puts it, or the one on the path."""
+    """Return the mpirun beside this interpreter, where pip installs it, or the one on the path."""
     beside = str(Path(sys.executable).parent)
     names = ("mpirun", "mpiexec")
     return next(filter(None, (shutil.which(name, path=path) for path in (beside, None) for name in names)), None)
@@ -204,7 +204,7 @@ _USERS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "HYDR
 
 
 def env_without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what a launcher, or MPI itself, has told this process: for starting mpirun from here.
+    """Return an environment without the variables that a launcher, or MPI itself, has set: to start mpirun from here.
 
     Example:
         >>> env_without_launcher({"PMIX_RANK": "0", "OMPI_MCA_btl": "self", "HOME": "/root"})
@@ -218,12 +218,12 @@ def env_without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def mpirun_environment(environment: Mapping[str, str], *, crowded: bool) -> dict[str, str]:
-    """An environment for mpirun that starts as many ranks as wanted, on any core, also for root.
+    """Return an environment for mpirun that starts any number of ranks, on any core, also for root.
 
-    All of it is Open MPI's; others need nothing.
+    All of its variables are Open MPI's; other libraries need none.
 
     Args:
-        environment: The one to begin with; a setting of its own is kept.
+        environment: The initial environment; its settings are kept.
         crowded: Whether ranks share cores, so that they yield while they wait.
     """
     given = {
@@ -237,7 +237,7 @@ def mpirun_environment(environment: Mapping[str, str], *, crowded: bool) -> dict
 
 
 def has_ulfm(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the job goes on without a rank that ends: mpirun was told `--with-ft ulfm`.
+    """Return whether the job survives the end of a rank: mpirun was started with `--with-ft ulfm`.
 
     Example:
         >>> has_ulfm({"OMPI_MCA_mpi_ft_enable": "1"}), has_ulfm({})
@@ -249,13 +249,13 @@ def has_ulfm(environment: Mapping[str, str] = os.environ) -> bool:
 def poll_until(
     done: Callable[[], bool], deadline: float, look: Callable[[], object] | None = None, spins: int = 500
 ) -> bool:
-    """Ask until it is so: at once, then giving the processor away, then after ever longer pauses (at most 1 ms).
+    """Poll until `done()`: first spinning, then yielding the processor, then with growing pauses (at most 1 ms).
 
     Args:
-        done: What is asked.
+        done: The condition.
         deadline: On the monotonic clock; False is returned then.
-        look: Called before each pause, and now and then before; may raise.
-        spins: How often to ask at once, unless the deadline comes before.
+        look: Called before each pause, and occasionally while spinning; may raise.
+        spins: Number of polls without a pause, unless the deadline passes before.
     """
     for number in range(1, spins + 1):
         if done():
@@ -266,7 +266,7 @@ def poll_until(
         _give_way()
         if done():
             return True
-        # Where processors are scarce, each of these may take milliseconds.
+        # If processors are oversubscribed, each yield may take milliseconds.
         if time.monotonic() >= deadline:
             return False
     pause_s = _FIRST_PAUSE_S

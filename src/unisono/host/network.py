@@ -1,4 +1,4 @@
-"""Which machine this is, and by which of its addresses other machines reach it."""
+"""Identity of this host, and the address by which other hosts reach it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ INTERFACE = "UNISONO_INTERFACE"
 
 _SIOCGIFADDR = 0x8915
 _ELSEWHERE = "192.0.2.1", "2001:db8::1"
-"""Addresses of documentation, which no host has: the route to them is the route to everywhere."""
+"""Addresses reserved for documentation, which no host has: the route to them is the default route."""
 
 
 def why_no_shm() -> str | None:
-    """Why shared memory between processes would not be right here, with what to do; None if it is."""
+    """Return the reason why shared memory between processes is unsafe here, with the fix; None if it is safe."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "backend 'shm' needs Linux (memfd_create); use backend='gloo'"
     if platform.machine() not in ("x86_64", "AMD64"):
-        # Data, then a flag, by two plain stores: x86 keeps their order, other processors do not.
+        # The sender writes data, then a flag, by two plain stores: x86 keeps their order, other processors do not.
         return (
             f"backend 'shm' relies on the order of stores of x86-64, which {platform.machine()} does not keep; "
             "use backend='gloo'"
@@ -53,7 +53,7 @@ def why_no_shm() -> str | None:
 
 @cache
 def host_identity() -> str:
-    """The kernel's boot id and the network namespace, or the host's name where there is no such thing."""
+    """Return the kernel's boot id and the network namespace, or the host's name where these do not exist."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -62,19 +62,19 @@ def host_identity() -> str:
 
 
 def address_towards(host: str, port: int = 9) -> str:
-    """The address of this host on the way to another one, by which that can reach it. Nothing is sent."""
+    """Return the address of this host on the route to another host, which can reach it there. Nothing is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        # Connecting a datagram socket only asks the routing table.
+        # Connecting a datagram socket only queries the routing table.
         probe.connect(address)
         return str(probe.getsockname()[0])
 
 
 def address_for_others(host: str, port: int = 9) -> str:
-    """The address of this host for a peer that is told to meet at `host`, which may be this host itself.
+    """Return the address of this host for a peer with rendezvous address `host`, which may be this host itself.
 
-    The interface that a variable names goes first. Else it is the route to `host`; where that name leads to the
-    loopback (as the own name does on many systems), the route to the rest of the world.
+    An interface named by an environment variable has priority. Otherwise use the route to `host`, or, if that name
+    resolves to the loopback (as a host's name does on many systems), the default route.
     """
     wanted = requested_interface()
     if wanted is not None:
@@ -86,7 +86,7 @@ def address_for_others(host: str, port: int = 9) -> str:
 
 
 def address_outward() -> str | None:
-    """The address of this host on the route to the rest of the world; None if it has only the loopback."""
+    """Return the address of this host on the default route; None if it has only the loopback."""
     for far in _ELSEWHERE:
         with contextlib.suppress(OSError):
             address = address_towards(far)
@@ -98,11 +98,12 @@ def address_outward() -> str | None:
 def requested_interface(
     named: str | None = None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, str] | None:
-    """The network interface that somebody asks for, and where; None if nobody does.
+    """Return the requested network interface, and the setting that requests it; None if there is no request.
 
     Args:
-        named: By the program. Then come UNISONO_INTERFACE, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; of a list of
-            interfaces the first that is here, and with NCCL's signs for "exactly" (=), "not" (^) and beginnings.
+        named: Interface passed by the program. It precedes UNISONO_INTERFACE, GLOO_SOCKET_IFNAME and
+            NCCL_SOCKET_IFNAME; of a list, the first interface that exists here is used, and for NCCL's variable its
+            signs for "exactly" (=) and "not" (^), and prefixes.
 
     Example:
         >>> requested_interface("lo", {})
@@ -123,7 +124,7 @@ def requested_interface(
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether NCCL would take it."""
+    """Return whether NCCL would select the interface by this pattern."""
     words = pattern.lstrip("^=").split(",")
     if pattern.startswith("^"):
         unwanted = name == "lo" or any(name.startswith(word) for word in words)
@@ -132,10 +133,10 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def address_of(interface: str) -> str:
-    """The first IPv4 address of a network interface, else its first global IPv6 address.
+    """Return the first IPv4 address of a network interface, else its first global IPv6 address.
 
     Raises:
-        ValueError: There is no such interface, which lists those that are there; or it has no address.
+        ValueError: There is no such interface (the message lists the existing ones), or it has no address.
     """
     here = [name for _, name in socket.if_nameindex()]
     if interface not in here:
@@ -147,7 +148,7 @@ def address_of(interface: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address; None if none of this host has."""
+    """Return the network interface of this host that has this address; None if there is none."""
     for _, name in socket.if_nameindex():
         if address in (_ipv4_of(name), _ipv6_of(name)):
             return name
@@ -155,7 +156,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nobody else can reach it.
+    """Return whether no other host can reach the address.
 
     Example:
         >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("a.name")

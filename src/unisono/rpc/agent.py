@@ -1,4 +1,4 @@
-"""One rank's agent: makes calls, serves those of others, and ends in order."""
+"""One rank's agent: makes calls, serves those of other ranks, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from unisono.rpc.thread_pool import Workers
 __all__ = ["TIMEOUT_S", "Agent", "WorkerInfo"]
 
 TIMEOUT_S = 60.0
-"""Seconds that a call may take if nobody says otherwise."""
+"""Default timeout of a call, in seconds."""
 _MOST_CALLS = 16384
 _MOST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A rank as others can call it.
+    """Address of a rank for calls.
 
     Attributes:
-        name: As it was given to `init`.
+        name: As passed to `init`.
         id: Its rank.
     """
 
@@ -48,12 +48,12 @@ class WorkerInfo:
 
 
 class Agent:
-    """One rank's part in remote calls. Made by `unisono.rpc.init`; its methods may be used by any thread.
+    """One rank's part in remote calls. Created by `unisono.rpc.init`; its methods are thread-safe.
 
     Attributes:
-        rank, size: This rank, of how many.
-        name: By which others can call it.
-        infos: Of every rank.
+        rank, size: This rank, and the number of ranks.
+        name: Name of this rank for callers.
+        infos: `WorkerInfo` of every rank.
     """
 
     rref_class: type[RRef[Any]] = RRef
@@ -89,9 +89,9 @@ class Agent:
         )
         register(self)
         close_at_exit(self)
-        # The communicator may live on for long, and must not keep what was on an agent that is closed.
+        # The communicator may outlive a closed agent for long, and must not keep its objects alive.
         comm.on_close(partial(_close, weakref.ref(self)))
-        # The last thing: other ranks may be calling already.
+        # Last, because other ranks may be calling already.
         self.receiver.start()
 
     def _adopt_thread(self) -> None:
@@ -101,26 +101,26 @@ class Agent:
     def rpc_sync(
         self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float | None = None
     ) -> Any:
-        """As `unisono.rpc.rpc_sync`."""
+        """See `unisono.rpc.rpc_sync`."""
         target, given = self.caller.target(func, args)
         return self.caller.call(self.rank_of(to), target, None, given, kwargs, timeout)
 
     def rpc_async(
         self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float | None = None
     ) -> CallFuture:
-        """As `unisono.rpc.rpc_async`."""
+        """See `unisono.rpc.rpc_async`."""
         target, given = self.caller.target(func, args)
         return self.caller.start(self.rank_of(to), target, None, given, kwargs, timeout)
 
     def remote(
         self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float | None = None
     ) -> RRef[Any]:
-        """As `unisono.rpc.remote`."""
+        """See `unisono.rpc.remote`."""
         target, given = self.caller.target(func, args)
         return self.caller.make(self.rank_of(to), target, None, given, kwargs, timeout)
 
     def rank_of(self, to: Any) -> int:
-        """The rank of a name, a rank or a `WorkerInfo`. Raises ValueError for what is none of them."""
+        """Return the rank of a name, a rank or a `WorkerInfo`. Raises ValueError for anything else."""
         rank = self._ranks.get(to) if isinstance(to, Hashable) and not isinstance(to, bool) else None
         if rank is None:
             known = ", ".join(f"{info.name!r} ({info.id})" for info in self.infos[:16])
@@ -129,12 +129,12 @@ class Agent:
 
     # -- life ----------------------------------------------------------------------------------
     def get_worker_info(self, name: Any = None) -> WorkerInfo:
-        """Of a name or rank; of this rank if None."""
+        """Return the `WorkerInfo` of a name or rank; of this rank if None."""
         return self.infos[self.rank if name is None else self.rank_of(name)]
 
     def thread(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> threading.Thread:
-        """Start a thread of this rank: in it the functions of `unisono.rpc` act on this agent. Daemonic; returned."""
-        # What a function starts is part of the call that it serves.
+        """Start and return a daemon thread in which the functions of `unisono.rpc` act on this agent."""
+        # Threads that a function starts belong to the call that it serves.
         context = copy_context()
         context.run(self._adopt_thread)
         thread = threading.Thread(
@@ -144,7 +144,7 @@ class Agent:
         return thread
 
     def wait_known(self, outcome: OwnedValue, timeout: float | None) -> None:
-        """Wait for an object of this rank that is being made."""
+        """Wait for an object of this rank that is being created."""
         limit, known = self.timeout if timeout is None else timeout, threading.Event()
         outcome.when_known(known.set)
         with self.workers.not_counted():
@@ -152,15 +152,15 @@ class Agent:
                 raise CommTimeoutError(f"waited {limit:.1f} s for an object that is still being made", waited_s=limit)
 
     def idle(self) -> bool:
-        """Whether nothing is under way, neither for this rank nor for others."""
+        """Return whether no call is in progress, neither made nor served by this rank."""
         return not len(self.calls) and not len(self.serving)
 
     def alive(self) -> list[int]:
-        """The ranks that still serve."""
+        """Ranks that still serve calls."""
         return [rank for rank in range(self.size) if rank not in self.office.gone and rank not in self.box.lost]
 
     def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
-        """As `unisono.rpc.shutdown`."""
+        """See `unisono.rpc.shutdown`."""
         if graceful and not self.closed:
             if self.serving.runs_here():
                 raise CommError(
@@ -171,7 +171,7 @@ class Agent:
         self.close("it shut its agent down")
 
     def close(self, reason: str = "it shut its agent down") -> None:
-        """Serve no more, at once; calls under way end with an error on both sides. Again is harmless."""
+        """Stop serving immediately; pending calls fail on both sides. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -185,7 +185,7 @@ class Agent:
         self.closing.finish()
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """The process ends."""
+        """Close the agent: the process ends."""
         self.close("its process ended" if error is None else f"it failed: {type(error).__name__}: {error}")
 
     def __enter__(self) -> Agent:

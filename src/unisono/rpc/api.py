@@ -1,4 +1,4 @@
-"""The functions that act on the agent of the rank whose thread calls them."""
+"""Module-level functions that act on the calling thread's agent."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def init(
     expose: Iterable[Any] = (),
     workers: int = 16,
 ) -> Agent:
-    """Let the ranks of a communicator call each other's functions. Collective: every rank calls it.
+    """Start an agent on each rank of a communicator so that ranks can call each other's functions. Collective.
 
-    From then on the functions of this package act on this rank's agent, in this thread, in functions that others
-    call, and, where the process has one agent only, in every thread. The agent has messages of its own; the
-    communicator goes on as before, and may even break without the calls being touched: a rank that dies is lost
-    to those who call it, and to nobody else.
+    Afterwards the functions of this package use this rank's agent: in this thread, in functions called by other
+    ranks, and in every thread if the process has only one agent. The agent uses its own message channel; the
+    communicator stays usable, and its failure does not affect calls: a rank that dies is lost only to the ranks
+    that call it.
 
     Args:
-        comm: Any communicator, also a part made by `split`. Closing it ends the agent.
-        name: By which others can call this rank, besides its number; "rank0", "rank1", ... if None.
-        timeout: Seconds that a call may take unless it says otherwise.
-        trusted: Let others call anything that can be imported here, and send pickled values: they may do here
-            what they like. Without it only what is exposed can be called.
-        expose: Functions and classes to expose on this rank alone.
-        workers: How many functions may run at once here; those that wait for other ranks do not count.
+        comm: Any communicator, including one made by `split`. Closing it ends the agent.
+        name: Name of this rank for callers, besides its number; "rank0", "rank1", ... if None.
+        timeout: Default timeout of a call, in seconds.
+        trusted: Let peers call anything importable here and send pickled values, which allows them to run
+            arbitrary code. Otherwise only exposed functions can be called.
+        expose: Functions and classes to expose on this rank only.
+        workers: Maximum number of functions running concurrently here; those waiting for other ranks do not count.
 
     Raises:
-        ValueError: Two ranks gave the same name.
-        CommTimeoutError: Not all ranks came, within the communicator's timeout.
+        ValueError: Two ranks passed the same name.
+        CommTimeoutError: Not all ranks joined within the communicator's timeout.
 
     Example:
         >>> def program(comm):
@@ -73,13 +73,13 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Call a function on another rank, and return what it returns.
+    """Call a function on another rank, and return its result.
 
     Args:
         to: A rank's name or number, or its `WorkerInfo`; this rank too.
-        func: Exposed there by `expose`. Only its name travels.
+        func: Exposed there by `expose`. Only its name is sent.
         args: Plain values, containers, dataclasses, tensors, `RRef`s, exposed functions.
-        kwargs: Likewise.
+        kwargs: Same types as `args`.
         timeout: Seconds; the agent's if None.
 
     Raises:
@@ -104,10 +104,10 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
 ) -> CallFuture:
-    """As `rpc_sync`, but return a `torch.futures.Future` at once, which also has `cancel()`.
+    """Call like `rpc_sync`, but return a `torch.futures.Future` immediately, which also has `cancel()`.
 
-    When this returns, the arguments have been sent and may be changed. It waits if very much is under way to
-    that rank already (16384 calls, or 256 MiB), until some of that is answered.
+    The arguments have been sent when this returns and may be modified. It blocks while too much is pending at
+    that rank (16384 calls, or 256 MiB), until some of these calls are answered.
     """
     return current_agent().rpc_async(to, func, args, kwargs, timeout)
 
@@ -119,30 +119,30 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
 ) -> RRef[Any]:
-    """As `rpc_async`, but the result stays where it is made: return an `RRef` to it at once.
+    """Call like `rpc_async`, but keep the result on the callee: return an `RRef` to it immediately.
 
-    What the function raises, `RRef.to_here` raises.
+    `RRef.to_here` raises what the function raised.
     """
     return current_agent().remote(to, func, args, kwargs, timeout)
 
 
 def get_worker_info(name: _To | None = None) -> WorkerInfo:
-    """Name and number of a rank; of this one if None."""
+    """Return the name and number of a rank; of this rank if None."""
     return current_agent().get_worker_info(name)
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
-    """End this rank's agent. Harmless if there is none.
+    """End this rank's agent. No effect if there is none.
 
     Args:
-        graceful: Serve on until every rank that lives has called this, and all calls are done, with the callbacks
-            of their futures. Otherwise end at once; calls that are under way end with an error.
-        timeout: Seconds to wait for the others, with `CommTimeoutError` at their end; without limit if None. Ranks
-            that die are not waited for.
+        graceful: Keep serving until every living rank has called this and all calls are done, including the
+            callbacks of their futures. Otherwise end immediately; pending calls fail.
+        timeout: Seconds to wait for the other ranks before raising `CommTimeoutError`; no limit if None. Dead ranks
+            are not waited for.
 
     Raises:
-        CommTimeoutError: Not all ranks were done in time; this agent goes on as before.
-        CommError: It was called by a function that another rank called, whose own call would never end.
+        CommTimeoutError: Not all ranks were done in time; this agent keeps running.
+        CommError: Called from a function that another rank called; that rank's call would never end.
     """
     agent = find_agent()
     if agent is not None:

@@ -1,4 +1,4 @@
-"""The calls that an agent makes, from the request to the answer."""
+"""Calls that an agent makes, from the request to the answer."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Client:
     """Makes calls.
 
     Args:
-        agent: Whose calls these are.
-        windows: For each rank, what may be under way there.
+        agent: Agent that makes these calls.
+        windows: Flow control of each rank.
 
     Attributes:
-        sent: How many requests went to each rank.
+        sent: Number of requests sent to each rank.
     """
 
     def __init__(self, agent: Agent, windows: Sequence[FlowControl]) -> None:
@@ -45,9 +45,9 @@ class Client:
         self._here = threading.local()
 
     def target(self, func: Callable[..., Any], args: Any) -> tuple[str, tuple[Any, ...]]:
-        """What to ask for, and with which arguments. What has no name goes along, if peers are trusted."""
+        """Return the name to call and its arguments. A nameless function is sent along, if peers are trusted."""
         if type(args) is not tuple and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
-            # A tensor could be taken apart; but who forgot a comma did not mean that.
+            # A tensor could be unpacked, but a caller that forgot a comma did not mean that.
             raise TypeError(f"args must be a tuple of arguments, not a {type(args).__name__}; one alone is args=(x,)")
         exposed = self._agent.exposed
         try:
@@ -73,21 +73,21 @@ class Client:
         return self._result(call)
 
     def start(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> CallFuture:
-        """The same, but return a future at once."""
+        """Start a call and return its future immediately."""
         call = self._with_future(peer, target, timeout)
         self._request(call, protocol.REQUEST, (target, key, args, kwargs or {}))
         assert call.future is not None
         return call.future
 
     def make(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> RRef[Any]:
-        """The same, but the result stays there."""
+        """Start a call that leaves its result on the callee."""
         call = self._with_future(peer, target, timeout)
         references = self._agent.references
         new = references.new_key(peer)
         try:
             self._request(call, protocol.REMOTE, (new.number, target, key, args, kwargs or {}))
         except CommError:
-            # It may have come to the owner all the same.
+            # It may have reached the owner all the same.
             references.dropped(peer, new)
             raise
         except Exception:
@@ -129,7 +129,7 @@ class Client:
         try:
             agent.office.post(peer, head, bodies, min(call.timeout, SEND_S))
         except BaseException as error:
-            # An interrupt too: no call may stay under way that nobody will answer.
+            # Also on an interrupt: no call may stay pending that no peer will answer.
             self._calls.pop(call.number)
             self._calls.forget(call)
             if not agent.office.may_arrive(peer, error):
@@ -141,7 +141,7 @@ class Client:
             raise
         self._count(peer)
         if (peer in agent.office.gone or agent.closed) and self._calls.pop(call.number) is not None:
-            # It went, or this agent was closed, while this call was on its way, after those that wait were told.
+            # The peer left or this agent was closed while this call was in flight, after pending calls were failed.
             self._end(call, self.closed() if agent.closed else agent.box.lost[peer])
 
     def _count(self, peer: int) -> None:
@@ -150,10 +150,10 @@ class Client:
 
     # -- ends ----------------------------------------------------------------------------------
     def answered(self, number: int, mail: Envelope) -> tuple[Task, bool] | None:
-        """An answer has come: what is left to do, and whether that is short."""
+        """Handle an answer: return the remaining work, and whether it is short."""
         call = self._calls.pop(number)
         if call is None:
-            # Nobody waits, but the references in it have to be counted, and dropped.
+            # No caller waits, but the references in it have to be counted and dropped.
             return lambda: self._drop(mail), True
         call.mail = mail
         if call.future is None:
@@ -163,7 +163,7 @@ class Client:
         return lambda: self._end(call, None), True
 
     def give_up(self, call: PendingCall, error: CommError) -> bool:
-        """End a call without its answer, and tell who runs it; False if it was answered meanwhile."""
+        """End a call without its answer and send a cancel to its peer; False if it was answered meanwhile."""
         if self._calls.pop(call.number) is None:
             return False
         self._agent.office.send_control(call.peer, protocol.CANCEL, call.number)
@@ -171,19 +171,19 @@ class Client:
         return True
 
     def lose(self, peer: int, error: BaseException) -> None:
-        """A rank is gone, and answers nothing more."""
+        """Fail the pending calls of a lost rank."""
         for call in self._calls.of(peer):
             if self._calls.pop(call.number) is not None:
                 self._end(call, error)
 
     def end_all(self) -> None:
-        """The agent is closed."""
+        """Fail all pending calls: the agent is closed."""
         for call in self._calls.all():
             if self._calls.pop(call.number) is not None:
                 self._end(call, self.closed())
 
     def closed(self) -> ClosedError:
-        """The error of a call after the end."""
+        """Return the error of a call after the agent has been closed."""
         rank, size = self._agent.rank, self._agent.size
         return ClosedError("the RPC agent of this rank is shut down", rank=rank, size=size, operation="rpc")
 
@@ -194,11 +194,11 @@ class Client:
                 self._complete(call.future, call)
         finally:
             self._calls.forget(call)
-            # The last, so that who wakes finds the future complete.
+            # Last, so that a woken waiter finds the future complete.
             call.end()
 
     def _complete(self, future: CallFuture, call: PendingCall) -> None:
-        """Its callbacks run here. What somebody else has completed stays as it is."""
+        """Complete a future and run its callbacks here. A future completed elsewhere is left as it is."""
         before, self._here.call = getattr(self._here, "call", None), call
         within, asked = context.set(call.within[0]), request.set(call.within[1])
         try:
@@ -215,7 +215,7 @@ class Client:
             self._here.call = before
 
     def leave_callback(self) -> None:
-        """If this thread runs the callback of a call, that one does not count as under way any more."""
+        """Stop counting a call as pending if this thread runs its callback."""
         call = getattr(self._here, "call", None)
         if call is not None:
             self._calls.forget(call)
@@ -237,6 +237,6 @@ class Client:
         return value
 
     def _drop(self, mail: Envelope) -> None:
-        # Nobody waits for it, so nobody hears of its errors; but references in it have to be counted, and dropped.
+        # No caller waits for it, so its errors are ignored; but references in it have to be counted and dropped.
         with contextlib.suppress(Exception):
             self._read(mail)

@@ -1,4 +1,4 @@
-"""Which agent the functions of this package act on: that of the rank whose thread this is."""
+"""Lookup of the agent that the functions of this package act on: that of the calling thread's rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which functions other ranks may call: those that are exposed, by name; any at all where peers are trusted."""
+"""Functions that other ranks may call: exposed ones, by name; any importable one if peers are trusted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _names: dict[Any, str] = {}
 
 
 class _Table(dict[str, Any]):
-    """What is exposed in this process, by name."""
+    """Table of the functions and classes exposed in this process, by name."""
 
     changes = 0
 
@@ -54,16 +54,16 @@ class _Mark:
 
 
 def expose(target: T) -> T:
-    """Let other ranks call a function, or make objects of a class and call the public methods of these.
+    """Let other ranks call a function, or create objects of a class and call their public methods.
 
-    Returns its argument, so that it can be a decorator. Whoever can reach the agent can call it with any
-    arguments, so expose what is harmless to be called.
+    Returns its argument, so that it can be used as a decorator. Any peer that can reach the agent can call it with
+    any arguments, so expose only functions that are harmless to call.
 
-    A process has one table of names. Where ranks are threads they share it: a function that each rank makes for
-    itself, and that knows its rank, is given to `init(expose=[...])` instead, which is for that rank alone.
+    A process has one table of names, shared by ranks that are threads. Pass a function that each rank creates for
+    itself, such as a closure over its rank, to `init(expose=[...])` instead, which applies to that rank only.
 
     Raises:
-        TypeError: It cannot be called, or has no name by which others could ask for it.
+        TypeError: It is not callable, or has no name by which peers could request it.
 
     Example:
         >>> @un.rpc.expose
@@ -81,16 +81,16 @@ def expose(target: T) -> T:
         raise TypeError(f"only functions and classes can be exposed, not a {type(target).__name__}")
     name = name_of(target)
     mark = _Mark(name, target)
-    # A function of C code carries no marks; its name stands in the table all the same.
+    # Functions written in C cannot be marked; their names are in the table all the same.
     with contextlib.suppress(AttributeError, TypeError):
         setattr(target, _MARK, mark)
     return target
 
 
 def async_execution(function: T) -> T:
-    """Of an exposed function that returns a `torch.futures.Future`: the reply is sent when that is complete.
+    """Mark an exposed function that returns a `torch.futures.Future`: the reply is sent when that completes.
 
-    The thread that ran the function is free meanwhile. Usable as a decorator, inside of `expose`.
+    The thread that ran the function is free meanwhile. Usable as a decorator, beneath `expose`.
     """
     inner = function.__func__ if isinstance(function, staticmethod | classmethod) else function
     setattr(inner, _ASYNC, True)
@@ -98,17 +98,17 @@ def async_execution(function: T) -> T:
 
 
 def changes() -> int:
-    """How often the table of what is exposed has changed: what anybody keeps of it is of one number."""
+    """Return the number of changes to the table of exposed functions: a cache of it is valid for one number."""
     return _exposed.changes
 
 
 def is_async(function: Any) -> bool:
-    """Whether `async_execution` was said of it."""
+    """Return whether a function is marked with `async_execution`."""
     return bool(getattr(function, _ASYNC, False))
 
 
 def name_of(target: Any) -> str:
-    """The name by which other ranks can ask for a function or class: its module and qualified name.
+    """Return the name by which other ranks can request a function or class: its module and qualified name.
 
     Example:
         >>> name_of(torch.add), name_of(dict)
@@ -122,7 +122,7 @@ def name_of(target: Any) -> str:
         return known
     name = _find_name(target)
     if "<" in name:
-        # Functions within functions, which come and go with all that they hold.
+        # Nested functions, which are created and freed with all that they hold.
         return name
     if len(_names) >= _NAMES_KEPT:
         _names.clear()
@@ -147,16 +147,16 @@ def _find_name(target: Any) -> str:
 
 
 def _plain(target: Any) -> bool:
-    """Whether it is a function of a module written in C: those have their module as `__self__`."""
+    """Return whether it is a function of a module written in C: these have their module as `__self__`."""
     return type(target) is type(len) and getattr(getattr(target, "__self__", None), "__name__", "") == target.__module__
 
 
 class ExportTable:
-    """What one agent lets others call.
+    """Functions and classes that one agent lets peers call.
 
     Args:
-        trusted: Whether that is anything that can be imported.
-        further: Exposed on this agent alone.
+        trusted: Whether peers may call anything that can be imported.
+        further: Functions and classes exposed on this agent only.
     """
 
     def __init__(self, trusted: bool, further: Iterable[Any] = ()) -> None:
@@ -164,7 +164,7 @@ class ExportTable:
         self._own = {name_of(target): target for target in further}
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function or class of this name. Raises `NotExposedError`."""
+        """Return the function or class of this name. Raises `NotExposedError`."""
         found = self._own.get(name) or _exposed.get(name)
         if found is None and self.trusted:
             found = _imported(name)
@@ -179,21 +179,21 @@ class ExportTable:
         return found  # type: ignore[no-any-return]  # callable, as was looked at
 
     def lists(self, name: str) -> bool:
-        """Whether this name is in a table, and so leads to the same function until `changes` is another number."""
+        """Return whether this name is in a table, so that it maps to the same function until `changes` changes."""
         return name in self._own or name in _exposed
 
     def finds(self, name: str, target: Any) -> bool:
-        """Whether this name leads to this function or class, by what is exposed here or by an import."""
+        """Return whether this name maps to this function or class, as exposed here or by an import."""
         return self._own.get(name) is target or _exposed.get(name) is target or _imported(name) is target
 
     def given(self, function: Any) -> Callable[..., Any]:
-        """A function that came along with the call. Raises `NotExposedError`."""
+        """Return a function that was sent with the call. Raises `NotExposedError`."""
         if not self.trusted or not callable(function):
             raise NotExposedError("only a rank that trusts its peers runs functions that come along with a call")
         return function  # type: ignore[no-any-return]  # callable, as was looked at
 
     def method(self, owner: object, name: str) -> Callable[..., Any]:
-        """A bound method of an object that another rank refers to. Raises `NotExposedError`."""
+        """Return a bound method of an object that another rank refers to. Raises `NotExposedError`."""
         cls = type(owner)
         if not self.trusted and ((name.startswith("_") and name != "__call__") or not self._open(cls, name)):
             raise NotExposedError(
@@ -204,7 +204,7 @@ class ExportTable:
         return getattr(owner, name)  # type: ignore[no-any-return]  # callable, as was looked at
 
     def _open(self, cls: type, name: str) -> bool:
-        """Whether a class, or one that it derives from, is exposed; or the method alone is. Tensors are."""
+        """Return whether a class, one of its bases, or this method alone is exposed. Tensors always are."""
         if issubclass(cls, torch.Tensor):
             return True
         for base in cls.__mro__:

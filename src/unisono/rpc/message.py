@@ -1,4 +1,4 @@
-"""A message in the making, and one that has arrived, with all that belongs to it."""
+"""Messages being written and being read, with their state."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["MessageReader", "MessageWriter"]
 
 
 class MessageWriter(list):  # type: ignore[type-arg]  # generic for checkers only
-    """The parts of a message that is being made, and what belongs to it.
+    """Parts of a message being written, with its state.
 
     Attributes:
-        agent, peer: Who sends it, and to whom.
-        bodies: Tensors that travel apart.
-        context: Of autograd, or `NO_CONTEXT`.
+        agent, peer: Sender and receiver.
+        bodies: Tensors sent separately.
+        context: Autograd context, or `NO_CONTEXT`.
         recorded: Tensors through which gradients flow back.
-        undo: What is to be taken back if the message is not sent after all.
+        undo: Actions to revert if the message is not sent after all.
     """
 
     __slots__ = ("agent", "bodies", "context", "peer", "recorded", "undo")
@@ -35,14 +35,14 @@ class MessageWriter(list):  # type: ignore[type-arg]  # generic for checkers onl
 
 
 class MessageReader(bytes):
-    """The bytes of a message that arrived, and what belongs to them.
+    """Bytes of a received message, with its state.
 
     Attributes:
-        agent, peer: Who takes it, and from whom.
-        bodies: What travelled apart.
-        context, message: Of autograd; the number of the message in it.
-        refused: Of a function in it that is not exposed here. Raised when all has been read: what follows may be
-            references, which have to be counted.
+        agent, peer: Receiver and sender.
+        bodies: Tensors received separately.
+        context, message: Autograd context, and the number of the message in it.
+        refused: Error of a function in it that is not exposed here. Raised after everything has been read, because
+            references may follow, which have to be counted.
     """
 
     agent: Agent

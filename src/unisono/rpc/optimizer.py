@@ -1,4 +1,4 @@
-"""An optimizer for parameters that live on several ranks: each is stepped where it lives."""
+"""Optimizer for parameters on several ranks: each is stepped by its owner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DistributedOptimizer", "LocalOptimizer"]
 
 @expose
 class LocalOptimizer:
-    """One rank's part: a torch optimizer of parameters that are here.
+    """One rank's part: a torch optimizer of local parameters.
 
     Args:
         name: Module and name of the optimizer's class, which has to be imported here already.
@@ -33,11 +33,11 @@ class LocalOptimizer:
         self._optimizer = _class_of(name)(self._params, *args, **kwargs)
 
     def ready(self) -> bool:
-        """Whether it is made: true, if it can be called."""
+        """Return True: the optimizer exists if this can be called."""
         return True
 
     def step(self, context: int) -> None:
-        """One step with the gradients of a context. What was in `.grad` is there again afterwards."""
+        """Do one step with the gradients of a context. `.grad` is restored afterwards."""
         gradients = get_gradients(context)
         # Ranks that train asynchronously may step at the same time.
         with current_agent().contexts.leaves.swapped(self._params, gradients):
@@ -49,7 +49,7 @@ def _parameters(value: Any) -> list[torch.Tensor]:
 
 
 def _class_of(name: str) -> type[torch.optim.Optimizer]:
-    """An optimizer's class, by name; any other class is refused."""
+    """Return an optimizer's class, by name; any other class is refused."""
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
@@ -60,7 +60,7 @@ def _class_of(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _needs_more(cls: type[torch.optim.Optimizer]) -> bool:
-    """Whether its `step` has arguments that must be given."""
+    """Return whether its `step` has required arguments."""
     _, *further = inspect.signature(cls.step).parameters.values()
     return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in further)
 
@@ -68,8 +68,8 @@ def _needs_more(cls: type[torch.optim.Optimizer]) -> bool:
 class DistributedOptimizer:
     """A torch optimizer over parameters of many ranks, stepped with the gradients of a context.
 
-    For each rank that owns some of the parameters it makes one optimizer there. Steps of several trainers on the same
-    parameters come one after another.
+    It creates one optimizer on each rank that owns some of the parameters. Steps of several trainers on the same
+    parameters are serialized.
 
     Args:
         optimizer_class: Any subclass of `torch.optim.Optimizer` that steps with gradients alone, as all of torch's do
@@ -115,14 +115,14 @@ class DistributedOptimizer:
             remote(owner, LocalOptimizer, (name, refs, args, kwargs)) for owner, refs in owners.items()
         ]
         for optimizer in self.remote_optimizers:
-            # What is wrong with the arguments is told now.
+            # Report invalid arguments now.
             optimizer.rpc_sync().ready()
 
     def step(self, context_id: int) -> None:
-        """One step on every rank that has parameters; returns when all are done.
+        """Do one step on every rank that has parameters; return when all are done.
 
         Raises:
-            CommError: The context has ended, and its gradients with it.
+            CommError: The context has ended, and its gradients have been discarded.
             PeerLostError: One of the ranks has died; the others have done the step.
         """
         current_agent().contexts.ongoing(context_id)

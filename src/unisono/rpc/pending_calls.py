@@ -24,17 +24,17 @@ _FOREVER_S = threading.TIMEOUT_MAX / 2
 
 
 class PendingCall:
-    """One call under way. It ends once, by an answer or by an error; the first one counts.
+    """One pending call. It ends once, by an answer or by an error; the first one counts.
 
     Attributes:
-        number, peer: Which call, of whom.
-        name: What is called, for messages.
+        number, peer: Number of the call, and the rank called.
+        name: Name of the function, for messages.
         started, timeout: On the monotonic clock, and in seconds.
-        nbytes: Of the request, as counted by the peer's window.
-        mail: The answer as it arrived.
-        error: What ended it without one.
-        within: The context of autograd that it was made in, and the call of another rank that it is part of: those of
-            the callbacks of its future, too.
+        nbytes: Size of the request, as counted by the peer's window.
+        mail: The answer as received.
+        error: Error that ended it without an answer.
+        within: The autograd context it was made in, and the call of another rank that it is part of; both also apply
+            to the callbacks of its future.
     """
 
     __slots__ = (
@@ -56,17 +56,17 @@ class PendingCall:
         self._lock.acquire()
 
     def end(self) -> None:
-        """The outcome is known: wake who waits."""
+        """Mark the call as ended and wake its waiter."""
         self.done = True
         self._lock.release()
 
     def sleep(self, seconds: float) -> None:
-        """Until it has ended, or the time is up."""
+        """Wait until it has ended, or the time is up."""
         if self._lock.acquire(timeout=max(seconds, 0.0)):
             self._lock.release()
 
     def late(self) -> CommTimeoutError:
-        """The error of a call that has taken too long."""
+        """Return the error of a call that has timed out."""
         waited = time.monotonic() - self.started
         return CommTimeoutError(
             f"waited {waited:.1f} s for rank {self.peer} to answer {self.name}. It may still run there; give the call "
@@ -77,13 +77,13 @@ class PendingCall:
         )
 
     def cancelled(self) -> AbortedError:
-        """The error of a call that nobody wants to wait for."""
+        """Return the error of a cancelled call."""
         message = f"the call of {self.name} on rank {self.peer} was cancelled"
         return AbortedError(message, peer=self.peer, operation="rpc")
 
 
 class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # torch's is generic for checkers only
-    """The result of a call that was made by `rpc_async`; also knows how to `cancel` it."""
+    """Future of a call made by `rpc_async`, with `cancel`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,25 +91,25 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # torch's is 
         self._attend: Callable[[], None] | None = None
 
     def wait(self) -> Any:
-        """The result, or the error, when it is there; this thread helps to receive it."""
+        """Wait for the result and return it, or raise the error; this thread helps to receive it."""
         if not self.done() and self._attend is not None:
             self._attend()
         return super().wait()
 
     def cancel(self) -> bool:
-        """Wait for it no longer: the future ends with `AbortedError`, and a call that has not begun never does.
+        """Stop waiting: the future fails with `AbortedError`, and a call that has not started never runs.
 
-        Returns whether it was in time. What runs already goes on to its end, and its result is dropped.
+        Returns whether it was in time. A function already running finishes, and its result is dropped.
         """
         return self._cancel() if self._cancel is not None else False
 
 
 class FlowControl:
-    """How much this rank may have under way at one peer: a bound on what waits there.
+    """Limit on the calls that this rank may have pending at one peer, which bounds the peer's queue.
 
     Args:
-        most_calls: Calls that are not answered.
-        most_bytes: Their size together; one alone may be longer.
+        most_calls: Maximum number of unanswered calls.
+        most_bytes: Maximum of their total size; a single call may be larger.
     """
 
     def __init__(self, most_calls: int, most_bytes: int) -> None:
@@ -118,14 +118,14 @@ class FlowControl:
         self._room = threading.Condition(threading.Lock())
 
     def enter(self, nbytes: int, deadline: float, blocked: Callable[[], Any], nested: bool = False) -> bool:
-        """Count one more call, when there is room for it; False if there is none by the deadline.
+        """Wait for room for one more call and count it; False if there is none by the deadline.
 
         Args:
             nbytes: Its size.
             deadline: On the monotonic clock.
             blocked: A context manager to be in while waiting.
-            nested: It is part of another call, which has been let in somewhere and ends only after this one: so it
-                does not wait, for else calls that wait for each other could hold all the room there is.
+            nested: Whether it is part of another call, admitted elsewhere, which ends only after this one. It then
+                does not wait, because calls that wait for each other could otherwise hold all the room.
         """
         with self._room:
             if nested or self._fits(nbytes):
@@ -141,7 +141,7 @@ class FlowControl:
             return True
 
     def leave(self, nbytes: int) -> None:
-        """A call was answered, or never will be."""
+        """Return the room of a call that was answered, or never will be."""
         with self._room:
             self._calls -= 1
             self._bytes -= nbytes
@@ -156,11 +156,11 @@ class FlowControl:
 
 
 class PendingCalls:
-    """The table of calls, and the clock of those that nobody waits for in person.
+    """Table of calls, and deadlines of the calls that no thread waits for directly.
 
     Args:
-        windows: One a rank.
-        nudge: Wakes the thread that looks at the clock.
+        windows: Flow control, one per rank.
+        nudge: Wakes the thread that checks the deadlines.
     """
 
     def __init__(self, windows: list[FlowControl], nudge: Callable[[], None]) -> None:
@@ -173,15 +173,15 @@ class PendingCalls:
         self.next_due = float("inf")
 
     def __len__(self) -> int:
-        """How many are under way: not answered, or callbacks of their futures still run, and may call on."""
+        """Return the number of pending calls: unanswered, or with running callbacks, which may make more calls."""
         return len(self._unfinished)
 
     def number(self) -> int:
-        """For a new call."""
+        """Return the number of a new call."""
         return next(self._numbers)
 
     def add(self, call: PendingCall) -> None:
-        """Expect an answer. A call with a future ends by itself when its time is up."""
+        """Register a call. A call with a future ends by itself when it times out."""
         self._unfinished.add(call.number)
         self._open[call.number] = call
         if call.future is not None and call.timeout < _FOREVER_S:
@@ -194,26 +194,26 @@ class PendingCalls:
                 self._nudge()
 
     def pop(self, number: int) -> PendingCall | None:
-        """The call is about to end, and none too many times: None if it has already."""
+        """Remove and return a call that is about to end; None if it has ended already."""
         call = self._open.pop(number, None)
         if call is not None:
             self._windows[call.peer].leave(call.nbytes)
         return call
 
     def forget(self, call: PendingCall) -> None:
-        """Nothing more will come of it. Again is harmless."""
+        """Drop a call that is finished. Idempotent."""
         self._unfinished.discard(call.number)
 
     def of(self, peer: int) -> list[PendingCall]:
-        """Those that wait for this rank."""
+        """Return the calls pending at this rank."""
         return [call for call in list(self._open.values()) if call.peer == peer]
 
     def all(self) -> list[PendingCall]:
-        """Those that wait for anybody."""
+        """Return all pending calls."""
         return list(self._open.values())
 
     def late(self) -> list[PendingCall]:
-        """Those with a future whose time is up; each is told once."""
+        """Return the calls with a future that have timed out; each is reported once."""
         now, found = time.monotonic(), []
         with self._lock:
             while self._due and (self._due[0][0] <= now or self._due[0][1] not in self._open):

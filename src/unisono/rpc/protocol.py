@@ -1,4 +1,4 @@
-"""What the agents tell each other: the kind of a message, its number, and what follows."""
+"""Messages between agents: kind, number, and payload."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ __all__ = [
 ]
 
 HEADER = struct.Struct("<BQqQ")
-"""Kind, number of the call, context of autograd (or `NO_CONTEXT`), number of the message within that context."""
+"""Kind, number of the call, autograd context (or `NO_CONTEXT`), number of the message within that context."""
 
 NO_CONTEXT = -1
 
 REQUEST = 1
-"""A call: its target, arguments and keyword arguments. A reply or an error comes back."""
+"""A call: its target, arguments and keyword arguments. Answered by a reply or an error."""
 REPLY = 2
 """The result of the call of this number."""
 ERROR = 3
-"""What the call raised: see `unisono.rpc.remote_errors`."""
+"""The error that the call raised: see `unisono.rpc.remote_errors`."""
 CANCEL = 4
-"""Nobody waits for the call of this number any more."""
+"""The call of this number is cancelled."""
 REMOTE = 5
-"""A call whose result stays where it is, under the key that is told first."""
+"""A call that leaves its result on the callee, under the key that is sent first."""
 ADD = 6
 """The sender holds one more reference to this key."""
 ADD_ACK = 7
-"""Whether the owner knows the key of an `ADD`."""
+"""Reply to an `ADD`: whether the owner knows the key."""
 DROP = 8
 """The sender holds one reference less."""
 RELEASE = 9
@@ -51,8 +51,8 @@ EXIT = 10
 IDLE = 11
 """The sender wants to shut down and has nothing to do: how many calls it has sent to each rank, and served for each."""
 CONFIRM = 12
-"""Tell once more whether that is so."""
+"""Request to report once more whether that is so."""
 CLOSE = 13
-"""Everybody is done: shut down."""
+"""All ranks are done: shut down."""
 DISCARD = 14
-"""Forget a context of autograd."""
+"""Forget an autograd context."""

@@ -1,4 +1,4 @@
-"""Who reads the mailbox: one thread that is always there, or for a while whoever waits for an answer."""
+"""Receiver of the mailbox: one permanent thread, or temporarily a thread that waits for an answer."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ Task = Callable[[], None]
 _log = logging.getLogger(__name__)
 
 _LINGER_S = 100e-6
-"""How long the receiving thread looks again and again after something came, before it sleeps."""
+"""How long the receiving thread polls after a message arrived, before it sleeps."""
 _SPINS = 30
 _POLL_S = 1e-3
-"""How long who waits for an answer polls for it himself."""
+"""How long a thread that waits for an answer polls for it itself."""
 _TICK_S = 2e-3
-"""A function that runs longer than this in the receiving thread has that thread replaced."""
+"""The receiving thread is replaced if it runs one function for longer than this."""
 _QUIET_TICKS = 50
 _NAP_S = 0.5
 
 
 class Receiver:
-    """Takes messages out of a mailbox, and runs what comes of them.
+    """Receives messages from a mailbox, and runs the resulting tasks.
 
-    The receiving thread runs short functions itself: a hand-over to another thread would take longer than
-    they do. A second thread, the deputy, sees whether one of them takes long after all, and then receives in its
-    place. So nothing that a function waits for is ever held up for more than a few milliseconds.
+    The receiving thread runs short functions itself: handing them to another thread would take longer. A second
+    thread, the deputy, checks whether one of them takes long after all, and then receives instead. So no message
+    that a function waits for is delayed by more than a few milliseconds.
 
     Args:
         box: The mailbox.
-        dispatch: Called with each message in order, by one thread at a time; quick. Returns what is left to do.
-        aside: Has such a task run by another thread.
+        dispatch: Called with each message in order, by one thread at a time; quick. Returns the remaining task.
+        aside: Runs such a task in another thread.
         clock: Called between messages; returns when it is to be called next, on the monotonic clock, and tasks.
         prepare: Called in each new thread first.
-        name: Of the threads.
+        name: Name of the threads.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class Receiver:
         threading.Thread(target=live, name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """Receive no more; the threads end by themselves."""
+        """Stop receiving; the threads end by themselves."""
         self.closed = True
         self._alarm.release()
         self._box.wake()
 
     @property
     def dispatching(self) -> bool:
-        """Whether this thread is in the middle of a dispatch: then it must not send."""
+        """Return whether this thread is in the middle of a dispatch, during which it must not send."""
         return self._dispatcher == threading.get_ident()
 
     @property
     def busy(self) -> bool:
-        """Whether the receiving thread runs a function."""
+        """Return whether the receiving thread runs a function."""
         return self._running > 0
 
     # -- the receiving thread ------------------------------------------------------------------
@@ -106,13 +106,13 @@ class Receiver:
         while not self.closed and self._generation == mine:
             moved = self._move()
             if self._todo and not self._run_all(mine):
-                # The deputy receives by now.
+                # The deputy receives now.
                 return
             now = time.monotonic()
             if moved and box.eager:
                 quiet_at = now + _LINGER_S
             if now > look_at or (not moved and now > quiet_at):
-                # What has come from a rank counts, even if that rank is lost by now: so first the messages, then this.
+                # Messages already received from a rank count, even if that rank is lost by now: so this follows them.
                 due, tasks = self._clock()
                 look_at = now + _TICK_S
                 if tasks:
@@ -123,9 +123,9 @@ class Receiver:
                 os.sched_yield()
 
     def _move(self) -> bool:
-        """Take what has come; whether anything was."""
+        """Receive pending messages; return whether there were any."""
         if not self._token.acquire(blocking=False):
-            # Somebody polls, and passes on what he finds.
+            # Another thread polls, and dispatches what it receives.
             return False
         self._dispatcher = threading.get_ident()
         try:
@@ -137,7 +137,7 @@ class Receiver:
         return bool(mails)
 
     def _run_all(self, mine: int) -> bool:
-        """Run what there is to do, in order; False if this thread was replaced meanwhile: its deputy does the rest."""
+        """Run the queued tasks in order; False if this thread was replaced meanwhile: its deputy does the rest."""
         todo = self._todo
         while todo:
             task, short = todo.popleft()
@@ -189,9 +189,9 @@ class Receiver:
             self._armed = False
         return True
 
-    # -- who waits for an answer ---------------------------------------------------------------
+    # -- threads waiting for an answer -----------------------------------------------------------------
     def wait_for_reply(self, call: PendingCall, seconds: float) -> None:
-        """Return when the call has ended, or the time is up; poll for its answer meanwhile, if that pays."""
+        """Wait until the call has ended or the time is up; poll for its answer meanwhile, if that pays."""
         box = self._box
         if box.eager and call.peer != box.group.rank and self._token.acquire(blocking=False):
             box.mute_wakeups()
@@ -214,7 +214,7 @@ class Receiver:
                 if task is None:
                     continue
                 if call.mail is mail:
-                    # The answer that is waited for: nobody else need complete its future.
+                    # This is the awaited answer: no other thread needs to complete its future.
                     _safely(task[0])
                 else:
                     self._aside(partial(_safely, task[0]))
@@ -227,7 +227,7 @@ class Receiver:
 
 
 def _safely(task: Task) -> None:
-    """A task tells of its errors itself; one that does not must not end the thread that all depends on."""
+    """Run a task, which reports its errors itself; one that does not must not end the receiving thread."""
     try:
         task()
     except Exception:

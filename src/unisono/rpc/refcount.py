@@ -1,22 +1,22 @@
-"""Who refers to what: how an owner knows when nobody needs an object any more.
+"""Distributed reference counting: an owner learns when an object is no longer referenced.
 
 Reference listing, after Birrell, Evers, Nelson, Owicki and Wobber, *Distributed Garbage Collection for Network
-Objects* (1993). The owner counts, for each rank, the references that rank holds. Messages of one rank to another
-arrive in order; of messages between different pairs of ranks nothing is known. So a rule is needed when A passes
-a reference of an object of O on to B, and then drops its own: B's `ADD` and A's `DROP` race to O.
+Objects* (1993). The owner counts, for each rank, the references that rank holds. Messages from one rank to another
+arrive in order; messages between different pairs of ranks are unordered. So a rule is needed when A passes a
+reference to an object of O on to B, and then drops its own: B's `ADD` and A's `DROP` race to O.
 
 - The owner passes a reference to B: it counts one for B before it sends.
-- A, not the owner, passes one to B: it *pins* its own, so that it cannot be dropped. B tells the owner (`ADD`), the
+- A, not the owner, passes one to B: it *pins* its own, so that it cannot be dropped. B notifies the owner (`ADD`), the
   owner answers (`ADD_ACK`), and only then does B tell A to `RELEASE` the pin. If B is the owner, it counts and
   releases.
-- Who drops a reference tells the owner (`DROP`). When all counts are 0, the object is freed.
-- `remote` counts one for its caller when the owner gets the call. Somebody else's `ADD` may come before that: it
-  finds no object yet, and a place is kept for it. Objects are numbered for each pair of creator and owner, so that an
-  owner can tell what is yet to come from what was freed long ago, whose `ADD_ACK` says so.
+- A rank that drops a reference notifies the owner (`DROP`). When all counts are 0, the object is freed.
+- `remote` counts one for its caller when the owner receives the call. Another rank's `ADD` may arrive before that: it
+  finds no object yet, and an entry is reserved for it. Objects are numbered per pair of creator and owner, so that
+  an owner can distinguish an object still to be created from one freed long ago, which its `ADD_ACK` reports.
 - A rank that dies holds nothing any more: its counts vanish, and what was pinned for it is released.
 
 Every living reference is either counted, or pinned by another one of which the same is true: so nothing that a
-living rank refers to is freed, unless the rank that passed it on died before the owner heard of it.
+living rank refers to is freed, unless the rank that passed it on died before the owner was notified.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tell = Callable[..., None]
 
 
 class Key(NamedTuple):
-    """What an object is known by at its owner: the rank that asked for it, and its number among those."""
+    """Identity of an object at its owner: the rank that requested it, and its number among that rank's objects."""
 
     creator: int
     number: int
@@ -49,11 +49,11 @@ class Handle(Protocol):
 
 
 class _Entry:
-    """One object, or the place for it.
+    """One object, or its reserved entry.
 
     Attributes:
-        counts: How many references each rank holds.
-        value: The owner's business.
+        counts: Number of references that each rank holds.
+        value: Opaque to this module.
     """
 
     __slots__ = ("counts", "made", "value")
@@ -65,7 +65,7 @@ class _Entry:
 
 
 class _Numbers:
-    """Numbers that have been seen; nearly all in a row, so few are kept."""
+    """Set of seen numbers; nearly all are consecutive, so few are stored."""
 
     __slots__ = ("_beyond", "_next")
 
@@ -84,10 +84,10 @@ class _Numbers:
 
 
 class RefCounts:
-    """The objects of one owner, and who refers to them. Not safe for threads.
+    """Objects of one owner, with the references that each rank holds. Not thread-safe.
 
     Args:
-        blank: Makes what stands for a value that is yet to come.
+        blank: Creates the placeholder of a value still to arrive.
     """
 
     def __init__(self, blank: Callable[[], Any] = lambda: None) -> None:
@@ -99,7 +99,7 @@ class RefCounts:
         return len(self._entries)
 
     def make(self, key: Key, holder: int) -> Any:
-        """The object begins to be, with one reference; its value."""
+        """Create an object with one reference; return its value."""
         self._made.setdefault(key.creator, _Numbers()).add(key.number)
         entry = self._place(key)
         entry.made = True
@@ -107,14 +107,14 @@ class RefCounts:
         return entry.value
 
     def add(self, key: Key, holder: int) -> bool:
-        """One more reference; False if the object is no more."""
+        """Add a reference; False if the object has been freed."""
         if key not in self._entries and key.number in self._made.get(key.creator, ()):
             return False
         self._place(key).counts[holder] += 1
         return True
 
     def drop(self, key: Key, holder: int) -> Any:
-        """One reference less; the value of what is freed by that, else None."""
+        """Drop a reference; return the value if that frees the object, else None."""
         entry = self._entries.get(key)
         if entry is None or not entry.counts[holder]:
             return None
@@ -122,7 +122,7 @@ class RefCounts:
         return self._free(key, entry)
 
     def lose(self, holder: int) -> tuple[list[Any], list[Any]]:
-        """A rank is gone, and its references with it: values that are freed, and those that will never come."""
+        """Drop all references of a lost rank. Return the freed values, and those that will never be created."""
         freed, orphans = [], []
         for key, entry in list(self._entries.items()):
             if entry.counts.pop(holder, 0):
@@ -135,7 +135,7 @@ class RefCounts:
         return freed, orphans
 
     def value(self, key: Key) -> Any:
-        """Of an object that somebody refers to; None if there is none."""
+        """Return the value of a referenced object; None if there is none."""
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
@@ -154,15 +154,15 @@ class RefCounts:
 
 
 class References:
-    """One rank's part in the protocol above: as an owner, as a holder, as one who passes on.
+    """One rank's part in the protocol above: as an owner, as a holder, or as a rank that passes references on.
 
     Args:
         rank: This rank.
-        tell: Sends a message to another rank, or to this one. To one that is gone: does nothing.
-        blank: As of `RefCounts`.
+        tell: Sends a message to another rank, or to this one. Does nothing for a rank that is gone.
+        blank: As in `RefCounts`.
 
     Attributes:
-        freed: Values that nobody refers to, for the owner to let go where their finalizers do no harm.
+        freed: Unreferenced values, for the owner to release where their finalizers do no harm.
     """
 
     def __init__(self, rank: int, tell: Tell, blank: Callable[[], Any] = lambda: None) -> None:
@@ -179,7 +179,7 @@ class References:
 
     # -- holders -------------------------------------------------------------------------------
     def new_key(self, owner: int) -> Key:
-        """For an object that this rank asks an owner to make."""
+        """Return a key for an object that this rank requests from an owner."""
         with self.lock:
             for found in self._unused:
                 if found[0] == owner:
@@ -189,12 +189,12 @@ class References:
             return Key(self.rank, next(numbers))
 
     def unused(self, owner: int, key: Key) -> None:
-        """The owner was not asked for it after all, nor will anybody speak of it: the next object gets its number."""
+        """Recycle a key that was never requested from the owner nor passed on: the next object gets its number."""
         with self.lock:
             self._unused.add((owner, key))
 
     def give(self, owner: int, key: Key, handle: Handle, peer: int) -> tuple[int, Callable[[], None]]:
-        """Pass a reference on: the token that goes along, and how to take that back if nothing is sent."""
+        """Pass a reference on. Return the token to send with it, and how to undo this if nothing is sent."""
         if owner == self.rank:
             with self.lock:
                 self.ledger.add(key, peer)
@@ -205,7 +205,7 @@ class References:
         return token, lambda: self._unpin(token)
 
     def take(self, passer: int, owner: int, key: Key, token: int, handle: Handle) -> None:
-        """A reference has come, with this token."""
+        """Accept a received reference, with its token."""
         if owner == self.rank:
             if token:
                 with self.lock:
@@ -218,7 +218,7 @@ class References:
             self._tell(owner, ADD, *key, tag)
 
     def dropped(self, owner: int, key: Key, holder: int | None = None) -> None:
-        """A reference is no more. May be called by a finalizer: takes no lock, `flush` does the rest."""
+        """Queue a dropped reference. May be called by a finalizer: takes no lock, `flush` does the rest."""
         if holder is None or holder == self.rank:
             self._dropped.append((owner, key))
         else:
@@ -227,11 +227,11 @@ class References:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is something to `flush`."""
+        """Return whether there is something to `flush`."""
         return bool(self._dropped)
 
     def flush(self) -> None:
-        """Tell owners of what was dropped."""
+        """Notify owners of dropped references."""
         while self._dropped:
             owner, key = self._dropped.popleft()
             if owner == self.rank:
@@ -241,12 +241,12 @@ class References:
 
     @property
     def pins(self) -> int:
-        """How many references are kept for those who got them from this rank."""
+        """Return the number of references pinned for the ranks that received them from this rank."""
         return len(self._pins)
 
     # -- what others say -----------------------------------------------------------------------
     def arrived(self, peer: int, kind: int, words: tuple[int, ...]) -> None:
-        """A message of the protocol has come from a rank. Those of one rank: one after another, in order."""
+        """Handle a protocol message. Messages of one rank must be passed one at a time, in order."""
         if kind == ADD:
             with self.lock:
                 known = self.ledger.add(Key(*words[:2]), peer)
@@ -259,7 +259,7 @@ class References:
             self._unpin(words[0])
 
     def lose(self, peer: int) -> list[Any]:
-        """A rank is gone; the values that will never come because of that."""
+        """Handle a lost rank; return the values that will never be created because of that."""
         with self.lock:
             freed, orphans = self.ledger.lose(peer)
             pins = [self._pins.pop(token) for token, (holder, _) in list(self._pins.items()) if holder == peer]

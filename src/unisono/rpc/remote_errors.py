@@ -1,4 +1,4 @@
-"""Exceptions across ranks: raised at the caller as what they were, with the remote traceback in their text."""
+"""Exceptions across ranks: raised at the caller with their own class, and the remote traceback in their text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _Told = tuple[str, str, Any, str]
 
 
 class RemoteError(Exception):
-    """What a function raised on another rank, if its class is not known here; else it is a class of that kind too.
+    """Error raised on another rank. If its class is known here, the error is also an instance of that class.
 
     Attributes:
-        rank: Where it was raised.
-        remote_text: What `str` of it said there.
-        remote_traceback: The traceback there.
+        rank: Rank that raised it.
+        remote_text: Its `str` on that rank.
+        remote_traceback: Its traceback on that rank.
     """
 
     rank: int | None = None
@@ -43,9 +43,9 @@ _classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteErr
 
 
 def packed(error: BaseException) -> _Told:
-    """An exception as values: its class's module and name, arguments and fields, text, traceback."""
+    """Convert an exception to values: its class's module and name, arguments and fields, text, traceback."""
     if isinstance(error, RemoteError):
-        # It came from a further rank; what matters is what happened there.
+        # It was raised on a third rank, which is the one to report.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
         # Not its whole text: the traceback below holds that, and each further rank would double it.
         text = error.remote_text
@@ -56,18 +56,18 @@ def packed(error: BaseException) -> _Told:
     try:
         serialization.encode(content)
     except Exception:
-        # Whatever is wrong with what it carries: the caller has to hear of the error itself.
+        # Even if its contents cannot be sent, the error itself must reach the caller.
         content = ((text,), {})
     return f"{kind.__module__}:{kind.__qualname__}", text, content, trace
 
 
 def rebuilt(told: _Told, rank: int) -> Exception:
-    """The exception to raise for what `packed` made on another rank. Classes are looked up, never imported."""
+    """Return the exception to raise for values that `packed` made. Classes are looked up, never imported."""
     name, text, (args, fields), trace = told
     try:
         return _made(_class_of(name), args, fields, rank, text, trace)
     except TypeError:
-        # An object of its class needs more than what could be sent, as a group of exceptions does.
+        # An object of its class needs more than could be sent, such as an exception group.
         return _made(Exception, args, fields, rank, text, trace)
 
 
@@ -76,7 +76,7 @@ def _made(
 ) -> Exception:
     joined = _joined(kind)
     maker: type = joined
-    # Without the class's own constructor: no code of Python is run for what a peer says.
+    # Without the class's own constructor: a peer's message must not run any Python code.
     while not isinstance(vars(maker).get("__new__"), types.BuiltinFunctionType):
         maker = maker.__base__ or BaseException
     error: RemoteError = maker.__new__(joined, *args)
@@ -89,13 +89,13 @@ def _made(
 
 
 def _joined(kind: type[BaseException]) -> type[RemoteError]:
-    """A class that is both a `RemoteError` and of this kind."""
+    """Return a class that is both a `RemoteError` and of this kind."""
     if kind not in _classes:
         try:
             space = {"__module__": kind.__module__, "__doc__": kind.__doc__}
             _classes[kind] = type(kind.__name__, (RemoteError, kind), space)
         except TypeError:
-            # The two cannot be put together.
+            # The two cannot be combined.
             _classes[kind] = RemoteError
     return _classes[kind]
 

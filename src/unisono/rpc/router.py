@@ -1,4 +1,4 @@
-"""An agent's messages: what goes out, what is done with what comes in, and what a rank's end means."""
+"""Message routing of an agent: sending, dispatch of received messages, and handling of lost ranks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["SEND_S", "Router", "rollback"]
 
 SEND_S = 60.0
-"""Seconds that a rank may take to make room for a message."""
+"""Seconds to wait for a rank to make room for a message."""
 _BYE_S = 0.5
 _PROTOCOL = (protocol.ADD, protocol.ADD_ACK, protocol.DROP, protocol.RELEASE)
 
 
 class Router:
-    """Sends, and sorts what arrives.
+    """Sends messages, and dispatches received ones.
 
     Attributes:
-        gone: The ranks whose end has been dealt with, or is about to be.
+        gone: Ranks with an end that has been handled, or is about to be.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -50,17 +50,17 @@ class Router:
         try:
             self.post(peer, head, bodies, SEND_S)
         except BaseException as error:
-            # An interrupt too: references that went nowhere would be counted for good.
+            # Also on an interrupt: references that were not sent would stay counted permanently.
             if not self.may_arrive(peer, error):
                 rollback(undo)
             raise
 
     def may_arrive(self, peer: int, error: BaseException) -> bool:
-        """After an error in `post`: whether the message is on its way all the same, as its receiver is only slow."""
+        """Return whether the message may arrive despite an error in `post`, because its receiver is only slow."""
         return isinstance(error, CommTimeoutError) and peer not in self._box.lost
 
     def post(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        """Send a message; what this rank sends to itself is served by another thread."""
+        """Send a message; a message of this rank to itself is served by another thread."""
         if peer != self._rank:
             self._box.send(peer, head, bodies, timeout)
             return
@@ -69,13 +69,13 @@ class Router:
             self._agent.workers.run(found[0])
 
     def send_control(self, peer: int, kind: int, *words: int) -> None:
-        """Send a few numbers, in order; to a rank that is gone, nothing. In a dispatch it is sent soon after."""
+        """Send a few numbers, in order; nothing if the rank is gone. During a dispatch they are sent soon after."""
         self._outbox.append((peer, _plain(kind, words)))
         if not self._agent.receiver.dispatching:
             self.empty_outbox()
 
     def empty_outbox(self) -> None:
-        """Send what was told, unless another thread does so just now, and let go of what was freed."""
+        """Send queued messages, unless another thread is doing so, and release freed objects."""
         while self._outbox and self._posting.acquire(blocking=False):
             try:
                 self._empty()
@@ -86,12 +86,12 @@ class Router:
     def _empty(self) -> None:
         while self._outbox:
             peer, head = self._outbox.popleft()
-            # To a rank that is gone there is nothing to tell.
+            # Nothing is sent to a rank that is gone.
             with contextlib.suppress(CommError):
                 self.post(peer, head, (), SEND_S)
 
     def announce_exit(self, reason: str) -> None:
-        """Tell every rank that this one serves no more."""
+        """Notify every rank that this rank has stopped serving."""
         for peer in self._agent.alive():
             if peer != self._rank:
                 with contextlib.suppress(CommError):
@@ -99,13 +99,13 @@ class Router:
 
     # -- in ------------------------------------------------------------------------------------
     def dispatch(self, mail: Envelope) -> tuple[Task, bool] | None:
-        """Take one message in, in order; what is left to do, and whether that is short."""
+        """Handle one message, in order. Return the remaining task, and whether it is short."""
         if mail.peer in self.gone:
             return None
         try:
             return self._sorted(mail)
         except (ValueError, TypeError, LookupError, struct.error) as error:
-            # No agent sends such a thing: nothing more is taken from there.
+            # Not a valid message: receive nothing more from this rank.
             self._box.mark_lost(
                 mail.peer, CommError(f"rank {mail.peer} sent what is no message: {error}", peer=mail.peer)
             )
@@ -135,7 +135,7 @@ class Router:
         return None
 
     def clock(self) -> tuple[float, list[Task]]:
-        """When to look at the clock next, and what is to be done now."""
+        """Return when to check the clock next, and the tasks that are due now."""
         agent = self._agent
         tasks = [_calling(agent.caller.give_up, call, call.late()) for call in agent.calls.late()]
         for peer in self._box.lost.keys() - self.gone:
@@ -156,7 +156,7 @@ class Router:
 
 
 def rollback(undo: Sequence[Callable[[], None]]) -> None:
-    """A message is not sent after all."""
+    """Undo the preparation of a message that is not sent."""
     for action in undo:
         action()
 

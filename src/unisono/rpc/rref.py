@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class OwnedValue:
-    """What an object is, once it is known: a value, or the error of what was to make it."""
+    """Outcome of creating an object: a value, or the error that prevented it."""
 
     __slots__ = ("_callbacks", "_lock", "error", "known", "trace", "value")
 
@@ -36,7 +36,7 @@ class OwnedValue:
         self._lock = threading.Lock()
 
     def settle(self, value: Any, error: BaseException | None = None) -> None:
-        """It is known now. The first time counts."""
+        """Set the outcome. Only the first call counts."""
         with self._lock:
             if self.known:
                 return
@@ -47,7 +47,7 @@ class OwnedValue:
             callback()
 
     def when_known(self, callback: Callable[[], None]) -> None:
-        """Call it then; at once if it is known."""
+        """Call `callback` once the outcome is known; immediately if it is."""
         with self._lock:
             if not self.known:
                 self._callbacks.append(callback)
@@ -58,11 +58,11 @@ class OwnedValue:
 class RRef(Generic[T]):
     """A reference to an object that stays on the rank that owns it.
 
-    `remote` returns one at once; `RRef(value)` makes one of an object here. References travel in arguments
-    and results. The object is freed when the last reference anywhere is dropped, or its holder dies.
+    `remote` returns one immediately; `RRef(value)` creates one to a local object. References can be sent in
+    arguments and results. The object is freed when the last reference anywhere is dropped, or its holder dies.
 
     Args:
-        value: An object of this rank, which is its owner.
+        value: An object of this rank, which becomes its owner.
 
     Example:
         >>> @un.rpc.expose
@@ -91,30 +91,30 @@ class RRef(Generic[T]):
         self.gone = False
 
     def owner(self) -> WorkerInfo:
-        """The name and rank of the owner."""
+        """Return the name and rank of the owner."""
         return self._agent.infos[self._owner]
 
     def owner_name(self) -> str:
-        """The name of the owner."""
+        """Return the name of the owner."""
         return self._agent.infos[self._owner].name
 
     def is_owner(self) -> bool:
-        """Whether the object is on this rank."""
+        """Return whether the object is on this rank."""
         return self._owner == self._agent.rank
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to count this reference."""
+        """Return whether the owner is known to count this reference."""
         return self._confirmation is None or self._confirmation.done()
 
     def to_here(self, timeout: float | None = None) -> T:
-        """A copy of the object (the object itself on its owner). Waits until there is one.
+        """Return a copy of the object (the object itself on its owner). Waits until it exists.
 
         Args:
-            timeout: Seconds; the agent's if None.
+            timeout: In seconds; the agent's if None.
 
         Raises:
-            Exception: What the function raised that was to make it.
-            PeerLostError: The owner has gone, or the object was freed since all who held it had died.
+            Exception: Raised by the function that was to create it.
+            PeerLostError: The owner has left, or the object was freed because all its holders had died.
         """
         if self.is_owner():
             return cast(T, self._agent.references.wait(self._key, timeout))
@@ -122,21 +122,21 @@ class RRef(Generic[T]):
         return cast(T, self._agent.caller.call(self._owner, "@fetch", tuple(self._key), (), {}, timeout))
 
     def local_value(self) -> T:
-        """The object itself, on its owner. Raises RuntimeError elsewhere."""
+        """Return the object itself, on its owner. Raises RuntimeError elsewhere."""
         if not self.is_owner():
             raise RuntimeError(f"only the owner, {self.owner_name()!r}, has the object: use to_here() for a copy")
         return cast(T, self._agent.references.wait(self._key, None))
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
-        """A stand-in whose methods run on the object, on its owner: `ref.rpc_sync().step(3)`."""
+        """Return a proxy that runs methods on the object's owner and waits for them: `ref.rpc_sync().step(3)`."""
         return _Proxy(self, self._agent.caller.call, timeout)
 
     def rpc_async(self, timeout: float | None = None) -> Any:
-        """The same; its methods return futures."""
+        """Return a proxy like `rpc_sync`, with methods that return futures."""
         return _Proxy(self, self._agent.caller.start, timeout)
 
     def remote(self, timeout: float | None = None) -> Any:
-        """The same; its methods return references to their results."""
+        """Return a proxy like `rpc_sync`, with methods that return references to their results."""
         return _Proxy(self, self._agent.caller.make, timeout)
 
     def backward(self, context: int, retain_graph: bool = False) -> None:
@@ -170,7 +170,7 @@ class RRef(Generic[T]):
 
 
 class _Proxy:
-    """Methods of an object of another rank."""
+    """Proxy for the methods of an object on another rank."""
 
     __slots__ = ("_call", "_rref", "_timeout")
 
@@ -190,9 +190,7 @@ class _Proxy:
 
 
 class RRefContext:
-    """The references of one agent: the protocol of `references`, with `RRef`s for handles and `OwnedValue`s for
-    values.
-    """
+    """References of one agent: the protocol of `refcount`, with `RRef`s for handles and `OwnedValue`s for values."""
 
     def __init__(self, agent: Agent) -> None:
         from unisono.rpc.refcount import References
@@ -207,46 +205,46 @@ class RRefContext:
 
     @property
     def pins(self) -> int:
-        """How many references are kept for ranks that they were passed on to."""
+        """Return the number of references pinned for the ranks that they were passed on to."""
         return self._protocol.pins
 
     @property
     def waiting(self) -> bool:
-        """Whether there is something to `flush`."""
+        """Return whether there is something to `flush`."""
         return self._protocol.waiting
 
     def flush(self) -> None:
-        """Tell owners of the references that were dropped here."""
+        """Notify owners of the references that were dropped here."""
         self._protocol.flush()
         self.collect_freed()
 
     def collect_freed(self) -> None:
-        """Let go of what was freed; its finalizers may do anything."""
+        """Release freed objects; their finalizers may do anything."""
         freed = self._protocol.freed
         while freed:
             freed.popleft()
 
     def reference(self, owner: int, key: Key, confirmation: CallFuture | None = None) -> RRef[Any]:
-        """A new reference; it has been counted already."""
+        """Return a new reference, which has been counted already."""
         kind = self._agent.rref_class
         rref: RRef[Any] = kind.__new__(kind)
         rref._bind(self._agent, owner, key, confirmation)
         return rref
 
     def own(self, value: Any) -> Key:
-        """Make an object of this rank known; counts one reference."""
+        """Register an object of this rank; counts one reference."""
         key = self.new_key(self._agent.rank)
         self.expect(key, self._agent.rank).settle(value)
         return key
 
     def expect(self, key: Key, holder: int) -> OwnedValue:
-        """The place of an object that is about to be made; counts one reference."""
+        """Return the outcome of an object about to be created; counts one reference."""
         with self._protocol.lock:
             outcome: OwnedValue = self._protocol.ledger.make(key, holder)
         return outcome
 
     def outcome(self, key: Key) -> OwnedValue:
-        """Of an object that somebody refers to. Raises PeerLostError if it was freed."""
+        """Return the outcome of a referenced object. Raises PeerLostError if it was freed."""
         with self._protocol.lock:
             outcome: OwnedValue | None = self._protocol.ledger.value(key)
         if outcome is None:
@@ -254,20 +252,20 @@ class RRefContext:
         return outcome
 
     def wait(self, key: Key, timeout: float | None) -> Any:
-        """The value of an object of this rank."""
+        """Return the value of an object of this rank."""
         return self.value_of(self.outcome(key), timeout)
 
     def value_of(self, outcome: OwnedValue, timeout: float | None) -> Any:
-        """The same; nobody need refer to it any more."""
+        """Wait for an outcome and return its value; the object need not be referenced any more."""
         if not outcome.known:
             self._agent.wait_known(outcome, timeout)
         if outcome.error is not None:
-            # The same error each time, and so without the places where it was raised before.
+            # The same error is raised each time, so drop the traceback entries of earlier raises.
             raise outcome.error.with_traceback(outcome.trace)
         return outcome.value
 
     def pass_on(self, rref: RRef[Any], parts: MessageWriter) -> tuple[int, int, int, int]:
-        """Make ready a reference for a rank: what travels."""
+        """Prepare a reference for a rank; return the numbers to send."""
         if rref._agent is not self._agent:
             raise CommError("this RRef belongs to another agent, whose communicator is not this one")
         rref._check()
@@ -276,7 +274,7 @@ class RRefContext:
         return rref._owner, *rref._key, token
 
     def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> RRef[Any]:
-        """A reference that has come."""
+        """Return the reference for received numbers."""
         if not 0 <= owner < self._agent.size or not 0 <= creator < self._agent.size:
             raise ValueError(f"there is no rank {owner} or {creator} that could have to do with an object")
         rref = self.reference(owner, Key(creator, number))
@@ -284,7 +282,7 @@ class RRefContext:
         return rref
 
     def lose(self, peer: int, error: BaseException) -> None:
-        """A rank is gone."""
+        """Handle a lost rank."""
         for outcome in self._protocol.lose(peer):
             outcome.settle(None, error)
 

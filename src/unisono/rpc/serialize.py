@@ -1,4 +1,4 @@
-"""Values of calls as bytes and bodies, and back."""
+"""Conversion of call values to bytes and bodies, and back."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ install()
 
 
 class CallTypeError(TypeError, RuntimeError):
-    """A value of a type that calls cannot carry or use. A RuntimeError, too, as of torch's RPC."""
+    """Raised for a value of a type that calls do not support. Also a RuntimeError, as in torch's RPC."""
 
 
 def pack(
     agent: Agent, peer: int, kind: int, number: int, context: int, values: Sequence[object]
 ) -> tuple[bytes, list[torch.Tensor], list[Callable[[], None]]]:
-    """Head and bodies of a message that carries some values, and what takes it back if it is not sent.
+    """Return head and bodies of a message with some values, and the actions that undo it if it is not sent.
 
     Raises:
         CallTypeError: One of them cannot be sent; says which and why.
@@ -65,7 +65,7 @@ def _put(parts: MessageWriter, value: object, depth: int) -> None:
     try:
         write(parts, value, depth)
     except UnsendableError:
-        # Something in it needs pickle: then all of it goes that way.
+        # Part of it needs pickle: then all of it is pickled.
         for items, mark in zip((parts, parts.bodies, parts.recorded), marks, strict=False):
             del items[mark:]
         while len(parts.undo) > marks[3]:
@@ -74,7 +74,7 @@ def _put(parts: MessageWriter, value: object, depth: int) -> None:
 
 
 def unpack(agent: Agent, mail: Envelope, context: int, message: int, at: int, count: int) -> list[Any]:
-    """Some values of a message, from a place on to its end. Raises ValueError for bytes that no agent makes."""
+    """Return the values of a message from an offset to its end. Raises ValueError for malformed bytes."""
     content, peer = mail.head, mail.peer
     if count == 1 and content[at:] == b"N":
         return [None]

@@ -1,4 +1,4 @@
-"""What an agent does for other ranks: run what they ask for, and answer."""
+"""Server side of an agent: run the calls of other ranks, and answer them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Server", "cancelled"]
 _log = logging.getLogger(__name__)
 
 _SLOW_S = 200e-6
-"""A function that took longer than this is run by another thread than the receiving one the next time."""
+"""A function that took longer than this is run outside the receiving thread the next time."""
 _LONG_BYTES = 64 << 10
 _NUMBER = struct.Struct("<q")
 _KEPT = 1000
@@ -46,10 +46,10 @@ class _Request:
     """One call of another rank.
 
     Attributes:
-        cancelled: Its caller waits no longer.
-        thread: What runs its function.
-        outcome: The place of its result, where that stays here.
-        called: The object whose method it calls, if it is one.
+        cancelled: Whether its caller has stopped waiting.
+        thread: Thread that runs its function.
+        outcome: Holder of its result, if that stays here.
+        called: Object that the method is called on, if any.
     """
 
     __slots__ = ("called", "cancelled", "context", "kind", "message", "number", "outcome", "peer", "thread")
@@ -64,7 +64,7 @@ class _Request:
 
 
 def cancelled() -> bool:
-    """In a function that another rank called: whether that one waits no longer, so that work could be saved.
+    """Return whether the rank that called the running function has stopped waiting, so that work can be skipped.
 
     Example:
         >>> un.rpc.cancelled()
@@ -75,7 +75,7 @@ def cancelled() -> bool:
 
 
 class Server:
-    """The calls of other ranks, from their arrival until they are answered."""
+    """Calls of other ranks, from their arrival until they are answered."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -91,27 +91,27 @@ class Server:
         return len(self._open)
 
     def accept(self, mail: Envelope) -> tuple[Task, bool]:
-        """Take a call in: what is to be done, and whether that is likely to be short."""
+        """Accept a call. Return its task, and whether that is likely to be short."""
         asked = _Request(mail)
         start = HEADER.size + (1 + _NUMBER.size if asked.kind == REMOTE else 0)
         target = mail.head[start : take_text(mail.head, start + 1)[1]]
         if asked.kind == REMOTE:
-            # Counted now: what this rank says of the object later comes after.
+            # Counted now, because later messages of this rank about the object must follow.
             key = Key(mail.peer, _NUMBER.unpack_from(mail.head, HEADER.size + 1)[0])
             asked.outcome = self._agent.references.expect(key, mail.peer)
         asked.called = self._called(mail.head, start + len(target))
         long = bool(mail.bodies) and sum([b.numel() for b in mail.bodies]) > _LONG_BYTES
         short = target in self._quick if long else target not in self._slow
-        # Bytes that are no call have been found out by now: those would never end.
+        # Malformed calls have been rejected by now: they would never end.
         self._open[mail.peer, asked.number] = asked
         return lambda: self._serve(asked, mail, target), short
 
     def _called(self, head: bytes, at: int) -> OwnedValue | None:
-        """What a call's key stands for, found before its caller's next message: that may say that it drops it."""
+        """Resolve a call's key before its caller's next message is handled, which may drop the reference."""
         if head[at : at + 1] == b"N" or len(head) < at + _KEY.size:
             return None
         kinds, creator, kind, number = _KEY.unpack_from(head, at)
-        # What is no key, or one of nothing, is an error for its caller when the call is served.
+        # An invalid or unknown key is reported to the caller when the call is served.
         if (kinds, kind) != (b"t\2i", b"i"):
             return None
         with contextlib.suppress(PeerLostError):
@@ -119,20 +119,20 @@ class Server:
         return None
 
     def runs_here(self) -> bool:
-        """Whether this thread runs a function that another rank called."""
+        """Return whether this thread runs a function that another rank called."""
         now: _Request | None = request.get()
         if now is None or now.thread != threading.get_ident():
             return False
         return self._open.get((now.peer, now.number)) is now
 
     def cancel(self, peer: int, number: int) -> None:
-        """Its caller waits no longer."""
+        """Cancel a request: its caller has stopped waiting."""
         asked = self._open.get((peer, number))
         if asked is not None:
             asked.cancelled = True
 
     def lose(self, peer: int) -> None:
-        """All that a rank has asked for is asked by nobody any more."""
+        """Cancel all requests of a lost rank."""
         for asked in list(self._open.values()):
             if asked.peer == peer:
                 asked.cancelled = True
@@ -145,7 +145,7 @@ class Server:
         try:
             self._answer_with(asked, self._run(asked, mail, target))
         except BaseException as error:
-            # Also an exit or an interrupt that the function raised: its caller is told, this thread goes on.
+            # Including an exit or interrupt raised by the function: it is reported to the caller; this thread goes on.
             self._fail(asked, error)
         finally:
             context.reset(within)
@@ -170,11 +170,11 @@ class Server:
             self._functions.clear()
         function = self._functions.get(named)
         if asked.kind == REQUEST and function is not None and mail.head[at] == _NONE and not asked.cancelled:
-            # A function that was called before: only the arguments have to be read.
+            # The function was resolved before: only the arguments have to be decoded.
             args, kwargs = unpack(agent, mail, context, message, at + 1, 2)
             return self._result(function, args, kwargs)
         if asked.kind == REMOTE:
-            # The object is counted, even if it turns out that it cannot be made.
+            # The object is counted, even if creating it fails.
             agent.office.send(mail.peer, REPLY, asked.number, (None,))
         values = unpack(agent, mail, context, message, HEADER.size, 4 if asked.kind == REQUEST else 5)
         target, key, args, kwargs = values[-4:]
@@ -224,7 +224,7 @@ class Server:
             try:
                 self._agent.office.send(asked.peer, REPLY, asked.number, (value,), asked.context)
             except CommError:
-                # Its caller has gone, or takes nothing.
+                # The caller has left, or does not receive.
                 pass
             except Exception as refused:
                 return self._fail(asked, refused)
@@ -249,7 +249,7 @@ class Server:
 
 
 class _DeferredValue:
-    """The value of an object that may not be there yet."""
+    """Return the value of an object that may not exist yet."""
 
     def __init__(self, outcome: OwnedValue) -> None:
         self._outcome = outcome
@@ -259,7 +259,7 @@ class _DeferredValue:
 
 
 class _FutureReply:
-    """The future that a function of `async_execution` returned."""
+    """Return the future that a function marked with `async_execution` returned."""
 
     def __init__(self, future: torch._C.Future[Any]) -> None:
         self.future = future

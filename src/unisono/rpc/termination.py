@@ -1,9 +1,9 @@
-"""How agents end together: when all want to, and no call is under way anywhere.
+"""Termination of agents: together, when all want to end and no call is in flight anywhere.
 
-The lowest living rank decides. Whoever wants to end and has nothing to do tells it how many calls it has sent to each
-rank, and served for each (`IDLE`). When all have, and what was sent equals what was served, it asks all once more
-(`CONFIRM`); if nothing has changed since, nothing was under way in between, and it tells all to `CLOSE`. Ranks that
-are gone do not count. After Mattern, *Algorithms for distributed termination detection* (1987).
+The lowest living rank decides. A rank that wants to end and has nothing to do reports how many calls it has sent to
+each rank, and served for each (`IDLE`). When all have, and sent equals served, the deciding rank queries all once
+more (`CONFIRM`); if nothing has changed since, nothing was in flight in between, and it sends `CLOSE` to all. Ranks
+that are gone do not count. After Mattern, *Algorithms for distributed termination detection* (1987).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHORTEST_S, _LONGEST_S = 0.01, 0.2
 
 
 class TerminationDetector:
-    """One rank's part in it.
+    """One rank's part in termination.
 
     Attributes:
         over: Whether all agreed to end.
@@ -44,7 +44,7 @@ class TerminationDetector:
         self._reports: dict[int, dict[int, _Report]] = {}
 
     def wait(self, timeout: float | None) -> None:
-        """Return when everybody is done. Raises CommTimeoutError if that does not come; then all goes on as before."""
+        """Wait until all ranks are done. Raises CommTimeoutError if that takes too long; all then continue."""
         self._agent.caller.leave_callback()
         self._wanted = True
         self._summon()
@@ -52,7 +52,7 @@ class TerminationDetector:
         pause = _SHORTEST_S
         with self._agent.workers.not_counted():
             while not self._ended.wait(pause if limit is None else min(pause, max(limit - time.monotonic(), 0))):
-                # Looked at now and then, rather than after each call: a rank that only serves waits here all its life.
+                # Polled periodically, not after each call: a rank that only serves waits here all the time.
                 pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
                 if limit is not None and time.monotonic() >= limit:
                     self._wanted = False
@@ -63,7 +63,7 @@ class TerminationDetector:
                     )
 
     def _missing(self) -> str:
-        """Who has not said that it is done, as far as this rank knows."""
+        """Describe the ranks that have not reported that they are done, as far as this rank knows."""
         rank, alive = self._agent.rank, self._agent.alive()
         if not self._agent.idle():
             return "; calls of this rank, or of others to it, are under way"
@@ -75,7 +75,7 @@ class TerminationDetector:
         return f"; not heard of yet: rank {', '.join(late)}" if late else ""
 
     def _summon(self) -> None:
-        """This rank wants to end: if it is the one that decides, ask how things are now."""
+        """Query all ranks if this rank, which wants to end, is the deciding one."""
         rank, alive = self._agent.rank, self._agent.alive()
         if rank == min(alive):
             with self._lock:
@@ -88,11 +88,11 @@ class TerminationDetector:
         self.look()
 
     def finish(self) -> None:
-        """The agent is closed: nobody waits any more."""
+        """Wake the waiting threads: the agent is closed."""
         self._ended.set()
 
     def look(self) -> bool:
-        """If this rank has nothing left to do, say so; whether there was something new to be said."""
+        """Report that this rank is idle, if it is; return whether the report was new."""
         if not self._wanted or self._ended.is_set() or not self._agent.idle():
             return False
         size = range(self._agent.size)
@@ -108,7 +108,7 @@ class TerminationDetector:
         return new
 
     def arrived(self, peer: int, kind: int, words: tuple[Any, ...]) -> None:
-        """A message about the end has come."""
+        """Handle a termination message."""
         if kind == IDLE:
             self._heard(peer, words[0], (words[1], words[2]))
         elif kind == CONFIRM:
@@ -121,7 +121,7 @@ class TerminationDetector:
             self._ended.set()
 
     def _heard(self, peer: int, wave: int, report: _Report) -> None:
-        """As the one who decides."""
+        """Handle a report, as the deciding rank."""
         rank, alive = self._agent.rank, self._agent.alive()
         with self._lock:
             verdict, wave = self._judged(peer, wave, report, alive)
@@ -137,7 +137,7 @@ class TerminationDetector:
             self.arrived(rank, CLOSE, ())
 
     def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
-        """What to do now: nothing, close, or summon all; a negative wave summons only this one, which is behind."""
+        """Return the action: nothing, close, or query all; a negative wave queries only this rank, which is behind."""
         if wave < self._wave:
             return CONFIRM, -self._wave
         self._wave = wave
@@ -155,10 +155,10 @@ class TerminationDetector:
         try:
             self._agent.box.send(peer, HEADER.pack(kind, 0, NO_CONTEXT, 0) + serialization.encode(words), (), _SEND_S)
         except CommError:
-            # It is gone, or will be called so soon: then somebody else decides, or it does not count.
+            # The peer is gone, or about to be declared so: then another rank decides, or the peer does not count.
             return
 
 
 def _even(reports: dict[int, _Report], alive: list[int]) -> bool:
-    """Whether every call that one of these sent to another was served."""
+    """Return whether every call between these ranks was served."""
     return all(reports[a][0][b] == reports[b][1][a] for a in alive for b in alive)

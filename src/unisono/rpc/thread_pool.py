@@ -1,4 +1,4 @@
-"""Threads that run what other ranks ask for, when that may take long."""
+"""Thread pool for calls of other ranks that may take long."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["Workers"]
 
 _IDLE_S = 5.0
 _STUCK_S = 0.02
-"""Tasks wait, and none has ended for this long: those that run may be waiting for those that wait."""
+"""If no task has ended for this long while tasks are queued, the running ones may be waiting for the queued ones."""
 _NOT_HERE = nullcontext()
 
 
 class Workers:
-    """Runs tasks in order of arrival, at most so many at once; one that waits for another rank does not count.
+    """Runs tasks in order of arrival, at most `most` at a time; tasks waiting for another rank do not count.
 
-    Since who waits does not count, calls that call back, however deep, cannot use up the threads. Who waits in a way
-    that is not seen here (for a lock, or in torch's own code) does count; so when tasks wait and none has ended for
-    a while, one more thread is let in.
+    Because waiting tasks do not count, calls that call back, at any depth, cannot exhaust the threads. A task that
+    waits in a way not visible here (for a lock, or in torch's own code) does count; so when tasks are queued and none
+    has ended for a while, one more thread is admitted.
 
     Args:
-        name: Of the threads.
-        most: How many tasks may run at once.
-        prepare: Called in each new thread first.
+        name: Name of the threads.
+        most: Maximum number of tasks running concurrently.
+        prepare: Called first in each new thread.
     """
 
     def __init__(self, name: str, most: int, prepare: Callable[[], object]) -> None:
@@ -46,7 +46,7 @@ class Workers:
             self._staff()
 
     def not_counted(self) -> AbstractContextManager[object]:
-        """For the time that this thread waits for another rank."""
+        """Context in which this thread waits for another rank."""
         return self._aside() if threading.get_ident() in self._working else _NOT_HERE
 
     @contextmanager
@@ -61,23 +61,23 @@ class Workers:
         finally:
             self._working.add(here)
             with self._lock:
-                # May be one too many for a while: who has begun is not stopped.
+                # May exceed the limit by one for a while: a started task is not stopped.
                 self._running += 1
 
     def busy(self) -> bool:
-        """Whether anything runs or waits to be run."""
+        """Return whether any task is running or queued."""
         with self._lock:
             return bool(self._tasks) or self._running > 0
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no more tasks."""
         with self._lock:
             self._closed = True
             self._tasks.clear()
             self._wanted.notify_all()
 
     def _staff(self) -> None:
-        """See that somebody takes the first task, if one more may run. Call with the lock held."""
+        """Ensure that a thread takes the first task, if one more may run. Call with the lock held."""
         if not self._tasks or self._closed:
             return
         if self._running >= self._most + self._further:
@@ -91,7 +91,7 @@ class Workers:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _watch(self) -> None:
-        """While tasks wait: let one more in whenever none has ended for some time."""
+        """While tasks are queued, admit one more whenever none has ended for some time."""
         while True:
             seen = self._ended
             time.sleep(_STUCK_S)
@@ -121,12 +121,12 @@ class Workers:
                         self._further = 0
 
     def _next(self) -> Callable[[], None] | None:
-        """The next task; None when there has been none for a while. The caller counts as idle."""
+        """Return the next task; None when there has been none for a while. The caller counts as idle."""
         with self._lock:
             while not self._tasks or self._running >= self._most + self._further:
                 if self._closed or not self._wanted.wait(_IDLE_S):
                     self._idle -= 1
-                    # A task may have come while the time ran out.
+                    # A task may have arrived while the time ran out.
                     self._staff()
                     return None
             self._idle -= 1

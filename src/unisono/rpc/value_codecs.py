@@ -1,12 +1,12 @@
-"""What only calls carry: long tensors apart, tensors with a history, references, functions by name, pickles.
+"""Codecs used only by calls: tensors sent separately, tensors with history, references, functions, pickles.
 
-a  a tensor whose bytes travel as a body of their own
-o  an order of dimensions, and a tensor whose elements lie in that order
+a  a tensor with its bytes sent as a separate body
+o  an order of dimensions, and a tensor with its elements stored in that order
 g  a tensor with a history, which follows
 z  a sparse tensor: whether it is coalesced, its shape, indices and values
 r  a reference
 q  a function or class, by name
-k  anything at all, pickled, between ranks that trust each other
+k  any object, pickled, between ranks that trust each other
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from unisono.serialization.format import (
 __all__ = ["install", "put_pickled", "register_reference"]
 
 _INLINE_BYTES = 8192
-"""A tensor up to this long is copied among the other values; a longer one travels as a body of its own."""
+"""A tensor up to this long is copied among the other values; a longer one is sent as a separate body."""
 _MOST_BODIES = 200
 
 _ASIDE, _ORDERED, _REFERENCE, _FUNCTION, _PICKLED, _RECORDED, _SPARSE = (ord(kind) for kind in "aorqkgz")
@@ -52,7 +52,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescrip
 
 # -- tensors ---------------------------------------------------------------------------------------
 def _find(cls: type[Any]) -> Encoder | None:
-    """Encoders of what only calls carry; in any other message a tensor goes as it always does."""
+    """Find encoders of types that only calls support; other messages encode tensors as usual."""
     if issubclass(cls, torch.Tensor):
         return _put_tensor
     if issubclass(cls, _FUNCTIONS):
@@ -99,7 +99,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:
-    """The dimensions by falling strides, if elements lie in that order without gaps, and it is not the usual one."""
+    """Return the dimensions by falling strides, if storage in that order is dense and not the default order."""
     if not _plain(tensor) or tensor.is_contiguous():
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -129,7 +129,7 @@ def _take_aside(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
         raise ValueError(f"a tensor of {name!r} came")
     body = view.bodies[view.tensors]
     view.tensors += 1
-    # A bool that is neither 0 nor 1 would be different things to different operations.
+    # Operations would disagree about a bool that is neither 0 nor 1.
     return (body.ne(0) if dtype == torch.bool else body.view(dtype)).reshape(shape), at
 
 
@@ -173,7 +173,7 @@ def _take_function(view: View, at: int, _depth: int) -> tuple[Any, int]:
 
 # -- references ------------------------------------------------------------------------------------
 def register_reference(cls: type[Any]) -> None:
-    """Tell which class references are of."""
+    """Set the class of references."""
 
     def put_reference(parts: Parts, reference: Any, depth: int) -> None:
         if not isinstance(parts, MessageWriter):
@@ -194,9 +194,9 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
     return view.agent.references.accept(view.peer, *words), at
 
 
-# -- anything, among those who trust each other ----------------------------------------------------
+# -- any object, among ranks that trust each other -------------------------------------------------
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickles, but lets tensors that calls can carry and references travel as in any other call."""
+    """Pickler that encodes references, and tensors that calls support, as in any other call."""
 
     def __init__(self, file: io.BytesIO, parts: MessageWriter) -> None:
         super().__init__(file)
@@ -221,7 +221,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def put_pickled(parts: Parts, value: Any, depth: int) -> None:
-    """Append a value that may be anything."""
+    """Append a value of any type."""
     assert isinstance(parts, MessageWriter)
     file = io.BytesIO()
     pickler = _Pickler(file, parts)
@@ -245,7 +245,7 @@ def _take_pickled(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 def install() -> None:
-    """Teach the wire what calls carry besides. Again is harmless."""
+    """Register the codecs of calls with the serialization. Idempotent."""
     if _find not in finders:
         finders.insert(0, _find)
         kinds = {

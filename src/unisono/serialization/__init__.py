@@ -1,4 +1,4 @@
-"""Values to bytes and back without pickle: what arrives can only become a value, it never runs code."""
+"""Serialization without pickle: received bytes can only become a value, and never run code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ finders.extend((classes.find, tensors.find))
 
 
 def encode(value: object) -> bytes:
-    """The bytes of a value, from which `decode` makes an equal one.
+    """Return the bytes of a value, from which `decode` creates an equal one.
 
     Carries None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
     OrderedDict, slice, range, members of enums, NamedTuples, dataclasses, and torch's tensors, dtypes,
@@ -52,7 +52,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: Buffer) -> Any:
-    """The value that `encode` made these bytes from.
+    """Return the value that `encode` made these bytes from.
 
     Classes are found by name in modules that are imported already, or among those given to `register`;
     no module is imported, and no constructor, property setter, `__del__` or `_missing_` is run (setters and
@@ -76,7 +76,7 @@ def decode(data: Buffer) -> Any:
             raise ValueError(f"{len(view) - end} bytes follow its end")
     except (IndexError, struct.error):
         raise ValueError(f"these bytes carry no value: {TOO_SHORT}") from None
-    # A user's class may take part in a hash or an equality, and then raise anything at all.
+    # A user's class may run in a hash or an equality, and raise any exception.
     except Exception as error:
         raise ValueError(f"these bytes carry no value: {error}") from error
     return value

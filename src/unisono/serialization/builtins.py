@@ -1,4 +1,4 @@
-"""Python's own values: numbers, text, bytes, containers."""
+"""Codecs of Python's built-in values: numbers, text, bytes, containers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TOO_DEEP = "nests deeper than 100 levels, or contains itself"
 
 
 def put_items(parts: Parts, items: Iterable[object], depth: int) -> None:
-    """Several items, one after another; an error tells the index."""
+    """Append several items in sequence; an error reports the index."""
     if not depth:
         raise ValueError(f"the value {_TOO_DEEP}")
     depth -= 1
@@ -48,7 +48,7 @@ def put_items(parts: Parts, items: Iterable[object], depth: int) -> None:
 
 
 def take_items(view: View, at: int, depth: int) -> tuple[list[Any], int]:
-    """A number of items, and these."""
+    """Append the number of items, and the items."""
     if not depth:
         raise ValueError(f"what they carry {_TOO_DEEP}")
     depth -= 1
@@ -128,7 +128,7 @@ def _sequence(kind: str, cls: type[list[Any]] | type[tuple[Any, ...]]) -> None:
 
 
 def _set(kind: str, cls: type[set[Any]] | type[frozenset[Any]]) -> None:
-    # A set has another order in every process. Its bytes do not: whoever compares values compares bytes.
+    # The order of a set differs between processes. Its bytes do not, because ranks compare values by their bytes.
     def encoder(parts: Parts, value: Collection[Any], depth: int) -> None:
         items = []
         for item in value:
@@ -181,7 +181,7 @@ def _three(kind: str, cls: type[slice] | type[range]) -> None:
 
 
 def install() -> None:
-    """Fill in the tables."""
+    """Register the codecs."""
     encoders.update(
         {
             type(None): _put_none,

@@ -1,4 +1,4 @@
-"""Dataclasses, enums and NamedTuples: named by module and qualified name, found only where they are already."""
+"""Codecs of dataclasses, enums and NamedTuples: sent by qualified name, found only if already imported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["find", "install", "register"]
 
 ClassT = TypeVar("ClassT", bound=type[Any])
 
-# What a script is called in itself, and in the processes that multiprocessing starts from it.
+# Module name of a script in itself, and in the processes that multiprocessing starts from it.
 _MAIN = ("__main__", "__mp_main__")
 
 _registered: dict[str, type[Any]] = {}
@@ -36,13 +36,13 @@ _hooks: WeakKeyDictionary[type[Any], str] = WeakKeyDictionary()
 
 
 def register(cls: ClassT) -> ClassT:
-    """Make known a dataclass, enum or NamedTuple that cannot be found by its name, such as a local one.
+    """Register a dataclass, enum or NamedTuple that cannot be found by its name, such as a local one.
 
-    Also allow one whose `__del__` or property setters run when a value arrives; others of these are refused.
-    Every process that sends or receives it registers it. Usable as a decorator.
+    This also permits a class with `__del__` or property setters that run on receipt; without it they are refused.
+    Every process that sends or receives the class must register it. Usable as a decorator.
 
     Raises:
-        TypeError: It is none of the three.
+        TypeError: It is not a dataclass, enum or NamedTuple.
 
     Example:
         >>> import dataclasses
@@ -64,7 +64,7 @@ def register(cls: ClassT) -> ClassT:
 
 
 def find(cls: type[Any]) -> Encoder | None:
-    """The encoder of a class of these three kinds; None for any other."""
+    """Return the encoder of a class of these three kinds; None for any other."""
     known = _encoders.get(cls)
     kind = None if known else _kind(cls)
     if kind is None:
@@ -87,7 +87,7 @@ def _kind(cls: type[Any]) -> str | None:
         return "enum"
     if issubclass(cls, tuple):
         return "tuple" if isinstance(getattr(cls, "_fields", None), tuple) else None
-    # Of a subclass that is no dataclass itself, only its parent's fields would arrive.
+    # For a subclass that is not a dataclass itself, only its parent's fields would arrive.
     return "dataclass" if "__dataclass_fields__" in vars(cls) else None
 
 
@@ -97,7 +97,7 @@ def _name(cls: type[Any]) -> str:
 
 
 def _resolve(name: str) -> type[Any] | None:
-    """The class of this name, if it is here. Looks into dictionaries only, so that nothing can run."""
+    """Return the class of this name, if it exists here. Looks into dictionaries only, so that no code can run."""
     if name in _registered:
         return _registered[name]
     module, _, qualname = name.partition(":")
@@ -121,7 +121,7 @@ def _known(name: str, kind: str) -> type[Any]:
 
 
 def _hook(name: str, cls: type[Any]) -> str:
-    """The code of a class that would run when a value arrives or goes; empty if there is none, or it is allowed."""
+    """Return the code of a class that would run when a value is created or freed; empty if none, or if allowed."""
     if _registered.get(name) is cls:
         return ""
     hook = _hooks.get(cls)
@@ -133,7 +133,7 @@ def _hook(name: str, cls: type[Any]) -> str:
 
 
 def _setters(cls: type[Any]) -> list[str]:
-    """The fields that are set by code of their own; slots are not."""
+    """Return the fields that have setter code; slots have none."""
     found = [(field, type(vars(base)[field])) for field in _fields(cls) for base in cls.__mro__ if field in vars(base)]
     return [f"the setter of {f}" for f, kind in found if hasattr(kind, "__set__") and kind is not MemberDescriptorType]
 
@@ -155,7 +155,7 @@ def _dataclass_encoder(name: str, cls: type[Any]) -> Encoder:
     except TypeError:
         raise UnsendableError(f"a {name}, which cannot be made anew from its fields alone") from None
     fields = _fields(cls)
-    # The names of the fields travel along, so that two versions of a class do not mix.
+    # The field names are sent along, so that two versions of a class are not mixed.
     start = _start("D", f"{name}({','.join(fields)})") + head("t", len(fields))[1:]
 
     def encoder(parts: Parts, value: object, depth: int) -> None:
@@ -195,7 +195,7 @@ def _enum_encoder(name: str, _cls: type[Any]) -> Encoder:
 def _flag_encoder(name: str, _cls: type[Any]) -> Encoder:
     start = _start("G", name)
 
-    # A combination of flags has no name, so its number travels.
+    # A combination of flags has no name, so its number is sent.
     def encoder(parts: Parts, value: enum.Flag, depth: int) -> None:
         parts.append(start)
         write(parts, int(value.value), depth)
@@ -247,7 +247,7 @@ def _take_flag(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _flag(cls: Any, number: int) -> enum.Flag:
-    """The member of this number. The class itself would run `_missing_`, and keep each combination for good."""
+    """Return the member of this number. The class itself would run `_missing_`, and cache each combination forever."""
     known: enum.Flag | None = cls._value2member_map_.get(number)
     if known is not None:
         return known
@@ -262,6 +262,6 @@ def _flag(cls: Any, number: int) -> enum.Flag:
 
 
 def install() -> None:
-    """Fill in the tables."""
+    """Register the codecs."""
     for kind, decoder in (("D", _take_dataclass), ("P", _take_tuple), ("E", _take_enum), ("G", _take_flag)):
         decoders[ord(kind)] = decoder

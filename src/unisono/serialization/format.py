@@ -1,4 +1,4 @@
-"""The form of the bytes: one byte that tells the kind of an item, its length where it has one, its content."""
+"""Byte format: one byte for the kind of an item, its length where it has one, its content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MAX_DEPTH = 100
-"""How deep containers may nest. What contains itself is found out by it."""
+"""Maximum nesting depth of containers. Also detects containers that contain themselves."""
 
 Buffer = bytes | bytearray | memoryview
 Parts = list[Buffer]
@@ -43,10 +43,10 @@ def _unknown(view: View, at: int, _depth: int) -> NoReturn:
 
 encoders: dict[type, Encoder] = {}
 decoders: list[Decoder] = [_unknown] * 256
-"""By the byte of the kind. A decoder may run past the end: `decode` knows what an IndexError means."""
+"""Decoders by the byte of the kind. A decoder may run past the end: `decode` knows what an IndexError means."""
 
 finders: list[Callable[[type], Encoder | None]] = []
-"""Asked in turn for the encoder of a type that `encoders` does not list."""
+"""Called in turn to find the encoder of a type that `encoders` does not list."""
 
 TOO_SHORT = "they end too early"
 
@@ -56,7 +56,7 @@ _TEXT_HEADS = tuple(bytes((ord("s"), length)) for length in range(_LONG))
 
 
 class UnsendableError(Exception):
-    """What cannot be sent. Each container on the way out adds its part of the path, innermost first."""
+    """Raised for a value that cannot be sent. Each container it passes adds its part of the path, innermost first."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -73,17 +73,17 @@ def write(parts: Parts, value: object, depth: int) -> None:
 
 
 def read(view: View, at: int, depth: int) -> tuple[Any, int]:
-    """The item that begins at `at`, and where the next one does."""
+    """Return the item that begins at `at`, and the offset of the next one."""
     return decoders[view[at]](view, at + 1, depth)
 
 
 def head(kind: str, length: int) -> bytes:
-    """Kind and length; two bytes where the length is small."""
+    """Append kind and length; two bytes if the length is small."""
     return bytes((ord(kind), length)) if length < _LONG else bytes((ord(kind), _LONG)) + _LENGTH.pack(length)
 
 
 def take_length(view: View, at: int) -> tuple[int, int]:
-    """A number of things that take at least a byte each, and where they begin. They are all there."""
+    """Return a number of items of at least a byte each, and their offset. The bytes are known to be present."""
     length = view[at]
     at += 1
     if length == _LONG:
@@ -95,13 +95,13 @@ def take_length(view: View, at: int) -> tuple[int, int]:
 
 
 def take_bytes(view: View, at: int) -> tuple[View, int]:
-    """A length and that many bytes."""
+    """Return the bytes after their length, and the offset of the next item."""
     length, at = take_length(view, at)
     return view[at : at + length], at + length
 
 
 def put_text(parts: Parts, text: str, _depth: int = 0) -> None:
-    """A text as an item of its own; any str will do, lone surrogates too."""
+    """Append a text as an item; any str is allowed, including lone surrogates."""
     content = text.encode("utf-8", "surrogatepass")
     length = len(content)
     parts.append(_TEXT_HEADS[length] if length < _LONG else head("s", length))
@@ -109,7 +109,7 @@ def put_text(parts: Parts, text: str, _depth: int = 0) -> None:
 
 
 def take_text(view: View, at: int, _depth: int = 0) -> tuple[str, int]:
-    """What `put_text` put, after the byte of its kind."""
+    """Decode the text that `put_text` encoded, after the byte of its kind."""
     length = view[at]
     at += 1
     if length == _LONG or length > len(view) - at:

@@ -1,4 +1,4 @@
-"""torch's tensors and what describes them, and numpy's arrays. Neither package is imported to send a value."""
+"""Codecs of torch's tensors, dtypes, devices and sizes, and numpy's arrays. Imports neither package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["find", "has_no_storage", "install"]
 
 
 def find(cls: type[Any]) -> Encoder | None:
-    """The encoder of a type of torch or numpy; None for any other."""
+    """Return the encoder of a torch or numpy type; None for any other."""
     torch = sys.modules.get("torch")
     if torch is not None:
         if issubclass(cls, torch.Tensor):
@@ -57,7 +57,7 @@ def _take_shape(view: View, at: int) -> tuple[list[int], int]:
 
 # -- torch -----------------------------------------------------------------------------------------
 def has_no_storage(tensor: torch.Tensor) -> bool:
-    """Whether its elements are elsewhere, and its memory anybody's: a DTensor, say, a masked or a nested tensor."""
+    """Return whether its elements are stored elsewhere and its own memory is arbitrary: DTensor, masked, nested."""
     import torch
 
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested
@@ -77,7 +77,7 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, _depth: int) -> None:
     _put_shape(parts, dense.shape)
     parts.append(head("b", dense.nbytes)[1:])
     if dense.nbytes:
-        # One copy, without the help of numpy.
+        # One copy, without numpy.
         parts.append(ctypes.string_at(dense.data_ptr(), dense.nbytes))
 
 
@@ -93,7 +93,7 @@ def _take_tensor(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
     raw = torch.empty(len(content), dtype=torch.uint8, device="cpu")
     if len(content):
         memoryview((ctypes.c_char * len(content)).from_address(raw.data_ptr())).cast("B")[:] = content
-    # A bool that is neither 0 nor 1 would be different things to different operations.
+    # Operations would disagree about a bool that is neither 0 nor 1.
     return (raw.ne(0) if dtype == torch.bool else raw.view(dtype)).reshape(shape), at
 
 
@@ -176,7 +176,7 @@ def _take_scalar(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 def install() -> None:
-    """Fill in the tables."""
+    """Register the codecs."""
     kinds = {
         "A": _take_tensor,
         "Y": _take_dtype,

@@ -1,4 +1,4 @@
-"""Virtual time: whole programs whose threads take turns by a seed, on a clock that nobody has to wait for."""
+"""Virtual time: simulation of whole programs with seeded thread scheduling, on a clock that never really waits."""
 
 from __future__ import annotations
 

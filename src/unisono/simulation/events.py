@@ -1,4 +1,4 @@
-"""What will happen at which virtual time: ends of waits, and things to be done."""
+"""Events in virtual time: ends of waits, and scheduled actions."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from unisono.simulation.tasks import Task
 __all__ = ["NS", "Action", "Event", "EventQueue", "Timeout", "Timer", "nanoseconds"]
 
 NS = 1_000_000_000
-"""Nanoseconds in a second."""
+"""Nanoseconds per second."""
 
 Action = Callable[[], object]
 
 
 def nanoseconds(seconds: float) -> int:
-    """Not below 0, and a century at most. Rounded up: who waits for the rest of a time must not find a rest again."""
+    """Convert to nanoseconds, from 0 to a century. Rounds up so that a waiter never wakes with time remaining."""
     return math.ceil(min(max(seconds, 0.0), 3.2e9) * NS)
 
 
 class Event(ABC):
-    """What will happen at some time.
+    """Something scheduled at a virtual time.
 
     Attributes:
-        patient: Whether it is only the end of a wait of the default patience.
+        patient: Whether it is only the end of a wait with the default patience.
     """
 
     patient = False
 
     def live(self) -> bool:
-        """Whether it still will."""
+        """Return whether it is still due to happen."""
         return True
 
     @abstractmethod
     def fire(self, wake: Callable[[Task], object]) -> None:
-        """Have it happen."""
+        """Run the event."""
 
 
 class Timeout(Event):
@@ -57,7 +57,7 @@ class Timeout(Event):
 
 
 class Timer(Event):
-    """Something that a task does when it is due."""
+    """Action that a task runs when it is due."""
 
     def __init__(self, doer: Task, due: list[Action], action: Action) -> None:
         self._doer, self._due, self._action = doer, due, action
@@ -71,21 +71,21 @@ _Entry = tuple[int, float, int, Event]
 
 
 class EventQueue:
-    """Events in the order of their times; those of the same time in any order, by the seed."""
+    """Events ordered by time; ties are ordered by the seed."""
 
     def __init__(self, random: Random) -> None:
         self._random, self._count = random, count()
-        # Ends of patience apart from all else.
+        # Ends of patience are stored separately.
         self._patient: list[_Entry] = []
         self._others: list[_Entry] = []
 
     def add(self, when: int, event: Event) -> None:
-        """It will happen at this time, in nanoseconds."""
+        """Schedule an event at this time, in nanoseconds."""
         heap = self._patient if event.patient else self._others
         heappush(heap, (when, self._random.random(), next(self._count), event))
 
     def next(self) -> tuple[int, Event] | None:
-        """The first event, which is taken out; None if there are only ends of patience left."""
+        """Remove and return the first event; None if only ends of patience are left."""
         for heap in (self._patient, self._others):
             while heap and not heap[0][-1].live():
                 heappop(heap)

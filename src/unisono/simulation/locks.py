@@ -1,4 +1,4 @@
-"""The one primitive from which Python's others are made: a lock that a task waits for in virtual time."""
+"""The primitive that Python's others are built from: a lock that a task waits for in virtual time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["VirtualLock"]
 
 
 class VirtualLock:
-    """As `threading.Lock`. Threads outside of simulations wait for it for real, so it may outlive one."""
+    """Replacement of `threading.Lock`. Threads outside of simulations wait in real time, so it may outlive one."""
 
     __slots__ = ("_lock", "_tasks")
 
@@ -46,7 +46,7 @@ class VirtualLock:
     def release(self) -> None:
         self._lock.release()
         if self._tasks:
-            # A lock promises no order among those who wait.
+            # A lock guarantees no order among its waiters.
             scheduler = self._tasks[0].scheduler
             scheduler.wake(self._tasks.pop(scheduler.choose(len(self._tasks))))
 

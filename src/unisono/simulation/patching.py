@@ -1,8 +1,8 @@
-"""Python's clocks, locks, queues and threads, as a thread of a simulation sees them.
+"""Replacements of Python's clocks, locks, queues and threads for the threads of a simulation.
 
 Programs need not know that they are simulated: `time.sleep`, `threading.Thread`, `queue.Queue`, loops of asyncio
-and what is made of them work, in virtual time. Every replacement first asks whether it is called by a task; other
-threads of the process get what they always get. It is all taken back when the last simulation has ended.
+and code built on them work in virtual time. Every replacement first checks whether a task calls it; other threads
+of the process get the original behaviour. All patches are removed when the last simulation has ended.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from unisono.simulation.tasks import Task, here, unpatched
 __all__ = ["EPOCH_S", "interposed"]
 
 EPOCH_S = 1_767_225_600
-"""What `time.time` reads when a simulation begins: the year 2026."""
+"""Value of `time.time` when a simulation begins: the year 2026."""
 
 _Patch = tuple[Any, str, Any]
 
 
 class _Interposer:
-    """Puts the replacements in place while anybody wants them."""
+    """Keeps the replacements installed while there are users."""
 
     def __init__(self) -> None:
         self._lock = _thread.allocate_lock()
@@ -60,7 +60,7 @@ _interposer = _Interposer()
 
 @contextmanager
 def interposed() -> Iterator[None]:
-    """While in here, tasks see virtual clocks, locks and threads."""
+    """Context in which tasks see virtual clocks, locks and threads."""
     _interposer.enter()
     try:
         yield
@@ -86,7 +86,7 @@ def _clocks() -> list[_Patch]:
         seconds, whole = _reader(name, base_ns), _reader(f"{name}_ns", base_ns, whole=True)
         found += [(time, name, seconds), (time, f"{name}_ns", whole)]
         if name == "monotonic":
-            # The names by which these modules have imported it.
+            # Names under which these modules have imported it.
             found += [(owner, alias, seconds) for owner, alias in ((threading, "_time"), (queue, "time"))]
     return [patch for patch in found if hasattr(patch[0], patch[1])]
 
@@ -131,7 +131,7 @@ def _locks() -> list[_Patch]:
         def __class_getitem__(cls, item: object) -> type:
             return cls
 
-    # Condition, Event, Semaphore, Barrier and queue.Queue are made of these.
+    # Condition, Event, Semaphore, Barrier and queue.Queue are built on these.
     return [
         (threading, "Lock", lock),
         (threading, "_allocate_lock", lock),
@@ -156,7 +156,7 @@ def _threads() -> list[_Patch]:
         run = thread.run
         thread.__dict__.update(_unisono_task=task, run=lambda: parent.scheduler.live(task, run))
         with unpatched():
-            # It was made by a task, and tells the parent for real that it has started.
+            # It was created by a task, and really notifies the parent that it has started.
             thread.__dict__["_started"] = threading.Event()
             real_start(thread)
         parent.scheduler.admit(task)
@@ -192,7 +192,7 @@ def _task_of(thread: threading.Thread) -> Task | None:
 
 # -- torch -----------------------------------------------------------------------------------------
 def _futures() -> list[_Patch]:
-    """A future of torch waits inside of C++, where nobody else could run."""
+    """Patch torch futures, which wait inside of C++, where no other task could run."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
@@ -211,7 +211,7 @@ def _futures() -> list[_Patch]:
 
 # -- asyncio ---------------------------------------------------------------------------------------
 def _loops() -> list[_Patch]:
-    """A loop waits in its selector, until its next timer, or until another thread writes to it."""
+    """Patch asyncio loops, which wait in a selector for the next timer or for a write by another thread."""
     kind, loops = selectors.DefaultSelector, BaseSelectorEventLoop
     real_select = kind.select
     # Not in the annotations of what it is.
@@ -226,7 +226,7 @@ def _loops() -> list[_Patch]:
         if found or (timeout is not None and timeout <= 0):
             task.scheduler.poll()
             return found
-        # What else a selector could wait for, such as sockets, is outside of the simulation.
+        # Other sources, such as sockets, are outside of the simulation.
         waiting[selector] = task
         task.hasty += 1
         try:

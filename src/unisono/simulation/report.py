@@ -1,4 +1,4 @@
-"""What ranks wait for when none can move, in words: who, in which call, on which line, for what."""
+"""Report of a deadlock, in text: for each rank its call, the line, and what it waits for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TORCH = f"{os.sep}torch{os.sep}"
 
 
 def deadlock_report(tasks: Sequence[Task], now_s: float) -> tuple[str, dict[int, str]]:
-    """A sentence that names each rank, and the operation that each is in where that is known."""
+    """Return a sentence that names each rank, and the operation of each rank, where known."""
     frames = sys._current_frames()
     told, places = [], {}
     for task in sorted((task for task in tasks if task.main and not task.done), key=lambda task: task.rank or 0):
@@ -27,7 +27,7 @@ def deadlock_report(tasks: Sequence[Task], now_s: float) -> tuple[str, dict[int,
         operation, site = _place(frames.get(task.ident or 0))
         if operation is not None:
             places[rank] = operation
-        # A collective that was started earlier is waited for by another thread of the rank.
+        # Another thread of the rank waits for a collective that was started earlier.
         waits = [wait() for other in (task, *_helpers(tasks, task)) for wait in other.waits[-1:]]
         where = (f" in {operation}" if operation else "") + (f" at {site}" if site else "")
         told.append(f"rank {rank} waits{where} {'; '.join(waits) if waits else 'for something in its own process'}")
@@ -39,7 +39,7 @@ def _helpers(tasks: Sequence[Task], main: Task) -> list[Task]:
 
 
 def _place(frame: FrameType | None) -> tuple[str | None, str | None]:
-    """The library's operation that the user's program is in, and the line that called it."""
+    """Return the library operation that the user's program is in, and the line that called it."""
     operation: str | None = None
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Who goes on, and what time it is: of many threads exactly one runs, and a seed says which."""
+"""Scheduler of tasks and virtual time: exactly one thread runs at a time, chosen by a seed."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _AWAY_S = 1e-4
 
 
 class EndedError(BaseException):
-    """Raised in threads that outlive their simulation, so that none is left behind."""
+    """Raised in threads that outlive their simulation, so that none leaks."""
 
 
 class Scheduler:
-    """Runs tasks one at a time. Where one blocks or lets others run, the seed decides who goes on.
+    """Runs tasks one at a time. When a task blocks or yields, the seed decides which one runs next.
 
     Time stands still while any task can run; then it jumps to the next event. So a run takes no longer
-    than its computation, and depends on the seed and on nothing else.
+    than its computation, and depends only on the seed.
 
-    A deadlock is when only waits of (nearly) the default patience are left to end: then all ranks get
-    `DeadlockError` at once. Shorter waits, and those that are called hasty, end at their time.
+    It is a deadlock when only waits of (nearly) the default patience are left to end: then all ranks get
+    `DeadlockError` immediately. Shorter waits, and those marked hasty, end at their time.
 
     Args:
-        seed: Of all choices.
-        patience_s: How long an operation waits by default, in virtual seconds.
-        stuck_s: Real seconds after which a task that neither ends nor blocks is taken for stuck.
-        on_rank: Called when a task of another rank than the last one goes on, with both ranks.
-        preempt: Chance that others may run before a lock is taken, though it is free.
+        seed: Seed of all choices.
+        patience_s: Default timeout of an operation, in virtual seconds.
+        stuck_s: Real seconds after which a task that neither ends nor blocks is considered stuck.
+        on_rank: Called with both ranks when a task of another rank than the last one runs.
+        preempt: Probability that other tasks may run before a free lock is acquired.
 
     Attributes:
         now: Virtual time, in nanoseconds.
-        trace: What happened, a line each.
+        trace: Event log, one line per event.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Scheduler:
         self._driver.acquire()
         self._clock = self.start(self._tick, "clock", None)
 
-    # -- for whoever runs the simulation -----------------------------------------------------------
+    # -- for the driver of the simulation --------------------------------------------------------------
     def start(self, run: Action, name: str, rank: int | None, *, main: bool = False) -> Task:
-        """A new task on a thread of its own, which is ready to run."""
+        """Start a new task on a thread of its own, which is ready to run."""
         task = Task(self, name, rank, main)
         thread = threading.Thread(target=self.live, args=(task, run), name=name, daemon=True)
         task.thread = thread
@@ -85,16 +85,16 @@ class Scheduler:
         return task
 
     def admit(self, task: Task) -> None:
-        """A task whose thread is about to call `live`."""
+        """Add a task with a thread that is about to call `live`."""
         self._tasks.append(task)
         self._ready.append(task)
         self._left += task.main
 
     def run(self) -> None:
-        """Until the last rank's program has ended. No thread is left when this returns, or raises.
+        """Run until the last rank's program has ended. No thread is left when this returns or raises.
 
         Raises:
-            CommTimeoutError: A task is stuck: it computes without end, or waits for something real.
+            CommTimeoutError: A task is stuck: it computes without end, or waits in real time.
         """
         try:
             self._pass_to(self._choose())
@@ -111,7 +111,7 @@ class Scheduler:
 
     # -- for tasks ---------------------------------------------------------------------------------
     def block(self, deadline: int | None = None) -> bool:
-        """Wait for a wake, or until the clock reads `deadline` (in nanoseconds); whether it was a wake."""
+        """Wait for a wake-up, or until `deadline` (in nanoseconds); return whether it was a wake-up."""
         task = self._me()
         task.number += 1
         task.polls = 0
@@ -123,18 +123,18 @@ class Scheduler:
         return task.woken
 
     def wake(self, task: Task) -> None:
-        """End a task's wait; nothing if it does not wait."""
+        """Wake a task; no effect if it does not wait."""
         if task.blocked:
             task.blocked, task.woken = False, True
             self._ready.append(task)
 
     def throw(self, task: Task, error: BaseException) -> None:
-        """Raise an error where another task waits, now or next."""
+        """Raise an error in another task, at its current or next wait."""
         task.pending = error
         self.wake(task)
 
     def pause(self) -> None:
-        """Let others run, if the seed says so."""
+        """Yield to other tasks, if the seed decides so."""
         if not self._over:
             task = self._me()
             task.polls = 0
@@ -142,9 +142,9 @@ class Scheduler:
             self._switch_to(task)
 
     def before_lock(self) -> None:
-        """Somebody is about to take a lock: what was looked at before may change now."""
+        """Yield, by chance, before a lock is acquired: state that was read before may change now."""
         if self._preempt and not self._over and self._random.random() < self._preempt:
-            # As when the system takes the processor away for a while: messages may arrive meanwhile.
+            # Like a preemption by the operating system: messages may arrive meanwhile.
             self.sleep(self._random.choice((0.0, _AWAY_S * self._random.random())))
 
     def sleep(self, seconds: float) -> None:
@@ -157,7 +157,7 @@ class Scheduler:
             task.hasty -= 1
 
     def poll(self) -> None:
-        """What a look at a clock or a flag costs: loops that only look get on, too."""
+        """Charge the cost of reading a clock or flag, so that loops that only poll make progress."""
         task = here()
         if task is not None and not self._over:
             task.polls += 1
@@ -165,29 +165,29 @@ class Scheduler:
                 self.sleep(_POLL_NS / NS)
 
     def at(self, when: int, action: Action) -> None:
-        """Do something when the clock reads `when`; on a thread of its own, so it may wait for locks."""
+        """Run an action when the clock reads `when`; on a separate thread, so it may wait for locks."""
         self._calendar.add(when, Timer(self._clock, self._due, action))
 
     def note(self, text: str) -> None:
-        """A line of the trace."""
+        """Append a line to the trace."""
         task = here()
         name = "nobody" if task is None else task.name
         self.trace.append(f"{self.now / NS:.9f} {name}: {text}")
 
     def choose(self, among: int) -> int:
-        """One of so many, by the seed."""
+        """Return a number below `among`, by the seed."""
         return self._random.randrange(among) if among > 1 else 0
 
     def chance(self) -> float:
-        """A number from 0 to 1, by the seed."""
+        """Return a number from 0 to 1, by the seed."""
         return self._random.random()
 
     def of_rank(self, rank: int) -> list[Task]:
-        """The tasks of a rank that have not ended."""
+        """Return the tasks of a rank that have not ended."""
         return [task for task in self._tasks if task.rank == rank and not task.done]
 
     def live(self, task: Task, run: Action) -> None:
-        """The whole life of a task, in its own thread."""
+        """Run a task from start to end, in its own thread."""
         task.gate.acquire()
         task.ident = _thread.get_ident()
         try:
@@ -228,7 +228,7 @@ class Scheduler:
         (self._driver if task is None else task.gate).release()
 
     def _choose(self) -> Task | None:
-        """Who goes on; None if the simulation is over."""
+        """Return the task to run next; None if the simulation is over."""
         self._turns += 1
         while not self._over and self._left:
             if self._ready:
@@ -241,7 +241,7 @@ class Scheduler:
         return None
 
     def _advance(self) -> None:
-        """Nobody can run: let time pass until somebody can."""
+        """Advance time until a task can run: none can now."""
         found = self._calendar.next()
         if found is None:
             self._break_deadlock()
@@ -261,7 +261,7 @@ class Scheduler:
             self.throw(task, error)
 
     def _tick(self) -> None:
-        """What the clock task does: all that is due."""
+        """Body of the clock task: run all due actions."""
         while True:
             while self._due:
                 action = self._due.pop(0)
@@ -275,7 +275,7 @@ class Scheduler:
 
     # -- the end -----------------------------------------------------------------------------------
     def _end(self) -> None:
-        """End every thread that is left, each where it waits."""
+        """End every remaining thread, at its wait."""
         self._over = True
         if self._running is not None and not self._driver.acquire(timeout=_LEAVE_S):
             return

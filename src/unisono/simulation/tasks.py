@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Task", "Wait", "as_task", "here", "unpatched", "waiting"]
 
 Wait = Callable[[], str]
-"""What is waited for, in words: put together only if somebody asks."""
+"""Description of what is waited for; built only on request."""
 
 
 class Task:
@@ -22,19 +22,19 @@ class Task:
 
     Attributes:
         name: For the trace.
-        rank: Of the process that it would belong to; None for what belongs to no rank.
-        main: Whether it runs a rank's program, without which the simulation is over.
-        ident: The thread's number, once it has run.
-        gate: Opened to hand it the baton. A real lock.
-        blocked: Whether it waits for a wake or a time.
-        woken: How its last wait ended: by a wake, or at its time.
-        number: Of its waits, so that the end of an earlier one is not taken for that of this one.
-        pending: What is to be raised where it waits.
+        rank: Rank of the process that it would belong to; None if it belongs to no rank.
+        main: Whether it runs a rank's program; the simulation is over when none is left.
+        ident: Thread identifier, once it has run.
+        gate: Opened to pass it the baton. A real lock.
+        blocked: Whether it waits for a wake-up or a time.
+        woken: Whether its last wait ended by a wake-up rather than at its time.
+        number: Number of its current wait, so that the end of an earlier wait is not mistaken for the end of this one.
+        pending: Exception to raise where it waits.
         waits: What it waits for, innermost last.
         hasty: How many of these end at their time, however long that is.
-        polls: How often it has looked, since it last let others run.
-        children: How many threads it has started.
-        joiners: Who waits for its end.
+        polls: Number of polls since it last yielded.
+        children: Number of threads it has started.
+        joiners: Tasks that wait for its end.
         done: Whether it has ended.
         thread: Its thread.
     """
@@ -60,13 +60,13 @@ _here = _Here()
 
 
 def here() -> Task | None:
-    """The task that this thread is; None outside of simulations."""
+    """Return the task of this thread; None outside of simulations."""
     return _here.task
 
 
 @contextmanager
 def as_task(task: Task | None) -> Iterator[None]:
-    """This thread is that task."""
+    """Context in which this thread is the given task."""
     before, _here.task = _here.task, task
     try:
         yield
@@ -76,18 +76,18 @@ def as_task(task: Task | None) -> Iterator[None]:
 
 @contextmanager
 def unpatched() -> Iterator[None]:
-    """For a moment this thread is no part of its simulation: clocks, locks and waits are real."""
+    """Context in which this thread is outside its simulation: clocks, locks and waits are real."""
     with as_task(None):
         yield
 
 
 @contextmanager
 def waiting(what: Wait, *, hasty: bool = False) -> Iterator[None]:
-    """Say what the waits in here are for; does nothing outside of simulations.
+    """Describe the waits in this context; does nothing outside of simulations.
 
     Args:
-        what: Puts it in words.
-        hasty: They end at their time, and a deadlock is no deadlock before.
+        what: Returns the description.
+        hasty: Whether they end at their time; no deadlock is reported before that.
     """
     task = here()
     if task is None:

@@ -1,4 +1,4 @@
-"""Transports around transports: each changes one behaviour and passes the rest on."""
+"""Transport wrappers: each changes one behaviour and forwards the rest."""
 
 from __future__ import annotations
 

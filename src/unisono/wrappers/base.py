@@ -1,4 +1,4 @@
-"""The base of all wrappers: a transport that passes everything on to another one."""
+"""Base class of all wrappers: a transport that forwards everything to another one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Wrapper"]
 
 
 class Wrapper(Transport):
-    """Passes everything on, except native collectives: those would bypass a wrapper that watches `post`.
+    """Forwards everything, except native collectives, which would bypass a wrapper that intercepts `post`.
 
-    A wrapper that handles `collective` itself declares so by setting `native` to the inner one's.
-    A new one overrides what it changes, and `wrap_child`, by which it follows into sub-groups.
+    A wrapper that handles `collective` itself declares so by setting `native` to that of the inner transport.
+    A subclass overrides the methods it changes, and `wrap_child`, which applies it to sub-groups.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -32,7 +32,7 @@ class Wrapper(Transport):
 
     @abstractmethod
     def wrap_child(self, inner: Transport) -> Self:
-        """The same wrapper around the transport of a sub-group."""
+        """Return the same wrapper around the transport of a sub-group."""
 
     def split(self, group: Group) -> Transport:
         return self.wrap_child(self.inner.split(group))

@@ -1,4 +1,4 @@
-"""A checksum in front of every message: what has changed, gone or come twice on its way is found, and whose it was."""
+"""Checksum header of every message: detects corruption, loss and duplication, and names the sender."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.wrappers.delay_queue import Stream
 
 __all__ = ["Checksummed"]
 
-# A word, the message's number in its stream, its length, the hash of its bytes; and the hash of all that.
+# Magic number, message number in its stream, length, hash of the bytes; then the hash of all these.
 _SLIP = struct.Struct("<8sQQQ")
 _SEAL = struct.Struct("<Q")
 _WORD = b"unisono\x01"
@@ -27,17 +27,17 @@ _SLIP_BYTES = _SLIP.size + _SEAL.size
 
 
 class Checksummed(Wrapper):
-    """Puts a slip in front of every message: its number, its length and a hash (XXH3, 64 bits) of its bytes.
+    """Prefixes every message with a header: its number, its length and a hash (XXH3, 64 bits) of its bytes.
 
-    The receiver compares. A flipped bit, a message that was lost, came twice or was overtaken by another ends
-    in `CorruptedError`, which names the sender (`peer`), the tag and the message's number: when it is waited
-    for, before anybody computes with it. All ranks wear it, or none. It protects against accidents, not against
-    people: there is no key. Native collectives are hidden, so that collectives travel as messages, too.
+    The receiver compares. A flipped bit, or a lost, duplicated or reordered message raises `CorruptedError`, which
+    names the sender (`peer`), the tag and the message's number. It is raised by the wait, before the data is used.
+    All ranks use this wrapper, or none. It protects against accidents, not against attackers: there is no key.
+    Native collectives are hidden, so that collectives are sent as messages, too.
 
-    A receive of another length or dtype than what was sent is a `MismatchError` still; it speaks of bytes.
+    A receive with a length or dtype that differs from the send still raises `MismatchError`, in terms of bytes.
 
-    Cost: 40 bytes more a message; a copy and a hash of its bytes on either side (about 0.2 ns a byte; those of
-    a GPU are copied to the CPU for the hash). A change goes unnoticed with a chance of 2**-64.
+    Cost: 40 more bytes per message; a copy and a hash of its bytes on either side (about 0.2 ns per byte; GPU
+    data is copied to the CPU for the hash). A change goes undetected with a probability of 2**-64.
 
     Example:
         >>> from unisono.testing import Checksummed, Faulty
@@ -80,7 +80,7 @@ class Checksummed(Wrapper):
 
 
 class _Frame:
-    """A message in the form in which it travels: the slip, then the bytes."""
+    """A message as sent: the header, then the bytes."""
 
     def __init__(self, message: Message, number: int) -> None:
         self._message, self._number = message, number
@@ -92,14 +92,14 @@ class _Frame:
         return self.packed[_SLIP_BYTES:]
 
     def pack(self) -> None:
-        """Fill it in."""
+        """Write header and bytes."""
         self._content.copy_(self._message.tensor.view(torch.uint8))
         slip = _SLIP.pack(_WORD, self._number, self._message.tensor.nbytes, _hash(self._content))
         sealed = bytearray(slip + _SEAL.pack(xxhash.xxh3_64_intdigest(slip)))
         self.packed[:_SLIP_BYTES].copy_(torch.frombuffer(sealed, dtype=torch.uint8))
 
     def unpack(self) -> None:
-        """Lay the content where it is expected; `CorruptedError` if it is not what was sent."""
+        """Copy the content to its destination; `CorruptedError` if it differs from what was sent."""
         sealed = bytes(self.packed[:_SLIP_BYTES].tolist())
         slip, seal = sealed[: _SLIP.size], _SEAL.unpack(sealed[_SLIP.size :])[0]
         if seal != xxhash.xxh3_64_intdigest(slip) or not slip.startswith(_WORD):

@@ -1,4 +1,4 @@
-"""Compare what every rank is about to do, over the control plane, before any data moves; and what came of it."""
+"""Comparison of the collectives of all ranks, over the control plane, before any data moves; and of the results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Checked"]
 
 
 class Checked(Wrapper):
-    """Every collective starts with one exchange of fingerprints: `MismatchError` on all ranks if they differ.
+    """Starts every collective with an exchange of fingerprints: `MismatchError` on all ranks if they differ.
 
-    Cost: one round trip to the control plane a collective, none a message. With `full`, which compares shapes too, one
-    more after it, with hashes of what was given and of what was received: `CorruptedError` on all ranks if they
-    differ. A sum has no hash that could be told before; that all ranks hold the same one is compared.
+    Cost: one round trip to the control plane per collective, none per message. With `full`, which also compares shapes,
+    one more after it, with hashes of the inputs and outputs: `CorruptedError` on all ranks if they differ. The hash of
+    a sum cannot be known beforehand; ranks compare that they all hold the same one.
 
     Args:
         inner: The transport to check.
@@ -55,7 +55,7 @@ class Checked(Wrapper):
     def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout: float) -> None:
         super().end(fingerprint, call, timeout)
         what = FAMILIES[call.name]
-        # A sum has no hash that could be known before: it is compared where all ranks hold it.
+        # The hash of a sum cannot be known beforehand: it is compared where all ranks hold the sum.
         if not self.full or not what.moves or (what.reduces and not what.same_everywhere):
             return
         given = [digest(tensor) for tensor in call.inputs]
@@ -71,7 +71,7 @@ class Checked(Wrapper):
 
 
 def _topic(fingerprint: Fingerprint) -> str:
-    # No word of the operation: those that differ are to meet.
+    # The operation is not part of it, because differing calls must be compared.
     return f"call {fingerprint.call}"
 
 
@@ -80,14 +80,14 @@ _Found = tuple[int, int] | None
 
 
 def _other_than_most(rows: _Rows) -> _Found:
-    """A rank with the result that most ranks hold, and one that holds another."""
+    """Return a rank with the most common result, and a rank with a different one."""
     results = [taken[0] for _, taken in rows]
     usual = max(results, key=results.count)
     return next(((results.index(usual), rank) for rank, result in enumerate(results) if result != usual), None)
 
 
 def _other_than_sent(what: Collective, rows: _Rows, root: int) -> _Found:
-    """The sender and the receiver of what has changed on its way."""
+    """Return the sender and the receiver of data that changed in flight."""
     for rank, (_, taken) in enumerate(rows):
         for (source, part), received in zip(what.sources(rank, len(rows), root), taken, strict=True):
             if rows[source][0][part] != received:

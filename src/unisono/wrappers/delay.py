@@ -1,4 +1,4 @@
-"""Links that are slower than they are: each message later, and no more bytes a second than told."""
+"""Simulation of slower links: a delay for each message, and a limit on bytes per second."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Delayed", "LinkModel"]
 
 
 class LinkModel:
-    """When messages that are sent now over slow links would be sent, by the postal model of a network.
+    """Send times of messages over slow links, by the postal model of a network.
 
     Args:
-        latency_s: Seconds that each message is later.
-        bytes_per_s: How many bytes a link to one rank takes a second; None is any number.
+        latency_s: Delay of each message, in seconds.
+        bytes_per_s: Bandwidth of the link to one rank, in bytes per second; unlimited if None.
     """
 
     def __init__(self, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
@@ -29,7 +29,7 @@ class LinkModel:
         self._free_at: dict[int, float] = {}
 
     def due(self, send: Send, longer_s: float = 0.0) -> float:
-        """On the monotonic clock; the link to that rank is taken until then, but for the latency."""
+        """Return the send time on the monotonic clock; the link is busy until then, less the latency."""
         start = max(time.monotonic(), self._free_at.get(send.peer, 0.0))
         if self._bytes_per_s is not None:
             start += send.tensor.nbytes / self._bytes_per_s
@@ -38,17 +38,17 @@ class LinkModel:
 
 
 class Delayed(Wrapper):
-    """Makes each message that this rank sends late, and its links slow. Nothing is lost or reordered.
+    """Delays each message that this rank sends, and limits its bandwidth. No message is lost or reordered.
 
-    To see what a program does on another network, or with one slow rank. Native collectives are hidden, so
-    that collectives are put together from messages, which are late. On simulated ranks, time is virtual.
+    Use it to test a program on another network, or with one slow rank. Native collectives are hidden, so that
+    collectives are composed of messages, which are delayed. On simulated ranks, time is virtual.
 
     Args:
         inner: The transport to slow down.
-        latency_s: Seconds that each message is later.
-        bytes_per_s: How many bytes the link to each rank takes a second; None is any number.
-        jitter: Each latency is longer by up to this fraction of it.
-        seed: Of the jitter.
+        latency_s: Delay of each message, in seconds.
+        bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
+        jitter: Random increase of each latency, as a maximum fraction of it.
+        seed: Seed of the jitter.
 
     Example:
         >>> from unisono.testing import Delayed
@@ -84,7 +84,7 @@ class Delayed(Wrapper):
         return Delayed(inner, self._latency_s, bytes_per_s=self._bytes_per_s, jitter=self._jitter, seed=self._seed)
 
     def post(self, batch: Sequence[Message]) -> Work:
-        # Receives first: what is waited for must not stand behind what is late.
+        # Receives first: they must not queue behind late sends.
         posted = self.inner.post([message for message in batch if not isinstance(message, Send)])
         late = [DelayedSend(message, self._due(message)) for message in batch if isinstance(message, Send)]
         return WorkGroup([posted, self._late.post(late)]) if late else posted

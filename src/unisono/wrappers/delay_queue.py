@@ -1,4 +1,4 @@
-"""Sends that are held back until their time."""
+"""Sends that are held back until they are due."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.core.work import CountdownWork
 __all__ = ["DelayQueue", "DelayedSend", "Stream"]
 
 Stream = tuple[int, int]
-"""A rank and a tag: what a backend keeps in order."""
+"""A rank and a tag: the unit of ordering in a backend."""
 
 
 @dataclass(slots=True)
@@ -25,8 +25,8 @@ class DelayedSend:
 
     Attributes:
         send: The message.
-        due: When, on the monotonic clock.
-        swap: Whether the next one of its stream goes first, if it comes before that time.
+        due: Send time, on the monotonic clock.
+        swap: Whether the next message of its stream is sent first, if it is posted before that time.
     """
 
     send: Send
@@ -35,7 +35,7 @@ class DelayedSend:
 
 
 class DelayQueue:
-    """Sends messages when they are due, those to one rank with one tag in the order in which they came.
+    """Sends messages when they are due, in posting order for each rank and tag.
 
     One thread for each stream that has a message waiting; none when idle for 5 s.
     """
@@ -48,12 +48,12 @@ class DelayQueue:
         self._cause: BaseException | None = None
 
     def queued(self, stream: Stream) -> bool:
-        """Whether a message of this stream has not been sent yet."""
+        """Return whether a message of this stream has not been sent yet."""
         with self._changed:
             return stream in self._streams
 
     def post(self, messages: Sequence[DelayedSend]) -> Work:
-        """Send each in its time. The work ends when all are received, each at the latest by the inner timeout."""
+        """Send each message when it is due. The work ends when all are received, each within the inner timeout."""
         work = CountdownWork(threading.TIMEOUT_MAX, [held.send for held in messages])
         for held in messages:
             stream = (held.send.peer, held.send.tag)
@@ -75,7 +75,7 @@ class DelayQueue:
                     raise self._cause
                 self._inner.post([held.send]).wait()
             except BaseException as error:
-                # Whoever sent it is told.
+                # Report the error to the sender.
                 work.complete(error)
             else:
                 work.arrived(held.send)
@@ -86,7 +86,7 @@ class DelayQueue:
                     return
 
     def _next(self, stream: Stream) -> tuple[DelayedSend, CountdownWork]:
-        """The message to be sent now, which stays at the head of its stream."""
+        """Return the message to send now, which stays at the head of its stream."""
         with self._changed:
             waiting = self._streams[stream]
             while True:
@@ -102,7 +102,7 @@ class DelayQueue:
                 self._changed.wait(left_s)
 
     def stop(self, cause: BaseException) -> None:
-        """End at once what has not been sent."""
+        """Fail all unsent messages immediately."""
         with self._changed:
             self._cause = self._cause or cause
             waiting = [work for stream in self._streams.values() for _, work in stream]

@@ -1,4 +1,4 @@
-"""Things that go wrong on purpose: messages lost, late, twice, swapped or changed; ranks that die, freeze or crawl."""
+"""Fault injection: lost, late, duplicated, swapped or corrupted messages; ranks that die, freeze or are slow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KilledError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Faults:
-    """As `Faulty` says."""
+    """Parameters of `Faulty`."""
 
     seed: int
     drop: float
@@ -61,41 +61,41 @@ class _Faults:
 
     @property
     def some(self) -> bool:
-        """Whether anything can become of a message."""
+        """Return whether any fault can affect a message."""
         return any(getattr(self, name) for name in _CHANCES) or self.slow_bytes_per_s is not None
 
     def of_rank(self, rank: int) -> _Faults:
-        """Those of one rank."""
+        """Return the faults of one rank."""
         if self.ranks is None or rank in self.ranks:
             return self
         return replace(self, kill_at=None, freeze_at=None, slow_bytes_per_s=None)
 
 
 class Faulty(Wrapper):
-    """Spoils messages by chance, and kills, freezes or slows ranks at a given moment. Repeatable by its seed.
+    """Injects faults: corrupts messages at random, and kills, freezes or slows ranks. Reproducible by its seed.
 
-    What becomes of a message follows from the seed, the group, both ranks, the tag, and which message of
-    these it is: so a run can be repeated, whatever the timing. Native collectives are hidden; those that
-    are put together from messages suffer with them. Only what is sent is spoiled: put `Checksummed` around
-    it (outside, so that it sees the damage) to find out what has happened.
+    The fault of a message depends on the seed, the group, both ranks, the tag, and the message's number among
+    these: so a run can be repeated, whatever the timing. Native collectives are hidden; collectives composed
+    of messages are affected through these. Only sends are affected: wrap it in `Checksummed` (outside, so that
+    it sees the damage) to detect the faults.
 
     Args:
-        inner: The transport to make worse.
-        seed: Of all chances.
-        drop: Chance that a message never arrives. Its sender believes that it did.
-        delay: Chance that a message is sent later. Those of the same tag to the same rank queue behind it.
-        duplicate: Chance that a message arrives twice.
-        reorder: Chance that a message is overtaken by the next one of its tag to its rank, if that comes
+        inner: The transport to inject faults into.
+        seed: Seed of all random choices.
+        drop: Probability that a message is lost. Its sender sees success.
+        delay: Probability that a message is sent late. Later ones of the same tag to the same rank queue behind it.
+        duplicate: Probability that a message arrives twice.
+        reorder: Probability that a message is overtaken by the next one of its tag to its rank, if that is sent
             within `delay_s`.
-        corrupt: Chance that one bit of a message changes on its way.
-        delay_s: How much later, in seconds.
-        kill_at: At which `post`, counted from 1 in each group, the rank ends: by SIGKILL, or by
+        corrupt: Probability that one bit of a message changes in flight.
+        delay_s: Delay of late messages, in seconds.
+        kill_at: Number of the `post`, counted from 1 in each group, at which the rank ends: by SIGKILL, or by
             `KilledError` where ranks are threads. Never if None.
-        freeze_at: At which `post`, in whichever group that is first, it stops for a while, once, alive to the
-            control plane. Never if None.
-        freeze_s: For how long, in seconds; until its group has failed or is closed, if None.
-        slow_bytes_per_s: How many bytes the link to each rank takes a second; None is any number.
-        ranks: Whom the last four are about, by their numbers in the job's first group; all if None.
+        freeze_at: Number of the `post`, in the first group to reach it, at which the rank freezes, once, alive to
+            the control plane. Never if None.
+        freeze_s: Duration of the freeze, in seconds; until its group has failed or is closed, if None.
+        slow_bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
+        ranks: Ranks affected by the last four, by their numbers in the job's first group; all if None.
 
     Example:
         >>> def program(comm):
@@ -144,7 +144,7 @@ class Faulty(Wrapper):
         self._late = DelayQueue(inner)
         self._slowness = LinkModel(0.0, self._faults.slow_bytes_per_s)
         self._thawed = threading.Event()
-        # Known to all groups of this rank that come from one.
+        # Shared by all groups of this rank with the same origin.
         self._frozen: list[str] = []
 
     def wrap_child(self, inner: Transport) -> Faulty:
@@ -181,10 +181,10 @@ class Faulty(Wrapper):
             else:
                 prompt.append(sent)
                 again += copies[1:]
-        # Receives first: what is waited for must not stand behind what is late.
+        # Receives first: they must not queue behind late sends.
         posted = self.inner.post(prompt)
         if again:
-            # Nobody waits for what nobody has sent.
+            # No rank waits for the duplicates.
             self.inner.post(again)
         return WorkGroup([posted, self._late.post(late)]) if late else posted
 
@@ -218,7 +218,7 @@ class Faulty(Wrapper):
 
 @dataclass(frozen=True, slots=True)
 class _FaultDecision:
-    """What becomes of one message; `where` is the place of the bit that changes, as a part of its length."""
+    """Fate of one message; `where` is the position of the bit that changes, as a fraction of its length."""
 
     dropped: bool
     delayed: bool
@@ -229,7 +229,7 @@ class _FaultDecision:
 
 
 def _corrupted(send: Send, fate: _FaultDecision) -> Send:
-    """The same message with one bit changed; the sender's tensor stays as it is."""
+    """Return the message with one bit changed; the sender's tensor is not modified."""
     if not send.tensor.nbytes:
         return send
     changed = send.tensor.clone()

@@ -1,4 +1,4 @@
-"""Every call and message as an event, in a file that trace viewers open."""
+"""Recording of every call and message as an event, in a file that trace viewers open."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["SINK", "Event", "Sink", "Traced", "sink_here", "trace", "traced"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that a rank did.
+    """One recorded action of a rank.
 
     Attributes:
         kind: "begin" (a collective is called), "collective" (native), "send" or "recv".
-        name: Of the operation; for messages, who to whom.
-        group, rank: Where.
-        start_s, end_s: When, by `time.perf_counter`; equal where only the moment is known.
-        nbytes: Moved.
-        detail: What else there is to say.
+        name: Name of the operation; for messages, sender and receiver.
+        group, rank: Group, and rank in it.
+        start_s, end_s: By `time.perf_counter`; equal where only the moment is known.
+        nbytes: Bytes moved.
+        detail: Further information.
     """
 
     kind: str
@@ -48,7 +48,7 @@ Sink = Callable[[Event], None]
 
 
 class Traced(Wrapper):
-    """Tells `sink` of each message and collective as it ends; passes everything on, native collectives too.
+    """Reports each message and collective to `sink` as it ends; forwards everything, native collectives too.
 
     Example:
         >>> events = []
@@ -99,11 +99,11 @@ class Traced(Wrapper):
 SINK: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
 
 sink_here = SINK.get
-"""The sink of the `trace` that is open in this context, or None. Asked at each call, so it takes no frame of Python."""
+"""The sink of the `trace` that is open in this context, or None. Read at each call, so it runs no Python frame."""
 
 
 def traced(transport: Transport) -> Transport:
-    """The transport, told of if a `trace` is open in this context."""
+    """Return the transport, traced if a `trace` is open in this context."""
     sink = SINK.get()
     return transport if sink is None else Traced(transport, sink)
 

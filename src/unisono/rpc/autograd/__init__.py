@@ -1,4 +1,4 @@
-"""Distributed autograd: gradients find their way back over the ranks that tensors came from.
+"""Distributed autograd: gradients flow back through the ranks that sent the tensors.
 
     with un.rpc.autograd.context() as ctx:
         loss = un.rpc.rpc_sync("worker1", forward, args=(x,)).sum()
@@ -28,10 +28,10 @@ __all__ = ["backward", "context", "get_gradients"]
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Record what crosses ranks, for `backward`. The number of the context, which other ranks may be told.
+    """Record tensors that cross ranks, for `backward`. Yields the context's number, which may be sent to other ranks.
 
-    Functions that are called from within run in the context as well, wherever that is, and so do callbacks of the
-    futures of `rpc_async`. At its end all ranks forget what was recorded, and the gradients.
+    Functions called from within the context run in it too, on any rank, and so do callbacks of the futures of
+    `rpc_async`. When the context ends, all ranks discard the record and the gradients.
 
     Example:
         >>> @un.rpc.expose
@@ -61,7 +61,7 @@ def context() -> Iterator[int]:
 
 
 def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Back-propagate from some tensors, over all ranks that they came from. Returns when all are done.
+    """Back-propagate from some tensors, over all ranks involved. Returns when all are done.
 
     Args:
         context: The number of the context in which they were computed.
@@ -84,10 +84,10 @@ def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = F
 
 
 def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
-    """What this rank's leaves got in a context: for each leaf its gradient. Empty if none did.
+    """Return the gradients of this rank's leaves in a context, by leaf. Empty if none received any.
 
     Raises:
-        CommError: The context has ended, and its gradients with it.
+        CommError: The context has ended, and its gradients have been discarded.
     """
     found = current.current_agent().contexts.ongoing(context)
     return {} if found is None else dict(found.gradients)

@@ -1,4 +1,4 @@
-"""What gradients need to find their way back: which tensors went to which rank, within which context."""
+"""Autograd contexts: which tensors were sent to which rank, so that gradients can be returned."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Context:
     """One rank's part of a context.
 
     Args:
-        number: The context's, the same on every rank.
-        leaves: Of all contexts of this rank.
+        number: Number of the context, the same on every rank.
+        leaves: Leaves of all contexts of this rank.
 
     Attributes:
-        lock: Held while gradients flow here, so that one backward pass at a time does.
-        sent: What went out, by the number of the message.
-        received: What came in, by sender and number of the message.
-        gradients: Of the leaves of this rank.
-        peers: Who has heard of the context from here.
-        passes: Backward passes under way.
+        lock: Held while gradients flow here; serializes backward passes.
+        sent: Sent tensors, by message number.
+        received: Received tensors, by sender and message number.
+        gradients: Gradients of this rank's leaves.
+        peers: Ranks that learned of the context from this rank.
+        passes: Backward passes in progress.
     """
 
     def __init__(self, number: int, leaves: Leaves) -> None:
@@ -51,7 +51,7 @@ class Context:
         self.passes: dict[tuple[int, int], BackwardPass] = {}
 
     def accumulate(self, sums: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Add what leaves got in one pass, as their hooks leave it."""
+        """Add the gradients that leaves received in one pass, after their hooks."""
         found = self.leaves.accumulate(sums) if sums else {}
         with self.lock:
             for leaf, gradient in found.items():
@@ -60,10 +60,10 @@ class Context:
 
 
 class Contexts:
-    """The contexts that an agent knows.
+    """Contexts known to an agent.
 
     Attributes:
-        leaves: Of all of them.
+        leaves: Leaves of all contexts.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -78,18 +78,18 @@ class Contexts:
         return len(self._open)
 
     def begin(self) -> int:
-        """Open a new context; its number."""
+        """Open a new context; return its number."""
         number = self._agent.rank << _RANK_BITS | next(self._numbers)
         with self._lock:
             self._open[number] = Context(number, self.leaves)
         return number
 
     def get(self, number: int) -> Context | None:
-        """A context that this rank has to do with; None if there is none."""
+        """Return a context that this rank takes part in; None if there is none."""
         return self._open.get(number)
 
     def ongoing(self, number: int) -> Context | None:
-        """The same; None if this rank has not heard of it yet. Raises CommError for one that has ended."""
+        """Return a context; None if this rank does not know it yet. Raises CommError if it has ended."""
         found = self._open.get(number) if isinstance(number, int) else None
         if found is None:
             here = isinstance(number, int) and number >> _RANK_BITS == self._agent.rank
@@ -98,7 +98,7 @@ class Contexts:
         return found
 
     def discard(self, number: int) -> None:
-        """The context has ended: forget it, and tell those who know of it from here."""
+        """Forget a context that has ended, and notify the ranks that learned of it from this rank."""
         with self._lock:
             found = self._open.pop(number, None)
             self._ended[number] = None
@@ -108,20 +108,20 @@ class Contexts:
             self._agent.office.send_control(peer, DISCARD, number)
 
     def lose(self, peer: int) -> None:
-        """A rank is gone, and the contexts that it began."""
+        """Discard the contexts that a lost rank began."""
         for number in list(self._open):
             if number >> _RANK_BITS == peer:
                 self.discard(number)
 
     # -- recording -----------------------------------------------------------------------------
     def met(self, number: int, peer: int) -> None:
-        """A message of the context goes to a rank."""
+        """Record that a message of the context is sent to a rank."""
         context = self.reach(number)
         if context is not None:
             context.peers.add(peer)
 
     def send(self, number: int, peer: int, tensors: list[torch.Tensor]) -> int:
-        """Tensors with a history go to a rank: the number of the message that carries them."""
+        """Record tensors with a history that are sent to a rank. Return the number of their message."""
         context = self.reach(number)
         if context is None:
             return 0
@@ -130,7 +130,7 @@ class Contexts:
         return message
 
     def receive(self, number: int, peer: int, message: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor with a history has come: the same, with a way back."""
+        """Record a received tensor with a history. Return it connected to its sender's graph."""
         context = self.reach(number)
         if context is None or not message or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
@@ -139,7 +139,7 @@ class Contexts:
         return arrival(record, tensor)
 
     def reach(self, number: int) -> Context | None:
-        """The context, made if this is the first that is heard of it; None if it has ended."""
+        """Return a context, created on first use; None if it has ended."""
         if number == NO_CONTEXT:
             return None
         found = self._open.get(number)

@@ -1,11 +1,11 @@
-"""Back-propagation over several ranks: first find out who takes part, then let the gradients flow.
+"""Back-propagation over several ranks: first discover the ranks that take part, then let the gradients flow.
 
-A message between ranks is an edge of the graph: gradients come back to where its tensors left, once all that was
-made of them where they arrived has been back-propagated. How many contributions there will be is found out first:
-beginning with the roots, each rank walks its own graph from what it has been asked about to the messages that this was
-made of, and asks their senders (`discover`). So what was sent and never used waits for nothing, and each gradient is
-sent once. Both phases are calls that are answered when all calls that they led to are: when the first one returns,
-everything is done.
+A message between ranks is an edge of the graph: gradients return to the sender of its tensors once everything that
+the receiver computed from them has been back-propagated. The number of contributions is determined first: starting
+from the roots, each rank walks its own graph from the queried outputs to the messages that they were computed from,
+and queries the senders of these (`discover`). So tensors that were sent but never used block nothing, and each
+gradient is sent once. Both phases are calls that are answered when all calls that they caused are: when the first
+one returns, everything is done.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _numbers = itertools.count(1)
 
 
 class Output:
-    """What gradients flow back from on one rank: the roots, or the tensors of one message that left.
+    """Starting point of back-propagation on one rank: the roots, or the tensors of one sent message.
 
     Attributes:
-        record: Of the message; None for the roots.
-        tensors: To back-propagate from.
-        leaves: What is reached on this rank.
-        received: The messages that are reached.
+        record: Record of the message; None for the roots.
+        tensors: Tensors to back-propagate from.
+        leaves: Leaves reached on this rank.
+        received: Received messages that are reached.
     """
 
     def __init__(self, tensors: list[torch.Tensor], record: SendRecord | None = None) -> None:
@@ -49,7 +49,7 @@ class BackwardPass:
     """One backward pass on one rank.
 
     Args:
-        context: What it is part of.
+        context: Context that it is part of.
         retain_graph: Whether the graph is kept for another pass.
     """
 
@@ -62,7 +62,7 @@ class BackwardPass:
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
 
     def join(self, number: int, output: Output) -> list[RecvRecord]:
-        """_Gradients will flow back from this, too: the messages that nobody has asked about yet."""
+        """Add an output that gradients will flow back from. Return the messages not yet queried."""
         self._outputs[number] = output
         triggers = {id(trigger) for record in output.received for trigger in record.triggers}
         self._context.leaves.watch([leaf for leaf in output.leaves if id(leaf) not in triggers])
@@ -82,19 +82,19 @@ class BackwardPass:
         return new
 
     def joined(self, number: int) -> bool:
-        """Whether that is known."""
+        """Return whether this output has joined."""
         return number in self._outputs
 
     def flow(
         self, number: int, gradients: _Gradients | None
     ) -> tuple[list[tuple[RecvRecord, _Gradients]], dict[torch.Tensor, torch.Tensor] | None]:
-        """Back-propagate from one output: the messages whose gradients are complete by that.
+        """Back-propagate from one output. Return the messages with now complete gradients.
 
-        After the last output also the sums that this rank's leaves got.
+        After the last output, also return the summed gradients of this rank's leaves.
 
         Args:
-            number: Of the output.
-            gradients: Of its tensors; None for the roots, whose gradient is 1.
+            number: Number of the output.
+            gradients: Gradients of its tensors; None for the roots (gradient 1).
         """
         context, output = self._context, self._outputs[number]
         with context.lock:
@@ -109,7 +109,7 @@ class BackwardPass:
                 if not self._awaited[key]:
                     complete.append((record, self._gathered.pop(key)))
             if not self._retain_graph and output.record is not None:
-                # Its part of the graph has been used up.
+                # Its part of the graph has been freed.
                 context.sent.pop(number, None)
             return complete, None if self._left else self._gradients
 
@@ -143,7 +143,7 @@ class BackwardPass:
 
 
 def _apart(found: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> _Gradients:
-    """Gradients in memory of their own: autograd hands out one tensor for all terms of a sum, and expanded ones."""
+    """Copy gradients to memory of their own: autograd returns one tensor for all terms of a sum, and expanded ones."""
     taken = {_memory(other) for other in others if other is not None}
     apart: _Gradients = []
     for gradient in found:
@@ -166,7 +166,7 @@ _TWICE = (
 
 
 def start(context: Context, roots: Any, retain_graph: bool) -> None:
-    """The whole pass, from the rank that has the roots. Returns when all ranks are done."""
+    """Run the whole pass from the rank that has the roots. Returns when all ranks are done."""
     roots = _checked(roots)
     name = current_agent().rank, next(_numbers)
     beginning = context.passes[name] = BackwardPass(context, retain_graph)
@@ -198,7 +198,7 @@ def _checked(roots: Any) -> list[torch.Tensor]:
 def discover(
     number: int, name: tuple[int, int], messages: Sequence[int], retain_graph: bool
 ) -> torch.futures.Future[Any]:
-    """On the sender of some messages: gradients will come for them. Answered when all before them know that, too."""
+    """Announce gradients to the sender of some messages. Answered when all earlier senders are notified, too."""
     context = _known(number)
     new: list[RecvRecord] = []
     with context.lock:
@@ -215,13 +215,13 @@ def discover(
 @expose
 @async_execution
 def propagate(number: int, name: tuple[int, int], message: int, gradients: _Gradients) -> torch.futures.Future[Any]:
-    """On the sender of a message: these are the gradients of its tensors. Answered when they have flowed to the end."""
+    """Pass the gradients of a message's tensors to its sender. Answered when they have been fully back-propagated."""
     return _all(_flow(_known(number), name, message, gradients))
 
 
 @expose
 def backward_of(number: int, reference: RRef[torch.Tensor], retain_graph: bool) -> None:
-    """On the owner of a tensor: back-propagate from it."""
+    """Back-propagate from a tensor, on its owner."""
     start(_known(number), [reference.local_value()], retain_graph)
 
 
@@ -235,7 +235,7 @@ def _known(number: int) -> Context:
 def _ask(
     number: int, name: tuple[int, int], records: Sequence[RecvRecord], retain_graph: bool
 ) -> torch.futures.Future[Any]:
-    """Ask the senders of some messages."""
+    """Query the senders of some messages."""
     agent, senders = current_agent(), dict[int, list[int]]()
     for record in records:
         senders.setdefault(record.peer, []).append(record.message)
@@ -248,7 +248,7 @@ def _ask(
 def _flow(
     context: Context, name: tuple[int, int], message: int, gradients: _Gradients | None
 ) -> list[torch.futures.Future[Any]]:
-    """Back-propagate from an output here, and send on what is complete."""
+    """Back-propagate from an output here, and send the gradients that are complete."""
     taking_part = context.passes.get(name)
     if taking_part is None or not taking_part.joined(message):
         raise CommError(f"gradients came for message {message}, which has no part in this pass")
@@ -266,7 +266,7 @@ def _flow(
 
 
 def _all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
-    """Complete when all of them are; with the first error, if there is one. Torch's own would change the error."""
+    """Complete when all futures have, with the first error, if any. Torch's own version would change the error."""
     done: torch.futures.Future[Any] = torch.futures.Future()
     left, errors = itertools.count(len(futures) - 1, -1), list[Exception]()
 

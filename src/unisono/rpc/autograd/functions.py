@@ -1,4 +1,4 @@
-"""The two ends of a message in the graph of autograd: where tensors left a rank, and where they arrived."""
+"""The two ends of a message in the graph of autograd: where tensors are sent, and where they are received."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["RecvRecord", "SendRecord", "arrival", "departure", "reachable"]
 
 
 class SendRecord:
-    """Tensors that went out in one message.
+    """Tensors sent in one message.
 
     Attributes:
-        token: A tensor whose history is all of theirs, as it was when they went.
-        gradients: Of each of them, set before `token` is back-propagated.
+        token: A tensor with the combined history of all of them, as of when they were sent.
+        gradients: Gradient of each of them, set before `token` is back-propagated.
     """
 
     def __init__(self) -> None:
@@ -24,12 +24,12 @@ class SendRecord:
 
 
 class RecvRecord:
-    """Tensors that came in one message.
+    """Tensors received in one message.
 
     Attributes:
-        peer, message: Where it came from, and its number there.
-        triggers: For each tensor a leaf that stands before it in the graph.
-        found: Gradients that a backward pass left here, by the tensor's place in the message.
+        peer, message: Its sender, and its number there.
+        triggers: For each tensor, a leaf that precedes it in the graph.
+        found: Gradients stored by a backward pass, by the tensor's index in the message.
     """
 
     def __init__(self, peer: int, message: int) -> None:
@@ -39,7 +39,7 @@ class RecvRecord:
 
 
 class _SendBackward(torch.autograd.Function):
-    """Many tensors in, a token out; back go the gradients that have come for them."""
+    """Map many tensors to a token; backward returns the gradients received for them."""
 
     @staticmethod
     def forward(ctx: Any, record: SendRecord, *tensors: torch.Tensor) -> torch.Tensor:
@@ -52,12 +52,12 @@ class _SendBackward(torch.autograd.Function):
 
 
 class _RecvBackward(torch.autograd.Function):
-    """A tensor made out of nothing but a trigger; its gradient is kept for who sent it."""
+    """Create a tensor that depends only on a trigger; its gradient is kept for the sender."""
 
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, record: RecvRecord, place: int, content: list[torch.Tensor]) -> Any:
         ctx.record, ctx.place = record, place
-        # No view of the bytes that came: who got it may change it in place.
+        # Not a view of the received bytes: the receiver may modify it in place.
         return content.pop().data
 
     @staticmethod
@@ -68,7 +68,7 @@ class _RecvBackward(torch.autograd.Function):
 
 
 def departure(tensors: list[torch.Tensor]) -> SendRecord:
-    """Record that these leave, in this order."""
+    """Record tensors that are sent, in this order."""
     record = SendRecord()
     with torch.enable_grad():
         record.token = _SendBackward.apply(record, *tensors)  # type: ignore[no-untyped-call]  # torch's apply has no types
@@ -76,7 +76,7 @@ def departure(tensors: list[torch.Tensor]) -> SendRecord:
 
 
 def arrival(record: RecvRecord, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, as the next one of this message, with a history that begins here."""
+    """Return the tensor, as the next one of this message, with a history that begins here."""
     trigger = torch.zeros((), requires_grad=True)
     place = len(record.triggers)
     record.triggers.append(trigger)
@@ -86,7 +86,7 @@ def arrival(record: RecvRecord, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[RecvRecord]]:
-    """What a backward pass from these comes to on this rank: leaves, triggers among them, and messages."""
+    """Return the leaves (including triggers) and messages that a backward pass from `tensors` reaches here."""
     leaves: dict[int, torch.Tensor] = {id(t): t for t in tensors if t.grad_fn is None and t.requires_grad}
     records: dict[int, RecvRecord] = {}
     for node in _nodes([t.grad_fn for t in tensors if t.grad_fn is not None]):
@@ -100,7 +100,7 @@ def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Rec
 
 
 def _nodes(starts: list[Any]) -> Iterator[Any]:
-    """All nodes of the graph behind these, each once."""
+    """Yield all nodes of the graph behind these, each once."""
     seen = set(starts)
     waiting = list(seen)
     while waiting:

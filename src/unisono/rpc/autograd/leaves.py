@@ -18,17 +18,17 @@ _PATIENCE_S = 1.0
 
 
 class Leaves:
-    """The leaves of all contexts of one rank.
+    """Leaves of all contexts of one rank.
 
-    A backward pass over ranks comes to a leaf once for each message, and its hooks are to run once, with the sum. So a
-    pass collects gradients while hooks of the leaves are switched off, and runs each leaf's AccumulateGrad node at its
-    end: then hooks of the tensor, post-accumulate hooks, and those of DistributedDataParallel see what they see in a
-    local `backward()`. The user's p.grad is put aside meanwhile.
+    A backward pass over ranks reaches a leaf once per message, but its hooks must run once, with the sum. So a pass
+    collects gradients with the hooks of the leaves disabled, and runs each leaf's AccumulateGrad node at its end: then
+    tensor hooks, post-accumulate hooks, and those of DistributedDataParallel see the same as in a local `backward()`.
+    The user's p.grad is saved and restored.
 
-    One lock serialises what computes. Hooks, as those that average gradients, may wait for other ranks, which may need
-    this one for that: meanwhile only the leaves that they belong to are in use. A local `backward()` in another thread
-    waits for the leaf before it adds to one on a CPU. On other devices hooks run in threads of autograd, and it does
-    not.
+    One lock serialises computation. Hooks, such as those that average gradients, may wait for other ranks, which may
+    need this rank for that: meanwhile only the leaves of these hooks are in use. A local `backward()` in another
+    thread waits for a leaf on a CPU before it adds to it. On other devices hooks run in threads of autograd, and it
+    does not wait.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Leaves:
         self._adding: dict[int, int] = {}
 
     def watch(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Hold up local passes at these leaves from now on, while they are used here."""
+        """Block local passes at these leaves from now on, while they are used here."""
         for leaf in leaves:
             with self._lock:
                 if leaf.is_cpu and leaf not in self._watched:
@@ -48,7 +48,7 @@ class Leaves:
                     leaf.register_post_accumulate_grad_hook(self._end)
 
     def _begin(self, leaf: int, gradient: torch.Tensor) -> None:
-        """A hook: a backward pass is about to add to a leaf."""
+        """Hook that runs before a backward pass adds to a leaf."""
         with self._freed:
             self._freed.wait_for(lambda: self._free([leaf]))
             self._adding[leaf] = threading.get_ident()
@@ -62,7 +62,7 @@ class Leaves:
         here, numbers = threading.get_ident(), [id(leaf) for leaf in leaves]
         with self._freed:
             self._freed.wait_for(lambda: self._free(numbers))
-            # A hook may come here again; then the outer use ends it.
+            # A hook may re-enter; then the outer use ends it.
             taken = [number for number in numbers if number not in self._used]
             self._used.update(dict.fromkeys(taken, here))
         try:
@@ -84,7 +84,7 @@ class Leaves:
                 self._freed.notify_all()
 
     def _free(self, leaves: Sequence[int]) -> bool:
-        """Whether no other thread uses one of them."""
+        """Return whether no other thread uses any of these leaves."""
         here = threading.get_ident()
         return all(self._used.get(leaf, here) == here for leaf in leaves)
 
@@ -96,7 +96,7 @@ class Leaves:
         *,
         retain_graph: bool,
     ) -> tuple[torch.Tensor | None, ...]:
-        """As `torch.autograd.grad`, but hooks of the leaves do not run."""
+        """Compute gradients like `torch.autograd.grad`, but without running hooks of the leaves."""
         elsewhere = [leaf for leaf in leaves if not leaf.is_cpu]
         with self._alone(elsewhere), self._lock, _without_hooks(leaves, self._lock):
             return torch.autograd.grad(outputs, leaves, starts, retain_graph=retain_graph, allow_unused=True)
@@ -104,12 +104,12 @@ class Leaves:
     def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Run the AccumulateGrad node of each leaf with its gradient: p.grad as the hooks leave it, in its own memory.
 
-        The user's p.grad is afterwards what it was, also if a hook raises.
+        The user's p.grad is restored afterwards, also if a hook raises.
         """
         leaves = [leaf for leaf in gradients if leaf.requires_grad]
         with self.swapped(leaves):
             torch.autograd.backward(leaves, [gradients[leaf] for leaf in leaves])
-            # It may lie in a bucket, which the next pass writes.
+            # It may be part of a bucket, which the next pass overwrites.
             return {leaf: leaf.grad.detach().clone() for leaf in leaves if leaf.grad is not None}
 
     @contextmanager
@@ -147,11 +147,11 @@ def _without_hooks(leaves: Sequence[torch.Tensor], lock: threading.RLock) -> Ite
 def _elsewhere(
     hooks: Sequence[Callable[..., Any]], lock: threading.RLock, on_cpu: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A hook that runs these in another thread than this one."""
+    """Return a hook that runs these in threads other than this one."""
     here = threading.get_ident()
 
     def run(gradient: torch.Tensor) -> torch.Tensor:
-        # Elsewhere than on a CPU, hooks run in threads of autograd.
+        # Except on a CPU, hooks run in threads of autograd.
         if on_cpu and threading.get_ident() != here:
             with lock:
                 pass

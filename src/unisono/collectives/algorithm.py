@@ -1,4 +1,4 @@
-"""Carries out a call by one of the algorithms of its collective."""
+"""Execution of a call by one of the algorithms of its collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a collective's arguments: raise before anything is sent what one rank alone can find wrong."""
+"""Checks of a collective's arguments that one rank can make alone, before anything is sent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["NO_TENSORS", "Side", "Splits", "check_arguments", "check_rank"]
 
 
 class Side(NamedTuple):
-    """What one rank reads in a call, or what it writes.
+    """Tensors that one rank reads or writes in a call.
 
     Attributes:
-        tensors: As the caller gave them: one, or one for each rank.
+        tensors: The caller's tensors: one, or one for each rank.
         counts: Elements of each part: of each tensor, or of each slice of the one tensor that holds them all.
     """
 
@@ -46,15 +46,15 @@ def check_arguments(
     size: int,
     devices: frozenset[str],
 ) -> tuple[Side, Side]:
-    """Return what this rank reads and what it writes; raise for arguments that do not fit together.
+    """Return the sides that this rank reads and writes; raise for arguments that do not match.
 
     Args:
         what: The collective.
-        output, input: As the caller gave them; `input` is ignored where the collective works in place.
-        root: Likewise; None if there is none.
+        output, input: The caller's arguments; `input` is ignored where the collective works in place.
+        root: The caller's root; None if there is none.
         splits: Rows of a packed output and input for each rank, or None for equal parts.
-        rank, size: This rank, and how many there are.
-        devices: Types of devices whose tensors the transport carries.
+        rank, size: This rank, and the number of ranks.
+        devices: Device types that the transport supports.
     """
     if what.root is not None:
         check_rank(root, what.root, size)
@@ -64,7 +64,7 @@ def check_arguments(
 
 
 def check_rank(rank: object, name: str, size: int, *, other_than: int | None = None) -> None:
-    """`TypeError` or `ValueError` if an argument is no rank of a communicator of this size, or is a certain one."""
+    """Raise `TypeError` or `ValueError` if an argument is not a rank of this size, or is an excluded rank."""
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise TypeError(f"{name} must be an int, not {type(rank).__name__}")
     if not 0 <= rank < size:
@@ -112,7 +112,7 @@ class _Checks(NamedTuple):
         return Side((found,), (found.numel(),))
 
     def _list(self, tensors: object, name: str, like: torch.Tensor, *, written: bool) -> Side:
-        """One tensor for each rank, all of `like`'s dtype and device; given by the root alone if there is a root."""
+        """Return one tensor for each rank, of `like`'s dtype and device; only the root passes them if there is one."""
         if self.what.root is not None:
             if self.rank != self.root:
                 if tensors:
@@ -168,7 +168,7 @@ class _Checks(NamedTuple):
         return tuple(size * row for size in sizes)
 
     def _check_own(self, read: Side, written: Side) -> None:
-        """A rank's part for itself is as long as what it expects there."""
+        """Raise if a rank's part for itself differs in length from the part that it expects."""
         if not read.counts or not written.counts:
             return
         given = read.counts[self.rank if self.what.scatters else 0]
@@ -184,7 +184,7 @@ class _Checks(NamedTuple):
         )
 
     def _check_apart(self, read: Side, written: Side) -> None:
-        """Results lie apart from each other and from what is read, but for this rank's own part in place."""
+        """Raise if results overlap each other or the input, except this rank's own part in place."""
         what = self.what
         if what.reduces or any(what.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)):
             # What is copied before it is reduced or sent does no harm.
@@ -203,7 +203,7 @@ class _Checks(NamedTuple):
 
 
 def _labelled(tensors: Sequence[torch.Tensor], name: str, many: bool, single: str) -> list[tuple[str, torch.Tensor]]:
-    """Each tensor with what messages call it."""
+    """Return each tensor with its name in messages."""
     return [(f"{name}[{index}]" if many else single, tensor) for index, tensor in enumerate(tensors)]
 
 

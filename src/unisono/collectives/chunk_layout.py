@@ -1,4 +1,4 @@
-"""Where the chunks of a schedule lie in memory."""
+"""Memory layout of the chunks of a schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Region(NamedTuple):
 
 
 def even_edges(numel: int, parts: int) -> list[int]:
-    """Where each of `parts` almost equal chunks begins, and the end; the first ones are the longer ones.
+    """Return the start of each of `parts` almost equal chunks, and the end; the first chunks are the longer ones.
 
     Example:
         >>> even_edges(10, 4)

@@ -1,4 +1,4 @@
-"""Run a schedule over a transport: the only place that touches both buffers and messages."""
+"""Executor of schedules over a transport: the only module that uses both buffers and messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.errors import CommError
 __all__ = ["IN_FLIGHT", "ScratchPool", "execute"]
 
 IN_FLIGHT = 8
-"""Batches of messages under way at once. Bounds the memory that arriving contributions need."""
+"""Maximum number of batches of messages in flight. Bounds the memory that arriving contributions need."""
 
 _Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -35,16 +35,16 @@ def execute(
     root: int = 0,
     spare: ScratchPool | None = None,
 ) -> None:
-    """Do what a schedule says; return when this rank's part is done and its buffers may be reused.
+    """Execute a schedule; return when this rank's part is done and its buffers may be reused.
 
     Long messages are cut into segments. Segment i of all messages of a step is one batch; the next
     step's batch starts as soon as the segments that it sends have arrived (and been reduced), while
-    later segments are still under way. So a ring streams, with no word about it in the ring's file.
+    later segments are still in flight. So a ring is pipelined without any code for it in the ring's file.
 
     Args:
-        transport: Where `post` is.
+        transport: Transport that posts the messages.
         steps: This rank's steps, of a schedule written for root 0.
-        layout: Where the chunks are.
+        layout: Memory layout of the chunks.
         combine: `combine(low, high, out)`, for schedules that reduce.
         segment_bytes: Largest message.
         timeout: Seconds for the whole schedule.
@@ -52,8 +52,8 @@ def execute(
         spare: Memory kept from earlier calls.
 
     Raises:
-        CommTimeoutError: Not done in time; says in which step, and who is missing.
-        CommError: Whatever the transport met.
+        CommTimeoutError: Not done in time; names the step and the missing ranks.
+        CommError: Any error of the transport.
     """
     run = _Run(transport, combine, time.monotonic() + timeout, spare or ScratchPool())
     size = transport.size
@@ -87,7 +87,7 @@ def _segments(step: Step, layout: Layout, root: int, size: int, segment_bytes: i
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Messages under way, and memory for the contributions among them that are still to be reduced."""
+    """Messages in flight, and memory for their contributions that are still to be reduced."""
 
     work: Work
     step: int
@@ -97,7 +97,7 @@ class _Batch:
 
 
 class ScratchPool:
-    """Memory for arriving contributions, kept for the next ones: fresh memory costs a fault a page.
+    """Reusable memory for arriving contributions: fresh memory costs a page fault per page.
 
     Args:
         most_bytes: What is kept, at most.
@@ -118,7 +118,7 @@ class ScratchPool:
         return free.pop()
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back what `take` gave."""
+        """Return a tensor from `take` to the pool."""
         if self._held + tensor.nbytes > self._most:
             self._free.clear()
             self._held = 0
@@ -151,14 +151,14 @@ class _Run:
         self.flight.append(_Batch(self._transport.post(messages), step, sends, recvs, landed))
 
     def _conflicts(self, reads: list[_Routed], overwrites: list[_Routed]) -> bool:
-        # Loops, as this is asked for each message: a generator would cost more than the answer.
+        # Plain loops, because this runs for each message: a generator would cost more than the test itself.
         for batch in self.flight:
             if _overlap(reads, batch.recvs) or _overlap(overwrites, batch.recvs) or _overlap(overwrites, batch.sends):
                 return True
         return False
 
     def settle(self) -> None:
-        """Wait for the oldest batch and reduce what it brought; if possible, while the rest of it is still sent."""
+        """Wait for the oldest batch and reduce the received data, if possible while its sends are still in flight."""
         batch = self.flight.popleft()
         try:
             if batch.landed and not _overlap(batch.recvs, batch.sends):
@@ -172,7 +172,7 @@ class _Run:
             raise
 
     def _reduce(self, batch: _Batch) -> None:
-        """Put contributions together in the order of ranks, this rank's own among them; release their memory."""
+        """Reduce contributions in rank order, including this rank's own; release their memory."""
         found: dict[tuple[int, int, int], list[tuple[int, torch.Tensor]]] = {}
         for (peer, region), contribution in zip(batch.recvs, batch.landed, strict=False):
             found.setdefault(region[:3], [(self._rank, region.tensor)]).append((peer, contribution))
@@ -181,7 +181,7 @@ class _Run:
             own = contributions[0][1]
             (_, total), *others = sorted(contributions, key=itemgetter(0))
             for _, contribution in others:
-                # The running total moves into the own buffer as soon as that has been taken in.
+                # The running total moves into this rank's buffer as soon as that buffer has been reduced.
                 out = own if contribution is own else total
                 self._combine(total, contribution, out)
                 total = out

@@ -1,4 +1,4 @@
-"""The plan of one call: its tensors as one-dimensional memory, and where an algorithm finds its chunks there."""
+"""Plan of one call: its tensors as one-dimensional memory, and the layout of an algorithm's chunks there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Plan", "layout_of", "make_plan", "message_bytes", "post_copy", "pre_
 
 @dataclass(slots=True)
 class Plan:
-    """A call as it passes the door, and what is copied around it.
+    """Call as passed to the transport, and the copies before and after it.
 
     Attributes:
         collective: Its description.
@@ -83,7 +83,7 @@ def make_plan(
 def _in_place(what: Collective, read: Side, written: Side, staging: Staging) -> torch.Tensor:
     tensor = (read.tensors or written.tensors)[0]
     if what.reduces and not written.tensors:
-        # What passes through must not change the tensor of a rank that gets no result.
+        # Intermediate data must not change the tensor of a rank that receives no result.
         return _copied(read, tensor, staging)
     if what.reduces or not read.tensors:
         return staging.target(tensor, read=bool(read.tensors))
@@ -91,7 +91,7 @@ def _in_place(what: Collective, read: Side, written: Side, staging: Staging) -> 
 
 
 def _copied(read: Side, like: torch.Tensor, staging: Staging) -> torch.Tensor:
-    """One copy of all that is read, in which sums may grow: the tensors belong to the caller."""
+    """Return one copy of all input, for partial sums: the tensors belong to the caller."""
     scratch = staging.scratch(sum(read.counts), like)
     lengths = numels(read.tensors)
     for part, tensor in zip(scratch.split(lengths), read.tensors, strict=True):
@@ -107,7 +107,7 @@ def _flat(side: Side, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tens
 
 
 def _average(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, staging: Staging) -> None:
-    """Transports see an average as a sum: those of halves divide before it, so that it cannot overflow."""
+    """Reduce an average to a sum for the transport: half-precision inputs are divided before, to avoid overflow."""
     if summed.dtype in HALVES:
         staging.before.append(lambda: divide(summed, size))
     elif outputs:
@@ -124,7 +124,7 @@ def message_bytes(call: CollectiveCall, size: int) -> int:
 
 
 def layout_of(call: CollectiveCall, chunks: int, rank: int, size: int) -> Layout:
-    """Return where an algorithm's chunks lie in the tensors of a call."""
+    """Return the layout of an algorithm's chunks in the tensors of a call."""
     what, root = FAMILIES[call.name], call.root or 0
     if not what.moves:
         return Flat.even(torch.ones(1, dtype=torch.uint8, device="cpu"), chunks)
@@ -141,7 +141,7 @@ def layout_of(call: CollectiveCall, chunks: int, rank: int, size: int) -> Layout
 
 
 def pre_copy(call: CollectiveCall, rank: int) -> None:
-    """Copy a rank's part for itself, which algorithms take for done."""
+    """Copy a rank's part for itself; algorithms assume that this is done."""
     what = FAMILIES[call.name]
     if what.in_place or what.reduces or not (call.inputs and call.outputs):
         return
@@ -152,7 +152,7 @@ def pre_copy(call: CollectiveCall, rank: int) -> None:
 
 
 def post_copy(call: CollectiveCall, rank: int) -> None:
-    """Copy a result from where algorithms leave it: in this rank's part of what was reduced."""
+    """Copy a result from the place where algorithms leave it: this rank's part of the reduced tensor."""
     what = FAMILIES[call.name]
     if what.reduces and what.scatters:
         call.outputs[0].copy_(call.inputs[rank])

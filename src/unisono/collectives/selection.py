@@ -1,4 +1,4 @@
-"""Which algorithm a collective takes: what was asked for, the transport's own, or the cheapest by its cost."""
+"""Selection of a collective's algorithm: the requested one, the transport's own, or the cheapest by its cost."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FEWEST_BYTES = "fewest_bytes"
 
 
 def choose(transport: Transport, call: CollectiveCall, nbytes: int, requested: str | None = None) -> str:
-    """The name of a schedule of this collective, or "native".
+    """Return the name of a schedule of this collective, or "native".
 
     Args:
-        transport: Whose native collectives and costs are asked.
-        call: As it will pass the door.
-        nbytes: Of the whole message.
-        requested: What the caller wants; `ValueError` lists the known if there is no such. "fewest_bytes" is
-            native, or the schedule that sends least, whatever its rounds.
+        transport: Transport that supplies native collectives and costs.
+        call: The call as it will be passed to the transport.
+        nbytes: Size of the whole message.
+        requested: The caller's choice; `ValueError` lists the known names if it is unknown. "fewest_bytes" is
+            native, or the schedule that sends least, regardless of its rounds.
     """
     if requested == FEWEST_BYTES:
         return NATIVE if transport.supports(call) else _fewest_bytes(call.name, transport.size)

@@ -1,4 +1,4 @@
-"""What a communicator can be asked to do, by kind: messages, reductions, movements, objects."""
+"""Operations of a communicator, by kind: messages, reductions, data movement, objects."""
 
 from __future__ import annotations
 

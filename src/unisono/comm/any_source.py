@@ -1,4 +1,4 @@
-"""Receives that leave open from whom: each waits in line for a message, and is then the receive from its sender."""
+"""Any-source receives: each is queued until a message arrives, and then becomes a receive from its sender."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NAMED = 8
 
 
 class AnySource:
-    """The line of one communicator, and where each tag's search went on. Transports are asked which ranks have sent.
+    """Queue of one communicator's any-source receives, which probes the transport for ranks that have sent.
 
-    Those of one tag are served in the order of calls. Of several ranks that have sent, the one that follows the rank
-    found last is taken, so that none of them keeps the others out.
+    Receives of one tag are served in the order of calls. Of several ranks that have sent, the rank that follows the
+    last match of this tag is chosen, so that no rank starves the others.
 
     Attributes:
-        crew: Sees those through whose futures were asked for.
+        crew: Completes the receives with a requested future.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -41,12 +41,12 @@ class AnySource:
         self._found: dict[int, int] = {}
 
     def join(self, tag: int, src: int | None, begin: Callable[[int], Work]) -> Matching:
-        """A work that calls `begin` with the sender of the first message left for it, and then is what that returns.
+        """Return a work that calls `begin` with the sender of the first unmatched message, and then wraps its result.
 
         Args:
-            tag: Of the message.
-            src: The rank that it is to come from; any other if None.
-            begin: Called while the line waits.
+            tag: Tag of the message.
+            src: The sender's rank; any other rank if None.
+            begin: Called while the queue is locked.
         """
         group = self._engine.group
         peers = [src] if src is not None else [peer for peer in range(group.size) if peer != group.rank]
@@ -56,7 +56,7 @@ class AnySource:
         return work
 
     def leave(self, work: Matching) -> bool:
-        """Take it out of the line; whether it was there."""
+        """Remove a work from the queue; return whether it was there."""
         with self._lock:
             line = self._lines.get(work.tag, deque())
             found = work in line
@@ -67,7 +67,7 @@ class AnySource:
             return found
 
     def serve(self, tag: int) -> None:
-        """Begin what has a sender now; if there can be none any more, all of the tag fail."""
+        """Start the receives that have a sender now; fail all of the tag if no message can arrive any more."""
         with self._lock:
             line = self._lines.get(tag, deque())
             try:
@@ -99,7 +99,7 @@ class AnySource:
 
 
 class Matching(Work):
-    """In line for a message; a wait, or a question, has the line served."""
+    """Queued any-source receive; a wait, or a test, serves the queue."""
 
     def __init__(
         self, line: AnySource, tag: int, peers: list[int], begin: Callable[[int], Work], timeout_s: float
@@ -110,11 +110,11 @@ class Matching(Work):
         self._begun: Work | None = None
 
     def begin(self, peer: int) -> None:
-        """There is a message from this rank."""
+        """Start the receive of a message from this rank."""
         self._source, self._begun = peer, self._begin(peer)
 
     def fail(self, error: CommError) -> None:
-        """None will come."""
+        """Complete with an error: no message will arrive."""
         failed = Completion(0.0)
         failed.complete(error)
         self._begun = failed

@@ -1,4 +1,4 @@
-"""What every call does first: is it this thread's communicator, is it open, are the arguments right."""
+"""Checks common to all calls: the owning thread, an open communicator, valid arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Blocking(TypedDict, total=False):
 
 
 class Async(TypedDict, total=False):
-    """Keywords of a collective that returns a `Work` at once."""
+    """Keywords of a collective that returns a `Work` immediately."""
 
     algorithm: str | None
     async_op: Required[Literal[True]]
@@ -43,7 +43,7 @@ class CommunicatorBase:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self._engine.group.size
 
     def exception(self) -> CommError | None:

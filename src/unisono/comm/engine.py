@@ -1,4 +1,4 @@
-"""Carries out plans one after another, in the order of calls, and keeps the first cause of a failure."""
+"""Engine that executes plans one at a time, in the order of calls, and keeps the first cause of a failure."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ __all__ = ["Engine"]
 
 
 class Engine(CommunicatorState, FastPathCalls):
-    """The moving part of one communicator. Collectives run one at a time, in the order of their calls.
+    """Progress engine of one communicator. Collectives run one at a time, in the order of their calls.
 
-    A blocking call drives itself. An asynchronous one is driven by one thread, made when first needed;
-    a blocking call that comes while that thread is busy takes its turn there.
+    A blocking call runs in the caller's thread. An asynchronous call runs in one helper thread, created on first use;
+    a blocking call made while that thread is busy is queued there.
 
-    Whoever makes calls by it, or waits for their works, holds it. If nobody does any more, and it was not
-    closed, `ending` sees to it that its threads end.
+    Communicators and pending works hold references to the engine. When the last reference is dropped without
+    `close`, `ending` ends the threads.
 
     Args:
-        transport, control, options: As of `CommunicatorState`.
-        full_check: Whether calls find out if a tensor was changed before they ended.
+        transport, control, options: As for `CommunicatorState`.
+        full_check: Whether calls detect a tensor that was changed before they ended.
 
     Attributes:
-        parent: What must not end before this one does: the engine of the communicator that it is a part of.
-        vouched: With `check="full"`, how many messages went from one rank to another with a tag.
+        parent: The engine of the parent communicator, which must outlive this one.
+        vouched: With `check="full"`, the number of messages from one rank to another with a tag.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Engine(CommunicatorState, FastPathCalls):
         return resolve_timeout(timeout, 0.0)
 
     def staging(self) -> Staging:
-        """Return what makes one-dimensional contiguous tensors of those of a call."""
+        """Return the staging that makes a call's tensors one-dimensional and contiguous."""
         away = self.transport.host_staged
         return BufferGuard(away, f"the call at {call_site()}") if self._full_check else Staging(away)
 
@@ -123,7 +123,7 @@ class Engine(CommunicatorState, FastPathCalls):
         return fingerprint_of(self._plan(what, output, input, op, root), self._calls + 1, NATIVE)
 
     def run(self, plan: Plan, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
-        """Carry out a plan now, or soon; None when it is done, or the work under way."""
+        """Execute a plan now, or soon; return None when it is done, or else the work in flight."""
         job = self._prepare(plan, algorithm, timeout)
         if async_op and job.algorithm == NATIVE and job.transport.overlaps and not self._pending:
             return self._start(job)
@@ -134,7 +134,7 @@ class Engine(CommunicatorState, FastPathCalls):
         if not queued:
             self._perform(job)
             return None
-        # What is late ends with a verdict that names who is missing: longer than that nobody has to wait.
+        # Add one default timeout: the hang report that names the missing ranks must finish first.
         work = Completion(job.timeout + self.options.timeout_s)
         self._helper.run(partial(self._progress, job, work))
         if async_op:
@@ -164,17 +164,17 @@ class Engine(CommunicatorState, FastPathCalls):
         self._complete(job, self._begin(job), deadline)
 
     def _start(self, job: CollectiveRequest) -> Work:
-        """Let the transport go on by itself; the rest is done by whoever waits."""
+        """Start the call in the transport, which progresses by itself; the waiting thread does the rest."""
         work = self._begin(job)
         assert work is not None
         return Deferred(lambda deadline: self._complete(job, work, deadline), job.timeout, self._ready(work))
 
     def _ready(self, work: Work) -> Callable[[], bool]:
-        """Whether a wait for it would end at once: with the first cause, if the group has failed."""
+        """Return a test of whether a wait would end immediately: with the first cause, if the group has failed."""
         return lambda: work.is_completed() or self._broken is not None
 
     def _begin(self, job: CollectiveRequest) -> Work | None:
-        """All that comes before the first wait for data; the transport's work if it carries the call."""
+        """Do everything before the first wait for data; return the transport's work if it supports the call."""
         with self._report_failures(job.noted), torch.no_grad():
             job.transport.begin(job.fingerprint, job.timeout)
             for action in job.plan.staging.before:
@@ -201,7 +201,7 @@ class Engine(CommunicatorState, FastPathCalls):
 
     @contextmanager
     def _report_failures(self, noted: CallRecord) -> Iterator[None]:
-        """Every rank learns of what fails in here, and can see that this one is in it."""
+        """Report failures in this block to every rank, and show this rank as being in the call."""
         here = get_ident()
         self._inside.add(here)
         self.activity.enter(noted)
@@ -221,7 +221,7 @@ class Engine(CommunicatorState, FastPathCalls):
         error: BaseException | None = None
         self.activity.in_background = True
         try:
-            # What was started before the end comes to its end; unless another group has taken the place of this one.
+            # A call started before the end still completes, unless another group has replaced this one.
             if self._broken is not None or self._retired:
                 self.check(job.fingerprint.operation)
             with torch.inference_mode(job.inference):
@@ -239,7 +239,7 @@ class Engine(CommunicatorState, FastPathCalls):
 
     # -- end -----------------------------------------------------------------------------------
     def close(self, patience: float) -> None:
-        """Take no more calls, finish what was started, and leave; waits a little for the others to leave too."""
+        """Accept no more calls, finish those started, and leave; wait briefly for the other ranks to leave too."""
         self.closed = self.activity.closed = True
         if self._broken is None:
             self.activity.log_event("end", "closed")
@@ -247,7 +247,7 @@ class Engine(CommunicatorState, FastPathCalls):
         self.ending.close(0.0 if self._broken is not None else patience)
 
     def retire(self) -> None:
-        """Take no more calls, and end what is under way; another group takes the place of this one."""
+        """Accept no more calls, and abort those in flight, because another group replaces this one."""
         if self.closed:
             return
         self.closed = self.activity.closed = self.ending.over = self._retired = True
@@ -257,13 +257,13 @@ class Engine(CommunicatorState, FastPathCalls):
         self.transport.close()
 
     def replace(self, other: Engine) -> None:
-        """Take the place of one that has retired; whatever is made of that one lives as long as this."""
+        """Replace a retired engine; its subgroups live as long as this one."""
         if other.parent is not None:
             self.set_parent(other.parent)
         other.parent = self
         self.ending.inherit(other.ending)
 
     def set_parent(self, whole: Engine) -> None:
-        """Be a part: live no longer than the whole, which lives as long as its parts."""
+        """Become a subgroup: end no later than the parent, and keep the parent alive until then."""
         self.parent = whole
         whole.ending.adopt(self.ending)

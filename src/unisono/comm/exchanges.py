@@ -1,4 +1,4 @@
-"""Collectives in which every rank gives and takes: all_gather, all_to_all, and their single-tensor forms."""
+"""Collectives in which every rank sends and receives: all_gather, all_to_all, and their single-tensor forms."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ExchangeMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """`tensor_list[r]` on every rank becomes the tensor of rank r.
+        """Receive the tensor of rank r into `tensor_list[r]` on every rank.
 
         Collective. Ranks' tensors may differ in length, as all ranks' lists do alike.
         Cost: (p-1)/p of the list's bytes sent by each rank.
@@ -132,7 +132,7 @@ class ExchangeMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """`output_list[s]` on rank r becomes `input_list[r]` of rank s.
+        """Receive `input_list[r]` of rank s into `output_list[s]` on rank r.
 
         Collective. Lengths are free, as long as both ends of each pair agree.
         Cost: (p-1)/p of the inputs' bytes sent by each rank.
@@ -176,7 +176,7 @@ class ExchangeMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """As `all_to_all`, with rows of one tensor: split along dimension 0, evenly or as the sizes say."""
+        """As `all_to_all`, with rows of one tensor: split along dimension 0, evenly or by the given sizes."""
         what, splits = _ALL_TO_ALL_SINGLE, (output_split_sizes, input_split_sizes)
         if splits == (None, None):
             return self._engine.collective(what, output, input, None, None, algorithm, async_op, timeout)

@@ -1,4 +1,4 @@
-"""Blocking calls that a transport makes on callers' tensors as they are: the bookkeeping around one native call.
+"""The engine's fast path: bookkeeping around a blocking native call on the caller's own tensors.
 
 Budget: 1 us a call.
 """
@@ -28,7 +28,7 @@ __all__ = ["FastPathCalls"]
 
 
 class FastPathCalls:
-    """The part of an engine that makes calls by its transport's fast path.
+    """Part of an engine that makes calls on its transport's fast path.
 
     Attributes:
         fast_path: The transport's, if it has one.
@@ -60,10 +60,10 @@ class FastPathCalls:
         timeout: float | None,
         /,
     ) -> Work | None:
-        """Make a call: by the fast path, if it is a blocking one that needs nothing else. Arguments are the caller's.
+        """Make a call with the caller's arguments, on the fast path if it is blocking and needs nothing else.
 
         Returns:
-            None when it is done, or the work under way.
+            None when it is done, or else the work in flight.
         """
         fast, here = self.fast_path, get_ident()
         general = fast is None or async_op or algorithm is not None or (self.owner != here and self.owner != ANY_THREAD)
@@ -74,7 +74,7 @@ class FastPathCalls:
         limit = self._limit_s if timeout is None else self._patience(timeout)
         caller, activity = _getframe(2), self.activity
         detail = str(op or "") if root is None else f"root {root}"
-        # What is kept of the caller holds nothing alive, and becomes a line only if somebody asks.
+        # The caller's record keeps no object alive, and is resolved to a line only on request.
         noted = (what.name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
         activity.enter(noted)
         self._inside.add(here)
@@ -102,7 +102,7 @@ class FastPathCalls:
         return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
 
     def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: float | None, /) -> bool:
-        """Send or receive ("send", "recv") by the fast path; False, with nothing done, if it needs more."""
+        """Send or receive ("send", "recv") on the fast path; return False, with no effect, if it needs more."""
         fast, here = self.fast_path, get_ident()
         if fast is None or self.owner != here or self._inside or self._broken is not None or self.closed:
             return False
@@ -154,19 +154,19 @@ class FastPathCalls:
         raise NotImplementedError
 
     def _patience(self, timeout: float) -> float:
-        """Return the seconds that a call with this argument may take; raise if it is none."""
+        """Return the timeout of a call with this argument in seconds; raise if it is not a timeout."""
         raise NotImplementedError
 
     def _fingerprint(
         self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None
     ) -> Fingerprint:
-        """Return what ranks compare of a call."""
+        """Return the fingerprint of a call."""
         raise NotImplementedError
 
     def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
-        """As of `Standing`."""
+        """As in `CommunicatorState`."""
         raise NotImplementedError
 
     def _collective_failed(self, error: BaseException, noted: CallRecord) -> BaseException:
-        """Return the error to raise where a call has ended by one: the same, or another."""
+        """Return the error to raise for a failed call: the same, or another."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Mailboxes of a communicator's ranks, and how they hear of each other's end."""
+"""Mailboxes of a communicator's ranks, and their detection of lost peers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["MailboxMixin"]
 
 
 class MailboxMixin(CommunicatorBase):
-    """The door to messages without receives."""
+    """Access to messages without posted receives."""
 
     _mailboxes: int = 0
 
     def mailbox(self, metadata: Any = None) -> tuple[Mailbox, list[Any]]:
-        """A mailbox for every rank, and what each rank gave as its card. Collective.
+        """Return a mailbox, and the metadata that each rank passed. Collective.
 
         For libraries that serve requests of other ranks. A rank that dies breaks this communicator, but not
         the mailboxes: they `mark_lost` that rank alone.
 
         Args:
-            metadata: A value that `unisono.serialization` carries, told to all ranks.
+            metadata: A value that `unisono.serialization` supports, sent to all ranks.
 
         Raises:
-            CommTimeoutError: Not all ranks came.
+            CommTimeoutError: Not all ranks joined.
 
         Cost: a few exchanges over the control plane, and one request for each other rank.
         """
@@ -46,7 +46,7 @@ class MailboxMixin(CommunicatorBase):
         pairs: list[Group] = []
         box: Mailbox | None = None
         try:
-            # All are here before anything is made, so that nobody waits for memory of a rank that does not come.
+            # All ranks join before any allocation, so that no rank waits for memory of a missing one.
             cards = control.exchange(group, "cards", metadata, timeout)
             box = transport.mailbox(group)
             for peer in range(self.size):
@@ -69,7 +69,7 @@ class MailboxMixin(CommunicatorBase):
 
 
 def _pair(group: Group, peer: int) -> Group:
-    """A group of two: its failure is the end of one of them, and concerns nobody else."""
+    """Return a group of two ranks: it fails when one of them ends, without effect on other ranks."""
     low, high = sorted((group.rank, peer))
     return group.child(f"{low}-{high}", (low, high))
 

@@ -1,4 +1,4 @@
-"""What a message held when it was sent, told beside it over the control plane: for `check="full"`."""
+"""Message digests for `check="full"`: the sender publishes a hash over the control plane for the receiver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIGEST = struct.Struct("<Q")
 
 
 def vouch(engine: Engine, messages: Sequence[Message]) -> list[Callable[[], object]]:
-    """Tell the hashes of what is sent; and what to do when all has arrived, to compare what was received.
+    """Publish the hashes of sent tensors; return functions that compare the received ones when all have arrived.
 
     Cost: one request to the control plane a message sent, two a message received.
     """

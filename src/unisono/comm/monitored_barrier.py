@@ -1,4 +1,4 @@
-"""Calls that look after the others."""
+"""Calls that monitor the other ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class MonitoredBarrierMixin(CommunicatorBase):
     _barriers: int
 
     def monitored_barrier(self, timeout: float | None = None) -> None:
-        """As `barrier`, over the control plane: at the timeout it names every rank that has not come, and where it is.
+        """Run a barrier over the control plane; on timeout, name every missing rank and its current location.
 
-        Collective. Nothing travels over the backend, so it works where that one is the suspect. A barrier also says
-        who is missing; this one costs more (a round trip to the control plane), and sees all of them at once.
+        Collective. Sends nothing over the backend, so it works where the backend is suspect. `barrier` also names
+        missing ranks; this one costs more (a round trip to the control plane), and finds all of them in one call.
 
         Args:
             timeout: Seconds; the communicator's if None.
 
         Raises:
-            CommTimeoutError: Ranks have not come: on every rank that has, with what each is doing.
-            PeerLostError: One of them is gone.
+            CommTimeoutError: Ranks are missing: raised on every rank that has joined, with each one's activity.
+            PeerLostError: One of the ranks is gone.
 
         Example:
             >>> un.launch(lambda comm: comm.monitored_barrier(timeout=5), nprocs=3, backend="thread")

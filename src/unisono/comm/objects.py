@@ -21,24 +21,24 @@ __all__ = ["ObjectMixin"]
 
 _PLAIN, _PICKLED, _REFUSED, _WRONG = b"\0", b"\1", b"\2", b"\3"
 _REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueError}
-"""What is raised where an error came in place of a value."""
+"""Exceptions to raise where an error arrives instead of a value."""
 
 
 class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin):
     """Collective: every rank of the group calls each of these, in the same order.
 
     Values are None, bool, numbers, strings, bytes, containers, dataclasses, enums and tensors (see
-    `unisono.serialization`). With `trusted=True` on every rank, anything that cloudpickle carries: then a peer
-    can run code here, so say it only where all ranks run your own program.
+    `unisono.serialization`). With `trusted=True` on every rank, anything that cloudpickle supports: then a peer
+    can run code here, so set it only where all ranks run your own program.
 
-    A value that cannot be sent is a `TypeError`, on its own rank and on all that were to get it. The communicator
-    stays in use.
+    A value that cannot be sent raises `TypeError`, on its own rank and on all its receivers. The communicator
+    stays usable.
 
     Cost: one small collective for the sizes, one for the bytes.
     """
 
     def broadcast_object(self, obj: Any = None, src: int = 0, *, trusted: bool = False) -> Any:
-        """Rank `src`'s value, on every rank.
+        """Return rank `src`'s value on every rank.
 
         Example:
             >>> un.launch(lambda comm: comm.broadcast_object({"lr": 0.1 + comm.rank}), nprocs=2, backend="thread")
@@ -55,7 +55,7 @@ class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin)
         return obj if self.rank == src else _decode(buffer, trusted)
 
     def all_gather_object(self, obj: Any, *, trusted: bool = False) -> list[Any]:
-        """Every rank's value, in order of rank, on every rank.
+        """Return every rank's value, in order of rank, on every rank.
 
         Example:
             >>> un.launch(lambda comm: comm.all_gather_object(comm.rank * "x"), nprocs=3, backend="thread")[0]
@@ -70,7 +70,7 @@ class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin)
         return [_decode(b, trusted) for b in buffers]
 
     def gather_object(self, obj: Any, dst: int = 0, *, trusted: bool = False) -> list[Any] | None:
-        """Every rank's value, in order of rank, on rank `dst`; None on the others."""
+        """Return every rank's value, in order of rank, on rank `dst`; None on the other ranks."""
         self._engine.enter("gather_object")
         self._check_rank(dst, "dst")
         data = self._encode(obj, trusted)
@@ -84,10 +84,10 @@ class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin)
         return [_decode(part, trusted) for part in collected.split(counts)] if here else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False) -> Any:
-        """Entry r of rank `src`'s list, on rank r; the others give no list.
+        """Return entry r of rank `src`'s list on rank r; the other ranks pass no list.
 
         Raises:
-            ValueError: It has not one value for each rank; on all ranks.
+            ValueError: The list does not have one value for each rank; raised on all ranks.
         """
         self._engine.enter("scatter_object")
         self._check_rank(src, "src")
@@ -101,11 +101,11 @@ class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin)
         return _decode(received, trusted)
 
     def _entries(self, objs: Sequence[Any] | None, trusted: bool) -> list[bytes]:
-        """The bytes for each rank; the same reason for all, if anything of it cannot be sent."""
+        """Return the bytes for each rank; if any value cannot be sent, the reason for all ranks."""
         try:
             values = [] if objs is None else list(objs)
         except TypeError:
-            # What is no list has no value for anybody.
+            # An object that is not a list has no value for any rank.
             values = []
         parts = [self._encode(value, trusted) for value in values]
         if len(parts) != self.size:
@@ -115,11 +115,11 @@ class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin)
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of this communicator live by default."""
+        """Default device of this communicator's tensors."""
         return torch.device(self._engine.options.device)
 
     def _encode(self, obj: Any, trusted: bool) -> bytes:
-        """A value's bytes. If it cannot be sent, the reason's, so that who waits for the value hears of it."""
+        """Return a value's bytes; if it cannot be sent, those of the reason, so that receivers get an error."""
         try:
             return _PICKLED + cloudpickle.dumps(obj) if trusted else _PLAIN + serialization.encode(obj)
         except Exception as error:

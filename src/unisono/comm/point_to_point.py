@@ -23,22 +23,22 @@ __all__ = ["PointToPointMixin"]
 
 
 class PointToPointMixin(CommunicatorBase):
-    """send, recv and their relatives."""
+    """Point-to-point calls: send, recv and their variants."""
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
         """Send a tensor to rank `dst`; return when it may be changed again.
 
-        Do not count on buffering: two ranks that both send before they receive may wait for each
-        other for ever. `sendrecv` does both at once.
+        Do not rely on buffering: two ranks that both send before they receive may deadlock.
+        `sendrecv` does both in one call.
 
         Args:
             tensor: Any shape, strides and dtype. The receiver's has as many elements, of the same dtype.
             dst: Another rank.
-            tag: 0 to 2**24 - 1; messages match by tag, and of one tag in order.
+            tag: 0 to 2**24 - 1; messages match by tag, and in order within a tag.
             timeout: Seconds; the communicator's if None.
 
         Raises:
-            CommTimeoutError: Nobody received in time. The communicator is broken then.
+            CommTimeoutError: The message was not received in time. The communicator is broken then.
             MismatchError: The receiver expects something else.
 
         Example:
@@ -59,12 +59,12 @@ class PointToPointMixin(CommunicatorBase):
 
         Args:
             tensor: As for `send`.
-            src: Another rank; any of them if None. Of several that have sent, each gets its turn.
+            src: Another rank; any other rank if None. Several ranks that have sent are served in turn.
             tag: As for `send`.
             timeout: As for `send`.
 
         Raises:
-            ValueError: From any rank, on a backend that cannot tell which ranks have sent, as nccl.
+            ValueError: `src` is None on a backend that cannot report which ranks have sent, such as nccl.
 
         Example:
             >>> def program(comm):
@@ -83,9 +83,9 @@ class PointToPointMixin(CommunicatorBase):
         return work.source_rank()
 
     def probe(self, src: int | None = None, tag: int = 0, *, timeout: float | None = None) -> int:
-        """Wait until a message is there for which no receive has been posted, and return the rank that sent it.
+        """Wait for a message without a posted receive, and return the rank that sent it.
 
-        Takes nothing: the next receive from that rank, of this tag, gets the message.
+        Does not receive it: the next receive from that rank, of this tag, gets the message.
 
         Args:
             src: Another rank; any of them if None.
@@ -121,14 +121,14 @@ class PointToPointMixin(CommunicatorBase):
         return work.source_rank()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
-        """Start to send. The tensor must not change until the work's `wait` has returned."""
+        """Start a send. The tensor must not change until the work's `wait` has returned."""
         return self._post("isend", [Send(tensor, dst, tag)])
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
-        """Start to receive. The tensor holds the message when the work's `wait` has returned.
+        """Start a receive. The tensor holds the message when the work's `wait` has returned.
 
-        From any rank if `src` is None, and `source_rank` of the work tells from which. Those get, in the order of
-        calls, what comes from ranks that no receive names.
+        From any rank if `src` is None; the work's `source_rank` is the sender then. Such receives match, in the
+        order of calls, the messages from ranks that no other receive names.
         """
         return self._receive("irecv", tensor, src, tag)
 
@@ -153,9 +153,9 @@ class PointToPointMixin(CommunicatorBase):
         )
 
     def batch_isend_irecv(self, messages: Sequence[Message]) -> list[Work]:
-        """Start many messages at once (`unisono.core.types.Send` and `Recv`); one work for all of them.
+        """Start many messages in one call (`unisono.core.types.Send` and `Recv`); return one work for all of them.
 
-        The list of one is what torch's function of the same name returns with nccl.
+        The list has one element, as that of torch's function of the same name with nccl.
         """
         messages = list(messages)
         if not messages or not all(isinstance(m, Send | Recv) for m in messages):
@@ -239,7 +239,7 @@ class PointToPointMixin(CommunicatorBase):
 
 
 def _detail(messages: Sequence[Message]) -> str:
-    """What messages these are, in a few words."""
+    """Return a short description of the messages."""
     first, more = messages[0], len(messages) - 1
     peer = f"rank {first.peer}" if first.peer >= 0 else "any rank"
     way = f"{'from' if isinstance(first, Recv) else 'to'} {peer}"
@@ -248,7 +248,7 @@ def _detail(messages: Sequence[Message]) -> str:
 
 
 def _done(_peer: int) -> Work:
-    """Nothing to do with the message of a rank."""
+    """Return a completed work: a probed message needs no further action."""
     done = Completion(0.0)
     done.complete()
     return done

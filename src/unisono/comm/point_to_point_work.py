@@ -1,4 +1,4 @@
-"""Messages under way, as their caller sees them."""
+"""Work of point-to-point messages, as returned to the caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PointToPointWork"]
 
 
 class PointToPointWork(Work):
-    """A transport's work, with errors that say where they belong, and what is left to do at the end."""
+    """A transport's work, with errors that name their call, and the remaining actions at the end."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PointToPointWork(Work):
             try:
                 self._inner.wait(timeout)
             except CommTimeoutError as error:
-                # The message may still come: a wait that was told its time breaks nothing.
+                # The message may still arrive: a wait with an explicit timeout does not break the communicator.
                 raise self._located(with_hang_report(error, self._engine.control, self._engine.group)) from None
             except CommError as error:
                 raise self._failed(error) from error
@@ -63,7 +63,7 @@ class PointToPointWork(Work):
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
-        """Others can see for what this rank waits."""
+        """Show to other ranks the messages that this rank waits for."""
         activity = self._engine.activity
         activity.enter(self._noted, self._awaited)
         try:
@@ -75,7 +75,7 @@ class PointToPointWork(Work):
         if not self._inner.is_completed():
             return False
         if self._inner.exception() is None:
-            # The next wait tells it.
+            # The next wait reports the error.
             with suppress(CommError):
                 self._finish()
         return True
@@ -111,7 +111,7 @@ class PointToPointWork(Work):
                 while self._after:
                     self._after.pop(0)()
             except CommError as error:
-                # Every later wait has to say how this one ended.
+                # Every later wait must report how this one ended.
                 self._after.clear()
                 self._error = self._failed(error)
         if self._error is not None:

@@ -34,7 +34,7 @@ class ReductionMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Every rank's tensor becomes the sum (or `op`) of all ranks' tensors; bit for bit the same on all.
+        """Replace every rank's tensor by the sum (or `op`) of all ranks' tensors, bitwise identical on all ranks.
 
         Collective. In place. Any strided tensor of n elements, n the same on all ranks.
 
@@ -43,13 +43,13 @@ class ReductionMixin(CommunicatorBase):
             op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
             algorithm: A file of `unisono.collectives.algorithms.all_reduce` ("ring", "halving_doubling", ...), "native"
                 where the backend has it, or None: native, else the fastest by its cost. "fewest_bytes":
-                native, else the one that sends least.
-            async_op: Return a `Work` at once; the tensor belongs to it until `wait` returns.
+                native, else the algorithm that sends least.
+            async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
             timeout: Seconds; the communicator's if None.
 
         Raises:
-            MismatchError: Ranks disagree on operation, op, dtype, n or algorithm; nothing moved.
-            ValueError: What `op` cannot do, memory that overlaps itself, an unknown algorithm.
+            MismatchError: Ranks disagree on operation, op, dtype, n or algorithm; no data moved.
+            ValueError: Unsupported by `op`, memory that overlaps itself, an unknown algorithm.
             CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is broken then.
 
         Cost: at least ceil(log2 p) rounds and 2(p-1)/p of the bytes sent by each rank.
@@ -78,7 +78,7 @@ class ReductionMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Rank `dst`'s tensor becomes the sum (or `op`) of all; the others' stay as they are.
+        """Replace rank `dst`'s tensor by the sum (or `op`) of all ranks' tensors; the others stay unchanged.
 
         Collective. In place on `dst`. Cost: ceil(log2 p) rounds. Otherwise as `all_reduce`.
 
@@ -114,7 +114,7 @@ class ReductionMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """`output` on rank r becomes the sum (or `op`) of every rank's `input_list[r]`.
+        """Write the sum (or `op`) of every rank's `input_list[r]` to `output` on rank r.
 
         Collective. One input a rank; they may differ in length, as all ranks' lists do alike.
         Cost: (p-1)/p of the inputs' bytes sent by each rank, and one copy of the inputs, which stay.
@@ -157,5 +157,5 @@ class ReductionMixin(CommunicatorBase):
     def barrier(
         self, *, algorithm: str | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
-        """Return when every rank has come. Collective. Cost: ceil(log2 p) rounds of one byte."""
+        """Wait until every rank has reached the barrier. Collective. Cost: ceil(log2 p) rounds of one byte."""
         return self._engine.collective(_BARRIER, None, None, None, None, algorithm, async_op, timeout)

@@ -1,4 +1,4 @@
-"""One collective as the engine carries it out: its plan, where it goes, by which algorithm, and what to compare."""
+"""Request of one collective to the engine: its plan, transport, algorithm, and fingerprint."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["CollectiveRequest", "fingerprint_of", "make_request"]
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRequest:
-    """A call of a collective, described when it is made.
+    """Description of a collective call, created when it is made.
 
     Attributes:
-        plan: Its tensors.
-        transport: What carries it.
+        plan: Plan of the call's tensors.
+        transport: Transport that runs it.
         algorithm: Name of an algorithm, or "native".
-        fingerprint: What ranks compare.
-        noted: What hang reports show of it.
+        fingerprint: Values that ranks compare.
+        noted: Record of the call for hang reports.
         timeout: Seconds.
-        inference: Whether it was made in inference mode.
+        inference: Whether the call was made in inference mode.
     """
 
     plan: Plan
@@ -54,7 +54,7 @@ def make_request(
 
 
 def fingerprint_of(plan: Plan, number: int, algorithm: str) -> Fingerprint:
-    """Return what ranks compare of a call."""
+    """Return the fingerprint of a call."""
     what, call, like = plan.collective, plan.call, plan.like
     read, written = numels(call.inputs), numels(call.outputs)
     return Fingerprint(
@@ -74,7 +74,7 @@ def fingerprint_of(plan: Plan, number: int, algorithm: str) -> Fingerprint:
 
 
 def _detail(fingerprint: Fingerprint) -> str:
-    """Return what is said of a call beside its name."""
+    """Return the description of a call without its name."""
     root = None if fingerprint.root is None else f"root {fingerprint.root}"
     shape = None if fingerprint.shape is None else str(fingerprint.shape)
     words = fingerprint.op, fingerprint.dtype, shape, root

@@ -33,7 +33,7 @@ class RootedMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Every rank's tensor becomes rank `src`'s.
+        """Replace every rank's tensor by rank `src`'s.
 
         Collective. In place. n elements on every rank. Cost: ceil(log2 p) rounds. Errors as `all_reduce`.
 
@@ -65,7 +65,7 @@ class RootedMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """`tensor` on rank r becomes `scatter_list[r]` of rank `src`; the others give no list.
+        """Receive `scatter_list[r]` of rank `src` into `tensor` on rank r; the other ranks pass no list.
 
         Collective. n elements on every rank and in every entry. Cost: ceil(log2 p) rounds.
 
@@ -97,7 +97,7 @@ class RootedMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """`gather_list[r]` on rank `dst` becomes the tensor of rank r; the others give no list.
+        """Receive the tensor of rank r into `gather_list[r]` on rank `dst`; the other ranks pass no list.
 
         Collective. n elements on every rank and in every entry. Cost: ceil(log2 p) rounds.
 

@@ -1,4 +1,4 @@
-"""Whether the calls of a group can be made, and the first cause of its failure."""
+"""State of a communicator: whether calls can be made, and the first cause of its failure."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutErro
 __all__ = ["ANY_THREAD", "CommunicatorState", "FailureRelay", "refuses"]
 
 ANY_THREAD = -1
-"""In the place of the owning thread's number: whoever calls may."""
+"""Value of the owning thread's id that permits calls from any thread."""
 
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
 _PATIENCE_S = 1.0
-"""How long a broken connection waits to be told, over the control plane, who was lost."""
+"""Seconds that a rank with a broken connection waits for the control plane to report the lost rank."""
 
 
 class CommunicatorState:
-    """One rank's place in its group: what it holds on to, what it is doing, and whether the group still works.
+    """One rank's state in its group: its resources, its activity, and whether the group still works.
 
     Attributes:
-        transport, control, options: As they were given.
+        transport, control, options: The arguments of the constructor.
         group: The ranks.
-        activity: What this rank is doing.
-        owner: The thread that makes calls; None before the first one.
-        closed: Whether this rank has let go of it.
+        activity: This rank's activity.
+        owner: The thread that makes calls; None before the first call.
+        closed: Whether this rank has closed the communicator.
     """
 
     def __init__(self, transport: Transport, control: ControlPlane, options: Options) -> None:
@@ -51,7 +51,7 @@ class CommunicatorState:
         invalidate_after_fork(self)
 
     def invalidate_after_fork(self) -> None:
-        """In a forked child: connections and shared memory are the parent's, which goes on with them."""
+        """Mark as broken in a forked child: connections and shared memory belong to the parent, still in use."""
         told = f"this communicator belongs to process {self._process}, of which this one is a fork"
         self._broken = Cause(
             "CommError", None, f"{told}; make a new one here, or start processes by spawn or forkserver"
@@ -59,12 +59,12 @@ class CommunicatorState:
 
     @property
     def open(self) -> bool:
-        """Whether calls can be made."""
+        """Return whether calls can be made."""
         return self._broken is None and not self.closed
 
     @property
     def unfinished(self) -> bool:
-        """Whether something is under way that was started before the end."""
+        """Return whether an operation started before the end is still in flight."""
         return False
 
     def enter(self, operation: str) -> None:
@@ -85,7 +85,7 @@ class CommunicatorState:
             raise self.with_context(error, operation)
 
     def check(self, operation: str) -> None:
-        """Raise if nothing can be called any more."""
+        """Raise if no call can be made any more."""
         if self.closed:
             raise self.with_context(ClosedError("the communicator is closed; make a new one"), operation)
         if self._broken is not None:
@@ -99,7 +99,7 @@ class CommunicatorState:
             self.transport.abort(error_of(cause, self.group))
 
     def _collective_failed(self, error: BaseException, noted: CallRecord) -> BaseException:
-        """The error to raise for a call of the transport: `failed`, unless the call was refused."""
+        """Return the error to raise for a call of the transport: `failed`, unless the call was refused."""
         # Of all else, also interrupts, other ranks have seen a part.
         if refuses(error):
             return error
@@ -131,7 +131,7 @@ class CommunicatorState:
         return first
 
     def with_context(self, error: CommError, operation: str, call: int | None = None) -> CommError:
-        """The error, with what is known here: who, where, and the number that the call has, or would have got."""
+        """Return the error with its context: rank, location, and the call's number (or the next number)."""
         if call is None:
             # Messages are counted by themselves.
             call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
@@ -139,9 +139,9 @@ class CommunicatorState:
 
 
 class FailureRelay:
-    """Failures on their way from the control plane to a communicator, which this does not keep alive.
+    """Relay of failures from the control plane to a communicator, without a reference that keeps it alive.
 
-    A failure that comes before the communicator is made waits for it.
+    A failure that arrives before the communicator is created is kept for it.
     """
 
     def __init__(self) -> None:
@@ -168,13 +168,13 @@ def refuses(error: BaseException) -> bool:
 
 
 def _first_of(error: CommError, first: Cause, group: Group) -> CommError:
-    """The error of the group's first cause, where a rank has met an error of its own because of it."""
+    """Return the error of the group's first cause for a rank with an error that results from it."""
     if isinstance(error, CommTimeoutError) and type(error).__name__ == first.kind:
-        # The first report is the right one: by the time of a later one, ranks may have gone on.
+        # The first report is the right one: by the time of a later report, ranks may have continued.
         if "\n" in first.message:
             error.message = error.message.partition("\n")[0] + "\n" + first.message.partition("\n")[2]
         return error
-    # Of a lost rank, the first report tells more: what it failed by, where others see only that it has left.
+    # Prefer the first report of a lost rank: it carries the original exception, later ones only "left".
     if isinstance(error, AbortedError) or (type(error).__name__ == first.kind and not isinstance(error, PeerLostError)):
         return error
     told = error_of(first, group)

@@ -1,4 +1,4 @@
-"""Groups made of a group: parts and twins of it, and what takes its place when ranks have died or come."""
+"""Groups derived from a group: subgroups, duplicates, and replacements after ranks have died or joined."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["SubgroupMixin"]
 
 
 class SubgroupMixin(CommunicatorBase):
-    """split and its relatives, and rebuild."""
+    """Creation of communicators: split and its variants, and rebuild."""
 
     _control: ControlPlane
     _options: Options
@@ -36,10 +36,10 @@ class SubgroupMixin(CommunicatorBase):
     @overload
     def split(self, color: int | None, key: int = ...) -> Self | None: ...
     def split(self, color: int | None, key: int = 0) -> Self | None:
-        """A new communicator for each color, of the ranks that gave it, in the order of their keys.
+        """Create a communicator for each color, of the ranks that passed it, in the order of their keys.
 
-        Collective over this communicator. Equal keys keep the order of ranks. `color=None` joins
-        none, and gets None. Parts work at the same time as each other and as their parent.
+        Collective over this communicator. Equal keys keep the order of ranks. A rank with `color=None` joins
+        none, and gets None. Subgroups can be used concurrently with each other and with their parent.
 
         Cost: two exchanges over the control plane; no torch group is registered.
 
@@ -74,7 +74,7 @@ class SubgroupMixin(CommunicatorBase):
             return None
         ranks = sorted((r for r, wish in enumerate(wishes) if wish[0] == color), key=lambda r: (wishes[r][1], r))
         child = group.child(f"{self._splits}.{color}", ranks)
-        # Who is lost from now on is missed there, even before it has come.
+        # From now on the child group detects a lost rank, even before that rank has joined.
         self._control.join(child)
         try:
             part = self._alike(self._plain().split(child), check)
@@ -89,12 +89,12 @@ class SubgroupMixin(CommunicatorBase):
         return part
 
     def _alike(self, transport: Transport, check: Any) -> Self:
-        """A communicator as this one, on another transport."""
+        """Return a communicator like this one, on another transport."""
         make: Callable[..., Self] = type(self)
         return make(transport, self._control, self._options, check=check)
 
     def subgroup(self, ranks: Sequence[int]) -> Self | None:
-        """A communicator of these ranks of this one, in the order given; None on the others.
+        """Return a communicator of these ranks, in the order of the list; None on the other ranks.
 
         Collective over this communicator: every rank calls it, with the same list.
         """
@@ -117,7 +117,7 @@ class SubgroupMixin(CommunicatorBase):
         return self._split(0 if inside else None, ranks.index(self.rank) if inside else 0, self._check)
 
     def dup(self, *, check: Any = None) -> Self:
-        """A second communicator of the same ranks, for another thread or library. Collective.
+        """Return a second communicator of the same ranks, for another thread or library. Collective.
 
         Args:
             check: As for `init`; None is as this one was made. "off" is for a library that has
@@ -128,30 +128,30 @@ class SubgroupMixin(CommunicatorBase):
         return twin
 
     def _plain(self) -> Transport:
-        """The transport without the check that `Communicator` puts on: parts put on their own."""
+        """Return the transport without the check that `Communicator` adds: subgroups add their own."""
         transport = self._engine.transport
         return transport.inner if isinstance(transport, Checked) else transport
 
     # -- after a failure -----------------------------------------------------------------------
     def rebuild(self, *, grow: int = 0, timeout: float | None = None) -> Self:
-        """A new communicator of the ranks that are left, numbered anew in their old order; and of newcomers.
+        """Return a new communicator of the remaining ranks, renumbered in their old order, and of newcomers.
 
-        Collective over the ranks that live: each calls it when a call has failed, or all at the same place
-        of the program to let newcomers in. Who has left, or dies meanwhile, is not waited for. This
-        communicator is of no more use then; parts made of it stay as they are. What the old one would have closed
-        at its end, the new one does.
+        Collective over the live ranks: each calls it when a call has failed, or all at the same point of the
+        program to admit newcomers. Ranks that have left, or die meanwhile, are not waited for. This
+        communicator is unusable afterwards; its subgroups stay as they are. The new communicator closes
+        the resources that the old one would have closed.
 
         Args:
-            grow: How many newcomers, by `unisono.join`, to wait for and take in; they get the last ranks.
-            timeout: Seconds (the communicator's if None) within which the others come. Who lives but has not come by
-                then (a stopped process, say) is left out for good, and gets `AbortedError` there.
+            grow: Number of newcomers, by `unisono.join`, to wait for and admit; they get the last ranks.
+            timeout: Seconds (the communicator's if None) within which the others join. A live rank that has not
+                joined by then (a stopped process, say) is excluded permanently, and gets `AbortedError` there.
 
         Raises:
-            AbortedError: The others went on without this rank.
-            CommTimeoutError: Newcomers have not come.
-            MismatchError: Ranks said different things.
+            AbortedError: The other ranks continued without this rank.
+            CommTimeoutError: Newcomers have not joined.
+            MismatchError: Ranks passed different arguments.
 
-        Cost: one exchange over the control plane, and what it takes to connect: some milliseconds on one host.
+        Cost: one exchange over the control plane, and the time to connect: some milliseconds on one host.
 
         Example:
             >>> def program(comm):
@@ -183,7 +183,7 @@ class SubgroupMixin(CommunicatorBase):
         return made
 
     def _attempt(self, grow: int, deadline: float) -> Self | None:
-        """The new communicator; None if yet another rank was lost while it was made."""
+        """Return the new communicator; None if another rank was lost while it was created."""
         group = self._engine.group
         self._rebuilds += 1
         try:
@@ -192,7 +192,7 @@ class SubgroupMixin(CommunicatorBase):
             )
         except CommError as error:
             raise error.locate(rank=group.rank, size=group.size, operation="rebuild") from None
-        # All have come, so nobody is in a call of the old one any more.
+        # All ranks have joined, so no rank is in a call of the old communicator any more.
         self._engine.retire()
         members = rebuilt.members
         new = Group(rebuilt.name, members.index(group.members[group.rank]), members)
@@ -218,7 +218,7 @@ class SubgroupMixin(CommunicatorBase):
         return made
 
     def _terms(self) -> bytes:
-        """What a newcomer has to know."""
+        """Return the terms that a newcomer needs."""
         options = self._options
         return serialization.encode((options.backend, options.timeout_s, options.chunk_bytes, self._check))
 

@@ -1,4 +1,4 @@
-"""What is left to do when a communicator ends: because it is closed, or because nobody holds it any more."""
+"""Teardown of a communicator: after `close`, or after its last reference is dropped."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _AT_EXIT_S = 5.0
 
 
 class Teardown:
-    """All that a communicator has to let go of. It knows nothing of the communicator, and so outlives it.
+    """All resources that a communicator releases. Has no reference to the communicator, and so outlives it.
 
-    A whole that nobody holds any more is closed in the background, as by `close`. A part waits for its whole: what it
-    has sent may still be on its way, and the others may not be through. It is let go of when all its ranks have
-    dropped it, which they tell each other when they make the next part; at the latest at the end of the whole.
+    A top-level communicator without references is closed in the background, as by `close`. A subgroup waits for its
+    parent: its messages may still be in flight, and other ranks may not have finished. It is released when all its
+    ranks have dropped it, which they report when they create the next subgroup; at the latest with the parent.
 
     Args:
-        transport: To be closed.
-        control: Where the group is to be left.
-        helper: The thread that is to end.
-        timeout_s: Seconds within which the helper is through.
+        transport: Transport to close.
+        control: Control plane on which to leave the group.
+        helper: Thread to end.
+        timeout_s: Seconds to wait for the helper thread.
 
     Attributes:
-        closers: What else is to be done at the end.
-        over: Whether it is done.
-        dropped: Whether nobody holds the communicator any more, and it was not closed.
+        closers: Further functions to call at the end.
+        over: Whether teardown has run.
+        dropped: Whether the communicator has no references any more, and was not closed.
     """
 
     def __init__(self, transport: Transport, control: ControlPlane, helper: SerialWorker, timeout_s: float) -> None:
@@ -56,22 +56,22 @@ class Teardown:
             close_at_exit(self)
 
     def close(self, patience: float) -> None:
-        """Leave, and let go; waits a little for the others to leave too."""
+        """Leave the group and release all resources; wait briefly for the other ranks to leave too."""
         self.over = True
         if os.getpid() != self._process:
-            # All of it is the parent's, which goes on.
+            # All resources belong to the parent process, which continues.
             return
         self._helper.end()
         self._helper.join(self._timeout_s)
-        # The control plane may have gone first; then there is nobody left to tell.
+        # The control plane may have ended first; then no rank can be notified.
         with contextlib.suppress(CommError):
             self._transport.leave()
-            # Whoever waits for this rank is told at once; but what it has sent is not cut off before all have left.
+            # Waiting ranks are notified immediately, but sent messages are not cut off before all ranks have left.
             self._control.leave(self.group, patience)
         self._transport.close()
 
     def finish(self) -> None:
-        """What comes after `close`: the parts that nobody has closed, and what the makers want done."""
+        """Close the open subgroups after `close`, and call the registered closers."""
         if os.getpid() != self._process:
             return
         for part in self.left():
@@ -82,25 +82,25 @@ class Teardown:
 
     # -- parts ---------------------------------------------------------------------------------
     def adopt(self, part: Teardown) -> None:
-        """This one is to be let go of with the whole, if not before."""
+        """Register a subgroup to be released with this communicator, if not before."""
         part._is_part = True
         self._parts = [*self.left(), part]
 
     def inherit(self, other: Teardown) -> None:
-        """Do what another one would have done, too."""
+        """Take over the closers and subgroups of another teardown."""
         self.closers, other.closers = other.closers, []
         self._parts, other._parts = other.left(), []
 
     def left(self) -> list[Teardown]:
-        """The parts that nobody has closed."""
+        """Return the subgroups that are not closed."""
         return [part for part in self._parts if not part.over]
 
     def dropped_parts(self) -> list[str]:
-        """The names of those that nobody holds any more."""
+        """Return the names of the open subgroups without references."""
         return [part.group.name for part in self.left() if part.dropped]
 
     def release(self, told: Sequence[Sequence[str]]) -> None:
-        """Let go of the parts that all their ranks have dropped, by what each rank has told."""
+        """Close the subgroups that all their ranks have reported as dropped."""
         members = self.group.members
         for part in self.left():
             ranks = [members.index(member) for member in part.group.members if member in members]
@@ -109,15 +109,15 @@ class Teardown:
                 part.finish()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the ranks of dropped parts, some of which may wait for this one, why it does not come."""
+        """Report the error to the ranks of dropped subgroups, some of which may wait for this one."""
         for part in self.left():
             if part.dropped:
                 with contextlib.suppress(CommError):
                     self._control.fail(part.group, to_cause(error, part.group.rank, "the program"))
 
-    # -- nobody holds it -----------------------------------------------------------------------
+    # -- no references left --------------------------------------------------------------------
     def drop(self) -> None:
-        """Of a finalizer, so that it takes no lock: that of the control plane may be held by this very thread."""
+        """Mark as dropped. Called from a finalizer, so takes no lock: this thread may hold the control plane's."""
         if self._simulated or os.getpid() != self._process:
             return
         self.dropped = True
@@ -133,7 +133,7 @@ class Teardown:
             self._settled.set()
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """The process ends: what is under way here comes first, and whoever waits for this rank is told."""
+        """Finish a teardown in progress, or notify the ranks that wait for this one, before the process exits."""
         if os.getpid() != self._process:
             return
         if self.dropped and not self._is_part:

@@ -1,1 +1,1 @@
-"""The contracts and small parts that every room builds on."""
+"""Interfaces and small components that all other packages use."""

@@ -1,4 +1,4 @@
-"""Tensors of a call that may be compared with what they were: for `check="full"`."""
+"""Detection of changes to a call's tensors while it runs, for `check="full"`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BufferGuard", "digest"]
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A hash (XXH3, 64 bits) of a tensor's elements in their order; of a GPU's by way of the CPU."""
+    """Return a hash (XXH3, 64 bits) of a tensor's elements in order; a GPU tensor is copied to the CPU first."""
     here = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     if not here.numel():
         return 0
@@ -22,7 +22,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 class BufferGuard(Staging):
-    """Moves copies made when the call is made, and finds out whether the caller's own tensors changed meanwhile.
+    """Staging that moves copies made at the call, and detects changes of the caller's own tensors meanwhile.
 
     Cost: a copy and two hashes of every tensor.
 

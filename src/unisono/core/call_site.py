@@ -1,4 +1,4 @@
-"""Which line of the user's program is calling, for messages."""
+"""Line of the user's program that makes the current call, for messages."""
 
 from __future__ import annotations
 

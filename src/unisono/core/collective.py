@@ -16,25 +16,25 @@ __all__ = ["COLLECTIVES", "FAMILIES", "Collective", "family_of"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective.
+    """Description of one collective.
 
-    The result of rank r is made of one contribution from each contributing rank: of its whole tensor, or of part r of
+    The result of rank r consists of one contribution from each contributing rank: its whole tensor, or part r of
     it if the collective scatters. The contributions are reduced to one tensor, or kept apart, one for each rank, if the
-    collective gathers. One that neither scatters nor gathers works in place.
+    collective gathers. A collective that neither scatters nor gathers works in place.
 
     Attributes:
         name: Method of `Communicator`.
-        family: Collective whose algorithms and native implementations it takes: its own name, unless it is a form of
-            another one.
-        number: Of the family, from 1; `enum class Name` of src/native has the same.
+        family: Name of the collective that supplies the algorithms and native implementations: its own name, unless
+            it is a variant of another collective.
+        number: Number of the family, from 1; `enum class Name` of src/native has the same.
         root: Name of the root's argument: "src" if only that rank contributes, "dst" if only that rank receives.
         reduces: Whether contributions are reduced to one.
         scatters: Whether a contribution has one part for each rank.
         gathers: Whether a result has one part from each rank.
         packed: Whether the parts are consecutive slices of one tensor; else they are a list of tensors.
-        output: Name of the argument that is written, which also is read where the collective works in place.
+        output: Name of the argument that is written; it is also read where the collective works in place.
         input: Name of the argument that is read.
-        returns: Whether the method makes the output and returns it, since its lengths are not known before.
+        returns: Whether the method allocates the output and returns it, since its lengths are not known before.
         moves: Whether there are tensors at all: a barrier has none.
         in_place: Whether one tensor is both contribution and result.
         pairwise: Whether each pair of ranks has a length of its own.
@@ -74,21 +74,21 @@ class Collective:
             object.__setattr__(self, name, value)
 
     def contributes(self, rank: int, root: int) -> bool:
-        """Whether a rank's tensors are read."""
+        """Return whether a rank's tensors are read."""
         return self.root != "src" or rank == root
 
     def receives(self, rank: int, root: int) -> bool:
-        """Whether a rank gets a result."""
+        """Return whether a rank receives a result."""
         return self.root != "dst" or rank == root
 
     def writes(self, rank: int, root: int) -> bool:
-        """Whether a rank's output changes: not that of a root whose tensor is broadcast as it lies."""
+        """Return whether a rank's output changes; a root's does not where it broadcasts its tensor unchanged."""
         if self.root is None or (self.root == "src" and not self.in_place):
             return True
         return (rank == root) == (self.root == "dst")
 
     def sources(self, rank: int, size: int, root: int) -> list[tuple[int, int]]:
-        """Contributions that the result of a rank is made of: their ranks, and the number of the part of each.
+        """Contributions to the result of a rank: the rank of each, and the number of its part.
 
         Example:
             >>> COLLECTIVES["scatter"].sources(rank=2, size=3, root=1)

@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class NewMembership(NamedTuple):
-    """The group that takes the place of one that has failed.
+    """Group that replaces a failed one.
 
     Attributes:
-        name: Of the new group.
-        members: Numbers of its ranks in the job: those of the survivors in their old order, then those of newcomers.
+        name: Name of the new group.
+        members: Job-wide numbers of its ranks: the survivors in their old order, then the newcomers.
     """
 
     name: str
@@ -47,15 +47,15 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter (0 if absent; kept as decimal text, as torch's stores do); the new value."""
+        """Add to a counter (0 if absent; kept as decimal text, as torch's stores do); return the new value."""
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set if the present value is `expected` (or the key is absent and `expected` is empty); the value then."""
+        """Set if the value is `expected` (or the key is absent and `expected` is empty); return the value then."""
 
     @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there, without waiting."""
+        """Return whether all keys exist, without waiting."""
 
     @abstractmethod
     def delete(self, key: str) -> bool: ...
@@ -66,72 +66,72 @@ class ControlPlane(ABC):
     # -- groups --------------------------------------------------------------------------------
     @abstractmethod
     def join(self, group: Group, on_failure: Callable[[Cause], None] | None = None) -> None:
-        """Be present in a group. `on_failure`, if given, is called once, from any thread, at its first failure."""
+        """Join a group. `on_failure`, if set, is called once, from any thread, at the group's first failure."""
 
     @abstractmethod
     def leave(self, group: Group, patience: float = 0.0) -> None:
-        """Be present no longer, in peace. Members who then wait for this rank get `PeerLostError`.
+        """Leave the group without an error. Members that then wait for this rank get `PeerLostError`.
 
         Returns when all have left, or `patience` seconds have passed.
         """
 
     @abstractmethod
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
-        """Every member's value, in order of rank. Every member calls it with the same topic, once.
+        """Return every member's value, in order of rank. Every member calls it with the same topic, once.
 
-        `value` is anything that `unisono.serialization` carries.
+        `value` is anything that `unisono.serialization` supports.
 
         Raises:
-            CommTimeoutError: Not all came; it names who is missing, and is the group's first cause.
+            CommTimeoutError: Not all joined; it names the missing ranks, and is the group's first cause.
             CommError: The group has failed (the class that its first cause names), or a member left.
         """
 
     @abstractmethod
     def agree(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
-        """As `exchange`, but None if all values are equal: one small word back, whatever the values' size."""
+        """As `exchange`, but return None if all values are equal: a small reply, whatever the values' size."""
 
     @abstractmethod
     def fail(self, group: Group, cause: Cause) -> Cause:
-        """Report a failure. The first of a group stays; it is returned, and told to every member."""
+        """Report a failure. Keep a group's first failure, report it to every member, and return it."""
 
     @abstractmethod
     def cause(self, group: Group, patience: float = 0.0) -> Cause | None:
-        """The group's first cause, if known; wait up to `patience` seconds for one to be told."""
+        """Return the group's first cause, if known; wait up to `patience` seconds for a report."""
 
     @abstractmethod
     def rebuild(
         self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b""
     ) -> NewMembership:
-        """The group that comes after this one: of those who are in it still, and of `grow` newcomers.
+        """Return the successor of this group: its remaining members and `grow` newcomers.
 
-        Every member that lives calls it, with the same `attempt` and `grow`. Who has not come when the
-        first one's patience ends is left out, and gets `AbortedError`. `terms` go to the newcomers.
+        Every live member calls it, with the same `attempt` and `grow`. A member that has not joined when the
+        first caller's timeout ends is left out, and gets `AbortedError`. `terms` go to the newcomers.
         """
 
     @abstractmethod
     def request_admission(self, timeout: float) -> tuple[NewMembership, int, bytes]:
-        """Wait to be taken in as a newcomer: the group, this one's rank in it, and the members' terms."""
+        """Wait to be admitted as a newcomer; return the group, this newcomer's rank, and the members' terms."""
 
-    # -- what everybody is doing ---------------------------------------------------------------
+    # -- activity of all ranks -----------------------------------------------------------------
     @abstractmethod
     def watch(self, activity: Activity) -> None:
-        """Tell of it to whoever asks by `query`, for as long as it is there."""
+        """Report this activity in answer to `query`, for as long as the object exists."""
 
     @abstractmethod
     def query(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
-        """What every rank of a group says that it is doing (`unisono.core.flight_recorder.Desk`); None if nothing.
+        """Return the activity that every rank of a group reports (`unisono.core.flight_recorder.Desk`), None if none.
 
-        By group and rank. Without a group: every client of the control plane that is in any.
+        Keys are group and rank. Without a group: every client of the control plane that is in any group.
         """
 
     # -- here ----------------------------------------------------------------------------------
     @abstractmethod
     def share(self, key: str, make: Callable[[], T]) -> T:
-        """One object for all ranks that are threads of this process (made by whoever comes first).
+        """Return one object for all ranks that are threads of this process (made by the first caller).
 
         If the key begins with a group's name and a slash, the object is forgotten when all have left the group.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave every group and let go of the connection."""
+        """Leave every group and close the connection."""

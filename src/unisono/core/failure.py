@@ -18,7 +18,7 @@ _MOST_SAID = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The first thing that went wrong in a group.
+    """First failure of a group.
 
     Attributes:
         kind: Name of the error class in `unisono.errors` that the other ranks raise.
@@ -56,7 +56,7 @@ def error_of(cause: Cause, group: Group | None = None) -> CommError:
 
 
 def text_of(error: BaseException) -> str:
-    """An error's text as other ranks get it: bounded, even if its `__str__` fails.
+    """Return an error's text for other ranks: bounded, even if its `__str__` fails.
 
     Example:
         >>> text_of(KeyError("x"))

@@ -1,4 +1,4 @@
-"""What every rank must agree on before a collective moves anything, and what does not fit, in words."""
+"""Fingerprints that all ranks compare before a collective moves any data, and the text of a mismatch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _compared, _all = attrgetter(*_COMPARED), attrgetter(*_COMPARED, *_FREE)
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What every rank must agree on before a collective moves anything.
+    """Description of a call that every rank must agree on before a collective moves any data.
 
     Compared between ranks: `call`, `operation`, `op`, `root`, `dtype`, `counts`, `device`, `algorithm`.
-    The rest is for messages only: ranks may call from different lines, with different shapes.
+    The other fields are for messages only: ranks may call from different lines, with different shapes.
 
     Attributes:
-        counts: Elements, where ranks must agree on them.
+        counts: Numbers of elements, where ranks must agree on them.
         sends, receives: Elements for and from each rank, where they differ by rank (all_to_all):
             what rank a sends to b must be what b receives from a.
     """
@@ -64,7 +64,7 @@ def hash_of(values: tuple[Any, ...]) -> int:
 
 
 def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:
-    """What does not fit together, quoting every side; empty if all fits."""
+    """Return a description of the mismatch that quotes every side; empty if all fingerprints match."""
     compared = [p.compared(shapes=shapes) for p in prints]
     if any(value != compared[0] for value in compared):
         names = (*_COMPARED, "shape") if shapes else _COMPARED

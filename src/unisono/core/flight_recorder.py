@@ -1,4 +1,4 @@
-"""What a rank is doing: its last calls, the one that it is in, for whom it waits, and where its thread is."""
+"""Activity of a rank: its last calls, the current call, the peers that it waits for, and its thread's stack."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Tags that are equal modulo 256 are counted together, on every rank: a program ma
 
 
 CallRecord = tuple[str, int | None, str, "str | tuple[CodeType, int] | None"]
-"""One call: its name, its number among the collectives, what else is to be said, and its place in the program."""
+"""One call: its name, its number among the collectives, further details, and its place in the program."""
 
 
 def format_call(noted: CallRecord) -> str:
-    """A call in words.
+    """Return a call as text.
 
     Example:
         >>> format_call(("all_reduce", 7, "sum", "train.py:12"))
@@ -49,23 +49,23 @@ def format_call(noted: CallRecord) -> str:
 
 
 class Activity:
-    """What one communicator of this rank has been doing, for whoever asks, from any thread.
+    """Recent activity of one communicator of this rank. Any thread may read it.
 
-    To note a call costs a fraction of a microsecond; all else is put together when somebody asks.
+    Recording a call costs a fraction of a microsecond; everything else is computed on request.
 
     Attributes:
         owner: The thread that makes the calls.
-        calls: How many collectives have been called.
-        messages: How many batches of messages have been called; `calls` counts collectives.
-        posted: How many messages there were of each kind.
+        calls: Number of collectives called.
+        messages: Number of batches of messages posted; `calls` counts collectives.
+        posted: Number of messages of each kind.
         inside: Whether this rank is in a call.
-        since: On the monotonic clock: when the last call began, or ended if it is in none.
-        now: The call that it is in, if it is in one.
-        awaited: The messages that it waits for there.
-        timed_out: Whether its last wait was in vain.
-        in_background: Whether it is so in a thread of the library, while the owner may do other things.
-        keep: Adds a call to the latest ones.
-        record: Where events are kept that are to survive this process, if anywhere.
+        since: Monotonic time at which the last call began, or ended if the rank is in none.
+        now: The current call, if any.
+        awaited: The messages that the current call waits for.
+        timed_out: Whether the last wait timed out.
+        in_background: Whether the call runs in a thread of the library, while the owner may do other things.
+        keep: Adds a call to the latest calls.
+        record: Recorder of the events that must survive this process, if any.
     """
 
     def __init__(self, group: Group) -> None:
@@ -86,9 +86,9 @@ class Activity:
         """The last calls, the newest at the end."""
         return list(self._latest)
 
-    # -- what the engine tells -----------------------------------------------------------------
+    # -- reports of the engine -----------------------------------------------------------------
     def note(self, noted: CallRecord) -> None:
-        """A call has been made."""
+        """Record a call."""
         self.keep(noted)
         if noted[1] is not None:
             self.calls = noted[1]
@@ -96,7 +96,7 @@ class Activity:
             self.messages += 1
 
     def enter(self, noted: CallRecord, awaited: tuple[PendingMessage, ...] = ()) -> None:
-        """It is under way, or waited for."""
+        """Mark the call as running, or waited for."""
         self.now, self.awaited = noted, awaited
         self.since = time.monotonic()
         self.inside = True
@@ -104,20 +104,20 @@ class Activity:
             self.record.put("enter", self.group.name, self.group.rank, noted[1], format_call(noted))
 
     def leave(self) -> None:
-        """It is so no more."""
+        """Mark the call as ended."""
         self.inside = False
         self.since = time.monotonic()
-        # Of a call that has failed, the error is told already.
+        # The error of a failed call has been reported already.
         if self.record is not None and self.now is not None and not self.broken:
             self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(self.now))
 
     def log_event(self, kind: str, text: str) -> None:
-        """Something else has happened that is worth keeping."""
+        """Record another event."""
         if self.record is not None:
             self.record.put(kind, self.group.name, self.group.rank, None, text)
 
     def post(self, kind: str, peer: int, tag: int) -> PendingMessage:
-        """A message is posted; how it is known from now on."""
+        """Record a posted message; return its identity."""
         key = kind, peer, tag % _TAGS
         self.posted[key] = number = self.posted.get(key, 0) + 1
         return *key, number
@@ -128,9 +128,9 @@ class Activity:
         return [format_call(noted) for noted in self.latest[-count:]]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in plain values."""
-        # Who has just given up waiting counts as waiting: others, who ask at the same time, are in the same knot.
-        # An error of the program may come from a wait that was none of its calls.
+        """Return the whole activity as plain values."""
+        # A rank that has just timed out counts as waiting: peers that query at the same time are in the same deadlock.
+        # An error of the program may come from a wait outside of its calls.
         now = self.now
         inside = now is not None and (self.inside or (self.timed_out and time.monotonic() - self.since < _KNOT_S))
         latest = self.latest
@@ -156,10 +156,10 @@ class Activity:
 
 
 class Recorder(Protocol):
-    """Where events go that are to survive this process."""
+    """Destination of events that must survive this process."""
 
     def put(self, kind: str, group: str, rank: int, number: int | None, text: str) -> None:
-        """Keep one."""
+        """Record one event."""
         ...
 
 
@@ -171,12 +171,12 @@ class ActivityRegistry:
         self._known: weakref.WeakSet[Activity] = weakref.WeakSet()
 
     def add(self, activity: Activity) -> None:
-        """Tell of it from now on, for as long as it is there."""
+        """Include an activity in reports for as long as the object exists."""
         with self._lock:
             self._known.add(activity)
 
     def report(self) -> dict[str, Any]:
-        """What this rank is doing: its communicators, the one used last at the end, and the stack of their thread."""
+        """Return this rank's activity: its communicators, last used at the end, and the stack of their thread."""
         with self._lock:
             known = sorted((a for a in self._known if not a.closed), key=lambda a: (a.since, a.group.name))
         owner = known[-1].owner if known else threading.main_thread().ident

@@ -1,4 +1,4 @@
-"""Who belongs together: a named, ordered set of ranks."""
+"""Process group: a named, ordered set of ranks."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ class Group:
         return cls(name, rank, tuple(range(size)))
 
     def child(self, name: str, ranks: Sequence[int]) -> Group:
-        """The group of these ranks of this one, in the order given; this rank must be among them."""
+        """Return the subgroup of these ranks, in the order of the list; it must contain this rank."""
         return Group(f"{self.name}/{name}", list(ranks).index(self.rank), tuple(self.members[r] for r in ranks))

@@ -1,4 +1,4 @@
-"""Work that is done, or brought to its end, by whoever waits for it."""
+"""Work that runs, or completes, in the thread that waits for it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _crew = DaemonThreadPool("unisono deferred work")
 
 
 class Deferred(Work):
-    """What is left to do is done by the first `wait`, in its thread.
+    """Work that the first `wait` runs in its own thread.
 
     Args:
-        run: Does it, until a deadline on the clock of `time.monotonic`.
-        timeout_s: How long `wait` waits unless it is told otherwise.
-        ready: Whether `run` would return, or raise, at once; if None, nobody knows. A wait that is told its time runs
-            nothing before, so that it may be repeated.
+        run: Does the work, until a deadline on the clock of `time.monotonic`.
+        timeout_s: Default timeout of `wait`.
+        ready: Whether `run` would return, or raise, immediately; None if unknown. A `wait` with a timeout starts
+            `run` only when it is ready, so the wait may be repeated.
     """
 
     def __init__(self, run: Callable[[float], None], timeout_s: float, ready: Callable[[], bool] | None = None) -> None:
@@ -48,13 +48,13 @@ class Deferred(Work):
                 try:
                     self._run(time.monotonic() + limit)
                 except BaseException as error:
-                    # Also an interrupt: every later wait has to say how this one ended.
+                    # Also an interrupt: every later wait must report how this one ended.
                     self._error = error
         if self._error is not None:
             raise self._error
 
     def _look(self, ready: Callable[[], bool], timeout: float) -> None:
-        """Return when there is nothing to wait for any more; so long, another thread may be in `run`."""
+        """Return when the work is ready; until then, another thread may be in `run`."""
         started = time.monotonic()
         while not ready():
             waited = time.monotonic() - started
@@ -74,7 +74,7 @@ class Deferred(Work):
         try:
             self.wait()
         except BaseException as error:
-            # Nobody is there to raise it to; the future, or the next wait, tells it.
+            # There is no caller to raise it to; the future, or the next wait, reports it.
             return error
         return None
 

@@ -1,4 +1,4 @@
-"""Messages of any length between any two ranks, where the end of one rank is no matter of the others."""
+"""Messages of any length between any two ranks; the loss of one rank does not affect the others."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Envelope(NamedTuple):
     """One message as it arrived.
 
     Attributes:
-        peer: Who sent it.
-        head: Its bytes.
-        bodies: What came with it: one-dimensional tensors of uint8, in memory of their own.
+        peer: The sender's rank.
+        head: The bytes of the message.
+        bodies: The tensors sent with it: one-dimensional, of uint8, in memory of their own.
     """
 
     peer: int
@@ -31,17 +31,17 @@ class Envelope(NamedTuple):
 
 
 class Mailbox(ABC):
-    """One rank's place for messages that nobody has asked for. Those of one rank to another arrive in order.
+    """One rank's queue of unsolicited messages. Messages from one rank to another arrive in order.
 
-    Unlike a transport, it has no receives to be posted, and no failure of the whole: a rank that has gone is
-    `mark_lost`d, and the rest goes on. Sending is for any thread; `poll` for one thread at a time; `wait` for
-    one thread only, which is the one that is always there. Who is about to poll by itself says `mute_wakeups`, so
-    that the waiting thread sleeps on.
+    Unlike a transport, it has no posted receives, and no failure of the whole: a lost rank is
+    `mark_lost`d, and the others continue. Any thread may send; one thread at a time may `poll`; only the permanent
+    service thread may `wait`. A thread that is about to poll by itself calls `mute_wakeups`, so that the waiting
+    thread stays asleep.
 
     Attributes:
-        group: Whose ranks these are.
-        eager: Whether who waits for a message should poll for it himself for a while.
-        lost: The ranks that have gone, each with the error that tells of it.
+        group: Group of the ranks.
+        eager: Whether a thread that waits for a message should first poll for it for a while.
+        lost: The lost ranks, each with the error that reports it.
         on_stall: Called in the sending thread when a send has to wait until the receiver makes room.
     """
 
@@ -56,57 +56,57 @@ class Mailbox(ABC):
 
     @abstractmethod
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        """Send; when it returns, the bodies may be changed.
+        """Send a message; return when the bodies may be changed.
 
         Args:
             peer: Another rank.
-            head: Bytes, best few.
+            head: Bytes, preferably few.
             bodies: One-dimensional contiguous tensors of uint8 on the CPU.
             timeout: Seconds that the receiver may take to make room.
 
         Raises:
             PeerLostError: The peer has gone.
-            CommTimeoutError: It takes nothing. Then it is lost; or, where it is not, the message arrives when it does.
+            CommTimeoutError: The peer receives nothing. It is lost then; otherwise the message arrives later.
         """
 
     @abstractmethod
     def poll(self) -> list[Envelope]:
-        """What has come. Never blocks."""
+        """Return the messages that have arrived. Never blocks."""
 
     @abstractmethod
     def wait(self, timeout: float) -> None:
-        """Return when something may have come, or somebody nudges, or the time is up."""
+        """Return when a message may have arrived, another thread nudges, or the timeout expires."""
 
     def mute_wakeups(self) -> None:
-        """From now on the caller polls: nobody need be woken."""
+        """Declare that the caller polls from now on: no thread needs to be woken."""
 
     def unmute(self) -> None:
-        """The caller polls no more."""
+        """Declare that the caller has stopped polling."""
 
     @abstractmethod
     def wake(self) -> None:
         """End a `wait`. From any thread, and from a finalizer: takes no lock."""
 
     def mark_lost(self, peer: int, error: BaseException) -> None:
-        """A rank has gone: sends to it fail, those in progress too."""
+        """Mark a rank as lost: sends to it fail, including those in progress."""
         self.lost.setdefault(peer, error)
         self.wake()
 
     def abort_message(self, peer: int, error: BaseException) -> None:
-        """A send has been given up, also by an interrupt: half a message has gone, and nothing can follow it."""
+        """Handle an aborted or interrupted send: part of the message was sent, so no message can follow it."""
         if not isinstance(error, CommError):
             error = PeerLostError(f"a message to rank {peer} was broken off by {type(error).__name__}", peer=peer)
         self.mark_lost(peer, error)
 
     def close(self) -> None:
-        """Let go. Again is harmless."""
+        """Release all resources. Idempotent."""
         self.closed = True
         closers, self._closers = self._closers, []
         for closer in closers:
             closer()
 
     def on_close(self, closer: Callable[[], None]) -> None:
-        """Also do this at the end."""
+        """Register a function that `close` calls too."""
         self._closers.append(closer)
 
     def check(self, peer: int) -> None:
@@ -119,4 +119,4 @@ class Mailbox(ABC):
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """Do nothing: the default of `on_stall`."""

@@ -1,4 +1,4 @@
-"""The native core, where a compiler was at hand; without it all works in Python, and slower."""
+"""Native core, built if a compiler was available; without it everything runs in Python, more slowly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 __all__ = ["NO_EXTENSIONS", "native"]
 
 NO_EXTENSIONS = "UNISONO_NO_EXTENSIONS"
-"""The variable of the environment that keeps to Python, if it says anything."""
+"""Environment variable that disables the native extensions if it is not empty."""
 
 _SOURCES = Path(__file__).parents[2] / "native"
 """In a checkout; an installed package has none."""
@@ -21,7 +21,7 @@ _SOURCES = Path(__file__).parents[2] / "native"
 
 @cache
 def native() -> ModuleType | None:
-    """The native core, unless it was built from other sources than those beside it."""
+    """Return the native core, unless it was built from other sources than those of this checkout."""
     if os.environ.get(NO_EXTENSIONS):
         return None
     try:
@@ -35,6 +35,6 @@ def native() -> ModuleType | None:
 
 
 def _digest() -> str:
-    """Of the sources, as setup.py computes it."""
+    """Return the digest of the sources, as setup.py computes it."""
     content = b"".join(path.read_bytes() for path in sorted(_SOURCES.rglob("*.[ch]pp")))
     return hashlib.sha256(content).hexdigest()[:16]

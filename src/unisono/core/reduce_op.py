@@ -1,4 +1,4 @@
-"""How two tensors become one, for each reduce operation, and which dtypes each can do."""
+"""Reduction of two tensors to one for each reduce operation, and the dtypes that each supports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tens
 
 
 def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """The shares one after another, into `total`, which may be one of the first two."""
+    """Reduce the shares in order into `total`, which may be one of the first two."""
     if len(shares) == 1:
         total.copy_(shares[0])
         return
@@ -47,7 +47,7 @@ def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tenso
 
 
 def divide(total: torch.Tensor, size: int) -> None:
-    """Divide in place, by a product where that gives the same bits: it is faster. Complex numbers by their parts."""
+    """Divide in place, by the faster multiplication where the bits are the same. Complex numbers by their parts."""
     total = torch.view_as_real(total) if total.is_complex() else total
     if size.bit_count() == 1 and total.is_floating_point():
         total.mul_(1 / size)
@@ -71,7 +71,7 @@ def parse_op(op: str | ReduceOp | object) -> ReduceOp:
 
 
 def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
-    """`ValueError` if torch cannot reduce this dtype by this operation."""
+    """Raise `ValueError` if torch cannot reduce this dtype by this operation."""
     if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(
             f"avg of {dtype} would lose the fraction: use op='sum' and divide yourself, or convert to a float dtype"
@@ -84,7 +84,7 @@ def _reducible(op: ReduceOp, dtype: torch.dtype) -> bool:
     if (op, dtype) in _known:
         return True
     try:
-        # A mode of the user's is not to decide for the whole process; nor is a failure, whatever its reason was.
+        # A mode set by the user must not decide for the whole process; nor must a failure, for any reason.
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             one = torch.ones(1, dtype=dtype, device="cpu")
             combine(op, one, one.clone(), one)

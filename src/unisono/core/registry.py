@@ -1,4 +1,4 @@
-"""Things found by name: a file of a package, an entry point of another package, or what was registered."""
+"""Registry of entries by name: files of a package, entry points of other packages, or registered objects."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """One new file is one new name; nothing needs to be listed anywhere.
+    """Registry of a package's modules by name. A new file adds a new name; no list needs an update.
 
     Args:
-        kind: What one entry is called in messages ("transport").
-        package: The package whose modules are the entries.
-        attribute: What of a module is the entry; the module itself if None.
-        aliases: Names that lead to another module of the package.
+        kind: Name of an entry in messages ("transport").
+        package: The package that holds the entries as modules.
+        attribute: Attribute of the module that is the entry; the module itself if None.
+        aliases: Names that map to another module of the package.
         group: The entry-point group of other packages; the package's name if None.
-        helpers: Modules of the package that are no entries.
+        helpers: Modules of the package that are not entries.
 
     Example:
         >>> collectives = Registry("all_reduce algorithm", "unisono.collectives.algorithms.all_reduce")
@@ -52,14 +52,14 @@ class Registry(Generic[T]):
         self._registered: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> T:
-        """Add an entry for this process; a name that is taken is an error."""
+        """Add an entry for this process; a duplicate name is an error."""
         if name in self:
             raise ValueError(f"the {self.kind} {name!r} exists already; choose another name")
         self._registered[name] = entry
         return entry
 
     def unregister(self, name: str) -> None:
-        """Take back what `register` added."""
+        """Remove an entry that `register` added."""
         del self._registered[name]
 
     def names(self) -> list[str]:
@@ -90,7 +90,7 @@ class Registry(Generic[T]):
         return _entry_points(self._group)
 
 
-# To look for files and entry points takes milliseconds, and algorithms are looked up in every call.
+# A search for files and entry points takes milliseconds, and every call looks up its algorithm.
 @cache
 def _files(folders: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(m.name for m in pkgutil.iter_modules(folders) if not m.name.startswith("_"))

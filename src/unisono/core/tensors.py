@@ -1,4 +1,4 @@
-"""Which tensors may be sent or written to, and how they become one-dimensional and contiguous."""
+"""Checks of the tensors that may be sent or written to, and conversion to one-dimensional contiguous ones."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _ODD |= {getattr(torch, name) for name in ("qint8", "qint32", "quint8", "quint4x
 
 
 def as_flat(tensor: object, name: str, index: int | None = None, *, written: bool = False) -> torch.Tensor | None:
-    """Return a tensor whose elements lie in the CPU's memory one after another: the given one, or a contiguous copy.
+    """Return a tensor with contiguous elements in CPU memory: the given tensor, or a contiguous copy.
 
-    None for a tensor that needs the general path, such as one of a GPU or of a class of its own; `copy_back` writes a
-    copy to where it is from. Raises as `check_tensor`.
+    None for a tensor that needs the general path, such as a GPU tensor or a subclass; `copy_back` writes a copy
+    back to its source. Raises as `check_tensor`.
     """
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in _PLAIN:
         return None
@@ -62,7 +62,7 @@ def numels(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def is_inference_locked(tensor: torch.Tensor) -> bool:
-    """Whether torch lets it be written in inference mode only, and that is not now."""
+    """Return whether torch permits writes to it in inference mode only, and that mode is off."""
     return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
@@ -106,7 +106,7 @@ def _has_history(tensor: torch.Tensor) -> bool:
 
 
 def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
-    """`ValueError` if a tensor that is written shares any element with another of these."""
+    """Raise `ValueError` if a written tensor shares any element with another of these."""
     spans = sorted(
         (
             (t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size(), index, index < len(written), name, t)
@@ -124,14 +124,14 @@ def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tupl
 
 
 class Staging:
-    """Turns the tensors of a call into one-dimensional contiguous ones, and results back.
+    """Conversion of the tensors of a call to one-dimensional contiguous ones, and of the results back.
 
     Args:
-        away: Types of devices whose tensors take the way over the CPU's memory.
+        away: Device types with tensors that are staged in CPU memory.
 
     Attributes:
-        before: To be run before anything moves.
-        after: To be run when all has arrived.
+        before: Functions to run before any data moves.
+        after: Functions to run when all data has arrived.
     """
 
     def __init__(self, away: frozenset[str] = frozenset()) -> None:
@@ -144,7 +144,7 @@ class Staging:
         return self._flat(tensor, read=True, write=False)
 
     def target(self, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
-        """Flat memory whose elements end up in the tensor; holding its present ones if `read`."""
+        """Return flat memory to be copied to the tensor; it holds the present elements if `read`."""
         return self._flat(tensor, read=read, write=True)
 
     def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ class Staging:
 
 
 def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Write a result to the tensor that it is for, whatever mode that was made in."""
+    """Write a result to its tensor, regardless of the mode in which that tensor was created."""
     if tensor.data_ptr() != result.data_ptr():
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(result)
@@ -195,12 +195,12 @@ def view_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last in memory."""
+    """Number of elements from the first to the last in memory."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def is_non_overlapping(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share memory."""
+    """Return whether no two elements share memory."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return True
     reach = 1

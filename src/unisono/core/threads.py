@@ -1,4 +1,4 @@
-"""Daemon threads for tasks: some that are kept for the next one, one that does them in order, one for a finalizer."""
+"""Daemon threads for tasks: a reusable pool, a serial worker, and a thread for finalizers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _IDLE_S = 5.0
 
 
 class DaemonThreadPool:
-    """Runs each task at once, on a thread that is free or on a new one. Threads end when idle for 5 s.
+    """Pool that runs each task immediately, on an idle thread or a new one. Threads end when idle for 5 s.
 
-    Not a `ThreadPoolExecutor`: that one has a limit, behind which waits could wait for each other,
-    and joins its threads when the interpreter ends, which a wait without end would prevent.
+    Not a `ThreadPoolExecutor`: that class limits its threads, so waits could deadlock in its queue,
+    and joins its threads when the interpreter ends, which an endless wait would block.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,7 +54,7 @@ class DaemonThreadPool:
 
 
 class SerialWorker:
-    """Does tasks one after another, on one thread that is made when first needed.
+    """Worker that runs tasks in order, on one thread that is created on first use.
 
     The thread holds a task only while it does it, so that nothing lives on for its sake.
     """
@@ -65,7 +65,7 @@ class SerialWorker:
         self._thread: threading.Thread | None = None
 
     def run(self, task: Callable[[], None]) -> None:
-        """Have it done after those before it; it must handle its own errors."""
+        """Queue a task after all earlier ones; it must handle its own errors."""
         if self._thread is None:
             self._thread = threading.Thread(target=_do, args=(self._tasks,), name=self._name, daemon=True)
             self._thread.start()
@@ -77,7 +77,7 @@ class SerialWorker:
             self._tasks.put(None)
 
     def join(self, timeout: float) -> None:
-        """Wait until it has ended; from within a task, return at once."""
+        """Wait until the thread has ended; return immediately if called from a task."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -89,8 +89,8 @@ def _do(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def spawn_thread(task: Callable[[], None], name: str) -> None:
-    """Run a task soon, on a thread of its own. For finalizers, which may come while this thread holds any lock.
+    """Run a task soon, in a new thread. For finalizers, which may run while this thread holds any lock.
 
-    To start a `threading.Thread` takes a lock of `threading`; so a bare thread, which holds none, does that.
+    Starting a `threading.Thread` takes a lock of `threading`; so a bare thread, which holds none, starts it.
     """
     _thread.start_new_thread(lambda: threading.Thread(target=task, name=name, daemon=True).start(), ())

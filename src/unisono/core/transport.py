@@ -1,4 +1,4 @@
-"""The waist: what an algorithm may use, and all that a transport must supply."""
+"""Transport interface: the calls that an algorithm may use, and that a transport must implement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor] | None"
 
 
 class PointToPoint(Protocol):
-    """All that a schedule needs.
+    """Interface that a schedule needs.
 
     Messages of one tag from one rank to another arrive in the order they were posted. Nothing else
     is promised: a send may wait until it is received.
@@ -41,21 +41,21 @@ class PointToPoint(Protocol):
     def size(self) -> int: ...
 
     def post(self, batch: Sequence[Message]) -> Work:
-        """Start all of these messages at once. Nothing of the batch waits for anything else of it."""
+        """Start all of these messages in one call. No message of the batch waits for another."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a caller of `init` or `launch` may choose, and transports may heed.
+    """Options of `init` and `launch` that transports may use.
 
     Attributes:
-        backend: The name asked for: "thread", "gloo", "nccl", ...
-        device: Where tensors live by default.
-        timeout_s: Seconds that one operation may take unless it says otherwise.
+        backend: The requested name: "thread", "gloo", "nccl", ...
+        device: Default device of tensors.
+        timeout_s: Default timeout of one operation in seconds.
         address: The address of this host that its peers can reach.
         chunk_bytes: Largest message that a schedule sends; longer ones are cut and pipelined.
-        hosts: For each host, its ranks (of the first group of the job); found out if None.
+        hosts: For each host, its ranks (of the first group of the job); detected if None.
         extra: For transports of other packages.
     """
 
@@ -70,7 +70,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport says of itself before it is connected; the attributes are those of `Transport`."""
+    """Properties that a transport declares before it is connected; the attributes are those of `Transport`."""
 
     devices: frozenset[str]
     host_staged: frozenset[str]
@@ -78,7 +78,7 @@ class Capabilities:
 
 
 class Status(IntEnum):
-    """The end of a native call, as src/native/shm/barrier.hpp numbers it."""
+    """Status of a native call, with the numbers of src/native/shm/barrier.hpp."""
 
     OK = 0
     DIFFERS = 1
@@ -89,16 +89,16 @@ class Status(IntEnum):
 
 
 class FastPath(Protocol):
-    """Blocking calls on tensors as callers gave them, one native call each.
+    """Blocking calls on the caller's own tensors, in one native call each.
 
-    They take the same part in a collective as `Transport.collective` does, so that ranks need not agree on the path,
-    and compare fingerprints themselves.
+    They interoperate with `Transport.collective` on other ranks, so ranks need not agree on the path, and they
+    compare fingerprints themselves.
     """
 
     def collective(
         self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None, deadline: float
     ) -> Status:
-        """Make the call. `REFUSED`, with nothing done, if it needs the general path; `DIFFERS` if ranks' calls differ.
+        """Make the call. `REFUSED`, with no effect, if it needs the general path; `DIFFERS` if ranks' calls differ.
 
         Args:
             what: The collective.
@@ -114,35 +114,35 @@ class FastPath(Protocol):
         ...
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Return whether a message can be sent or received now. All arguments are as the caller gave them."""
+        """Return whether a message can be sent or received now. All arguments are the caller's own."""
         ...
 
     def message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """Send or receive ("send", "recv") a tensor; `REFUSED`, with nothing done, if it needs the general path."""
+        """Send or receive ("send", "recv") a tensor; return `REFUSED`, with no effect, if it needs the general path."""
         ...
 
 
 class Transport(ABC):
-    """Whatever moves bytes between the ranks of one group.
+    """Abstract transport of bytes between the ranks of one group.
 
-    A new one writes `connect`, `post`, `split`, `close` and `abort`, declares what it can, and is
-    held to the laws of `unisono.testing`. Tensors that reach it are one-dimensional and contiguous.
+    A new transport implements `connect`, `post`, `split`, `close` and `abort`, declares its capabilities, and must
+    pass the checks of `unisono.testing`. Tensors that reach it are one-dimensional and contiguous.
 
     Attributes:
-        in_process: Whether ranks are threads of one process; `launch` asks.
-        simulated: Whether these take turns on a virtual clock; `launch` asks.
-        launcher: What starts ranks that are processes: "forkserver", or "mpirun"; `launch` asks.
-        native: Names of the collectives (see `CollectiveCall`) that `collective` carries itself.
-        tags: Whether tags above 0 can be told apart. `COLLECTIVE_TAG` always can.
-        any_source: Whether `iprobe` tells what has come, so that a receive may leave open from whom.
+        in_process: Whether ranks are threads of one process; read by `launch`.
+        simulated: Whether those threads take turns on a virtual clock; read by `launch`.
+        launcher: Launcher of ranks that are processes: "forkserver", or "mpirun"; read by `launch`.
+        native: Names of the collectives (see `CollectiveCall`) that `collective` supports itself.
+        tags: Whether tags above 0 are distinguished. `COLLECTIVE_TAG` always is.
+        any_source: Whether `iprobe` reports what has arrived, so that a receive may accept any sender.
         checks: Whether `begin` itself compares fingerprints between ranks.
-        devices: The device types whose tensors it carries.
-        host_staged: Those of them that take the way over the CPU's memory; `post` sees CPU tensors then.
-        overlaps: Whether a native collective, once started, goes on while the caller does other things.
-        background: Whether a thread that sees a collective through pays: it mostly waits for a network, or each rank
+        devices: The supported device types of tensors.
+        host_staged: Those of them that are staged in CPU memory; `post` sees CPU tensors then.
+        overlaps: Whether a native collective, once started, progresses while the caller does other things.
+        background: Whether a thread that completes a collective pays off: it mostly waits for a network, or each rank
             has a core to spare. The same on every rank.
         fast_path: Blocking calls on plain tensors in one native call each, or None.
-        latency_s, second_per_byte: Rough cost of a message, from which an algorithm is chosen.
+        latency_s, second_per_byte: Rough cost of a message, used to choose an algorithm.
     """
 
     in_process: ClassVar[bool] = False
@@ -164,17 +164,17 @@ class Transport(ABC):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> Self:
-        """Join the group's other members, who all call this; return when messages can be posted."""
+        """Connect to the group's other members, which all call this; return when messages can be posted."""
         raise UnavailableError(f"{cls.__name__} can wrap other transports, but cannot be started by name")
 
     @classmethod
     def declared(cls, backend: str) -> Capabilities:
-        """What it can under this name, for those that have several."""
+        """Return the capabilities under this name, for transports that have several names."""
         return Capabilities(cls.devices, cls.host_staged, cls.native)
 
     @classmethod
     def shm_peers(cls, group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
-        """The parts of a group within which `connect` works, by proof: all of it, unless this transport ends at a host.
+        """Return the proven parts of a group in which `connect` works: all of it, unless limited to one host.
 
         Collective, over the control plane; the ranks have joined the group there.
         """
@@ -193,70 +193,70 @@ class Transport(ABC):
         """As in `PointToPoint`."""
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        """Whether a message of this tag from `peer` is there that no posted receive takes. Never blocks.
+        """Return whether a message of this tag from `peer` has arrived that no posted receive matches. Never blocks.
 
-        Also moves on what is under way, where only waits do. Raises `PeerLostError` if there is none, and the peer has
-        left. Called by one thread at a time, if `any_source`.
+        Also progresses messages in flight, where only waits do. Raises `PeerLostError` if there is none, and the peer
+        has left. Called by one thread at a time, if `any_source`.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no any_source")
 
     @abstractmethod
     def split(self, group: Group) -> Transport:
-        """The transport of a part of this group; its members, and nobody else, call this.
+        """Return the transport of a subgroup; only the members of the subgroup call this.
 
-        `group.members` are ranks of the first group of the job, of which this one's `group.members`
-        are a superset. It carries messages of its own, at the same time as this one does.
+        `group.members` are ranks of the first group of the job; this transport's `group.members`
+        are a superset. Both transports carry separate messages at the same time.
         """
 
     def mailbox(self, group: Group) -> Mailbox:
-        """Messages that nobody posts receives for, between the members of `group`: all of them, who call this.
+        """Return a mailbox for messages without posted receives between the members of `group`, which all call this.
 
-        `group` is made of this transport's own members. Made of `post`, unless a transport knows a faster way.
+        `group` consists of this transport's own members. Built on `post`, unless a transport has a faster way.
         """
         from unisono.transports.mailbox.over_p2p import PointToPointMailbox
 
         return PointToPointMailbox(self.split(group))
 
     def reconfigure(self, group: Group) -> Transport:
-        """The transport of a group that takes the place of this one, which may be broken.
+        """Return the transport of a group that replaces this one, which may be broken.
 
-        Its members are ranks of this one that live, who call this, and newcomers, who call `connect`.
+        Its members are live ranks of this group, which call this, and newcomers, which call `connect`.
         """
         return self.split(group)
 
     def leave(self) -> None:
-        """Tell who waits for this rank, if they can be told here, that it makes no more calls. What it sent arrives."""
+        """Notify the ranks that wait for this one, if possible here, of its last call. Sent messages still arrive."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what it holds. Nothing is under way any more. Again is harmless."""
+        """Release all resources. Nothing may be in flight any more. Idempotent."""
 
     @abstractmethod
     def abort(self, cause: BaseException) -> None:
-        """End every wait in progress, from any thread, with an error that tells `cause`; stay broken."""
+        """End every wait in progress, from any thread, with an error that reports `cause`; stay broken."""
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
-        """End this rank as a killed process ends, for tests; where ranks are threads, by raising `error`."""
+        """Simulate a killed process, for tests; where ranks are threads, raise `error`."""
         if not self.in_process:
             os.kill(os.getpid(), signal.SIGKILL)
         raise error
 
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
-        """Called before a collective moves anything. Raise `MismatchError` if ranks differ."""
+        """Prepare a collective before any data moves. Raise `MismatchError` if ranks differ."""
 
     def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout: float) -> None:
-        """Called when a collective has moved everything. Raise `CorruptedError` if not what was sent has arrived."""
+        """Finish a collective when all data has moved. Raise `CorruptedError` if received and sent data differ."""
 
     def supports(self, call: CollectiveCall) -> bool:
-        """Whether `collective` can do this call. Every rank must come to the same answer."""
+        """Return whether `collective` supports this call. Every rank must return the same answer."""
         return call.name in self.native
 
     def collective(self, call: CollectiveCall) -> Work:
-        """Start a collective that `supports` is true of."""
+        """Start a collective for which `supports` is true."""
         raise NotImplementedError(f"{type(self).__name__} declares no native {call.name}")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory that this transport reduces best. Collective: the same shape and dtype everywhere."""
+        """Allocate memory that this transport reduces fastest. Collective: the same shape and dtype on all ranks."""
         import torch
 
         device = "cpu" if "cpu" in self.devices else min(self.devices)

@@ -1,4 +1,4 @@
-"""The few values that every floor speaks of: messages, calls, reduce operations, work in progress."""
+"""Basic types of all layers: messages, calls, reduce operations, work in progress."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ COLLECTIVE_TAG = -1
 """The channel of collectives. Users' tags start at 0, so the two never match each other."""
 
 MAX_TAG = 2**24 - 1
-"""The largest tag that a user may give: what every transport with tags can carry."""
+"""Largest tag that a user may pass: every transport with tags supports it."""
 
 
 class ReduceOp(StrEnum):
-    """How contributions are put together; a plain string of the same name does as well.
+    """Reduce operation that combines contributions; a plain string of the same name is accepted too.
 
     Example:
         >>> ReduceOp("sum") is ReduceOp.SUM
@@ -60,7 +60,7 @@ Message = Send | Recv
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class CollectiveCall:
-    """One collective as it passes the door to a native implementation, or to a schedule.
+    """One collective as it is passed to a native implementation, or to a schedule.
 
     All tensors are one-dimensional and contiguous. What `inputs` and `outputs` hold:
 
@@ -95,12 +95,12 @@ class CollectiveCall:
 
     @property
     def requested_op(self) -> ReduceOp | None:
-        """The operation as the caller named it."""
+        """Operation that the caller named."""
         return ReduceOp.AVG if self.average else self.op
 
 
 class Work(ABC):
-    """Something under way. Every transport and every asynchronous call returns one."""
+    """Handle of an operation in flight, as returned by every transport and every asynchronous call."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> None:
@@ -110,25 +110,25 @@ class Work(ABC):
         """
 
     def wait_received(self, timeout: float | None = None) -> None:
-        """Return when all that it receives has arrived; what it sends may be under way still. As `wait` by default."""
+        """Return when all receives have completed; sends may still be in flight. Same as `wait` by default."""
         self.wait(timeout)
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether it has ended, well or badly. Never blocks."""
+        """Return whether the work has ended, with or without an error. Never blocks."""
 
     @abstractmethod
     def exception(self) -> BaseException | None:
-        """The error it ended with, or None (also while it runs)."""
+        """Return the error of the ended work, or None (also while it runs)."""
 
     @abstractmethod
     def get_future(self) -> torch.futures.Future[None]:
-        """A future that completes, with no help from the caller, when the work does."""
+        """Return a future that completes with the work, without further calls by the caller."""
 
     def source_rank(self) -> int:
-        """The rank that the received message is from; -1 while that is not known, and where nothing is received."""
+        """Return the sender of the received message; -1 while it is unknown, and where nothing is received."""
         return -1
 
     def cancel(self) -> bool:
-        """Ask that it does not happen; whether that was still possible. By default it never is."""
+        """Request cancellation; return whether it was still possible. By default it never is."""
         return False

@@ -1,4 +1,4 @@
-"""Ready-made kinds of `Work`: one that somebody completes, and one that is over already."""
+"""Basic kinds of `Work`: one that another thread completes, and one that is complete already."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _LONGEST_S = 1e9
 
 
 class Completion(Work):
-    """Work that its maker completes by `complete`, once, from any thread.
+    """Work that its creator completes by `complete`, once, from any thread.
 
     Args:
-        timeout_s: How long `wait` waits unless it is told otherwise.
-        messages: What is waited for, for the text of a timeout.
+        timeout_s: Default timeout of `wait`.
+        messages: The awaited messages, for the text of a timeout.
     """
 
     def __init__(self, timeout_s: float, messages: Sequence[Message] = ()) -> None:
@@ -50,7 +50,7 @@ class Completion(Work):
         self._callbacks: list[Callable[[], None]] = []
 
     def complete(self, error: BaseException | None = None) -> bool:
-        """End the work; False if it had ended before (the first outcome stays)."""
+        """End the work; return False if it had ended before (the first outcome stays)."""
         with self._lock:
             if self._done.is_set():
                 return False
@@ -91,7 +91,7 @@ class Completion(Work):
         return future
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the work ends, in the thread that ends it; at once if it has ended."""
+        """Call `callback` when the work ends, in the thread that ends it; immediately if it has ended."""
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
@@ -117,10 +117,10 @@ class CountdownWork(Completion):
 
 
 def resolve_timeout(timeout: float | None, usual_s: float) -> float:
-    """How many seconds a wait may take: those that were told, or the usual ones.
+    """Return the timeout of a wait in seconds: the given one, or the usual one.
 
     Raises:
-        TypeError: It is no number; a timedelta has `total_seconds()`.
+        TypeError: It is not a number; a timedelta has `total_seconds()`.
         ValueError: It is negative, or more than 1e9, such as infinity.
 
     Example:
@@ -138,7 +138,7 @@ def resolve_timeout(timeout: float | None, usual_s: float) -> float:
 
 
 def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutError:
-    """The error of a wait for these messages that has taken too long."""
+    """Return the timeout error of a wait for these messages."""
     if not messages:
         return CommTimeoutError(f"waited {waited_s:.1f} s", waited_s=waited_s)
     first = messages[0]
@@ -151,7 +151,7 @@ def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutEr
 
 
 def describe(messages: Sequence[Message]) -> str:
-    """What is waited for, in words: "for 4.0 MiB from rank 1"."""
+    """Return the awaited messages as text: "for 4.0 MiB from rank 1"."""
     parts = [
         f"for {format_bytes(m.tensor.nbytes)} from rank {m.peer}"
         if isinstance(m, Recv)
@@ -162,14 +162,14 @@ def describe(messages: Sequence[Message]) -> str:
 
 
 def size_error(sender: int, sent: str, receiver: int, expected: str, tag: int, peer: int) -> MismatchError:
-    """The error of a send and a receive that met and do not fit; `sent` and `expected` as of `elements`."""
+    """Return the error of a matched send and receive that differ; `sent` and `expected` are as from `elements`."""
     return MismatchError(
         f"rank {sender} sent {sent}, but the receive on rank {receiver} is for {expected} (tag {tag})", peer=peer
     )
 
 
 def elements(numel: int, dtype: str) -> str:
-    """A tensor's content in words.
+    """Return a description of a tensor's content.
 
     Example:
         >>> elements(4, "torch.float32")
@@ -179,7 +179,7 @@ def elements(numel: int, dtype: str) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """A number of bytes for people.
+    """Return a human-readable number of bytes.
 
     Example:
         >>> format_bytes(100), format_bytes(4 << 20)
@@ -196,7 +196,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def wait_any(works: Sequence[Work], timeout: float | None = None) -> int:
-    """The index of a work that has ended; waits for the first one to end.
+    """Wait for the first work to end, and return its index.
 
     Needs nothing of a transport but `get_future`. Raises `CommTimeoutError` after `timeout` seconds,
     and `ValueError` for no works. It does not raise the work's own error: call its `wait`.

@@ -1,6 +1,6 @@
-"""What each collective starts from and must end with, as sets of the ranks that contributed.
+"""Initial and final states of each collective, as sets of the ranks that contributed.
 
-A set of ranks is an integer: bit r stands for rank r. Roots are rank 0.
+A set of ranks is an integer: bit r is rank r. Roots are rank 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COLLECTIVES = tuple(FAMILIES)
 
 
 def start(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Who has contributed to this chunk of this rank before the first step; 0 where it holds nothing.
+    """Return the ranks that have contributed to this chunk of this rank before the first step; 0 if none have.
 
     Example:
         >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -31,7 +31,7 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def goal(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Who must have contributed to this chunk of this rank in the end; 0 where anything may be left.
+    """Return the ranks that must have contributed to this chunk of this rank at the end; 0 if any state may remain.
 
     Example:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -48,17 +48,17 @@ def goal(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def default_chunks(collective: str, size: int) -> int:
-    """How many chunks a collective has unless its schedule says otherwise.
+    """Return the number of chunks of a collective, unless its schedule sets it.
 
-    Only all_reduce, reduce and broadcast may say otherwise; elsewhere a chunk is what one rank
-    gives or gets.
+    Only all_reduce, reduce and broadcast schedules may set it; elsewhere a chunk is one rank's
+    contribution or result.
     """
     what = family_of(collective)
     return 2 * size if what.pairwise else size if what.moves else 1
 
 
 def chunks_of(schedule: Algorithm, collective: str, size: int) -> int:
-    """The number of chunks that the steps of a schedule speak of, among `size` ranks.
+    """Return the number of chunks that the steps of a schedule refer to, among `size` ranks.
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring, tree

@@ -1,8 +1,8 @@
-"""What a collective algorithm is: a sequence of steps in integers. No tensors, no waiting, no torch.
+"""Interface of a collective algorithm: a sequence of steps in integers. No tensors, no waiting, no torch.
 
-A message is cut into *chunks*, numbered from 0. A schedule tells one rank, step by step, which
-runs of chunks go to whom and which come from whom. All messages of a step are under way at the
-same time; the step is over when all have arrived. Peers' steps need not have the same number.
+A message is cut into *chunks*, numbered from 0. A schedule lists for one rank, step by step, the
+runs of chunks to send and to receive, and their peers. All messages of a step are in flight at the
+same time; the step ends when all have arrived. Peers' steps need not have the same number.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one rank sends and receives at one time.
+    """Messages that one rank sends and receives concurrently.
 
     Attributes:
-        send: At most one to each peer. Read before anything that this step receives is written.
-        recv: At most one from each peer. Runs that are overwritten overlap neither a run that is
-            sent in this step nor another that is received.
-        reduce: Whether what arrives is reduced into what is there, or overwrites it. Contributions
-            to one chunk are taken in the order of ranks, this rank's own included, so that every
+        send: At most one message to each peer. Read before any received data of this step is written.
+        recv: At most one message from each peer. Runs that are overwritten overlap neither a run that is
+            sent in this step nor another received run.
+        reduce: Whether received data is reduced into the present data, or overwrites it. Contributions
+            to one chunk are reduced in rank order, this rank's own included, so that every
             rank that reduces the same contributions gets the same bits.
     """
 
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a schedule claims; the prover counts it.
+    """Declared cost of a schedule; the prover checks it by counting.
 
     Attributes:
         rounds: Steps on the longest chain of messages that wait for each other.
@@ -57,14 +57,14 @@ class Cost:
 
 
 class Algorithm(Protocol):
-    """A file of `algorithms/<collective>/`. Rooted collectives are written for root 0.
+    """Interface of a file of `algorithms/<collective>/`. Rooted collectives are written for root 0.
 
-    The interpreter renumbers ranks for other roots. `chunks` may be left out where it is one a
-    rank; for `all_to_all`, chunks 0 to p-1 are what this rank gives, p to 2p-1 what it gets.
+    The interpreter renumbers ranks for other roots. `chunks` may be omitted where there is one per
+    rank; for `all_to_all`, this rank sends chunks 0 to p-1 and receives chunks p to 2p-1.
     """
 
     def steps(self, rank: int, size: int) -> Iterator[Step]:
-        """What this rank does, in order."""
+        """Return this rank's steps, in order."""
         ...
 
     def cost(self, size: int) -> Cost:

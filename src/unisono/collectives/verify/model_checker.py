@@ -1,9 +1,9 @@
-"""All ranks of a schedule together, where nothing is ever buffered and steps happen together or not at all.
+"""Model of all ranks of a schedule, without buffering; connected steps happen together or not at all.
 
-A step happens when each of its moves meets its counterpart in the step that the peer is in, and the
-peer's step can happen too. That is more than a send that waits for its receive. It is what makes a
-schedule safe to stream: if messages are cut into segments and only so many may be under way, a step
-whose last segment is held up by a third rank holds up all that it is connected with.
+A step happens when each of its moves matches its counterpart in the peer's current step, and the
+peer's step can happen too. This is stricter than a send that waits for its receive. It makes a
+schedule safe to pipeline: if messages are cut into segments and the number in flight is limited, a third
+rank that blocks the last segment of a step blocks all steps connected with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["ModelChecker"]
 
 
 class ModelChecker:
-    """Every rank of a schedule, from what a collective starts from until the last step.
+    """Simulation of every rank of a schedule, from the initial state of the collective to the last step.
 
     Attributes:
         places: The ranks, in order.
@@ -41,7 +41,7 @@ class ModelChecker:
         return RankModel(rank, self.size, self.collective, schedule.steps(rank, self.size), held)
 
     def run(self) -> None:
-        """Move all that can move; raise `AlgorithmError` if a step is wrong or somebody waits for ever."""
+        """Execute all steps that can happen; raise `AlgorithmError` if a step is wrong or a rank deadlocks."""
         for place in self.places:
             place.begin()
         while self._sweep():
@@ -50,7 +50,7 @@ class ModelChecker:
             raise self._deadlock_error()
 
     def _sweep(self) -> bool:
-        """Let every step happen that can; whether there was one."""
+        """Execute every step that can happen; return whether there was one."""
         happened, seen = False, set[int]()
         for place in self.places:
             if place.step and place.rank not in seen:
@@ -62,7 +62,7 @@ class ModelChecker:
         return happened
 
     def _matching_steps(self, place: RankModel) -> dict[int, RankModel]:
-        """Those whose steps can only happen together with this one, by rank."""
+        """Return the models, by rank, that can take their current step only together with this one."""
         gang, queue = {place.rank: place}, [place]
         for member in queue:
             for verb, move in member.moves:
@@ -106,7 +106,7 @@ class ModelChecker:
             raise target.error(f"{_named(recv)} is expected from {sent}")
 
     def _deadlock_error(self) -> AlgorithmError:
-        """Who waits for whom."""
+        """Return an error that names each waiting rank and the peer that it waits for."""
         waiting = [(place, *wish) for place in self.places for wish in self._unmatched(place)]
         for place, verb, move in waiting:
             partner = self.places[move.peer]

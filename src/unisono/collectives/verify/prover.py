@@ -1,4 +1,4 @@
-"""Proof by exhaustion that a schedule is right, cannot deadlock, and costs what it says."""
+"""Exhaustive proof that a schedule is correct, cannot deadlock, and has its declared cost."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _FREE_CHUNKS = {"all_reduce", "broadcast", "reduce"}
 
 
 def verify(collective: str, schedule: Algorithm, size: int) -> Cost:
-    """Run a schedule among `size` ranks on sets of contributions instead of numbers; its counted cost.
+    """Run a schedule among `size` ranks on sets of contributions instead of numbers; return its counted cost.
 
-    Proved is, for this size: every contribution that belongs into a result enters it exactly once
-    (in a barrier, at least once); all ranks of an all_reduce end with the same bits; nobody waits for
-    ever, even if no send is ever buffered, nor if messages are cut into segments; no step sends what
+    Proves for this size: every contribution that belongs to a result enters it exactly once
+    (in a barrier, at least once); all ranks of an all_reduce end with the same bits; no rank deadlocks,
+    even if no send is ever buffered, or if messages are cut into segments; no step sends data that
     it overwrites; `schedule.cost` is the counted cost.
 
     Args:
@@ -31,7 +31,7 @@ def verify(collective: str, schedule: Algorithm, size: int) -> Cost:
         Rounds and bytes, as counted.
 
     Raises:
-        ScheduleError: It is wrong; says at which rank, step and chunk.
+        AlgorithmError: The schedule is wrong; names the rank, step and chunk.
         ValueError: No such collective.
 
     Cost: about 10 us a message, so some 0.1 s for a ring of 64 ranks.
@@ -50,7 +50,7 @@ def verify(collective: str, schedule: Algorithm, size: int) -> Cost:
 
 
 def count(collective: str, schedule: Algorithm, size: int) -> Cost:
-    """As `verify`, but whatever the schedule itself says of its cost.
+    """Return the counted cost as `verify` does, without a check of the declared cost.
 
     Example:
         >>> from unisono.collectives.algorithms.barrier import dissemination

@@ -1,4 +1,4 @@
-"""One rank of a schedule at work: what its chunks hold, which step it is in, and whether that step makes sense."""
+"""Model of one rank of a schedule: the contents of its chunks, its current step, and checks of that step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["AlgorithmError", "Contribution", "RankModel"]
 
 
 class AlgorithmError(CommError, ValueError):
-    """A schedule is wrong; the message names the rank, its step (counted from 1) and the chunk."""
+    """Error in a schedule; the message names the rank, its step (counted from 1) and the chunk."""
 
 
 class Contribution(NamedTuple):
-    """Whose contributions a chunk holds.
+    """Set of contributions that a chunk holds.
 
     Attributes:
-        once: Bit r is set if rank r's is in.
-        twice: Bit r is set if rank r's is in more than once.
-        formula: A hash of the formula that they were put together by. Equal formulas, equal bits.
+        once: Bit r is set if rank r's contribution is included.
+        twice: Bit r is set if rank r's contribution is included more than once.
+        formula: A hash of the formula that combined them. Equal formulas give equal bits.
     """
 
     once: int
@@ -31,20 +31,20 @@ class Contribution(NamedTuple):
     formula: int
 
     def plus(self, other: Contribution) -> Contribution:
-        """This and the other, in this order."""
+        """Return the combination of this contribution and the other, in this order."""
         again = self.twice | other.twice | (self.once & other.once)
         return Contribution(self.once | other.once, again, hash((self.formula, other.formula)))
 
 
 @dataclass(slots=True, eq=False)
 class RankModel:
-    """One rank at work.
+    """Model of one rank that executes a schedule.
 
     Attributes:
-        chunks: What it holds.
-        step: The step under way; None after the last.
-        number: Its number, counted from 1.
-        moves: What the step consists of: "send" or "receive", and the move.
+        chunks: The contributions in each chunk.
+        step: The current step; None after the last.
+        number: Number of the step, from 1.
+        moves: The moves of the step: "send" or "receive", and the move.
         sends, recvs: The same by peer.
         rounds: Steps on the longest chain of messages that led here.
         sent: Chunks sent so far.
@@ -64,12 +64,12 @@ class RankModel:
     sent: int = 0
 
     def error(self, message: str) -> AlgorithmError:
-        """That the step under way is wrong."""
+        """Return an error in the current step."""
         message = f"step {self.number}: {message}"
         return AlgorithmError(message, rank=self.rank, size=self.size, operation=self.collective)
 
     def begin(self) -> None:
-        """Take up the next step, if there is one."""
+        """Begin the next step, if there is one."""
         self.step = next(self.program, None)
         step = self.step or Step()
         self.moves = [("receive", move) for move in step.recv] + [("send", move) for move in step.send]
@@ -81,7 +81,7 @@ class RankModel:
             self._check_chunks(step)
 
     def end(self, arrived: list[tuple[Move, list[Contribution]]], rounds: int) -> None:
-        """Write what the step under way has brought."""
+        """Write the data received in the current step."""
         incoming: dict[int, list[tuple[int, Contribution]]] = {}
         for run, values in arrived:
             for chunk, held in enumerate(values, run.start):
@@ -94,7 +94,7 @@ class RankModel:
         self.rounds = rounds
 
     def _check_moves(self, step: Step) -> None:
-        # No honest schedule comes near this; it stops one that would go on for ever.
+        # No valid schedule comes near this limit; it stops an endless one.
         if self.number > 64 * (self.size + len(self.chunks)):
             raise self.error("that is more steps than any schedule needs; does it ever end?")
         if not self.moves:

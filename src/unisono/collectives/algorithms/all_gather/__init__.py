@@ -1,1 +1,1 @@
-"""All ranks end with every rank's chunk: one file, one algorithm."""
+"""All-gather algorithms, one per file: all ranks end with every rank's chunk."""

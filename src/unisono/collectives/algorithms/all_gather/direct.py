@@ -1,4 +1,4 @@
-"""Direct all-gather: every rank sends its chunk to every other, all at once.
+"""Direct all-gather: every rank sends its chunk to every other rank in one step.
 
 Cost: 1 round, (p-1)/p of the message; every rank receives p - 1 messages at the same time.
 """

@@ -1,4 +1,4 @@
-"""Ring all-gather: each chunk goes round once, from its owner to everybody.
+"""Ring all-gather: each chunk travels around the ring once, from its owner to all other ranks.
 
 Cost: p - 1 rounds, (p-1)/p of the message, which is the least possible. Source: Patarasu and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.

@@ -1,1 +1,1 @@
-"""All ranks end with the reduction of everybody's message: one file, one algorithm."""
+"""All-reduce algorithms, one per file: all ranks end with the reduction of all ranks' messages."""

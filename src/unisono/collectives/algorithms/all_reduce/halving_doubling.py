@@ -1,4 +1,4 @@
-"""Halving and doubling: exchange halves, quarters, ... until each of q ranks owns a chunk; then all that backwards.
+"""Halving and doubling: exchange halves, quarters, ... until each of q ranks owns a chunk; then in reverse.
 
 Ranks beyond the power of two q exchange chunks with each owner directly. Cost: 2 log2(q) rounds, (2(q-1) + p-q)/q of
 the message. Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, for p = q.

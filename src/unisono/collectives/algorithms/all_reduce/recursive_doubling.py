@@ -1,6 +1,6 @@
-"""Recursive doubling: in each round a rank exchanges all it has with one twice as far away as before.
+"""Recursive doubling: ranks exchange their partial results with a peer at a distance that doubles every round.
 
-Each rank beyond a power of two gives its message to a twin below it first, and gets the result from it last.
+Each rank beyond a power of two first sends its message to a partner below it, and receives the result at the end.
 Cost: log2(p) rounds and messages; beyond a power of two 2 rounds and 1 message more. Best for short messages.
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
 """

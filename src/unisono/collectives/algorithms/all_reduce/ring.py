@@ -1,4 +1,4 @@
-"""Ring all-reduce: each chunk goes round twice, first to collect, then to be known.
+"""Ring all-reduce: each chunk travels around the ring twice, first to be reduced, then to be broadcast.
 
 Cost: 2(p-1) rounds, 2(p-1)/p of the message, which is the least possible. Best for long messages.
 Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",

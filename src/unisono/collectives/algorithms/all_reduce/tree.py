@@ -1,4 +1,4 @@
-"""Tree all-reduce: a binomial tree reduces to rank 0, the same tree takes the result back.
+"""Tree all-reduce: a binomial tree reduces to rank 0, and the same tree broadcasts the result.
 
 Cost: 2 log2(p) rounds, rounded up; rank 0 sends log2(p) messages, most ranks only one. Best for
 short messages where many at a time cost much. Source: Thakur, Rabenseifner and Gropp, "Optimization

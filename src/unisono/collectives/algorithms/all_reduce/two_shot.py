@@ -1,4 +1,4 @@
-"""Two-shot all-reduce: each rank collects one chunk from everybody, then sends it to everybody.
+"""Two-shot all-reduce: each rank receives one chunk from every other rank, then sends the result to all.
 
 Cost: 2 rounds, 2(p-1)/p of the message, the least possible; every rank receives p - 1 messages at
 the same time. Best where all ranks reach each other equally well, as on one host.

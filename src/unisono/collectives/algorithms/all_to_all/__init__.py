@@ -1,1 +1,1 @@
-"""Each rank ends with one chunk of every rank's message, the one that was meant for it: one file, one algorithm."""
+"""All-to-all algorithms, one per file: each rank ends with its own chunk of every rank's message."""

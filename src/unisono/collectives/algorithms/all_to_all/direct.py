@@ -1,4 +1,4 @@
-"""Direct all-to-all: every rank exchanges with every other, all at once.
+"""Direct all-to-all: every rank exchanges with every other rank in one step.
 
 Cost: 1 round, (p-1)/p of the message; every rank receives p - 1 messages at the same time. Best for
 short messages.

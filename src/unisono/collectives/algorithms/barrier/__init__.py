@@ -1,1 +1,1 @@
-"""No rank ends before every rank has begun: one file, one algorithm."""
+"""Barrier algorithms, one per file: no rank ends before every rank has begun."""

@@ -1,4 +1,4 @@
-"""Dissemination barrier: in each round every rank tells one twice as far on whom it has heard from.
+"""Dissemination barrier: each rank notifies one peer per round, at a distance that doubles every round.
 
 Cost: log2(p) rounds and tokens, rounded up, which is the least possible. Source: Hensgen, Finkel and
 Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.

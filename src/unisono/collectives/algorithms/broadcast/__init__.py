@@ -1,1 +1,1 @@
-"""All ranks end with the message of rank 0: one file, one algorithm."""
+"""Broadcast algorithms, one per file: all ranks end with the message of rank 0."""

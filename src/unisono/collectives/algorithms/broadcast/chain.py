@@ -1,4 +1,4 @@
-"""Chain broadcast: the message runs from rank to rank in chunks, like a bucket brigade.
+"""Chain broadcast: the message is pipelined from rank to rank in chunks.
 
 Cost: 2(p-1) rounds; every rank sends the message once. Best for long messages among few ranks.
 Source: Watts and van de Geijn, "A pipelined broadcast for multidimensional meshes", Parallel

@@ -1,1 +1,1 @@
-"""Rank 0 ends with every rank's chunk: one file, one algorithm."""
+"""Gather algorithms, one per file: rank 0 ends with every rank's chunk."""

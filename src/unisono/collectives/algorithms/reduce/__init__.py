@@ -1,1 +1,1 @@
-"""Rank 0 ends with the reduction of everybody's message: one file, one algorithm."""
+"""Reduce algorithms, one per file: rank 0 ends with the reduction of all ranks' messages."""

@@ -1,4 +1,4 @@
-"""Binomial reduce: neighbours pair up, one of each pair goes on; the last one is rank 0.
+"""Binomial reduce: ranks pair up, one of each pair continues with their reduction, up to rank 0.
 
 Cost: log2(p) rounds, rounded up; every rank sends its message once. Source: Thakur, Rabenseifner and
 Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005.

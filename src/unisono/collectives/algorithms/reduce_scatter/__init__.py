@@ -1,1 +1,1 @@
-"""Each rank ends with the reduction of its own chunk of everybody's message: one file, one algorithm."""
+"""Reduce-scatter algorithms, one per file: each rank ends with the reduction of its own chunk of all messages."""

@@ -1,4 +1,4 @@
-"""Direct reduce-scatter: every rank sends each owner its chunk, all at once.
+"""Direct reduce-scatter: every rank sends each owner its chunk in one step.
 
 Cost: 1 round, (p-1)/p of the message; every rank receives p - 1 messages at the same time.
 """

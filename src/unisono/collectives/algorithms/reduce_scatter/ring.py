@@ -1,4 +1,4 @@
-"""Ring reduce-scatter: each chunk goes round once, collects, and ends at its owner.
+"""Ring reduce-scatter: each chunk travels around the ring once, is reduced, and ends at its owner.
 
 Every rank talks to its two neighbours only, and all links carry the same at all times.
 Cost: p - 1 rounds, (p-1)/p of the message, which is the least possible. Source: Patarasu and Yuan,

@@ -1,1 +1,1 @@
-"""Each rank ends with its own chunk of the message of rank 0: one file, one algorithm."""
+"""Scatter algorithms, one per file: each rank ends with its own chunk of the message of rank 0."""

@@ -1,4 +1,4 @@
-"""Binomial scatter: every rank hands the upper half of the chunks that it holds to one half as far away.
+"""Binomial scatter: every rank sends the upper half of its chunks to a peer at half the previous distance.
 
 Cost: log2(p) rounds, rounded up; rank 0 sends (p-1)/p of the message. Source: Thakur, Rabenseifner
 and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005.

@@ -1,0 +1,180 @@
+"""Docstrings of all public names: Args for each parameter, Returns, Raises, and an example that runs.
+
+Public is what `__all__` of `unisono` and of its public modules leads to, with the public methods of classes.
+`python tests/house/test_public_docstrings.py [ROOM]` prints what is missing.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import unisono
+
+ROOMS_LEFT = {
+    "checkpoint",
+    "collectives",
+    "comm",
+    "communicator",
+    "compression",
+    "core",
+    "data",
+    "elastic",
+    "errors",
+    "gradients",
+    "interop",
+    "launcher",
+    "rpc",
+    "testing",
+    "wrappers",
+}
+
+NO_EXAMPLE: dict[str, str] = {}
+"""Public names without an example, each with the reason."""
+
+
+def modules(module: types.ModuleType, path: str, seen: set[str]) -> Iterator[tuple[types.ModuleType, str]]:
+    if module.__name__ in seen or not module.__name__.startswith("unisono"):
+        return
+    seen.add(module.__name__)
+    yield module, path
+    for name in getattr(module, "__all__", ()):
+        value = getattr(module, name)
+        if isinstance(value, types.ModuleType):
+            yield from modules(value, f"{path}.{name}", seen)
+
+
+def functions(owner: type, path: str) -> Iterator[tuple[str, Any, bool]]:
+    """Public methods and properties, with whether each is a property."""
+    for name in dir(owner):
+        value = inspect.getattr_static(owner, name)
+        function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        is_property = isinstance(function, property)
+        function = function.fget if isinstance(function, property) else function
+        if (
+            not name.startswith(("_", "test_"))
+            and inspect.isfunction(function)
+            and function.__module__.startswith("unisono")
+        ):
+            yield f"{path}.{name}", function, is_property
+
+
+def public() -> dict[str, tuple[Any, bool]]:
+    """Each public class, function, method and property by its first path, with whether it is a property."""
+    found: dict[str, tuple[Any, bool]] = {}
+    seen: set[Any] = set()
+    for module, path in modules(unisono, "un", set()):
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            if not (inspect.isclass(value) or inspect.isfunction(value)) or not value.__module__.startswith("unisono"):
+                continue
+            own = [(f"{path}.{name}", value, False)]
+            own += functions(value, f"{path}.{name}") if inspect.isclass(value) else []
+            for where, each, is_property in own:
+                if each not in seen:
+                    seen.add(each)
+                    found[where] = each, is_property
+    return found
+
+
+PUBLIC = public()
+
+
+def room(value: Any) -> str:
+    return str(value.__module__).split(".")[1]
+
+
+def sections(docstring: str) -> dict[str, str]:
+    """Text of each section of a docstring, by its title: "Args", "Returns", "Example"."""
+    parts = re.split(r"^(\w+):\s*$|^(Cost|Returns|Yields|Raises): ", docstring, flags=re.MULTILINE)
+    return {parts[n] or parts[n + 1]: parts[n + 2] for n in range(1, len(parts), 3)}
+
+
+def described(arguments: str) -> set[str]:
+    """Names in a section Args: `a, b: text`, each entry at the section's own indentation."""
+    lines = textwrap.dedent(arguments.strip("\n")).splitlines()
+    heads = [line.partition(":")[0] for line in lines if line and not line[0].isspace() and ":" in line]
+    return {name.strip("*` ") for head in heads for name in head.split(",")}
+
+
+def parameters(value: Any) -> set[str]:
+    try:
+        return set(inspect.signature(value).parameters) - {"self", "cls"}
+    except ValueError:
+        return set()
+
+
+def raises(function: Any) -> bool:
+    """Whether the function's own body has a `raise` of a new error."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError):
+        return False
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc is not None]
+    names = [ast.unparse(each.func if isinstance(each, ast.Call) else each) for each in raised]
+    return any(name not in ("NotImplementedError", "AttributeError", "StopIteration") for name in names)
+
+
+def examples() -> str:
+    """Lines of the examples in all docstrings of the modules and classes that define public names."""
+    owners = {sys.modules[value.__module__] for value, _ in PUBLIC.values()} | {value for value, _ in PUBLIC.values()}
+    docstrings = [inspect.getdoc(owner) or "" for owner in owners]
+    return "\n".join(
+        line for text in docstrings for line in text.splitlines() if line.lstrip().startswith((">>>", "..."))
+    )
+
+
+EXAMPLES = examples()
+
+
+def lacks(path: str) -> list[str]:
+    """What the docstring of a public name leaves out."""
+    value, is_property = PUBLIC[path]
+    text = inspect.getdoc(value) or ""
+    found, missing = sections(text), []
+    if not text:
+        return ["docstring"]
+    if undescribed := parameters(value) - described(found.get("Args", "")):
+        missing.append(f"Args: {', '.join(sorted(undescribed))}")
+    returned = getattr(value, "__annotations__", {}).get("return")
+    says = text.startswith(("Return ", "Yield ", "True if")) or {"Returns", "Yields"} & set(found)
+    if (
+        inspect.isfunction(value)
+        and not is_property
+        and returned not in (None, "None", "NoReturn", "Never")
+        and not says
+    ):
+        missing.append("Returns")
+    if inspect.isfunction(value) and raises(value) and "Raises" not in found:
+        missing.append("Raises")
+    shown = ">>>" in text or re.search(rf"\b{value.__name__}\b", EXAMPLES)
+    if not is_property and not shown and path not in NO_EXAMPLE:
+        missing.append("Example")
+    return missing
+
+
+@pytest.mark.parametrize("path", [path for path, (value, _) in PUBLIC.items() if room(value) not in ROOMS_LEFT])
+def test_docstring(path: str) -> None:
+    assert not lacks(path)
+
+
+def test_exceptions_are_needed() -> None:
+    assert [path for path in NO_EXAMPLE if path not in PUBLIC or ">>>" in (inspect.getdoc(PUBLIC[path][0]) or "")] == []
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:]
+    faults = {path: lacks(path) for path in PUBLIC if not wanted or room(PUBLIC[path][0]) in wanted}
+    faults = {path: missing for path, missing in faults.items() if missing}
+    for path, missing in faults.items():
+        value = PUBLIC[path][0]
+        print(f"{value.__module__}: {path}: {'; '.join(missing)}")
+    print(len(faults), "of", len(PUBLIC))

@@ -7,6 +7,7 @@ Public is what `__all__` of `unisono` and of its public modules leads to, with t
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import sys
@@ -94,7 +95,7 @@ def room(value: Any) -> str:
 
 def sections(docstring: str) -> dict[str, str]:
     """Text of each section of a docstring, by its title: "Args", "Returns", "Example"."""
-    parts = re.split(r"^(\w+):\s*$|^(Cost|Returns|Yields|Raises): ", docstring, flags=re.MULTILINE)
+    parts = re.split(r"^(\w+):\s*$|^(Balance|Cost|Method|Returns|Yields|Raises): ", docstring, flags=re.MULTILINE)
     return {parts[n] or parts[n + 1]: parts[n + 2] for n in range(1, len(parts), 3)}
 
 
@@ -105,7 +106,18 @@ def described(arguments: str) -> set[str]:
     return {name.strip("*` ") for head in heads for name in head.split(",")}
 
 
+def docstring(value: Any) -> str:
+    """Docstring of a class, function or method, inherited ones included.
+
+    `inspect.getdoc` alone finds an inherited docstring of a class method only when it is bound.
+    """
+    owner = getattr(sys.modules[value.__module__], value.__qualname__.rpartition(".")[0], None)
+    return inspect.getdoc(value if owner is None else getattr(owner, value.__name__)) or ""
+
+
 def parameters(value: Any) -> set[str]:
+    if getattr(value, "_is_protocol", False):
+        return set()
     try:
         return set(inspect.signature(value).parameters) - {"self", "cls"}
     except ValueError:
@@ -138,11 +150,13 @@ EXAMPLES = examples()
 def lacks(path: str) -> list[str]:
     """What the docstring of a public name leaves out."""
     value, is_property = PUBLIC[path]
-    text = inspect.getdoc(value) or ""
+    text = docstring(value)
     found, missing = sections(text), []
     if not text:
         return ["docstring"]
-    if undescribed := parameters(value) - described(found.get("Args", "")):
+    # A dataclass describes its parameters once, as attributes.
+    arguments = found.get("Args", "") or (found.get("Attributes", "") if dataclasses.is_dataclass(value) else "")
+    if undescribed := parameters(value) - described(arguments):
         missing.append(f"Args: {', '.join(sorted(undescribed))}")
     returned = getattr(value, "__annotations__", {}).get("return")
     says = text.startswith(("Return ", "Yield ", "True if")) or {"Returns", "Yields"} & set(found)

@@ -27,7 +27,6 @@ ROOMS_LEFT = {
     "communicator",
     "compression",
     "core",
-    "data",
     "elastic",
     "errors",
     "gradients",

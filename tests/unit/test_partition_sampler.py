@@ -116,7 +116,7 @@ def test_set_epoch_is_no_cause_for_a_warning() -> None:
         ({"num_replicas": 2, "rank": 2}, ValueError, "rank 2 is none of 2 ranks"),
         ({"comm": SimpleNamespace(rank=0, size=1), "rank": 0}, ValueError, "not both"),
         ({"comm": object()}, TypeError, "must have a rank and a size"),
-        ({"comm": 4}, TypeError, "given by name"),
+        ({"comm": 4}, TypeError, "a int has not.*num_replicas="),
         ({"seed": -1}, ValueError, "seed must be 0 or more"),
         ({"drop_last": True, "padding": True}, ValueError, "exclude each other"),
         ({"partition": "nice"}, ValueError, "unknown partitioner 'nice'; known: balanced"),

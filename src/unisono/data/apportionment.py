@@ -23,10 +23,14 @@ def fractions_of(weights: Sequence[float], name: str = "weights") -> list[float]
 
 
 def apportion(count: int, sizes: Sequence[float]) -> list[int]:
-    """Whole numbers that sum to `count`, each less than one away from its fraction (largest remainder).
+    """Return whole numbers that sum to `count`, each less than one away from its fraction.
 
-    What rounding down leaves goes where it cut off most, among equals to the first. Use it for the batch sizes
-    of ranks of different speed, too.
+    Hamilton's method (largest remainder): the units that rounding down leaves go to the fractions that it cut most,
+    among equals to the first. Use it for the batch sizes of ranks of different speed, too.
+
+    Args:
+        count: The whole, such as a number of samples; 0 or more.
+        sizes: Fractions from 0 to 1. They sum to 1, give or take 1e-9 for each.
 
     Raises:
         ValueError: `sizes` do not sum to 1, or one is negative or no number.

@@ -20,8 +20,8 @@ class AssignmentPartitioner(Partitioner):
     every rank while it divides, and 8 after.
 
     Args:
-        known: For each sample what is known of it; one-dimensional. Says how many samples there must be.
-        name: What that is called in messages.
+        known: One value for each sample of the dataset; one-dimensional, on the CPU.
+        name: Name of these values in error texts.
     """
 
     def __init__(self, known: torch.Tensor, name: str) -> None:
@@ -29,10 +29,22 @@ class AssignmentPartitioner(Partitioner):
 
     @abstractmethod
     def assign(self, samples: torch.Tensor, shares: Sequence[float], seed: int) -> torch.Tensor:
-        """Return the part number of each of these samples, which ascend; int64."""
+        """Return the part number of each sample: int64, one-dimensional.
+
+        Args:
+            samples: Dataset indices, ascending: int64, one-dimensional, on the CPU.
+            shares, seed: As in `divide`.
+
+        Raises:
+            ValueError: The partitioner cannot make these shares: `balanced` with "same_count" needs equal ones.
+
+        Example:
+            >>> un.data.grouped(["ann", "bob", "ann"]).assign(torch.tensor([0, 1, 2]), [0.5, 0.5], seed=0)
+            tensor([0, 1, 0])
+        """
 
     def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
-        ascending, places = self.known_samples(samples).sort()
+        ascending, places = self._known_samples(samples).sort()
         owners = torch.empty_like(places)
         owners[places] = self.assign(ascending, shares, seed)
         return list(pieces_of(owners, len(shares)))
@@ -42,8 +54,8 @@ class AssignmentPartitioner(Partitioner):
             raise ValueError(f"there are {len(self._known)} {self._name} for {count} samples; give one for each")
         return super().order(count, shuffle, seed, epoch, shares)
 
-    def known_samples(self, samples: Indices) -> torch.Tensor:
-        """The samples as numbers. Raises `ValueError` for one of which nothing is known."""
+    def _known_samples(self, samples: Indices) -> torch.Tensor:
+        """Return the dataset indices of these samples; raise `ValueError` if one has no known value."""
         found = samples.all()
         if len(found) and int(found.max()) >= len(self._known):
             raise ValueError(f"there are {len(self._known)} {self._name}, but a sample {int(found.max())}")

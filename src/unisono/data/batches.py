@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 
 from unisono.data.partitioner import Partitioner
 from unisono.data.rank_info import ranks_of
+from unisono.data.resume_state import gather_states
 from unisono.data.sampler import PartitionSampler
 from unisono.data.stateful_iterator import StatefulIterator
 
@@ -18,24 +19,29 @@ __all__ = ["GlobalBatchSampler"]
 
 
 class GlobalBatchSampler(Sampler[list[Any]]):
-    """Cuts an epoch into batches first, and each batch into parts of the ranks: for `DataLoader(batch_sampler=...)`.
+    """Sampler that cuts an epoch into batches, and each batch into the ranks' parts: `DataLoader(batch_sampler=...)`.
 
-    All ranks make equally many steps, and step s is made of the same samples on any number of ranks, also after a
-    job goes on with another number. So training is the same but for rounding, if the mean is one over samples:
-    `averager.weight(len(batch))`, or a loss that is divided by the whole batch.
+    All ranks make equally many steps, and step s uses the same samples on any number of ranks, also after a job
+    resumes with another number. So training is the same but for rounding, if means are over samples:
+    `averager.weight(len(batch))`, or a loss that is divided by the size of the whole batch.
 
     Args:
         dataset: Anything with a length.
         batch_size: Samples of one step, of all ranks together.
         comm, num_replicas, rank: As for `PartitionSampler`.
-        partition: One that deals in turns: "shuffled", "strided", or a sampler in `un.data.sampled`.
+        partition: A partitioner that deals in turns: "shuffled", "strided", or a sampler in `un.data.sampled`.
         shuffle, seed: As for `PartitionSampler`.
         drop_last: Leave out a last batch that is shorter.
-        allow_empty_batches: Your loop copes with empty lists, which some ranks get if the last batch is shorter than
-            there are ranks.
+        allow_empty_batches: Give some ranks an empty list if the last batch has fewer samples than there are ranks.
+
+    Attributes:
+        batch_size, drop_last: As given.
+        rank, num_replicas: This rank, and the number of ranks; `rebuild` changes them.
 
     Raises:
-        ValueError: A last batch would leave ranks without a sample, and `allow_empty_batches` was not said.
+        TypeError: As `PartitionSampler`.
+        ValueError: A last batch would leave ranks without a sample, without `allow_empty_batches`; the partitioner
+            does not deal in turns; `batch_size` is less than 1; or as `PartitionSampler`.
 
     Cost: 20 ns for each sample of the whole batch.
 
@@ -43,6 +49,12 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         >>> options = {"batch_size": 4, "num_replicas": 2, "shuffle": False}
         >>> [list(un.data.GlobalBatchSampler(range(10), rank=r, **options)) for r in range(2)]
         [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
+        >>> batches = un.data.GlobalBatchSampler(range(10), rank=0, **options)
+        >>> batches.advance(2)
+        >>> resumed = un.data.GlobalBatchSampler(range(10), batch_size=4, shuffle=False, num_replicas=1, rank=0)
+        >>> resumed.load_state_dict(batches.state_dict())
+        >>> list(resumed)
+        [[8, 9]]
     """
 
     def __init__(
@@ -75,19 +87,30 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return self._whole.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch; see `PartitionSampler.set_epoch`."""
+        """Begin another epoch.
+
+        Args:
+            epoch: As in `PartitionSampler.set_epoch`.
+        """
         self._whole.set_epoch(epoch)
 
     def __iter__(self) -> _Steps:
         return _Steps(self, iter(self._whole))
 
     def __len__(self) -> int:
-        """Steps of this epoch; since the state was loaded, if one was."""
+        """Return the number of steps in this epoch, or since a state was loaded."""
         count = len(self._whole)
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 
     def advance(self, steps: int = 1) -> None:
-        """The job has made so many steps. Not needed with torchdata's StatefulDataLoader."""
+        """Commit the job's next steps. Not needed with torchdata's StatefulDataLoader.
+
+        Args:
+            steps: Steps made since the last call, at most as many as are left.
+
+        Raises:
+            ValueError: `steps` is negative, or more than are left of this epoch.
+        """
         left, steps = self._whole.remaining, operator.index(steps)
         if not 0 <= steps <= -(-left // self.batch_size):
             raise ValueError(f"{steps} steps cannot have been made: {left} samples are left of epoch {self.epoch}")
@@ -98,16 +121,28 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return self._whole.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on where a job stopped, on any number of ranks; see `PartitionSampler.load_state_dict`."""
+        """Resume where a job stopped, on any number of ranks.
+
+        Args:
+            state: A state of any rank, or a list of states of ranks at the same step.
+
+        Raises:
+            ValueError: The state is of another dataset, partitioner, order or format.
+        """
         self._whole.load_state_dict(state)
 
     def rebuild(self, comm: Any, *, like: int | None = None) -> None:
-        """Follow to a communicator of other ranks. Collective over it; newcomers call it too.
+        """Move to a communicator of other ranks. Collective over it; newcomers call it too.
 
-        Ranks agree on the step from which they go on: that of rank `like`, or the furthest.
+        Args:
+            comm: The new communicator; its `all_gather_object` exchanges the ranks' states.
+            like: A rank of it, from whose step all ranks resume; None for the furthest step of any rank.
+
+        Raises:
+            ValueError: The last batch has fewer samples than there are new ranks, without `allow_empty_batches`; or
+                the ranks' samplers differ.
         """
-        exchange = getattr(comm, "all_gather_object", None)
-        states = [self.state_dict()] if exchange is None else exchange(self.state_dict())
+        states = gather_states(comm, self.state_dict())
         rank, size = ranks_of(comm)
         self._check(size)
         chosen = states[like] if like is not None else max(states, key=_progress)

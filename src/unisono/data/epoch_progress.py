@@ -9,7 +9,22 @@ from typing import Any
 
 from unisono.data.indices import Indices
 
-__all__ = ["EpochProgress", "unchanged_on_error"]
+__all__ = ["EpochProgress", "EpochWarning", "unchanged_on_error"]
+
+
+class EpochWarning(UserWarning):
+    """Warning that an epoch was restarted without `set_epoch`: its samples have the same order as before.
+
+    Example:
+        >>> import warnings
+        >>> sampler = un.data.PartitionSampler(range(2))
+        >>> for _ in sampler:
+        ...     sampler.advance(1)
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     first = next(iter(sampler))
+        >>> caught[0].category is un.data.EpochWarning
+        True
+    """
 
 
 @dataclass(eq=False)

@@ -33,18 +33,44 @@ class Indices(ABC):
 
     @abstractmethod
     def take(self, places: torch.Tensor) -> torch.Tensor:
-        """The samples at these places: both are int64, one-dimensional, on the CPU. Places are not checked."""
+        """Return the samples at these places, as numbers: int64, one-dimensional, on the CPU.
+
+        Args:
+            places: Positions in this sequence, from 0 to its length - 1: of the same kind. Not checked.
+        """
 
     def values(self, places: torch.Tensor) -> list[Any]:
-        """Return the samples at these places, as dataset indices."""
+        """Return the samples at these places, as dataset indices.
+
+        Args:
+            places: As in `take`.
+
+        Example:
+            >>> un.data.IndexShuffle(1).values(torch.tensor([0, 0]))
+            [0, 0]
+        """
         return self.take(places).tolist()
 
     def all(self) -> torch.Tensor:
-        """Everything, in memory: 8 bytes a sample."""
+        """Return all samples, as `take` does. Memory: 8 bytes a sample.
+
+        Example:
+            >>> un.data.IndexShuffle(5).all().sort().values
+            tensor([0, 1, 2, 3, 4])
+        """
         return self.take(torch.arange(len(self), device="cpu"))
 
     def at(self, place: int) -> Any:
-        """Return the dataset index at one place, without a range check."""
+        """Return the dataset index at one place.
+
+        Args:
+            place: From 0 to the length - 1. Not checked; indexing by `[]` checks it.
+
+        Example:
+            >>> shuffle = un.data.IndexShuffle(5, seed=1)
+            >>> shuffle.at(4) == shuffle[-1]
+            True
+        """
         return self.values(torch.tensor([place], device="cpu"))[0]
 
     def __getitem__(self, place: int) -> Any:

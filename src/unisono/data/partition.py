@@ -39,7 +39,8 @@ class Partition(Dataset[T_co]):
 
     Raises:
         IndexError: On indexing past either end.
-        TypeError: `indices` are no whole numbers, but a mask, say.
+        TypeError: `indices` are not whole numbers, but a mask, say.
+        ValueError: `indices` are not one-dimensional.
 
     Example:
         >>> part = Partition("abcdef", [5, 0, 2])
@@ -77,7 +78,7 @@ class Partition(Dataset[T_co]):
 
 
 class DataPartitioner(Generic[T_co]):
-    """Puts every sample of a dataset into exactly one part, whatever the fractions.
+    """Division of a dataset into parts that lose no sample: each is in exactly one part, whatever the fractions.
 
     The same number of samples, `sizes` and `seed` give the same parts on every rank and platform.
     The global random generators are neither read nor changed. Costs 8 bytes and one sort key a sample.
@@ -87,17 +88,18 @@ class DataPartitioner(Generic[T_co]):
         sizes: The fraction of each part; they sum to 1. Every part is less than one sample away from
             its fraction: what rounding down leaves goes where it cut off most, among equals to the first.
         seed: A whole number, 0 or more.
-        partition: A partitioner or its name (see `un.data.PARTITIONERS`), with its own statement of balance. None
-            is a shuffle of whatever fits into memory.
-        shuffle: Whether the order is shuffled; None is as the partitioner does by itself.
+        partition: A partitioner or its name (see `un.data.PARTITIONERS`), with its own guarantee of balance. None
+            for a random permutation that is kept in memory.
+        shuffle: Whether the order is shuffled; None for the partitioner's default.
 
     Attributes:
         data: As given.
         partitions: For each part a one-dimensional int64 tensor of the samples' indices.
 
     Raises:
-        ValueError: `sizes` do not sum to 1, or one is negative or no number; `seed` is negative.
-        TypeError: `data` has no length, or `seed` is no whole number.
+        ValueError: `sizes` do not sum to 1, or one is negative or no number; `seed` is negative; the partitioner is
+            unknown, or does not fit the data.
+        TypeError: `data` has no length, `seed` is not a whole number, or `partition` is not a partitioner.
 
     Example:
         >>> partitioner = DataPartitioner(range(10, 20), sizes=[1 / 3, 1 / 3, 1 / 3])
@@ -144,7 +146,14 @@ class DataPartitioner(Generic[T_co]):
         return (self.use(rank) for rank in range(len(self)))
 
     def use(self, rank: int) -> Partition[T_co]:
-        """The part of this rank. Raises `ValueError` if there is none."""
+        """Return the part of this rank.
+
+        Args:
+            rank: From 0 to the number of `sizes` - 1.
+
+        Raises:
+            ValueError: There is no such part.
+        """
         if not 0 <= rank < len(self.partitions):
             raise ValueError(f"rank {rank} has no part: sizes name {len(self.partitions)}, for ranks from 0 on")
         return Partition(self.data, self.partitions[rank])

@@ -45,7 +45,8 @@ class Partitioner(ABC):
     """Stateless assignment of an epoch's samples to parts: the same arguments give the same parts everywhere.
 
     Every sample belongs to exactly one part. `unisono.testing.partitioners` checks this, and the bounds that a
-    partitioner states, for every partitioner with a name.
+    partitioner states, for every partitioner with a name. A subclass implements `divide`, and overrides other
+    methods where it differs.
 
     Attributes:
         shuffles: Whether an epoch is shuffled by default.
@@ -53,6 +54,14 @@ class Partitioner(ABC):
             samples used by all parts together are a prefix of the order. The global order then does not depend on
             the number of parts.
         in_step: Whether parts may be expected to be used at the same pace.
+
+    Example:
+        >>> class Reversed(un.data.Partitioner):
+        ...     shuffles = False
+        ...     def divide(self, samples, shares, seed):
+        ...         return un.data.contiguous().divide(samples, shares[::-1], seed)[::-1]
+        >>> [list(part) for part in un.data.DataPartitioner(range(5), [0.6, 0.4], partition=Reversed())]
+        [[2, 3, 4], [0, 1]]
     """
 
     shuffles: ClassVar[bool] = True
@@ -61,11 +70,38 @@ class Partitioner(ABC):
 
     @classmethod
     def of(cls, dataset: Any) -> Self:
-        """Return a partitioner for a dataset, which supplies what the partitioner needs beyond a length."""
+        """Return a partitioner for a dataset, which supplies what the partitioner needs beyond a length.
+
+        Args:
+            dataset: Anything with a length. Its attribute `costs` or `lengths` is read for "balanced", `targets` or
+                `labels` for "dirichlet" and "stratified", `groups` for "grouped"; of a `Subset`, that of its dataset.
+
+        Raises:
+            ValueError: The dataset has none of the attributes that are needed.
+
+        Example:
+            >>> un.data.PARTITIONERS["strided"].of(range(10)).fingerprint()
+            'Strided'
+        """
         return cls()
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
-        """Return the samples in the order of an epoch that begins with these parts."""
+        """Return the samples in the order of an epoch that begins with these parts.
+
+        Args:
+            count: Number of samples in the dataset.
+            shuffle: Whether the order is drawn from `seed` and `epoch`; else it is the dataset's.
+            seed, epoch: Whole numbers, 0 or more.
+            shares: The fraction of each part; "contiguous" shuffles inside the parts only.
+
+        Raises:
+            ValueError: There are not as many labels, groups or costs as samples, or weights as parts; or `shuffle`
+                is set for "sampled", whose sampler defines the order.
+
+        Example:
+            >>> list(un.data.strided().order(4, shuffle=False, seed=0, epoch=0, shares=[1.0]))
+            [0, 1, 2, 3]
+        """
         return IndexShuffle(count, seed, epoch) if shuffle else Counted(count)
 
     @abstractmethod
@@ -75,27 +111,69 @@ class Partitioner(ABC):
         Args:
             samples: All of an epoch, or what is left of it.
             shares: The fraction of each part, as checked by `apportion`.
-            seed: For what is left to chance. Parts do not depend on the epoch, unless its order makes them.
+            seed: For random choices. Parts do not depend on the epoch, unless its order makes them.
+
+        Raises:
+            ValueError: A sample has no known label, group or cost, or the partitioner cannot make these shares.
+
+        Example:
+            >>> un.data.strided().divide(range(5), [0.5, 0.5], seed=0)
+            [range(0, 5, 2), range(1, 5, 2)]
         """
 
     def bounds(self, samples: Indices, shares: Sequence[float]) -> list[Bound]:
-        """Return the bounds of the parts of `samples`: each is less than one sample away from its share."""
+        """Return the guaranteed bounds of the parts of `samples`; by default less than one sample from each share.
+
+        Args:
+            samples, shares: As in `divide`.
+
+        Example:
+            >>> bound = un.data.strided().bounds(range(5), [0.6, 0.4])[0]
+            >>> bound.what, [round(load) for load in bound.least], [round(load) for load in bound.most]
+            ('samples', [2, 1], [4, 3])
+        """
         return [Bound.around("samples", len, len(samples), shares, 1)]
 
     def together(self, samples: torch.Tensor) -> torch.Tensor | None:
-        """Return a number for each sample; samples of one number are never in two parts. None: no guarantee."""
+        """Return a number for each sample; samples of one number are never in two parts. None: no guarantee.
+
+        Args:
+            samples: Dataset indices: int64, one-dimensional, on the CPU.
+
+        Example:
+            >>> un.data.grouped(["ann", "bob", "ann"]).together(torch.tensor([0, 2]))
+            tensor([0, 0])
+        """
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return what may differ when a job resumes with another number of parts: plain values for `replaced`."""
+        """Return the settings that may differ when a job resumes with another number of parts, as plain values.
+
+        Example:
+            >>> un.data.weighted([3, 1]).settings()
+            {'weights': [3.0, 1.0]}
+        """
         return {}
 
     def replaced(self, settings: dict[str, Any]) -> Partitioner:
-        """Return this partitioner with earlier settings."""
+        """Return this partitioner with the settings of an earlier phase.
+
+        Args:
+            settings: A result of `settings` of a partitioner of the same class.
+
+        Example:
+            >>> un.data.weighted([3, 1]).replaced({"weights": [1.0, 1.0]}).settings()
+            {'weights': [1.0, 1.0]}
+        """
         return self
 
     def fingerprint(self) -> str:
-        """Return a digest that is equal for partitioners that deal alike, and otherwise different up to collisions."""
+        """Return a digest that is equal for partitioners that deal alike, and otherwise different up to collisions.
+
+        Example:
+            >>> un.data.strided().fingerprint(), un.data.strided().fingerprint() == un.data.shuffled().fingerprint()
+            ('Strided', False)
+        """
         return type(self).__name__
 
 

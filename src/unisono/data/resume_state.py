@@ -7,7 +7,7 @@ from typing import Any
 
 from unisono.data.resharding import ShardingPhase
 
-__all__ = ["FORMAT", "check_states", "counts_of", "phases_of"]
+__all__ = ["FORMAT", "check_states", "counts_of", "gather_states", "phases_of"]
 
 FORMAT = 1
 
@@ -36,6 +36,12 @@ def check_states(states: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> di
         if first[key] != value:
             raise ValueError(f"the state is of another sampler: it has {key}={first[key]!r}, and this one {value!r}")
     return first
+
+
+def gather_states(comm: Any, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the states of all ranks of `comm`; only this rank's, if it cannot exchange objects."""
+    exchange = getattr(comm, "all_gather_object", None)
+    return [state] if exchange is None else list(exchange(state))
 
 
 def phases_of(state: dict[str, Any]) -> list[ShardingPhase]:

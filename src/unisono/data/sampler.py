@@ -10,18 +10,14 @@ from typing import Any
 from torch.utils.data import IterableDataset, Sampler
 
 from unisono.data.apportionment import equal_shares
-from unisono.data.epoch_progress import EpochProgress, unchanged_on_error
+from unisono.data.epoch_progress import EpochProgress, EpochWarning, unchanged_on_error
 from unisono.data.partitioner import Partitioner, resolve
 from unisono.data.rank_info import ranks_of
 from unisono.data.resharding import Evening, Resharding, ShardingPhase, added, deal
-from unisono.data.resume_state import FORMAT, check_states, counts_of, phases_of
+from unisono.data.resume_state import FORMAT, check_states, counts_of, gather_states, phases_of
 from unisono.data.stateful_iterator import Source, StatefulIterator, walk
 
-__all__ = ["EpochWarning", "PartitionSampler"]
-
-
-class EpochWarning(UserWarning):
-    """Warning that an epoch was restarted without `set_epoch`: its samples have the same order as before."""
+__all__ = ["PartitionSampler"]
 
 
 class PartitionSampler(Sampler[Any]):
@@ -35,8 +31,7 @@ class PartitionSampler(Sampler[Any]):
     Args:
         dataset: Anything with a length.
         comm: Any object with a `rank` and a `size`. Queried once, and not kept.
-        num_replicas, rank: Both instead of `comm`. With none of the three: torch's default group, if there is one, else
-            a world of one.
+        num_replicas, rank: Both instead of `comm`. With none of the three: torch's default group, else one rank.
         partition: A partitioner or its name; see `un.data.PARTITIONERS`.
         shuffle: Whether each epoch has another order; None for the partitioner's default.
         seed: The same on all ranks.
@@ -45,19 +40,20 @@ class PartitionSampler(Sampler[Any]):
 
     Attributes:
         epoch: As set by `set_epoch`; initially 0.
+        rule: The partitioner. Other attributes are named as the arguments.
 
     Raises:
         TypeError: The dataset has no length (see `StreamPartition`), or `comm` no rank and size.
-        ValueError: Arguments contradict each other.
+        ValueError: Arguments contradict each other, `seed` is negative, or the partitioner is unknown.
 
-    Cost: 20 ns per index. Memory, for the partitioners "shuffled", "strided" and "contiguous": less than a MiB for
-    any dataset length; for others, see their documentation.
+    Cost: 20 ns per index. Memory: the partitioner's; less than a MiB for the default, at any dataset length.
 
     Example:
         >>> ranks = [un.data.PartitionSampler(range(10), num_replicas=3, rank=rank) for rank in range(3)]
         >>> [len(sampler) for sampler in ranks], sorted(sum(map(list, ranks), []))
         ([4, 3, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
         >>> for sampler in ranks:
+        ...     sampler.set_epoch(1)
         ...     sampler.advance(2)
         >>> state = ranks[0].state_dict()
         >>> pair = [un.data.PartitionSampler(range(10), num_replicas=2, rank=rank) for rank in range(2)]
@@ -80,8 +76,6 @@ class PartitionSampler(Sampler[Any]):
         drop_last: bool = False,
         padding: bool = False,
     ) -> None:
-        if isinstance(comm, int):
-            raise TypeError("comm must have a rank and a size; num_replicas and rank are given by name")
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise TypeError(f"a {type(dataset).__name__} has no places: use un.data.StreamPartition for streams")
         if drop_last and padding:
@@ -99,7 +93,6 @@ class PartitionSampler(Sampler[Any]):
         self._asked: int | None = None
         self._warned = False
 
-    # -- as torch's ----------------------------------------------------------------------------
     def __iter__(self) -> StatefulIterator:
         """Iterate over this rank's uncommitted samples of this epoch, or over all of them if the epoch was complete.
 
@@ -110,9 +103,8 @@ class PartitionSampler(Sampler[Any]):
         through = again or (current.complete and current.taken > current.start)
         if (through or current.ended) and self.shuffle and self._asked is None and not self._warned:
             self._warned = True
-            what = (
-                "begins again, in the same order" if through else f"goes on with {self.remaining} samples not committed"
-            )
+            left = f"goes on with {self.remaining} samples not committed"
+            what = "begins again, in the same order" if through else left
             text = f"epoch {self.epoch} {what}: call set_epoch(epoch) before each epoch"
             warnings.warn(text, EpochWarning, stacklevel=2)
         if through:
@@ -127,7 +119,14 @@ class PartitionSampler(Sampler[Any]):
         return len(current.indices) - current.start
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch. Call it before each; with the current one nothing changes, so resuming is safe."""
+        """Begin another epoch. Call it before each; nothing changes if it is the current one, so resuming is safe.
+
+        Args:
+            epoch: A whole number, 0 or more. The order of a shuffled epoch depends on it and `seed`.
+
+        Raises:
+            ValueError: `epoch` is negative.
+        """
         number = operator.index(epoch)
         if number < 0:
             raise ValueError(f"epoch must be 0 or more, but is {epoch}")
@@ -137,7 +136,7 @@ class PartitionSampler(Sampler[Any]):
 
     @property
     def num_samples(self) -> int:
-        """The same as `len`."""
+        """The length, by the name that torch's `DistributedSampler` has for it."""
         return len(self)
 
     @property
@@ -151,9 +150,15 @@ class PartitionSampler(Sampler[Any]):
         """Number of samples of all ranks together, counted as `len` does for one rank."""
         return sum(self._dealt(self._phases, self.num_replicas).lengths)
 
-    # -- progress ------------------------------------------------------------------------------
     def advance(self, count: int) -> None:
-        """This rank has trained on its next `count` samples. Not needed with torchdata's StatefulDataLoader."""
+        """Commit this rank's next samples. Not needed with torchdata's StatefulDataLoader.
+
+        Args:
+            count: Samples trained on since the last call, at most `remaining`.
+
+        Raises:
+            ValueError: `count` is negative, or more than `remaining`.
+        """
         current, count = self._now(), operator.index(count)
         if not 0 <= count <= self.remaining:
             raise ValueError(
@@ -167,18 +172,18 @@ class PartitionSampler(Sampler[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's progress: plain numbers, strings, lists and dicts."""
         current = self._now()
-        return self.walk_state(current, current.taken, current.through)
+        return self._walk_state(current, current.taken, current.through)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on where a job stopped, on any number of ranks. Every rank calls it, of the same state or its own.
+        """Resume where a job stopped, on any number of ranks. Every rank calls it, with the same state or its own.
 
         Args:
-            state: Of one rank, which then speaks for all: they have kept step. Or a list of the states of all ranks,
-                which may have come unequally far.
+            state: State of one rank, valid for all if they have kept step. Or a list of the states of all ranks,
+                which may have made unequal progress.
 
         Raises:
-            ValueError: The state is of another dataset or partitioner, or one rank cannot speak for all: parts are
-                unequal, or it was through its part, with loader workers, while others may have had a sample more.
+            ValueError: The state is of another dataset or partitioner, or the other ranks' progress cannot be inferred
+                from it: parts are unequal, or with loader workers others may have had a sample more.
         """
         states = [state] if isinstance(state, dict) else list(state)
         if not states:
@@ -191,16 +196,14 @@ class PartitionSampler(Sampler[Any]):
         self.epoch, self.seed = common["epoch"], common["seed"]
         self._phases, self._pass = phases_of(common), None
         own = next((each for each in states if each["rank"] == self.rank), None)
-        same = common["parts"] == self.num_replicas and common["settings"] == self.rule.settings()
-        if same and own is not None and self.num_replicas > 1:
+        same = common["parts"] == self.num_replicas > 1 and common["settings"] == self.rule.settings()
+        if same and own is not None:
             # The progress of the other ranks is not needed.
             self._go_to(int(own["taken"]))
-            return
-        counts = self._counts(states, common)
-        if same and self.num_replicas > 1:
-            self._go_to(counts[self.rank])
+        elif same:
+            self._go_to(self._counts(states, common)[self.rank])
         else:
-            self._close(common, counts)
+            self._close(common, self._counts(states, common))
 
     def rebuild(self, comm: Any, *, like: int | None = None, states: Sequence[dict[str, Any]] | None = None) -> None:
         """Move to a communicator of other ranks, and deal this epoch's uncommitted samples to them.
@@ -212,10 +215,11 @@ class PartitionSampler(Sampler[Any]):
             comm: The new communicator.
             like: A rank of it: all ranks are assumed to be as far as it. Broadcast its model to all afterwards.
             states: States of its ranks, in order; None: they are exchanged by `comm.all_gather_object`.
+
+        Raises:
+            ValueError: The ranks' samplers differ.
         """
-        if states is None:
-            exchange = getattr(comm, "all_gather_object", None)
-            states = [self.state_dict()] if exchange is None else exchange(self.state_dict())
+        states = gather_states(comm, self.state_dict()) if states is None else states
         rank, size = ranks_of(comm)
         known = states if like is None else [states[like]]
         latest = max(state["epoch"] for state in known)
@@ -229,7 +233,6 @@ class PartitionSampler(Sampler[Any]):
                 self._close(common, self._counts(old, common, lost=True))
             self._now()
 
-    # -- inside --------------------------------------------------------------------------------
     def _identity(self) -> dict[str, Any]:
         return {"samples": len(self.dataset), "partition": self.rule.fingerprint(), "shuffle": self.shuffle}
 
@@ -278,13 +281,13 @@ class PartitionSampler(Sampler[Any]):
             raise ValueError(f"the state says {taken} samples of this rank's {len(current.indices)}")
         current.start = current.taken = taken
 
-    def walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
+    def _walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
         """Return the state of a walk when `given` samples of its pass are committed."""
         through = through and given == len(token.indices)
         begun = token.begun or given > 0 or bool(token.state["phases"])
         return {**token.state, "taken": given, "through": through, "begun": begun}
 
-    def load_walk(self, state: dict[str, Any]) -> tuple[Source, EpochProgress]:
+    def _load_walk(self, state: dict[str, Any]) -> tuple[Source, EpochProgress]:
         """Load the state of a walk, and return where to resume. A loader that was complete starts over next."""
         asked = self._asked
         self.load_state_dict(state)

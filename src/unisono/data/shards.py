@@ -22,7 +22,25 @@ _Job = tuple[int, int]  # A shard's number, and how many of its samples to pass 
 
 
 def read_lines(url: str) -> Iterator[str]:
-    """The lines of a text file, without their ends. What has a scheme (`s3://`, `https://`) is opened by fsspec."""
+    r"""Yield the lines of a text file (UTF-8), without their ends. The file is opened at the first line.
+
+    Args:
+        url: A local path; or a URL with a scheme (`s3://`, `https://`), which fsspec opens.
+
+    Yields: Each line, as text.
+
+    Raises:
+        UnavailableError: A URL, and fsspec is not installed.
+        OSError: The file cannot be opened.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import mkdtemp
+        >>> path = Path(mkdtemp()) / "shard.txt"
+        >>> _ = path.write_text("a line\nand another\n")
+        >>> list(un.data.read_lines(str(path)))
+        ['a line', 'and another']
+    """
     if "://" not in url:
         with open(url, encoding="utf-8") as file:  # noqa: PTH123 - it may be any path-like text
             yield from (line.rstrip("\n") for line in file)
@@ -52,6 +70,13 @@ class ShardPartition(IterableDataset[T_co]):
         shuffle: Whether shards have another order each epoch. Samples stay in the order of their shard.
         seed: The same on all ranks.
 
+    Attributes:
+        epoch: As set by `set_epoch`; initially 0.
+        rank, num_replicas: This rank, and the number of ranks.
+
+    Raises:
+        TypeError, ValueError: As `PartitionSampler`, for the ranks, and for the seed if shards are shuffled.
+
     Balance: numbers of shards differ by at most one; numbers of samples, by the size of a shard.
 
     Example:
@@ -59,6 +84,13 @@ class ShardPartition(IterableDataset[T_co]):
         >>> ranks = [un.data.ShardPartition(list(files), files.get, num_replicas=2, rank=r) for r in range(2)]
         >>> sorted(sample for rank in ranks for sample in rank)
         [1, 2, 3, 4, 5, 6]
+        >>> alone = un.data.ShardPartition(list(files), files.get, shuffle=False)
+        >>> len(list(alone)), alone.advance(4)
+        (6, None)
+        >>> resumed = un.data.ShardPartition(list(files), files.get, shuffle=False)
+        >>> resumed.load_state_dict(alone.state_dict())
+        >>> list(resumed)
+        [5, 6]
     """
 
     def __init__(
@@ -87,7 +119,11 @@ class ShardPartition(IterableDataset[T_co]):
         return self._passes.begin(bool(self._done or self._skip or self._resumed)) or _Reader(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch; nothing changes if it is the current one."""
+        """Begin another epoch; nothing changes if it is the current one.
+
+        Args:
+            epoch: A whole number, 0 or more.
+        """
         if operator.index(epoch) != self.epoch:
             self._begin(operator.index(epoch))
 
@@ -95,6 +131,12 @@ class ShardPartition(IterableDataset[T_co]):
         """Commit this rank's next `count` samples, of a loader without workers. The next iteration resumes there.
 
         With workers, let torchdata's StatefulDataLoader keep the state: only workers know where a shard ended.
+
+        Args:
+            count: Samples trained on since the last call.
+
+        Raises:
+            ValueError: `count` is negative, or this process has not read so many samples.
         """
         left, done, skip = operator.index(count), self._done, self._skip
         if left < 0:
@@ -120,10 +162,14 @@ class ShardPartition(IterableDataset[T_co]):
         return {**whole, **own}
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on where a job stopped.
+        """Resume where a job stopped.
 
         Args:
             state: This rank's, on as many ranks as before; or a list of all ranks' states, on any number.
+
+        Raises:
+            ValueError: The states are of another job, of different times, or of another number of shards; or the
+                number of ranks has changed, and a rank's state is missing.
         """
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "seed", "shards", "jobs", "parts")
@@ -147,7 +193,7 @@ class ShardPartition(IterableDataset[T_co]):
         else:
             self._close([(told[rank]["done"], told[rank]["skip"]) for rank in range(first["parts"])])
 
-    def jobs(self, worker: int, workers: int) -> list[_Job]:
+    def _jobs_of(self, worker: int, workers: int) -> list[_Job]:
         """Return what one worker of this rank reads: shards, and how many samples of each to skip."""
         mine = self._jobs[self.rank :: self.num_replicas][self._done :]
         if mine and self._skip:
@@ -177,7 +223,7 @@ class _Reader(Iterator[T_co]):
         worker = get_worker_info()
         self._of = of
         self._alone = worker is None
-        self._jobs = of.jobs(*((0, 1) if worker is None else (worker.id, worker.num_workers)))
+        self._jobs = of._jobs_of(*((0, 1) if worker is None else (worker.id, worker.num_workers)))
         self._first, self._skipped = of._done, of._skip
         self._at, self._taken = 0, 0
         self._items: Iterator[T_co] | None = None

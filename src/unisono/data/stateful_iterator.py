@@ -52,8 +52,8 @@ class Source:
 class _StatefulSampler(Protocol):
     """Sampler that saves and loads the state of a walk."""
 
-    def walk_state(self, token: Any, given: int, through: bool | None) -> dict[str, Any]: ...
-    def load_walk(self, state: Any) -> tuple[Source, Any]: ...
+    def _walk_state(self, token: Any, given: int, through: bool | None) -> dict[str, Any]: ...
+    def _load_walk(self, state: Any) -> tuple[Source, Any]: ...
 
 
 class StatefulIterator(chain[Any]):
@@ -67,10 +67,10 @@ class StatefulIterator(chain[Any]):
     _token: Any
 
     def state_dict(self) -> dict[str, Any]:
-        return self._keeper.walk_state(self._token, self._source.consumed, self._source.over)
+        return self._keeper._walk_state(self._token, self._source.consumed, self._source.over)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        source, self._token = self._keeper.load_walk(state)
+        source, self._token = self._keeper._load_walk(state)
         self._source.replace(source)
 
 

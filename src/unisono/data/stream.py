@@ -26,13 +26,20 @@ class StreamPartition(IterableDataset[T_co]):
     batches in turns: what a loop has trained on is then the beginning of what its rank gets, whatever
     the number of workers, and a state can be loaded on another number of ranks and of workers.
 
-    Workers of a loader that live on (`persistent_workers=True`) keep the epoch that they began with; after a resume
+    Persistent workers of a loader (`persistent_workers=True`) keep the epoch that they started with; after a resume
     they raise `RuntimeError` when the second epoch begins.
 
     Args:
-        dataset: An iterable that gives the same samples each time; if it has a `set_epoch`, that is called, too.
+        dataset: An iterable that yields the same samples each time; if it has a `set_epoch`, that is called, too.
         comm, num_replicas, rank: As for `PartitionSampler`.
-        batch_size: That of the loader, if it has workers.
+        batch_size: The loader's, if it has workers.
+
+    Attributes:
+        epoch: As set by `set_epoch`; initially 0.
+        dataset, rank, num_replicas, batch_size: As given, with defaults filled in.
+
+    Raises:
+        TypeError, ValueError: As `PartitionSampler`, for the ranks; or `batch_size` is less than 1.
 
     Cost: every worker of every rank reads the whole stream. Where that is too much, cut it into shards
     (`ShardPartition`).
@@ -72,7 +79,11 @@ class StreamPartition(IterableDataset[T_co]):
         return self._passes.begin(bool(self._taken or self._edge)) or _Share(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch; nothing changes if it is the current one."""
+        """Begin another epoch, here and in the dataset; progress is kept if it is the current one.
+
+        Args:
+            epoch: A whole number.
+        """
         epoch = operator.index(epoch)
         if epoch != self.epoch:
             self.epoch, self._edge, self._holes, self._taken, self._passes = epoch, 0, [], 0, WorkerEpochCheck()
@@ -80,7 +91,14 @@ class StreamPartition(IterableDataset[T_co]):
             tell(epoch)
 
     def advance(self, count: int) -> None:
-        """Commit this rank's next `count` samples. The next iteration resumes after them."""
+        """Commit this rank's next `count` samples. The next iteration resumes after them.
+
+        Args:
+            count: Samples trained on since the last call. Not compared with the stream's length, which is unknown.
+
+        Raises:
+            ValueError: `count` is negative.
+        """
         if operator.index(count) < 0:
             raise ValueError(f"a rank cannot have trained on {count} samples more")
         self._taken += operator.index(count)
@@ -96,6 +114,9 @@ class StreamPartition(IterableDataset[T_co]):
         Args:
             state: State of one rank, valid for all if each has used equally many. Or a list of all ranks' states,
                 which is needed if ranks reached the end of the stream at different times.
+
+        Raises:
+            ValueError: The states are not of a `StreamPartition`, or of different jobs or times.
         """
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "edge", "holes", "parts")
@@ -111,7 +132,7 @@ class StreamPartition(IterableDataset[T_co]):
         counts = [told.get(rank, max(told.values())) for rank in range(first["parts"])]
         self._close(counts)
 
-    def place(self, number: int) -> int:
+    def _place(self, number: int) -> int:
         """Return the stream position of sample `number` among those that earlier ranks have left."""
         return self._holes[number] if number < len(self._holes) else self._edge + number - len(self._holes)
 
@@ -119,8 +140,8 @@ class StreamPartition(IterableDataset[T_co]):
         # Far enough that all samples beyond are left, without holes.
         count = max((max(counts) + 1) * len(counts), len(self._holes))
         pieces = leftover([range(part, count, len(counts)) for part in range(len(counts))], counts, count)
-        left = [self.place(int(number)) for piece in pieces for number in piece]
-        edge = self.place(count)
+        left = [self._place(int(number)) for piece in pieces for number in piece]
+        edge = self._place(count)
         # The run of neighbours at the end needs no list.
         while left and left[-1] == edge - 1:
             edge = left.pop()

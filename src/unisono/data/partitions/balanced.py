@@ -23,14 +23,17 @@ class Balanced(AssignmentPartitioner):
 
     Args:
         costs: One for each sample, finite, 0 or more.
-        method: What else is wanted:
+        method: The guarantee:
 
-            - "largest_first": nothing; the most loaded of p equal parts has at most 4/3 - 1/(3p) of what the best of
-              all divisions could do, and no part has more than share * (total + (p - 1) * largest cost).
+            - "largest_first": of cost alone; the most loaded of p equal parts has at most 4/3 - 1/(3p) of the cost
+              that the best division gives it, and no part has more than share * (total + (p - 1) * largest cost).
             - "same_count": equally many samples too (but for one), so that ranks make equally many steps.
               Loads are apart by no more than neighbours in the sorted costs are, p - 1 places apart. Equal shares only.
             - "runs": each part is a run of neighbouring samples; its cost is less than the largest cost
               away from its share.
+
+    Raises:
+        ValueError: A cost is negative or not finite, `costs` are not one-dimensional, or `method` is unknown.
 
     Example:
         >>> lengths, halves = [7, 5, 4, 3, 1], [0.5, 0.5]

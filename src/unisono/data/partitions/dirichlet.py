@@ -27,6 +27,9 @@ class Dirichlet(AssignmentPartitioner):
     Balance: less than one sample away from the share; only labels are uneven. A label that runs out is replaced
     by the others in proportion, so the last parts take what the first have left.
 
+    Raises:
+        ValueError: `alpha` is not finite and more than 0, or `labels` are a tensor that is not one-dimensional.
+
     Method: mixes are drawn from Dirichlet(alpha * the whole's mix), as by Hsu, Qi and Brown, "Measuring the Effects of
     Non-Identical Data Distribution for Federated Visual Classification" (2019).
 

@@ -19,11 +19,14 @@ __all__ = ["PARTITIONER", "Grouped"]
 class Grouped(AssignmentPartitioner):
     """Samples of one group (a patient, a speaker, a video) are never in two parts. By name: the dataset's `groups`.
 
-    When a job goes on with another number of ranks in the middle of an epoch, the samples that are left are dealt
+    When a job resumes with another number of ranks in the middle of an epoch, the remaining samples are dealt
     again, by the same rule.
 
     Args:
         groups: One for each sample: an integer tensor, or any hashable values.
+
+    Raises:
+        ValueError: `groups` are a tensor that is not one-dimensional.
 
     Balance: no part has more than share * (samples + (parts - 1) * those of the largest group); for equal
     shares at most 4/3 - 1/(3 * parts) of what the best division could do (`largest_first`).

@@ -24,6 +24,9 @@ class Stratified(AssignmentPartitioner):
     Args:
         labels: One for each sample: an integer tensor, or any hashable values.
 
+    Raises:
+        ValueError: `labels` are a tensor that is not one-dimensional.
+
     Balance: for each label less than one sample away from the share. Of all samples less than one if the shares
     are equal, else less than one for each label.
 

@@ -21,13 +21,15 @@ class Weighted(Partitioner):
     Ranks that take their share of each batch (`un.data.apportion` of its size) make as many steps as each other.
 
     Args:
-        weights: One for each part, 0 or more: a wish, or samples per second. None: parts as the caller says.
-        partition: The partitioner that deals; each can.
+        weights: One for each part, 0 or more, such as samples per second; only their ratios matter. None: the shares
+            that the caller passes.
+        partition: The partitioner that deals; `shuffled` if None.
 
     Balance: that of the partitioner that deals, around these shares.
 
     Raises:
-        ValueError: There are not as many weights as parts, or a weight is negative or no number.
+        ValueError: A weight is negative or no number, or all are 0; when parts are made, there are not as many
+            weights as parts.
 
     Example:
         >>> ranks = [un.data.PartitionSampler(range(12), num_replicas=3, rank=r, partition=un.data.weighted([3, 2, 1]))

@@ -30,10 +30,12 @@ def average_gradients(
     Args:
         model: A module, or its parameters.
         comm: The ranks that average; the model has the same parameters on all of them.
-        bucket_cap_mb: Size of a message in MiB; gradients are packed into such.
+        bucket_cap_mb: Largest size of a message in MiB; gradients are packed into messages.
 
     Raises:
         MismatchError: Ranks have different parameters; names the first that differs.
+        TypeError: `model` is a single tensor, or contains something other than tensors.
+        ValueError: `model` is an iterator that is used up, or `bucket_cap_mb` is less than a byte.
 
     Cost: one all_reduce of the gradients' bytes in few messages, two copies, and one all_gather of 8 bytes. The first
     call for these parameters compares them between ranks, by one all_gather of their names and shapes.
@@ -63,8 +65,25 @@ def broadcast_parameters(
 ) -> None:
     """Make every rank's parameters and buffers equal to rank `src`'s. Call it once, before training.
 
-    Collective. In place; for a module its buffers too. Otherwise as `average_gradients`, but what is frozen on one
-    rank need not be so on another.
+    Collective. In place; for a module its buffers too. Ranks may have frozen different parameters.
+
+    Args:
+        model, comm, bucket_cap_mb: As in `average_gradients`.
+        src: The rank whose values all ranks receive.
+
+    Raises:
+        MismatchError, TypeError, ValueError: As `average_gradients`.
+
+    Cost: one broadcast of the parameters' bytes in few messages, two copies, and one all_gather of 8 bytes.
+
+    Example:
+        >>> def program(comm):
+        ...     model = torch.nn.Linear(2, 2)
+        ...     un.broadcast_parameters(model, comm)
+        ...     return model.weight.tolist()
+        >>> weights = un.launch(program, nprocs=2, backend="thread")
+        >>> weights[0] == weights[1]
+        True
     """
     named = named_parameters(model)
     if isinstance(model, torch.nn.Module):

@@ -45,7 +45,8 @@ class GradientAverager(AveragerPasses):
         broadcast_buffers: Whether to broadcast rank 0's buffers after each backward pass.
 
     Raises:
-        ValueError: Another averager has the model, or a part of it.
+        ValueError: Another averager has the model, or a part of it; or an argument is out of range.
+        TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings; or, from `backward()` and on every rank, some
             rank has no gradient that others have, without `find_unused_parameters`.
         AbortedError: From `backward()`: another rank's pass has failed half-way, or its model has changed.
@@ -101,7 +102,19 @@ class GradientAverager(AveragerPasses):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside it only add to `p.grad`; the next one outside averages all of it."""
+        """Return a context in which backward passes only add to `p.grad`; the next one outside averages all of it.
+
+        Example:
+            >>> def program(comm):
+            ...     w = torch.zeros(1, requires_grad=True)
+            ...     averager = un.GradientAverager([w], comm)
+            ...     with averager.no_sync():
+            ...         (w * (comm.rank + 1)).sum().backward()
+            ...     (w * (comm.rank + 1)).sum().backward()
+            ...     return w.grad.item()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [3.0, 3.0]
+        """
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -109,20 +122,55 @@ class GradientAverager(AveragerPasses):
             self._syncing = before
 
     def weight(self, n_samples: float) -> None:
-        """Set the weight of this rank's next gradient, such as its number of samples. Every rank sets one.
+        """Set the weight of this rank's next gradient. Every rank sets one, before `backward()`.
 
-        The mean becomes sum(weight * gradient) / sum(weight). Call it before `backward()`. Zero is allowed.
+        The mean becomes sum(weight * gradient) / sum(weight).
+
+        Args:
+            n_samples: The weight, such as the number of samples; finite, 0 or more.
+
+        Raises:
+            ValueError: `n_samples` is negative or not finite, or the averager has average="sum"; from `backward()`,
+                the weights of all ranks are 0.
 
         Cost: one more short all_reduce in that step.
+
+        Example:
+            >>> def program(comm):
+            ...     w = torch.zeros(1, requires_grad=True)
+            ...     averager = un.GradientAverager([w], comm)
+            ...     averager.weight(1 if comm.rank == 0 else 3)
+            ...     (w * 4 * comm.rank).sum().backward()
+            ...     return w.grad.item()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [3.0, 3.0]
         """
         self._weights.say(n_samples)
 
     def join(self) -> AbstractContextManager[None]:
-        """Context for a loop with uneven numbers of steps: `with averager.join():`.
+        """Return a context for a loop with uneven numbers of steps: `with averager.join():`.
 
         A rank that has finished contributes nothing to the others' steps until all have finished; means
         are over the ranks that still have data. At the end all ranks have the parameters of a rank
-        that finished last. Collective. Cost: one more short all_reduce a step.
+        that finished last. Collective.
+
+        Cost: one more short all_reduce a step.
+
+        Method: that of torch's `Join` (Yu, "Distributed training with uneven inputs", 2021).
+
+        Example:
+            >>> def program(comm):
+            ...     w = torch.zeros(1, requires_grad=True)
+            ...     averager = un.GradientAverager([w], comm)
+            ...     gradients = []
+            ...     with averager.join():
+            ...         for _ in range(comm.rank + 1):
+            ...             w.grad = None
+            ...             (w * (comm.rank + 1)).sum().backward()
+            ...             gradients.append(w.grad.item())
+            ...     return gradients
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [[1.5], [1.5, 2.0]]
         """
         tensors = self._parameters if self._model is None else [*self._parameters, *self._model.buffers()]
         return joined(tensors, self._weights, self._shadow, self._steps)
@@ -142,6 +190,15 @@ class GradientAverager(AveragerPasses):
 
         Raises:
             RuntimeError: A backward pass is running.
+
+        Example:
+            >>> def program(comm):
+            ...     w = torch.zeros(1, requires_grad=True)
+            ...     un.GradientAverager([w], comm).remove()
+            ...     (w * comm.rank).sum().backward()
+            ...     return w.grad.item()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [0.0, 1.0]
         """
         if self._pass.is_open:
             raise RuntimeError("remove() was called inside a backward pass; call it after backward()")
@@ -158,13 +215,16 @@ class GradientAverager(AveragerPasses):
         return [[self._names[i] for i in bucket.indices] for bucket in self._reducer.buckets]
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the codecs, and the number of steps made. Differs from rank to rank."""
+        """Return the number of steps made, and the state of the codecs. Differs from rank to rank."""
         codecs = self._codecs()
         states = [codec.state_dict() for _, codec in codecs]
         return {"steps": self._steps[-1], "buckets": [names for names, _ in codecs], "codecs": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict` of the same rank, of an averager with the same arguments.
+        """Resume from a state of the same rank.
+
+        Args:
+            state: A result of `state_dict` of an averager with the same model and arguments.
 
         Raises:
             ValueError: It is of another model, or of other bucket sizes, and a codec has state for them.
@@ -195,6 +255,23 @@ class GradientAverager(AveragerPasses):
         discarded. Parameters stay unchanged: make them equal on all ranks (`un.elastic` does).
 
         A codec's state is dropped, because it may be of a step that other ranks never made.
+
+        Args:
+            comm: The new communicator.
+
+        Raises:
+            RuntimeError: A backward pass is running.
+            MismatchError: Ranks have different models or settings.
+
+        Example:
+            >>> def program(comm):
+            ...     w = torch.zeros(1, requires_grad=True)
+            ...     averager = un.GradientAverager([w], comm)
+            ...     averager.move_to(comm.split(comm.rank // 2))
+            ...     (w * comm.rank).sum().backward()
+            ...     return w.grad.item()
+            >>> un.launch(program, nprocs=4, backend="thread")
+            [0.5, 0.5, 2.5, 2.5]
         """
         self.remove()
         self._attach(comm, init_sync=False)

@@ -49,13 +49,19 @@ def named_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Named:
 def plan_buckets(
     parameters: Sequence[torch.Tensor], order: Iterable[int], cap_bytes: int, first_bytes: int | None = None
 ) -> list[list[int]]:
-    """Indices of parameters, by bucket: each of one dtype and device, in the order in which buckets become full.
+    """Return the indices of the parameters in each bucket, in the order in which buckets become full.
+
+    The parameters of a bucket have one dtype and device. Method: Li et al., "PyTorch Distributed", VLDB 2020,
+    section 3.2.2.
 
     Args:
         parameters: All parameters.
         order: Indices of the parameters that take part, in the expected order of their gradients.
         cap_bytes: Maximum size of a bucket, unless it holds a single parameter.
         first_bytes: Maximum size of the first bucket, if it should be small so that it starts early.
+
+    Raises:
+        ValueError: A maximum is less than 1 byte.
 
     Example:
         >>> plan_buckets([torch.zeros(4), torch.zeros(2), torch.zeros(8)], [2, 1, 0], cap_bytes=24)

@@ -92,19 +92,33 @@ class DiLoCo(PeriodicAction):
             raise
 
     def outer_step(self) -> None:
-        """Step the outer optimizer now, regardless of the schedule. Collective."""
+        """Step the outer optimizer now, regardless of the schedule. Collective.
+
+        Example:
+            >>> def program(comm):
+            ...     w = torch.zeros(1, requires_grad=True)
+            ...     diloco = un.gradients.DiLoCo([w], comm, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
+            ...     w.data += comm.rank
+            ...     diloco.outer_step()
+            ...     return w.item()
+            >>> un.launch(program, 3, "thread")
+            [1.0, 1.0, 1.0]
+        """
         self._now()
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of steps, the anchor and the outer optimizer's state: the same on all ranks."""
+        """Return the count of steps, the anchor and the outer optimizer's state: the same on all ranks."""
         anchor = {name: there for (name, _), there in zip(self.named, self.anchor, strict=True)}
         return {**super().state_dict(), "anchor": anchor, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the result of `state_dict`; load the model's own parameters as usual.
+        """Resume where a job stopped; load the model's own parameters as usual. Every rank loads the same state.
+
+        Args:
+            state: A result of `state_dict` of any rank.
 
         Raises:
-            ValueError: The state is of a model with other parameters.
+            ValueError: The state is of a model with other parameters, or of another outer optimizer.
         """
         anchor = state["anchor"]
         found = {name: tuple(t.shape) for name, t in anchor.items()}

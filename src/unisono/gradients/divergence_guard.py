@@ -70,7 +70,15 @@ class DivergenceGuard(PeriodicAction):
 def assert_in_sync(model: Model, comm: Communicator, *, buffers: bool = False) -> None:
     """Raise `MismatchError` on every rank unless all hold the same parameters, bit for bit. Collective.
 
-    Arguments, errors and cost as of `DivergenceGuard`.
+    Args:
+        model, comm, buffers: As in `DivergenceGuard`.
+
+    Raises:
+        MismatchError: Names the parameters that differ, by how much, and on which ranks; or ranks have
+            parameters of different names, shapes or dtypes.
+        TypeError, ValueError: `model` contains something other than tensors, or nothing; `buffers` without a module.
+
+    Cost: as of `DivergenceGuard`.
 
     Example:
         >>> from unisono.gradients.divergence_guard import assert_in_sync

@@ -74,7 +74,16 @@ class Gossip(PeriodicAction):
         super().__init__(model, comm, every, facts=facts)
 
     def mix(self) -> None:
-        """Run a round now, regardless of the schedule. All ranks call it."""
+        """Run a round now, regardless of the schedule. Every rank calls it.
+
+        Example:
+            >>> def program(comm):
+            ...     w = torch.tensor([4.0 * comm.rank])
+            ...     un.gradients.Gossip([w], comm, topology="ring").mix()
+            ...     return round(w.item(), 3)
+            >>> un.launch(program, 4, "thread")
+            [5.333, 4.0, 8.0, 6.667]
+        """
         self._now()
 
     def average(self) -> None:
@@ -83,11 +92,10 @@ class Gossip(PeriodicAction):
             over_buckets(self._floating(), self._cap, lambda flat: self._comm.all_reduce(flat, "avg"))
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of steps and rounds."""
+        """Return the counts of steps and rounds."""
         return {**super().state_dict(), "rounds": self.rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the result of `state_dict`. Every rank loads the same counts."""
         super().load_state_dict(state)
         self.rounds = int(state["rounds"])
 

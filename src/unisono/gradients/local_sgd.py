@@ -62,7 +62,6 @@ class LocalSGD(PeriodicAction):
         super().__init__(model, comm, every, buffers=buffers, facts=facts)
 
     def step(self) -> bool:
-        """Call it after each `optimizer.step()`. Whether it averaged."""
         if self._average_state and self._optimizer is None:
             raise ValueError("average_state=True needs to know the optimizer: call attach(optimizer) before")
         return super().step()

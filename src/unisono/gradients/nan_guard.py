@@ -28,6 +28,9 @@ class NanGuard:
         model: A module, or its parameters, or its named parameters.
         comm: The ranks to compare.
 
+    Raises:
+        MismatchError: Ranks have different parameters.
+
     Cost: one pass over each gradient (about 0.3 ns a float32 on one core); `check` gathers 24 bytes a rank. Memory: 8
     bytes a parameter.
 
@@ -75,7 +78,7 @@ class NanGuard:
         _tell(self._comm, self._names, found, "the gradient of ")
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the model. Idempotent."""
         for hook in self._hooks:
             hook.remove()
 

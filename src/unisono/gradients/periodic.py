@@ -43,7 +43,7 @@ Facts = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class PeriodicSchedule:
-    """As `every` makes it."""
+    """Schedule that `every` returns: true for the first `warmup` steps, then for each n-th."""
 
     n: int
     warmup: int = 0
@@ -60,12 +60,17 @@ class PeriodicSchedule:
 
 
 def every(n: int, *, warmup: int = 0) -> PeriodicSchedule:
-    """Each n-th step; and before that, each of the first `warmup` ones.
+    """Return the schedule of each of the first `warmup` steps, and then of each n-th step.
 
-    To be in step at first and to communicate less often later is known as post-local SGD (Lin, Stich,
+    To synchronize each step at first and less often later is known as post-local SGD (Lin, Stich,
     Patel, Jaggi: Don't use large mini-batches, use local SGD, 2020).
 
+    Args:
+        n: Number of steps from one action to the next, 1 or more.
+        warmup: Number of steps before, 0 or more; n is counted from there.
+
     Raises:
+        TypeError: `n` or `warmup` is not an int.
         ValueError: `n` is less than 1, or `warmup` less than 0.
 
     Example:
@@ -131,7 +136,15 @@ class PeriodicAction(ABC):
         """Run the action of a due step. Collective, under `no_grad`."""
 
     def step(self) -> bool:
-        """Call it after each `optimizer.step()`. Whether it was time, and something was done."""
+        """Count a step, and run the action if it is due. Call it after each `optimizer.step()`.
+
+        Collective where the action is due.
+
+        Returns: Whether the action ran.
+
+        Raises:
+            ValueError: `LocalSGD` only: average_state=True without an attached optimizer.
+        """
         self.steps += 1
         due = self._schedule(self.steps)
         if due:
@@ -139,9 +152,17 @@ class PeriodicAction(ABC):
         return due
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Have `step` called after each step of this optimizer, until `remove()` of what is returned, or `close`.
+        """Have `step` called after each step of an optimizer.
 
         Not where a rank may leave out a step of its own accord, as `GradScaler` does: there, call `step` yourself.
+
+        Args:
+            optimizer: The optimizer of this rank's parameters.
+
+        Returns: A handle; its `remove()` detaches the optimizer, as `close` does.
+
+        Raises:
+            ValueError: An optimizer is attached already.
         """
         if self._hook is not None and self._hook.id in (self._hook.hooks_dict_ref() or ()):
             raise ValueError("an optimizer is attached already; remove() the handle that attach returned first")
@@ -153,11 +174,15 @@ class PeriodicAction(ABC):
         return self._hook
 
     def state_dict(self) -> dict[str, Any]:
-        """State from which to resume. As in a module's state, tensors are not copied."""
+        """Return the state from which to resume. As in a module's state, tensors are not copied."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the result of `state_dict`. Every rank loads the same."""
+        """Resume where a job stopped. Every rank loads the same state.
+
+        Args:
+            state: A result of `state_dict` of any rank.
+        """
         self.steps = int(state["steps"])
 
     def close(self) -> None:

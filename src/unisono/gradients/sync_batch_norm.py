@@ -65,7 +65,17 @@ class SyncBatchNorm(_BatchNorm):
         self._line = _StatisticsComm(line)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise; (N, C, ...) gives the same shape and dtype."""
+        """Normalize a batch. In training mode collective, and so is its backward.
+
+        Args:
+            input: (N, C) or (N, C, ...), of a floating-point dtype; N may be 0 in training mode.
+
+        Returns: A new tensor of the same shape and dtype.
+
+        Raises:
+            ValueError: `input` has fewer than 2 dimensions or another number of channels; or all ranks together have
+                one value a channel, which has no variance.
+        """
         comm = self._line.comm
         if not self.training or comm.size == 1:
             return super().forward(input)
@@ -108,8 +118,12 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     The layers keep their parameters and buffers (the same tensors, so optimizers hold on to them), mode
     and names; the state dict stays the same. They share one communicator, made from `comm`.
 
+    Args:
+        module: Any module; BatchNorm layers at any depth are replaced.
+        comm: The ranks that share statistics. It is duplicated once, for all layers.
+
     Returns:
-        The module; a new one only where it is a BatchNorm layer itself.
+        The module; a new one only if it is a BatchNorm layer itself.
 
     Raises:
         ValueError: A lazy layer, which does not know its channels yet.

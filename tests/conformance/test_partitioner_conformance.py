@@ -9,15 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from unisono.data import PARTITIONERS, PartitionSampler
-from unisono.testing.partitioners import (
-    Samples,
-    check_epochs,
-    check_global_order,
-    check_partitioner,
-    check_ranks,
-    check_resume,
-    check_states,
-)
+from unisono.testing.partitioners import Samples, check_partitioner, check_resume
+from unisono.testing.samplers import check_epochs, check_global_order, check_ranks, check_states
 
 NAMES = PARTITIONERS.names()
 IN_TURNS = [name for name in NAMES if PARTITIONERS[name].interleaves]

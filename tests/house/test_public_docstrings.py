@@ -32,7 +32,6 @@ ROOMS_LEFT = {
     "interop",
     "launcher",
     "rpc",
-    "testing",
     "wrappers",
 }
 

@@ -10,7 +10,7 @@ from loading import load, mutants
 from verdict import complaint
 
 from unisono.data import PARTITIONERS, PartitionSampler
-from unisono.testing import partitioners
+from unisono.testing import partitioners, samplers
 from unisono.testing.partitioners import Samples
 
 MUTANTS = mutants("partitioners")
@@ -25,7 +25,7 @@ RIGHT = {
 
 def obey(law: str, mutant: Any) -> None:
     """One law, as the tests of the registry apply it."""
-    check = getattr(partitioners, law)
+    check = getattr(partitioners if hasattr(partitioners, law) else samplers, law)
     if law == "check_resume":
         check(mutant.of, DATA, [3, 2], [[1.0, 0.5, 0.0]], seed=1)
     elif law in RIGHT:
@@ -53,7 +53,7 @@ def test_the_right_ones_live(law: str) -> None:
 
 
 def test_every_law_kills() -> None:
-    # Those of divisions kill in test_partition_mutants.py.
-    others = {"check_partitioner", "check_division", "check_seed"}
-    laws = {name for name in partitioners.__all__ if name.startswith("check_")} - others
+    # Those of divisions kill in test_partition_mutants.py; check_cover is a part of the others.
+    others = {"check_partitioner", "check_division", "check_seed", "check_cover"}
+    laws = {name for name in [*partitioners.__all__, *samplers.__all__] if name.startswith("check_")} - others
     assert {load(path).LAW for path in MUTANTS} == laws

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         memory_layouts,
         partitioners,
         reference,
+        samplers,
         strategies,
     )
     from unisono.testing.conformance import World
@@ -50,6 +51,7 @@ __all__ = [
     "pool",
     "reference",
     "run_ranks",
+    "samplers",
     "strategies",
 ]
 

@@ -23,6 +23,11 @@ class Bucket:
         dtype: Dtype of the bucket.
         numbers: Kind of contributions, one of `NUMBERS`.
         seed: Seed of the contributions.
+
+    Example:
+        >>> bucket = Bucket(shapes=[(2, 3), (1,)], numbers="constant")
+        >>> bucket.numel, bucket.contribution(rank=1).unique().tolist()
+        (7, [1.7000000476837158])
     """
 
     shapes: Sequence[Sequence[int]]
@@ -41,7 +46,11 @@ class Bucket:
         return sum(map(math.prod, self.shapes))
 
     def contribution(self, rank: int) -> torch.Tensor:
-        """Return this rank's contribution: a new tensor with the same values at each call."""
+        """Return a rank's contribution: a new tensor with the same values at each call, one-dimensional on the CPU.
+
+        Args:
+            rank: The rank, 0 or more.
+        """
         generator = torch.Generator().manual_seed(self.seed * 1000 + rank)
         values = torch.randn(self.numel, generator=generator, dtype=torch.float64)
         half = self.dtype == torch.float16
@@ -62,5 +71,13 @@ class Bucket:
         return values.to(self.dtype)
 
     def contributions(self, size: int) -> list[torch.Tensor]:
-        """Return the contributions of all ranks."""
+        """Return the contributions of all ranks.
+
+        Args:
+            size: Number of ranks.
+
+        Example:
+            >>> [tensor.shape for tensor in Bucket(shapes=[(2, 3)]).contributions(size=2)]
+            [torch.Size([6]), torch.Size([6])]
+        """
         return [self.contribution(rank) for rank in range(size)]

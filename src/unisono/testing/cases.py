@@ -40,8 +40,11 @@ class Case:
 
     Example:
         >>> case = Case("all_gather", size=2, count=1, dtype=torch.int64, numbers="whole")
-        >>> [[t.numel() for t in tensors] for tensors in case.given()]
+        >>> given = case.given()
+        >>> [[t.numel() for t in tensors] for tensors in given]
         [[1], [1]]
+        >>> case.taken_lengths(rank=0), [each.value.numel() for each in case.expected(0, given)]
+        ((1, 1), [1, 1])
     """
 
     call: str
@@ -63,7 +66,7 @@ class Case:
         return COLLECTIVES[self.call]
 
     def lengths(self) -> list[Row]:
-        """Row s, column r: number of elements that rank s has for rank r, where each pair has its own tensor."""
+        """Return the numbers of elements: row s, column r is the length of rank s's tensor for rank r."""
         if not (self.uneven and self.what.uneven):
             return [(self.count,) * self.size] * self.size
         generator = torch.Generator().manual_seed(self.seed)
@@ -89,7 +92,11 @@ class Case:
         return self._laid_out(row) if what.scatters else (row[rank],)
 
     def taken_lengths(self, rank: int) -> Row:
-        """Lengths of the tensors that a rank receives, for calls that are not in place."""
+        """Return the lengths of the tensors that a rank receives, for calls that are not in place.
+
+        Args:
+            rank: The receiving rank.
+        """
         what, row = self.what, self.lengths()[rank]
         if not what.receives(rank, self.root):
             return ()
@@ -104,13 +111,26 @@ class Case:
         return tuple(row[rank] for row in self.lengths())
 
     def splits(self, rank: int) -> dict[str, Row]:
-        """Arguments for uneven rows of one tensor."""
+        """Return the keyword arguments that pass uneven lengths to a call on packed tensors; none for other calls.
+
+        Args:
+            rank: The calling rank.
+
+        Example:
+            >>> Case("all_to_all_single", size=2, count=3).splits(rank=0)
+            {'output_split_sizes': (3, 3), 'input_split_sizes': (3, 3)}
+        """
         if not (self.what.packed and self.what.uneven):
             return {}
         return {"output_split_sizes": self._column(rank), "input_split_sizes": self.lengths()[rank]}
 
     def expected(self, rank: int, given: list[Tensors]) -> list[Expected]:
-        """Return the expected contents of a rank's output tensors, for the inputs `given` of all ranks."""
+        """Return the expected contents of a rank's output tensors; of its own tensor, for a call in place.
+
+        Args:
+            rank: The rank.
+            given: The inputs of all ranks, as `given()` returns them.
+        """
         what = self.what
         if what.in_place and not what.receives(rank, self.root):
             return [permuted(given[rank][0])]

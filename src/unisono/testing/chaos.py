@@ -35,7 +35,15 @@ Judge = Callable[[Sequence[Any], Sequence[Any]], str | None]
 
 
 class ChaosError(AssertionError):
-    """A run has ended wrongly. The message contains the seed that replays it."""
+    """Raised for a run that ended wrongly. The message contains the seed that replays it.
+
+    Example:
+        >>> try:
+        ...     check(lambda comm: object(), 2, seeds=[7])
+        ... except ChaosError as error:
+        ...     str(error).startswith("seed 7: rank 0 has")
+        True
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +51,14 @@ class FaultPlan:
     """Network and faults drawn from a seed.
 
     Attributes:
-        network: Latency of messages.
-        faults: Arguments of `Faulty`.
-        preempt: As for `unisono.simulate`.
+        network: Latency and bandwidth of each link.
+        faults: Arguments of `unisono.testing.Faulty`.
+        preempt: Probability of a switch to another rank, as for `unisono.simulate`.
+
+    Example:
+        >>> plan = weather(seed=5, nprocs=3)
+        >>> isinstance(plan, FaultPlan), sorted(plan.faults)
+        (True, ['corrupt', 'freeze_at', 'freeze_s', 'kill_at', 'ranks'])
     """
 
     network: Network
@@ -58,10 +71,17 @@ class Run:
     """One run under one seed.
 
     Attributes:
+        seed: The seed of everything random.
         outcomes: A result or an error, by rank.
         weather: The injected faults.
         time_s: Duration in virtual seconds.
-        digest: Hash of its trace.
+        digest: Hash of `trace`: equal for runs that went the same way.
+        trace: One line for each event, in order.
+
+    Example:
+        >>> first, second = (run(lambda comm: comm.rank, 2, seed=1) for _ in range(2))
+        >>> isinstance(first, Run), first.digest == second.digest, first.outcomes
+        (True, True, [0, 1])
     """
 
     seed: int
@@ -79,7 +99,11 @@ class Run:
 
 
 def weather(seed: int, nprocs: int) -> FaultPlan:
-    """Draw a network and one to three faults; one seed in eight has no faults.
+    """Return a network and one to three faults, drawn from a seed; one seed in eight has no faults.
+
+    Args:
+        seed: Any int.
+        nprocs: Number of ranks.
 
     Example:
         >>> weather(5, 3) == weather(5, 3)
@@ -129,6 +153,8 @@ def run(program: _Program, nprocs: int, seed: int, *args: Any, **options: Any) -
         seed: Seed of everything random.
         args: Passed to the program.
         options: Options of `unisono.simulate`; `timeout` defaults to 10 virtual seconds.
+
+    Returns: The outcome of each rank and the trace. An error of a rank is an outcome, and not raised.
 
     Raises:
         ChaosError: The run leaked threads.
@@ -205,7 +231,20 @@ def check(
 
 
 def named_or_right(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
-    """A judge: each rank has the result of the run without faults, or an error that names the fault and the rank."""
+    """Judge that accepts, of each rank, the result of the run without faults or an error with rank and operation.
+
+    The default `judge` of `check`. It compares tensors bit for bit, and accepts `KilledError` of a killed rank.
+
+    Args:
+        outcomes: A result or an error, by rank.
+        calm: Results of a run without faults, by rank.
+
+    Returns: The first fault as text; None if there is none.
+
+    Example:
+        >>> named_or_right([1, 2], [1, 2]), named_or_right([1, 3], [1, 2])
+        (None, 'rank 1 has 3, not 2')
+    """
     for rank, (outcome, wanted) in enumerate(zip(outcomes, calm, strict=True)):
         if isinstance(outcome, KilledError):
             continue

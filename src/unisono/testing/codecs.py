@@ -1,25 +1,28 @@
 """Conformance checks for codecs: plain functions that raise `AssertionError` on a violation.
 
 `check_codec` starts ranks and runs all checks. The others that take a communicator run on each of its ranks.
+
+    >>> def program(comm):
+    ...     for check in (check_average, check_state, check_nonfinite, check_input, check_mismatch):
+    ...         check(un.compression.int8, comm, Bucket(shapes=[(3, 4), (5,)]))
+    >>> un.launch(program, 2, "thread")
+    [None, None]
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from unisono.communicator import Communicator
 from unisono.compression import Codec, error_feedback
-from unisono.core.transport import Transport
-from unisono.core.types import Message, Send, Work
 from unisono.errors import MismatchError
 from unisono.testing.buckets import NUMBERS, Bucket
+from unisono.testing.codec_traffic import Make, bytes_sent
 from unisono.testing.ranks import run_ranks
-from unisono.wrappers.base import Wrapper
 
 __all__ = [
     "NUMBERS",
@@ -36,12 +39,16 @@ __all__ = [
     "check_state",
 ]
 
-Make = Callable[[], Codec]
-"""Makes a codec; every rank calls it."""
-
 
 def check_codec(make: Make, size: int, bucket: Bucket) -> None:
-    """Run all of the checks below except `check_feedback`, on `size` ranks that are threads.
+    """Run all of the checks below except `check_feedback`, on ranks that are threads.
+
+    Args:
+        make: Makes the codec.
+        size: Number of ranks.
+        bucket: Shapes, dtype and kind of numbers to check with.
+
+    Raises: AssertionError at the first violation.
 
     Example:
         >>> check_codec(un.compression.int8, size=2, bucket=Bucket(shapes=[(3, 4), (5,)]))
@@ -59,7 +66,14 @@ def check_codec(make: Make, size: int, bucket: Bucket) -> None:
 
 
 def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that the result is the mean of kept values, bitwise equal on all ranks, within the declared loss."""
+    """Check that the result is the mean of kept values, bitwise equal on all ranks, within the declared loss.
+
+    Args:
+        make, bucket: As in `check_codec`.
+        comm: The ranks that average; all call this check.
+
+    Raises: AssertionError otherwise.
+    """
     given = bucket.contributions(comm.size)
     mine = given[comm.rank].clone()
     kept = torch.full_like(mine, torch.nan)
@@ -93,7 +107,13 @@ def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that a codec that loads a state continues like the one that saved it; a spawned codec starts fresh."""
+    """Check that a codec that loads a state continues like the one that saved it, and that a clone starts fresh.
+
+    Args:
+        make, comm, bucket: As in `check_average`.
+
+    Raises: AssertionError otherwise.
+    """
     fresh, codec = make(), make()
     steps = [replace(bucket, seed=bucket.seed + step).contribution(comm.rank) for step in range(4)]
     before = [_averaged(codec, step, comm, bucket) for step in steps[:2]]
@@ -117,7 +137,13 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_nonfinite(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that one rank's NaN or infinity appears at its index on all ranks, and does not affect the next step."""
+    """Check that one rank's NaN or infinity appears at its index on all ranks, and does not affect the next step.
+
+    Args:
+        make, comm, bucket: As in `check_average`.
+
+    Raises: AssertionError otherwise.
+    """
     if not bucket.numel:
         return
     place = bucket.seed % bucket.numel
@@ -135,7 +161,13 @@ def check_nonfinite(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_input(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that invalid buckets raise an error before anything is sent, and that the codec stays usable."""
+    """Check that invalid buckets raise an error before anything is sent, and that the codec stays usable.
+
+    Args:
+        make, comm, bucket: As in `check_average`.
+
+    Raises: AssertionError otherwise.
+    """
     codec, sizes = make(), bucket.sizes
     good = bucket.contribution(comm.rank)
     wrong: list[tuple[torch.Tensor, list[torch.Size], torch.Tensor | None]] = [
@@ -160,7 +192,13 @@ def check_input(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_mismatch(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that all ranks get an error if their buckets differ."""
+    """Check that all ranks get a `MismatchError` if their buckets differ.
+
+    Args:
+        make, comm, bucket: As in `check_average`.
+
+    Raises: AssertionError otherwise.
+    """
     if comm.size == 1:
         return
     for shapes in ([*bucket.shapes, (1,)], [*bucket.shapes, (0,)]):
@@ -180,6 +218,8 @@ def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 
         comm: Communicator of the averaging ranks.
         bucket: The same contributions in each step. Preferably float64, so that rounding is negligible.
         steps: Several times as many as the codec takes to send everything once.
+
+    Raises: AssertionError otherwise.
 
     Example:
         >>> bucket = Bucket(shapes=[(40,)], dtype=torch.float64)
@@ -201,53 +241,19 @@ def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 
 
 
 def check_bytes(make: Make, size: int, bucket: Bucket) -> None:
-    """Check that `wire_bytes` is within 2 % of the bytes sent. Starts ranks of its own, as `bytes_sent` does."""
+    """Check that `wire_bytes` is within 2 % of the bytes sent. Starts ranks of its own, as `bytes_sent` does.
+
+    Args:
+        make, size, bucket: As in `check_codec`.
+
+    Raises: AssertionError otherwise.
+
+    Example:
+        >>> check_bytes(un.compression.int8, size=2, bucket=Bucket(shapes=[(3, 4), (5,)]))
+    """
     sent = bytes_sent(make, size, bucket)
     said = make().wire_bytes(bucket.numel, bucket.sizes, size, bucket.dtype.itemsize)
     assert abs(sent - said) <= 0.02 * said, f"a rank sends {sent} bytes, but wire_bytes says {said}"
-
-
-def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
-    """Return the bytes that one rank sends for one average: the mean over ranks, counted at the sender.
-
-    Starts ranks that are threads. They choose algorithms as if only bytes had a cost, as `wire_bytes`
-    assumes; the first average, in which ranks agree, is not counted.
-
-    Example:
-        >>> bytes_sent(un.compression.fp16, size=2, bucket=Bucket(shapes=[(100,)]))
-        200.0
-    """
-    counters: list[_Counted] = []
-
-    def counted(inner: Transport) -> Transport:
-        counters.append(_Counted(inner))
-        return counters[-1]
-
-    def program(comm: Communicator) -> int:
-        codec = make()
-        _averaged(codec, bucket.contribution(comm.rank), comm, bucket)
-        counter = next(counter for counter in counters if counter.rank == comm.rank)
-        before = counter.sent
-        _averaged(codec, bucket.contribution(comm.rank), comm, bucket)
-        return counter.sent - before
-
-    counts: list[int] = run_ranks(program, size, wrap=counted)
-    return sum(counts) / size
-
-
-class _Counted(Wrapper):
-    """Counts the bytes that this rank sends."""
-
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
-        self.sent, self.latency_s, self.second_per_byte = 0, 0.0, 1.0
-
-    def wrap_child(self, inner: Transport) -> _Counted:
-        return _Counted(inner)
-
-    def post(self, batch: Sequence[Message]) -> Work:
-        self.sent += sum(message.tensor.nbytes for message in batch if isinstance(message, Send))
-        return super().post(batch)
 
 
 def _averaged(codec: Codec, contribution: torch.Tensor, comm: Communicator, bucket: Bucket) -> torch.Tensor:

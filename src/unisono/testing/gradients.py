@@ -31,6 +31,12 @@ class _Odd(torch.nn.Module):
 def check_averages(average: Averager, comm: Communicator) -> None:
     """Check that every gradient becomes the mean over ranks, and parameters stay unchanged. Collective.
 
+    Args:
+        average: Averages the gradients of a model in place, such as `unisono.average_gradients`.
+        comm: The ranks that average.
+
+    Raises: AssertionError otherwise.
+
     Example:
         >>> _ = un.launch(lambda comm: check_averages(un.average_gradients, comm), 2, "thread")
     """
@@ -51,7 +57,17 @@ def check_averages(average: Averager, comm: Communicator) -> None:
 
 
 def check_shares(share: Averager, comm: Communicator) -> None:
-    """Check that every parameter and buffer, also a frozen one, becomes rank 0's, in place. Collective."""
+    """Check that every parameter and buffer, also a frozen one, becomes rank 0's, in place. Collective.
+
+    Args:
+        share: Broadcasts rank 0's parameters and buffers, such as `unisono.broadcast_parameters`.
+        comm: The ranks that share.
+
+    Raises: AssertionError otherwise.
+
+    Example:
+        >>> _ = un.launch(lambda comm: check_shares(un.broadcast_parameters, comm), 2, "thread")
+    """
     model = _Odd(comm.rank).to(comm.device)
     places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     share(model, comm)

@@ -26,6 +26,14 @@ class LaidOutTensor:
     Attributes:
         view: The tensor to pass to a call.
         whole: All of the memory, one-dimensional.
+
+    Example:
+        >>> placed = place(torch.arange(3), "offset")
+        >>> isinstance(placed, LaidOutTensor), placed.guard_bytes()
+        (True, False)
+        >>> placed.whole[0] += 1
+        >>> placed.guard_bytes()
+        True
     """
 
     view: torch.Tensor
@@ -36,7 +44,7 @@ class LaidOutTensor:
         self._before = self.whole.clone()
 
     def values(self) -> torch.Tensor:
-        """The view's elements in order: a copy on the CPU, one-dimensional and contiguous."""
+        """Return the view's elements in order: a copy on the CPU, one-dimensional and contiguous."""
         return torch.empty(self.view.numel(), dtype=self.view.dtype).copy_(self.view.detach().reshape(-1))
 
     def guard_bytes(self) -> bool:
@@ -54,6 +62,9 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
         values: One-dimensional.
         layout: One of `LAYOUTS`. If the number of elements does not allow it (a prime number of
             elements has no rows and columns), the nearest possible layout.
+
+    Raises:
+        ValueError: An unknown layout.
 
     Example:
         >>> placed = place(torch.arange(6), "transposed")

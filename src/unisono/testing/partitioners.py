@@ -1,4 +1,4 @@
-"""Checks of partitioners, of functions that divide samples, and of samplers; they raise `AssertionError`.
+"""Checks of partitioners, and of functions that divide samples; they raise `AssertionError`.
 
     check_partitioner(un.data.PARTITIONERS["strided"].of, Samples(1000), sizes=[0.5, 0.3, 0.2], seed=0)
 
@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.data import PartitionSampler
 from unisono.data.apportionment import equal_shares
 from unisono.data.indices import Indices, taken_from
 from unisono.data.partitioner import Partitioner
@@ -23,34 +22,37 @@ from unisono.data.resharding import Resharding, ShardingPhase, deal
 __all__ = [
     "Divide",
     "Make",
-    "MakeSampler",
     "PartitionResult",
     "Samples",
     "check_balance",
+    "check_cover",
     "check_division",
-    "check_epochs",
-    "check_global_order",
     "check_lossless",
     "check_partitioner",
-    "check_ranks",
     "check_resume",
     "check_same_everywhere",
     "check_seed",
-    "check_states",
 ]
 
 Make = Callable[[Any], Partitioner]
 """Makes a partitioner for a dataset, such as `PARTITIONERS["strided"].of`."""
 
-MakeSampler = Callable[..., PartitionSampler]
-"""Called as `PartitionSampler` is, with a dataset, `num_replicas` and `rank`."""
-
 
 class PartitionResult(Protocol):
-    """A division into parts, such as a `DataPartitioner`."""
+    """Protocol of a division into parts, such as a `DataPartitioner`.
+
+    Example:
+        >>> result: PartitionResult = un.data.DataPartitioner(range(4), [0.5, 0.5], partition="strided")
+        >>> list(result.use(rank=1))
+        [1, 3]
+    """
 
     def use(self, rank: int) -> Iterable[int]:
-        """The samples of this rank."""
+        """Return the samples of a rank.
+
+        Args:
+            rank: From 0 to the number of parts - 1.
+        """
         ...
 
 
@@ -95,6 +97,8 @@ def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: in
         sizes: The fraction of each part; they sum to 1.
         seed: 0 or more.
 
+    Raises: AssertionError otherwise.
+
     Example:
         >>> from unisono.data import PARTITIONERS
         >>> check_partitioner(PARTITIONERS["grouped"].of, Samples(100), sizes=[0.7, 0.2, 0.1], seed=0)
@@ -105,16 +109,34 @@ def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: in
 
 
 def check_lossless(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Check that every sample is in exactly one part, and the indices of a part ascend."""
+    """Check that every sample is in exactly one part, and the places of a part ascend.
+
+    Args:
+        make, dataset, sizes, seed: As in `check_partitioner`.
+
+    Raises: AssertionError otherwise.
+
+    Example:
+        >>> check_lossless(un.data.PARTITIONERS["strided"].of, Samples(10), [0.7, 0.3], seed=0)
+    """
     order, parts = _divided(make, dataset, sizes, seed)
     assert len(parts) == len(sizes), f"{len(sizes)} parts were asked for, and {len(parts)} came"
-    _check_cover([order.take(part) for part in parts], len(dataset))
+    check_cover([order.take(part) for part in parts], len(dataset))
     for number, part in enumerate(parts):
         assert bool((part[1:] > part[:-1]).all()), f"the places of part {number} do not ascend: {part.tolist()}"
 
 
 def check_same_everywhere(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Check that two ranks compute the same parts, and leave the global random generators unchanged."""
+    """Check that two ranks compute the same parts, and leave the global random generators unchanged.
+
+    Args:
+        make, dataset, sizes, seed: As in `check_partitioner`.
+
+    Raises: AssertionError otherwise.
+
+    Example:
+        >>> check_same_everywhere(un.data.PARTITIONERS["dirichlet"].of, Samples(10), [0.7, 0.3], seed=0)
+    """
     with _undisturbed():
         (first, ours), (second, theirs) = (_divided(make, dataset, sizes, seed) for _ in range(2))
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -123,7 +145,16 @@ def check_same_everywhere(make: Make, dataset: Any, sizes: Sequence[float], seed
 
 
 def check_balance(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Check that the load of each part is in the partitioner's stated bounds; groups are whole, if it declares so."""
+    """Check that the load of each part is in the partitioner's stated bounds; groups are whole, if it declares so.
+
+    Args:
+        make, dataset, sizes, seed: As in `check_partitioner`.
+
+    Raises: AssertionError otherwise.
+
+    Example:
+        >>> check_balance(un.data.PARTITIONERS["balanced"].of, Samples(10), [0.7, 0.3], seed=0)
+    """
     order, parts = _divided(make, dataset, sizes, seed)
     _check_balance(make(dataset), order, [order.take(part) for part in parts], sizes)
 
@@ -136,11 +167,15 @@ def check_resume(
     In each phase the remaining samples are dealt as evenly as a whole epoch.
 
     Args:
-        make: Makes the partitioner.
-        dataset: Such as `Samples`.
+        make, dataset: As in `check_partitioner`.
         counts: Number of ranks in each phase.
         taken: For each phase but the last, the fraction (0 to 1) of its part that each rank takes.
         seed, epoch: 0 or more.
+
+    Raises: AssertionError otherwise.
+
+    Example:
+        >>> check_resume(un.data.PARTITIONERS["grouped"].of, Samples(10), [2, 3], taken=[[0.5, 1.0]], seed=0)
     """
     rule = make(dataset)
     order = rule.order(len(dataset), rule.shuffles, seed, epoch, equal_shares(counts[0]))
@@ -149,7 +184,7 @@ def check_resume(
     for number, parts in enumerate(counts):
         now = deal(make(dataset), order, phases, parts, seed)
         held = [now.part(part).all() for part in range(parts)]
-        _check_cover([*committed, *held], len(dataset))
+        check_cover([*committed, *held], len(dataset))
         _check_balance(rule, now.rest, held, equal_shares(parts))
         if number + 1 < len(counts):
             ends = [round(share * len(part)) for share, part in zip(taken[number], held, strict=True)]
@@ -157,83 +192,15 @@ def check_resume(
             phases.append(ShardingPhase(parts, tuple(ends), rule.settings()))
 
 
-def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], done: Sequence[int]) -> None:
-    """Check that ranks taking turns follow one global order, so that a job resumed on other ranks sees the same one.
-
-    Args:
-        make: Makes the sampler, of a partitioner that deals in turns.
-        dataset: Such as `Samples`.
-        counts: Number of ranks in each phase.
-        done: Number of samples that all ranks together take in each phase but the last.
-    """
-    whole = list(make(dataset, num_replicas=1, rank=0))
-    states: list[dict[str, Any]] = []
-    place = turn = before = 0
-    for parts, count in zip(counts, [*done, len(whole)], strict=True):
-        # With an unchanged number of ranks, the turn continues with the next rank.
-        turn = turn if parts == before else 0
-        ranks = [make(dataset, num_replicas=parts, rank=rank) for rank in range(parts)]
-        for sampler in ranks if states else ():
-            sampler.load_state_dict(states)
-        given = [iter(sampler) for sampler in ranks]
-        turns = [next(given[(turn + step) % parts], None) for step in range(len(whole) - place)]
-        assert turns == whole[place:], f"from place {place} on {parts} ranks went through {turns}, not {whole[place:]}"
-        for step in range(min(count, len(turns))):
-            ranks[(turn + step) % parts].advance(1)
-        states = [sampler.state_dict() for sampler in ranks]
-        place, turn, before = place + min(count, len(turns)), turn + min(count, len(turns)), parts
-
-
-def check_states(make: MakeSampler, dataset: Any, counts: Sequence[int], taken: Sequence[Sequence[float]]) -> None:
-    """Check that samplers yield every sample once across saved states, at any progress of each rank.
-
-    Args:
-        make: Makes the sampler.
-        dataset: Such as `Samples`.
-        counts: Number of ranks in each phase.
-        taken: For each phase but the last, the fraction (0 to 1) of its part that each rank takes.
-    """
-    states: list[dict[str, Any]] = []
-    committed: list[int] = []
-    for number, parts in enumerate(counts):
-        ranks = [make(dataset, num_replicas=parts, rank=rank) for rank in range(parts)]
-        for sampler in ranks if states else ():
-            sampler.load_state_dict(states)
-        held = [list(sampler) for sampler in ranks]
-        _check_cover([torch.tensor(part, dtype=torch.int64) for part in [committed, *held]], len(dataset))
-        for sampler, part, share in zip(ranks, held, [*taken, [0.0] * parts][number], strict=True):
-            end = round(share * len(part))
-            committed += part[:end]
-            sampler.advance(end)
-        states = [sampler.state_dict() for sampler in ranks]
-
-
-def check_ranks(make: MakeSampler, dataset: Any, ranks: int) -> None:
-    """Check that all ranks' samplers yield every sample once, match their lengths, and repeat in the same epoch."""
-    samplers = [make(dataset, num_replicas=ranks, rank=rank) for rank in range(ranks)]
-    lengths = [len(sampler) for sampler in samplers]
-    held = [list(sampler) for sampler in samplers]
-    assert [len(part) for part in held] == lengths, f"ranks say {lengths}, and give {[len(part) for part in held]}"
-    _check_cover([torch.tensor(part, dtype=torch.int64) for part in held], len(dataset))
-    for sampler, part in zip(samplers, held, strict=True):
-        sampler.set_epoch(0)
-        assert list(sampler) == part, "the same epoch comes in another order"
-
-
-def check_epochs(make: MakeSampler, dataset: Any) -> None:
-    """Check that another epoch or seed has another order, and that an epoch always has the same order."""
-    sampler, other = make(dataset, num_replicas=1, rank=0), make(dataset, num_replicas=1, rank=0, seed=1)
-    orders = []
-    for epoch in (0, 1, 0):
-        sampler.set_epoch(epoch)
-        orders.append(list(sampler))
-    assert orders[0] == orders[2], "epoch 0 has another order when it comes again"
-    assert orders[0] != orders[1], "epochs 0 and 1 have the same order"
-    assert orders[0] != list(other), "seeds 0 and 1 have the same order"
-
-
 def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> None:
     """Check that dividing `count` samples is lossless, the same everywhere, and within one sample of each fraction.
+
+    Args:
+        divide: Divides samples.
+        count: Number of samples, which are numbers from 0.
+        sizes, seed: As in `check_partitioner`.
+
+    Raises: AssertionError otherwise.
 
     Example:
         >>> from unisono.data import DataPartitioner
@@ -242,18 +209,49 @@ def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int
     with _undisturbed():
         held, again = (_held(divide, count, sizes, seed) for _ in range(2))
     assert held == again, f"two calls alike, with seed {seed}, gave {held} and {again}"
-    _check_cover([torch.tensor(part, dtype=torch.int64) for part in held], count)
+    check_cover([torch.tensor(part, dtype=torch.int64) for part in held], count)
     for rank, (part, size) in enumerate(zip(held, sizes, strict=True)):
         # Allow for rounding of the fractions.
         assert abs(len(part) - size * count) < 1 + 1e-6, f"part {rank} has {len(part)} of {count}, but size {size}"
 
 
 def check_seed(divide: Divide) -> None:
-    """Check that samples are shuffled, and that another seed shuffles them differently."""
+    """Check that samples are shuffled, and that another seed shuffles them differently.
+
+    Args:
+        divide: Divides samples.
+
+    Raises: AssertionError otherwise.
+
+    Example:
+        >>> check_seed(un.data.DataPartitioner)
+    """
     orders = [_held(divide, 100, [0.5, 0.5], seed)[0] for seed in (1, 2)]
     for order in orders:
         assert order != sorted(order), "the samples of a part are in their old order"
     assert orders[0] != orders[1], "seeds 1 and 2 shuffle alike"
+
+
+def check_cover(parts: Sequence[torch.Tensor], count: int) -> None:
+    """Check that parts together contain each number from 0 to `count` - 1 exactly once.
+
+    Args:
+        parts: Samples of each part: int64, one-dimensional.
+        count: Number of samples.
+
+    Raises: AssertionError otherwise.
+
+    Example:
+        >>> check_cover([torch.tensor([0, 2]), torch.tensor([1])], count=3)
+    """
+    found = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+    values, times = found.unique(return_counts=True)
+    twice = values[times > 1].tolist()
+    assert not twice, f"in more than one place: samples {twice[:10]} of {count}"
+    strange = values[(values < 0) | (values >= count)].tolist()
+    assert not strange, f"no such samples: {strange[:10]} of {count}"
+    lost = count - len(values)
+    assert not lost, f"in no part: {lost} of {count} samples"
 
 
 @contextmanager
@@ -275,17 +273,6 @@ def _divided(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> tup
     order = rule.order(len(dataset), rule.shuffles, seed, 0, sizes)
     places = Resharding(order, rule.divide(order, sizes, seed), rule.interleaves).parts
     return order, [taken_from(part, 0, len(part)) for part in places]
-
-
-def _check_cover(parts: Sequence[torch.Tensor], count: int) -> None:
-    found = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
-    values, times = found.unique(return_counts=True)
-    twice = values[times > 1].tolist()
-    assert not twice, f"in more than one place: samples {twice[:10]} of {count}"
-    strange = values[(values < 0) | (values >= count)].tolist()
-    assert not strange, f"no such samples: {strange[:10]} of {count}"
-    lost = count - len(values)
-    assert not lost, f"in no part: {lost} of {count} samples"
 
 
 def _check_balance(rule: Partitioner, samples: Indices, held: Sequence[torch.Tensor], shares: Sequence[float]) -> None:

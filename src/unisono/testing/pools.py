@@ -34,6 +34,9 @@ class RankPool:
             error contains the stack of each.
         options: Options of `unisono.launch`; `timeout` defaults to 10 s.
 
+    Attributes:
+        size, backend: As given.
+
     Example:
         >>> with RankPool(4, "thread") as ranks:
         ...     ranks.run(lambda comm, x: comm.rank * x, 10), ranks.run(lambda comm: comm.size, size=2)
@@ -64,6 +67,7 @@ class RankPool:
         Raises:
             Exception: What the first failing rank raised, with that rank's traceback before it.
             CommTimeoutError: The program took longer than the pool's `limit_s`.
+            ValueError: `size` is less than 1 or more than the pool's.
         """
         size = self.size if size is None else size
         if not 1 <= size <= self.size:
@@ -100,6 +104,9 @@ _pools: dict[Hashable, RankPool] = {}
 
 def pool(backend: str = "gloo", size: int = 4, **options: Any) -> RankPool:
     """Return this process's pool for these arguments; its ranks end with the process.
+
+    Args:
+        backend, size, options: As in `RankPool`; `options` are hashable, because they select the pool.
 
     Example:
         >>> pool("thread") is pool("thread")

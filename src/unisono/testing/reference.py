@@ -38,6 +38,9 @@ _BITS = {
 def ops_for(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
     """Return the operations that are defined for a dtype, and that every backend must support.
 
+    Args:
+        dtype: Any of `DTYPES`.
+
     Example:
         >>> [op.value for op in ops_for(torch.complex64)]
         ['sum', 'avg', 'product']
@@ -56,13 +59,20 @@ class Expected:
     Attributes:
         value: The expected elements; of a wider dtype where rounding is allowed.
         slack: The largest allowed difference, by element; None if the bits must be equal.
+
+    Example:
+        >>> Expected(torch.tensor([1.0]), slack=torch.tensor([0.1])).complaint(torch.tensor([1.05]))
+        ''
     """
 
     value: torch.Tensor
     slack: torch.Tensor | None = None
 
     def complaint(self, found: torch.Tensor) -> str:
-        """Return a description of the error in a result; empty if there is none.
+        """Return a description of the first wrong element of a result; empty if there is none.
+
+        Args:
+            found: The result: one-dimensional, of the dtype of the tensors that were reduced.
 
         Example:
             >>> permuted(torch.tensor([1, 2])).complaint(torch.tensor([1, 3]))
@@ -87,7 +97,11 @@ class Expected:
 
 
 def permuted(tensor: torch.Tensor) -> Expected:
-    """Expect exactly these elements, bit for bit."""
+    """Return the expectation of exactly these elements, bit for bit.
+
+    Args:
+        tensor: One-dimensional.
+    """
     return Expected(tensor)
 
 
@@ -96,7 +110,12 @@ def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
 
     Integers and bools are exact (they wrap, as torch's do), and so are minimum and maximum (NaN wins),
     and sums and products of floats that are whole numbers and stay small enough. Otherwise the slack is
-    the usual bound: the rounding unit times the number of ranks times the sum of magnitudes.
+    the usual bound: the rounding unit times the number of ranks times the sum of magnitudes (Higham, "Accuracy
+    and Stability of Numerical Algorithms", chapters 3 and 4).
+
+    Args:
+        tensors: One of each rank: of one length and one of `DTYPES`, on the CPU.
+        op: An operation that is defined for the dtype, see `ops_for`.
 
     Example:
         >>> reduced([torch.tensor([1.0]), torch.tensor([2.0])], "sum").value

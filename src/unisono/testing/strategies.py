@@ -1,4 +1,12 @@
-"""Hypothesis strategies for all arguments of collectives. Draw in the driver, and send to the ranks."""
+"""Hypothesis strategies for all arguments of collectives. Draw in the driver, and send to the ranks.
+
+    @given(data=st.data(), size=strategies.worlds(4), dtype=strategies.dtypes())
+    def test_all_reduce(data, size, dtype):
+        op, count = data.draw(strategies.ops(dtype)), data.draw(strategies.counts(size, dtype))
+        given = data.draw(strategies.tensors_per_rank(size, dtype, count))
+
+The examples show the values that Hypothesis shrinks to.
+"""
 
 from __future__ import annotations
 
@@ -38,54 +46,138 @@ _CHUNK_BYTES = 4096
 
 
 def worlds(max_size: int = 8) -> st.SearchStrategy[int]:
-    """Numbers of ranks, from 1."""
+    """Return a strategy of numbers of ranks.
+
+    Args:
+        max_size: The largest number; the smallest is 1.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(worlds(max_size=4), lambda size: size > 2)
+        3
+    """
     return st.integers(1, max_size)
 
 
 def calls() -> st.SearchStrategy[str]:
-    """Names of collective methods of a communicator."""
+    """Return a strategy of names of collective methods of a communicator: `unisono.testing.cases.CALLS`.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(calls(), lambda call: call.startswith("all"))
+        'all_gather'
+    """
     return st.sampled_from(CALLS)
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
-    """Floats of 16 to 64 bits, bfloat16, integers of 8 to 64 bits, uint8, bool, complex64."""
+    """Return a strategy of dtypes: floats of 16 to 64 bits, bfloat16, signed integers, uint8, bool, complex64.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(dtypes(), lambda dtype: dtype.is_complex)
+        torch.complex64
+    """
     return st.sampled_from(DTYPES)
 
 
 def ops(dtype: torch.dtype) -> st.SearchStrategy[ReduceOp]:
-    """Reduce operations that are defined for this dtype."""
+    """Return a strategy of reduce operations that are defined for a dtype.
+
+    Args:
+        dtype: Any of `unisono.testing.reference.DTYPES`.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(ops(torch.int8), lambda op: True).value
+        'sum'
+    """
     return st.sampled_from(ops_for(dtype))
 
 
 def counts(size: int, dtype: torch.dtype = torch.float32, chunk_bytes: int = _CHUNK_BYTES) -> st.SearchStrategy[int]:
-    """Numbers of elements, mostly error-prone ones: around the number of ranks and the end of a chunk."""
+    """Return a strategy of numbers of elements, mostly around the number of ranks and the end of a chunk.
+
+    Args:
+        size: Number of ranks.
+        dtype: Dtype of the elements.
+        chunk_bytes: Chunk size of the ranks' communicator, in bytes.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(counts(size=2, dtype=torch.float32, chunk_bytes=4096), lambda count: count > 1000)
+        1025
+    """
     special = {0, 1, size - 1, size, size + 1, 1000, chunk_bytes // dtype.itemsize + 1}
     return st.sampled_from(sorted(special)) | st.integers(0, 100)
 
 
 def layouts() -> st.SearchStrategy[str]:
-    """Memory layouts of a tensor; for `unisono.testing.memory_layouts.place`."""
+    """Return a strategy of memory layouts of a tensor, for `unisono.testing.memory_layouts.place`.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(layouts(), lambda layout: True)
+        'contiguous'
+    """
     return st.sampled_from(LAYOUTS)
 
 
 def roots(size: int) -> st.SearchStrategy[int]:
-    """Ranks of a world of this size."""
+    """Return a strategy of ranks.
+
+    Args:
+        size: Number of ranks.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(roots(size=3), lambda root: root > 0)
+        1
+    """
     return st.integers(0, size - 1)
 
 
 def algorithms(collective: str) -> st.SearchStrategy[str | None]:
-    """None (the backend's own, or the cheapest), or the name of a schedule of this collective."""
+    """Return a strategy of the argument `algorithm`: None, or the name of an algorithm of a collective.
+
+    Args:
+        collective: A key of `unisono.collectives.algorithms.ALGORITHMS`, such as "all_reduce".
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(algorithms("all_reduce"), lambda name: name == "ring")
+        'ring'
+    """
     return st.none() | st.sampled_from(ALGORITHMS[collective].names())
 
 
 def splits(size: int, total: int) -> st.SearchStrategy[list[int]]:
-    """`size` lengths that sum to `total`, uneven and some of them zero."""
+    """Return a strategy of lists of lengths with a given sum, uneven and some of them zero.
+
+    Args:
+        size: Number of lengths.
+        total: Their sum.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(splits(size=2, total=5), lambda lengths: lengths[0] > 1)
+        [2, 3]
+    """
     cuts = st.lists(st.integers(0, total), min_size=size - 1, max_size=size - 1).map(sorted)
     return cuts.map(lambda cut: [stop - start for start, stop in zip([0, *cut], [*cut, total], strict=True)])
 
 
 def parts(size: int) -> st.SearchStrategy[list[list[int]]]:
-    """Partitions of the ranks of a world into disjoint, non-empty groups, each in some order."""
+    """Return a strategy of partitions of ranks into disjoint, non-empty groups, at most 3, each in some order.
+
+    Args:
+        size: Number of ranks.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(parts(size=2), lambda groups: len(groups) == 2)
+        [[0], [1]]
+    """
     colors = st.lists(st.integers(0, 2), min_size=size, max_size=size)
     shuffled = st.permutations(range(size))
     return st.tuples(colors, shuffled).map(
@@ -94,7 +186,17 @@ def parts(size: int) -> st.SearchStrategy[list[list[int]]]:
 
 
 def tensors(dtype: torch.dtype, count: int) -> st.SearchStrategy[torch.Tensor]:
-    """One-dimensional tensors of any elements, including NaN and infinities."""
+    """Return a strategy of one-dimensional tensors of any elements, including NaN and infinities, on the CPU.
+
+    Args:
+        dtype: Any of `unisono.testing.reference.DTYPES`. Floats are drawn from those of float16.
+        count: Number of elements.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(tensors(torch.float32, count=2), lambda tensor: bool(tensor.isnan().any())).numel()
+        2
+    """
     if dtype is torch.bool:
         elements: st.SearchStrategy[bool | int | float | complex] = st.booleans()
     elif dtype.is_complex:
@@ -109,13 +211,23 @@ def tensors(dtype: torch.dtype, count: int) -> st.SearchStrategy[torch.Tensor]:
 
 
 def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStrategy[list[torch.Tensor]]:
-    """A tensor for each rank, all of the same dtype and length."""
+    """Return a strategy of lists of tensors, one for each rank, all of the same dtype and length.
+
+    Args:
+        size: Number of ranks.
+        dtype, count: As in `tensors`.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(tensors_per_rank(2, torch.int64, count=1), lambda tensors: True)
+        [tensor([0]), tensor([0])]
+    """
     return st.lists(tensors(dtype, count), min_size=size, max_size=size)
 
 
 @st.composite
 def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int = _CHUNK_BYTES) -> Case:
-    """A collective call with all its parameters: see `unisono.testing.cases.Case`.
+    """Return a strategy of collective calls with all their parameters: see `unisono.testing.cases.Case`.
 
     Args:
         draw: Passed by Hypothesis.

@@ -53,7 +53,15 @@ class World:
     def run(
         self, fn: Callable[..., Any], *args: Any, size: int = 2, on_failure: Literal["end", "continue"] = "end"
     ) -> list[Any]:
-        """Return each rank's `fn(comm, *args)`; see `unisono.testing.RankPool.run`."""
+        """Return each rank's `fn(comm, *args)`, by rank.
+
+        Args:
+            fn, args, on_failure: As in `unisono.testing.RankPool.run`.
+            size: Number of ranks, 1 to 4.
+
+        Raises:
+            Exception: As `unisono.testing.RankPool.run`.
+        """
         options: dict[str, Any] = {"timeout": self.timeout, "chunk_bytes": self.chunk_bytes, "device": self.device}
         if self.wrap is not None:
             options["wrap"] = self.wrap

@@ -114,7 +114,7 @@ class Job:
 
     def first_named(self) -> int:
         """The rank that the first error of all is about; where it happened, "rank 0 of 2, ...", is no blame."""
-        text = re.sub(r"rank \d of 2(, [^:\n]*)?:", "", self.said)
+        text = re.sub(r"\[rank \d of 2\]|rank \d of 2(, [^:\n]*)?:", "", self.said)
         own = r"rank (\d)[^\n]*?(?:was lost|left|ended by|SIGKILL|signal 9)"
         # torchrun may end the others before they have said a word.
         match = re.search(rf"{own}|\(exitcode: -9\) local_rank: (\d)", text)

@@ -60,7 +60,8 @@ def test_a_failing_rank_fails_the_test_and_is_named(inner: pytest.Pytester, back
     )
     result = inner.runpytest_inprocess()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*assert value != 2*", "*raised on rank 2 of 3*"])
+    result.stdout.fnmatch_lines(["*assert value != 2*", "*assert 2 != 2*", "*raised on rank 2 of 3*"])
+    result.stdout.no_fnmatch_line("*launcher*")
 
 
 def test_a_skip_on_the_ranks_skips_the_test(inner: pytest.Pytester) -> None:

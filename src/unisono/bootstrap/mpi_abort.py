@@ -60,11 +60,12 @@ class MpiAbortGuard:
             return
         if isinstance(error, PeerLostError | AbortedError):
             # Another rank's failure is the cause; that rank reports it, and ends the job, first.
-            sys.stderr.write(f"{self._who}: {error.message}\n")
-            sys.stderr.flush()
+            self._excepthook(kind, error, trace)
             time.sleep(_GRACE_S)
-        sys.stderr.write(f"{self._who} ends the job:\n")
-        self._excepthook(kind, error, trace)
+            sys.stderr.write(f"{self._who} ends the job\n")
+        else:
+            sys.stderr.write(f"{self._who} ends the job:\n")
+            self._excepthook(kind, error, trace)
         self._end(1)
 
     def leave(self, status: Any = None, /) -> NoReturn:

@@ -8,7 +8,7 @@ import threading
 from importlib.util import find_spec
 from types import CodeType, FrameType
 
-__all__ = ["call_site", "line_of", "nearest", "site_of", "users_frame"]
+__all__ = ["call_site", "is_installed", "is_internal", "line_of", "nearest", "site_of", "users_frame"]
 
 # Torch is found without being loaded: processes that only speak to the control plane need none.
 _TORCH = getattr(find_spec("torch"), "origin", None) or __file__
@@ -40,13 +40,19 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of what the user writes: outside of Python's own library, too, and of installed ones."""
     inner = nearest(frame)
     found = inner
-    while found is not None and (found.f_code.co_filename.startswith(_LIBRARY) or _installed(found.f_code.co_filename)):
+    while found is not None and is_installed(found.f_code.co_filename):
         found = nearest(found.f_back)
     return inner if found is None else found
 
 
-def _installed(filename: str) -> bool:
-    return f"{os.sep}site-packages{os.sep}" in filename or filename.startswith("<frozen")
+def is_internal(filename: str) -> bool:
+    """Return whether a file of source is this library's."""
+    return filename.startswith(_OURS)
+
+
+def is_installed(filename: str) -> bool:
+    """Return whether a file of source is of Python's own library, or of an installed one."""
+    return filename.startswith((_LIBRARY, "<frozen")) or f"{os.sep}site-packages{os.sep}" in filename
 
 
 def line_of(code: CodeType, instruction: int) -> str:

@@ -14,6 +14,7 @@ from unisono.communicator import Check, Communicator
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.work import resolve_timeout
+from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
 from unisono.host.network import why_no_shm
 from unisono.launcher.job import Job, conclude
@@ -81,10 +82,12 @@ def init(
         (0, 1)
         >>> comm.close()
     """
+    show_errors()
     _check_common(timeout, chunk_bytes)
     if backend != "auto":
         transport_named(backend)
     place = bootstrap.find(init_method, rank, world_size, timeout, secret)
+    show_errors(place.rank, place.size)
     try:
         around = discover(place, interface, timeout)
         name = choose_backend(around.sharing, gpus=around.gpus, network=place.network) if backend == "auto" else backend
@@ -158,6 +161,7 @@ def launch(
         >>> un.launch(lambda comm, x: comm.rank * x, nprocs=3, backend="thread", args=(10,))
         [0, 10, 20]
     """
+    show_errors()
     _check_common(timeout, chunk_bytes)
     if not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")

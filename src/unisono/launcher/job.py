@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import pickle
 import signal
-import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import cloudpickle
 import torch
+from tblib import pickling_support
 
 from unisono.communicator import Check, Communicator
 from unisono.core.control import ControlPlane
+from unisono.core.failure import text_of
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableError
 from unisono.transports.hierarchical import Connectable
 
-__all__ = ["GRACE_S", "Job", "Outcome", "RankTracebackError", "conclude", "name_of", "reported"]
+__all__ = ["GRACE_S", "Job", "Outcome", "conclude", "name_of", "reported", "run_reported"]
 
 GRACE_S = 3.0
 """After a first failure, how long the others may take to end by their own error."""
-
-
-class RankTracebackError(Exception):
-    """Stands before an error that a rank raised, to show where in the rank that was."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f"\n{self.text}"
 
 
 @dataclass(slots=True)
@@ -71,29 +63,56 @@ class Outcome:
 
     Attributes:
         result: The return value of its program.
-        error: The error that it raised, or one that describes how its process ended.
-        trace: Its traceback as text, if it could still report one.
+        error: The error that it raised, with its traceback, or one that describes how its process ended.
+        reported: Whether the rank itself has sent this.
     """
 
     rank: int
     result: Any = None
     error: BaseException | None = None
-    trace: str | None = field(default=None)
+    reported: bool = True
 
-    @classmethod
-    def failed(cls, rank: int, error: BaseException) -> Outcome:
-        return cls(rank, error=error, trace="".join(traceback.format_exception(error)))
+
+def run_reported(rank: int, program: Callable[[], Any]) -> bytes:
+    """Run a rank's program, and return its outcome for the launching process, which reads it by `reported`."""
+    try:
+        message = ("result", _packed_result(program(), rank))
+    except BaseException as error:
+        message = ("error", _packed_error(error))
+    return bytes(cloudpickle.dumps(message))
+
+
+def _packed_result(result: Any, rank: int) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        raise TypeError(
+            f"the result of rank {rank}, {type(result).__name__}, cannot be sent back ({error}); "
+            "return numbers, strings, containers, tensors or None"
+        ) from error
+
+
+def _packed_error(error: BaseException) -> bytes:
+    """Pickle an error with its traceback and causes; a plain error of the same text if it cannot be pickled."""
+    pickling_support.install(error)
+    try:
+        data = bytes(cloudpickle.dumps(error))
+        pickle.loads(data)
+    except Exception:
+        plain = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+        return bytes(cloudpickle.dumps(plain.with_traceback(error.__traceback__)))
+    return data
 
 
 def reported(rank: int, data: bytes) -> Outcome:
     """Return the outcome that a rank's process has reported."""
-    kind, content, *trace = pickle.loads(data)
+    kind, content = pickle.loads(data)
     try:
         value = pickle.loads(content)
     except Exception as error:
         error.add_note(f"while the {kind} of rank {rank} was read")
-        return Outcome.failed(rank, error)
-    return Outcome(rank, value) if kind == "result" else Outcome(rank, error=value, trace=trace[0])
+        return Outcome(rank, error=error)
+    return Outcome(rank, value) if kind == "result" else Outcome(rank, error=value)
 
 
 def name_of(number: int) -> str:
@@ -105,7 +124,7 @@ def name_of(number: int) -> str:
 
 
 def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
-    """The results by rank; or raise the failure that was first, with its rank's own traceback before it.
+    """Return the results by rank, or raise the failure that was first, with its rank's own traceback.
 
     Args:
         ended: In the order in which ranks ended.
@@ -126,13 +145,15 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
         error = PeerLostError(f"rank {first.rank} of {size} ended by {type(error).__name__}({error})", peer=first.rank)
     if not isinstance(error, CommError) or error.rank is None:
         error.add_note(f"raised on rank {first.rank} of {size}")
-    if first.trace is not None:
-        raise error from RankTracebackError(first.trace)
+    others = Counter(type(outcome.error).__name__ for outcome in failures if outcome is not first)
+    if others:
+        listed = ", ".join(f"{count} {name}" for name, count in sorted(others.items()))
+        error.add_note(f"({others.total()} other {'rank' if others.total() == 1 else 'ranks'} failed too: {listed})")
     raise error
 
 
 def _consequence(outcome: Outcome) -> int:
     """0 for a rank that ended unheard, 1 for an error of its own, 2 for one that tells of another rank."""
-    if outcome.trace is None:
+    if not outcome.reported:
         return 0
     return 2 if isinstance(outcome.error, PeerLostError | AbortedError) else 1

@@ -162,7 +162,7 @@ def _no_result(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcom
         how = f"was ended by {name_of(code - 128)}"
     else:
         how = "ended before it could report; what it and mpirun printed says why"
-    return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} {how}", peer=rank))
+    return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} {how}", peer=rank), reported=False)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

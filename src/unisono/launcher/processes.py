@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
 import multiprocessing
 import os
@@ -111,7 +112,7 @@ def _outcome(rank: int, size: int, process: BaseProcess, reader: connection.Conn
         data = None
     if data is None:
         process.join(_END_S)
-        return Outcome(rank, error=_no_result(rank, size, process.exitcode))
+        return Outcome(rank, error=_no_result(rank, size, process.exitcode), reported=False)
     return reported(rank, data)
 
 
@@ -190,12 +191,18 @@ def _keep(copy: Any) -> Any:
 def _dump(job: Job) -> bytes:
     """The job by reference where a rank can import it, else by value."""
     main = sys.modules.get("__main__")
+    importable = _importable(job.fn, main)
     try:
-        if _importable(job.fn, main):
+        if importable and not _is_rewritten(job.fn):
             return pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError):
         pass
-    return by_value(job)
+    try:
+        return by_value(job)
+    except TypeError:
+        if not importable:
+            raise
+        return pickle.dumps(job)
 
 
 def by_value(job: Job) -> bytes:
@@ -206,7 +213,7 @@ def by_value(job: Job) -> bytes:
     """
     main = sys.modules.get("__main__")
     module = sys.modules.get(getattr(job.fn, "__module__", "") or "")
-    unknown = module is not None and module is not main and not _found(module)
+    unknown = module is not None and module is not main and (_is_rewritten(job.fn) or not _found(module))
     if unknown:
         assert module is not None
         cloudpickle.register_pickle_by_value(module)
@@ -225,7 +232,20 @@ def _importable(fn: Any, main: ModuleType | None) -> bool:
     if main is None or not _is_file(main):
         return False
     module = sys.modules.get(getattr(fn, "__module__", "") or "")
-    return module is not None and (module is main or _found(module))
+    return module is not None and (_is_defined_on_import(fn, main) if module is main else _found(module))
+
+
+def _is_rewritten(fn: Any) -> bool:
+    """Return whether pytest has rewritten the assertions of the function's module, which ranks would not do."""
+    return "@pytest_ar" in vars(sys.modules.get(getattr(fn, "__module__", "") or "", object))
+
+
+def _is_defined_on_import(fn: Any, main: ModuleType) -> bool:
+    """Return whether ranks, which import the main module, define the function: not if it is under the main guard."""
+    name = getattr(fn, "__qualname__", "").partition(".")[0]
+    body = ast.parse(Path(str(main.__file__)).read_bytes()).body
+    always = [node for node in body if not (isinstance(node, ast.If) and "__main__" in ast.dump(node.test))]
+    return any(name in (getattr(node, "name", ""), getattr(node, "id", "")) for top in always for node in ast.walk(top))
 
 
 def _is_file(main: ModuleType) -> bool:

@@ -180,7 +180,7 @@ def _be(job: Job, group: Group, hub: SimulatedHub) -> Outcome:
     except EndedError:
         raise
     except BaseException as error:
-        return Outcome.failed(group.rank, error)
+        return Outcome(group.rank, error=error)
     finally:
         with suppress(CommError):
             control.close()

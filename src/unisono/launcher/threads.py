@@ -27,7 +27,7 @@ def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
         try:
             done.put(Outcome(rank, job.run(Group.world(rank, size), control)))
         except BaseException as error:
-            done.put(Outcome.failed(rank, error))
+            done.put(Outcome(rank, error=error))
         finally:
             control.close()
 

@@ -6,7 +6,6 @@ import io
 import os
 import signal
 import sys
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,9 +15,8 @@ import cloudpickle
 import torch
 
 from unisono.control.client import SocketControl
-from unisono.core.failure import text_of
 from unisono.core.group import Group
-from unisono.launcher.job import Job
+from unisono.launcher.job import Job, run_reported
 
 __all__ = ["WorkerSpec", "configure_process", "run_job", "run_worker"]
 
@@ -69,40 +67,20 @@ def configure_process(threads: int) -> None:
 
 def run_job(orders: WorkerSpec) -> bytes:
     """Run the job; return its outcome, for the launching process."""
-    try:
+
+    def program() -> Any:
         job: Job = cloudpickle.loads(orders.job)
         control = SocketControl(orders.address, orders.secret, job.options.timeout_s, on_orphan=_end)
-        result = job.run(Group.world(orders.rank, orders.size), control)
-        message: tuple[Any, ...] = ("result", _pickled(result, orders.rank))
-    except BaseException as error:
-        message = ("error", _portable(error), "".join(traceback.format_exception(error)))
+        return job.run(Group.world(orders.rank, orders.size), control)
+
+    outcome = run_reported(orders.rank, program)
     for stream in (sys.stdout, sys.stderr):
         # A stream may be missing, or its reader gone: the outcome is reported all the same.
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    return bytes(cloudpickle.dumps(message))
+    return outcome
 
 
 def _end() -> None:
     """Exit, because the launching process is gone."""
     os._exit(1)
-
-
-def _pickled(result: Any, rank: int) -> bytes:
-    try:
-        return bytes(cloudpickle.dumps(result))
-    except Exception as error:
-        raise TypeError(
-            f"the result of rank {rank}, {type(result).__name__}, cannot be sent back ({error}); "
-            "return numbers, strings, containers, tensors or None"
-        ) from error
-
-
-def _portable(error: BaseException) -> bytes:
-    """The error pickled, or a plain one that says the same."""
-    try:
-        data = bytes(cloudpickle.dumps(error))
-        cloudpickle.loads(data)
-    except Exception:
-        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {text_of(error)}")))
-    return data

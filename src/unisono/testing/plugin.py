@@ -13,6 +13,7 @@ this file, so it must not import slow modules.
 from __future__ import annotations
 
 import functools
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,8 +21,9 @@ import pytest
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["comm", "pytest_configure", "pytest_pyfunc_call"]
+__all__ = ["comm", "pytest_configure", "pytest_pyfunc_call", "pytest_runtest_makereport"]
 
+_LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MARKER = (
     "ranks(size, backend='thread', **options): run the test on ranks; it takes `comm`. Options as for unisono.launch"
 )
@@ -37,6 +39,15 @@ def comm(request: pytest.FixtureRequest) -> None:
     """The communicator of the rank that runs the test, which is marked with `ranks`."""
     if request.node.get_closest_marker("ranks") is None:
         pytest.fail("a test that takes `comm` says on how many ranks: @pytest.mark.ranks(4)", pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Hide frames of the library from the traceback of a failure, unless `UNISONO_TRACEBACK=full`."""
+    if call.excinfo is not None and os.environ.get("UNISONO_TRACEBACK") != "full":
+        for entry in call.excinfo.traceback:
+            if str(entry.path).startswith(_LIBRARY):
+                entry.frame.f_globals["__tracebackhide__"] = True
 
 
 @pytest.hookimpl(tryfirst=True)

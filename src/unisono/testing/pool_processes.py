@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import signal
 import tempfile
@@ -18,7 +19,7 @@ import cloudpickle
 
 from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.launcher.api import launch
-from unisono.launcher.job import Outcome
+from unisono.launcher.job import Outcome, reported
 from unisono.testing.pool_worker import PoolWorker, serve
 
 __all__ = ["PoolProcesses"]
@@ -100,16 +101,17 @@ class PoolProcesses:
             self.close()
             for outcome in ended:
                 # The cause of death is known only after the process has ended.
-                if isinstance(outcome.error, PeerLostError) and outcome.trace is None:
+                if isinstance(outcome.error, PeerLostError) and not outcome.reported:
                     outcome.error = self._ends[outcome.rank] or outcome.error
         return ended, usable
 
     def _hear(self, rank: int, link: Connection[Any, Any]) -> tuple[Outcome, bool]:
         try:
-            outcome, whole = cloudpickle.loads(link.recv_bytes())
+            data, whole = pickle.loads(link.recv_bytes())
         except (EOFError, OSError):
-            return Outcome(rank, error=PeerLostError(f"rank {rank} ended before it could answer", peer=rank)), False
-        return outcome, whole
+            lost = PeerLostError(f"rank {rank} ended before it could answer", peer=rank)
+            return Outcome(rank, error=lost, reported=False), False
+        return reported(rank, data), whole
 
     def _stop(self, ranks: list[int], limit_s: float) -> list[Outcome]:
         """End all ranks; return the outcomes of those that did not complete, with their stacks."""

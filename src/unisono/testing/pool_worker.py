@@ -9,12 +9,11 @@ import signal
 from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
-
-import cloudpickle
+from typing import Any
 
 from unisono.communicator import Communicator
 from unisono.errors import CommError
-from unisono.launcher.job import Outcome
+from unisono.launcher.job import run_reported
 
 __all__ = ["PoolWorker", "serve"]
 
@@ -53,31 +52,22 @@ def serve(comm: Communicator, service: PoolWorker) -> None:
 
 
 def _perform(comm: Communicator, program: bytes) -> bytes:
-    """Run one program; return its pickled outcome and whether the communicator is still usable."""
-    try:
-        fn, args = pickle.loads(program)
-        outcome = Outcome(comm.rank, fn(comm, *args))
-    except BaseException as error:
-        # As at the end of a launched rank: notify the peers, so that they do not wait for this rank.
-        comm.__exit__(type(error), error, error.__traceback__)
-        outcome = Outcome.failed(comm.rank, error)
+    """Run one program; return its outcome as `reported` reads it, and whether the communicator is still usable."""
+
+    def run() -> Any:
+        try:
+            fn, args = pickle.loads(program)
+            return fn(comm, *args)
+        except BaseException as error:
+            # As at the end of a launched rank: notify the peers, so that they do not wait for this rank.
+            comm.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    outcome = run_reported(comm.rank, run)
     try:
         comm.release_thread()
     except CommError:
         usable = False
     else:
         usable = comm.exception() is None
-    return _packed(outcome, usable)
-
-
-def _packed(outcome: Outcome, usable: bool) -> bytes:
-    try:
-        data = bytes(cloudpickle.dumps((outcome, usable)))
-        pickle.loads(data)
-    except Exception as problem:
-        # Send a description of an outcome that cannot be pickled.
-        error = outcome.error
-        said = f"the result cannot be sent back: {problem}" if error is None else f"{type(error).__name__}: {error}"
-        plain = Outcome(outcome.rank, error=RuntimeError(said), trace=outcome.trace or said)
-        return bytes(cloudpickle.dumps((plain, usable)))
-    return data
+    return pickle.dumps((outcome, usable))

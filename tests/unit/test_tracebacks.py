@@ -1,0 +1,128 @@
+"""Uncaught errors show the user's lines and one sentence, and which rank it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from unisono.diagnostics.tracebacks import format_error
+
+MISMATCH = """
+import torch
+import unisono as un
+
+def step(comm):
+    comm.all_reduce(torch.ones(4 if comm.rank else 3))
+
+with un.init("shm", timeout=20) as comm:
+    step(comm)
+"""
+OWN_ERROR = """
+import torch
+import unisono as un
+
+with un.init("shm", timeout=20) as comm:
+    if comm.rank == 1:
+        raise KeyError("lr")
+    comm.barrier()
+"""
+LAUNCHED = """
+import torch
+import unisono as un
+
+if __name__ == "__main__":
+    SIZE = 3
+
+    def program(comm):
+        comm.all_reduce(torch.ones(SIZE + comm.rank))
+
+    un.launch(program, 2, "shm", timeout=20)
+"""
+
+
+def run_ranks(folder: Path, program: str, **environment: str) -> list[str]:
+    """Standard error of each of two ranks of a script, started as torchrun does."""
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(program))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**shared, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    return [rank.communicate(timeout=60)[1] for rank in ranks]
+
+
+def test_a_mismatch_shows_the_users_lines_once(tmp_path: Path) -> None:
+    first, second = run_ranks(tmp_path, MISMATCH)
+    assert first.startswith("[rank 0 of 2] Traceback (most recent call last; ")
+    assert first.count("File ") == 2
+    assert "in step" in first
+    assert "rank 1: all_reduce(sum, float32, 4 elements" in first
+    assert len(first.splitlines()) <= 12
+    assert len(second.splitlines()) == 1
+    assert second.startswith("[rank 1 of 2] train.py:6: ")
+    assert "MismatchError" in second
+
+
+def test_the_loss_of_a_peer_is_one_line_and_its_own_error_is_whole(tmp_path: Path) -> None:
+    survivor, culprit = run_ranks(tmp_path, OWN_ERROR)
+    assert culprit.startswith("[rank 1 of 2] Traceback")
+    assert culprit.endswith("KeyError: 'lr'\n")
+    assert survivor.startswith("[rank 0 of 2] train.py:8: ")
+    assert "rank 1 failed in the program: KeyError: 'lr'" in survivor
+    assert len(survivor.splitlines()) == 1
+
+
+def test_torchruns_report_has_the_same_text_and_the_cause_first(tmp_path: Path) -> None:
+    texts = run_ranks(tmp_path, OWN_ERROR)
+    reports = [json.loads((tmp_path / str(rank)).read_text())["message"] for rank in range(2)]
+    assert [report["extraInfo"]["py_callstack"] for report in reports] == texts
+    assert reports[1]["message"] == "KeyError: 'lr'"
+    survivor, culprit = (int(report["extraInfo"]["timestamp"]) for report in reports)
+    assert culprit < survivor
+
+
+def test_all_frames_are_shown_if_asked_for(tmp_path: Path) -> None:
+    for text in run_ranks(tmp_path, MISMATCH, UNISONO_TRACEBACK="full"):
+        assert text.count("File ") > 5
+        assert "unisono/comm/reductions.py" in text
+
+
+def test_launch_shows_the_ranks_lines_after_the_callers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LAUNCHED)
+    command = [sys.executable, tmp_path / "train.py"]
+    ended = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, timeout=60)
+    lines = ended.stderr.splitlines()
+    assert lines[0].startswith("Traceback (most recent call last; ")
+    assert [line.rpartition(", in ")[2] for line in lines if line.startswith("  File ")] == ["<module>", "program"]
+    assert lines[-1] == "(1 other rank failed too: 1 MismatchError)"
+    assert len(lines) <= 12
+
+
+def test_causes_inside_the_library_are_hidden_and_the_users_own_stay() -> None:
+    def fail() -> None:
+        try:
+            raise KeyError("own cause")
+        except KeyError as error:
+            raise ValueError("sentence") from error
+
+    with pytest.raises(ValueError, match="sentence") as caught:
+        fail()
+    text = format_error(caught.value)
+    assert "KeyError: 'own cause'" in text
+    assert text.endswith("ValueError: sentence\n")

@@ -26,13 +26,14 @@ from unisono.core.buffer_guard import BufferGuard
 from unisono.core.call_site import call_site
 from unisono.core.collective import Collective
 from unisono.core.control import ControlPlane
+from unisono.core.fast_path import Tensors
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.flight_recorder import CallRecord, format_call
 from unisono.core.lazy_work import Deferred
 from unisono.core.reduce_op import parse_op
 from unisono.core.tensors import Staging
 from unisono.core.threads import SerialWorker
-from unisono.core.transport import Options, Tensors, Transport
+from unisono.core.transport import Options, Transport
 from unisono.core.types import Work
 from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import ClosedError, CommError

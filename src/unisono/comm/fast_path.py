@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import increment_version
 
 from unisono.comm.state import ANY_THREAD, refuses
+from unisono.core.fast_path import FastPath, Status, Tensors
 from unisono.core.flight_recorder import Activity, CallRecord
-from unisono.core.transport import FastPath, Status, Tensors
 
 if TYPE_CHECKING:
     from unisono.collectives.arguments import Splits

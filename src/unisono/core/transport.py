@@ -7,8 +7,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
 
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.group import Group
@@ -18,13 +17,11 @@ from unisono.errors import UnavailableError
 if TYPE_CHECKING:
     import torch
 
-    from unisono.core.collective import Collective
     from unisono.core.control import ControlPlane
+    from unisono.core.fast_path import FastPath
     from unisono.core.mailbox import Mailbox
 
-__all__ = ["Capabilities", "FastPath", "Options", "PointToPoint", "Status", "Tensors", "Transport"]
-
-Tensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor] | None"
+__all__ = ["Capabilities", "Options", "PointToPoint", "Transport"]
 
 
 class PointToPoint(Protocol):
@@ -75,51 +72,6 @@ class Capabilities:
     devices: frozenset[str]
     host_staged: frozenset[str]
     native: frozenset[str]
-
-
-class Status(IntEnum):
-    """Status of a native call, with the numbers of src/native/shm/barrier.hpp."""
-
-    OK = 0
-    DIFFERS = 1
-    LATE = 2
-    LEFT = 3
-    ABORTED = 4
-    REFUSED = 6
-
-
-class FastPath(Protocol):
-    """Blocking calls on the caller's own tensors, in one native call each.
-
-    They interoperate with `Transport.collective` on other ranks, so ranks need not agree on the path, and they
-    compare fingerprints themselves.
-    """
-
-    def collective(
-        self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None, deadline: float
-    ) -> Status:
-        """Make the call. `REFUSED`, with no effect, if it needs the general path; `DIFFERS` if ranks' calls differ.
-
-        Args:
-            what: The collective.
-            output: What is written, as the caller gave it: a tensor or one a rank; None where nothing is.
-            input: What is read, where that is something else.
-            op, root: As the caller gave them, where there are such.
-            deadline: On the monotonic clock.
-        """
-        ...
-
-    def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
-        """Raise the `MismatchError` that quotes each rank's fingerprint. All ranks call it."""
-        ...
-
-    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Return whether a message can be sent or received now. All arguments are the caller's own."""
-        ...
-
-    def message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """Send or receive ("send", "recv") a tensor; return `REFUSED`, with no effect, if it needs the general path."""
-        ...
 
 
 class Transport(ABC):
@@ -190,13 +142,26 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, batch: Sequence[Message]) -> Work:
-        """As in `PointToPoint`."""
+        """Start sends and receives in one call; no message of the batch waits for another.
+
+        Args:
+            batch: Messages of one-dimensional contiguous tensors, which belong to the work until it ends.
+
+        Returns:
+            A work that ends when every message has been sent or received.
+        """
 
     def iprobe(self, peer: int, tag: int) -> bool:
         """Return whether a message of this tag from `peer` has arrived that no posted receive matches. Never blocks.
 
-        Also progresses messages in flight, where only waits do. Raises `PeerLostError` if there is none, and the peer
-        has left. Called by one thread at a time, if `any_source`.
+        Also progresses messages in flight, where only waits do. Called by one thread at a time, if `any_source`.
+
+        Args:
+            peer: A rank of the group.
+            tag: Tag of the message.
+
+        Raises:
+            PeerLostError: There is no such message, and the peer has left.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no any_source")
 
@@ -204,8 +169,10 @@ class Transport(ABC):
     def split(self, group: Group) -> Transport:
         """Return the transport of a subgroup; only the members of the subgroup call this.
 
-        `group.members` are ranks of the first group of the job; this transport's `group.members`
-        are a superset. Both transports carry separate messages at the same time.
+        Messages of both transports are separate, and may be in flight at the same time.
+
+        Args:
+            group: `group.members`, a subset of this transport's, are ranks of the first group of the job.
         """
 
     def mailbox(self, group: Group) -> Mailbox:
@@ -220,7 +187,8 @@ class Transport(ABC):
     def reconfigure(self, group: Group) -> Transport:
         """Return the transport of a group that replaces this one, which may be broken.
 
-        Its members are live ranks of this group, which call this, and newcomers, which call `connect`.
+        Args:
+            group: Consists of live ranks of this group, which call this, and newcomers, which call `connect`.
         """
         return self.split(group)
 
@@ -233,30 +201,73 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self, cause: BaseException) -> None:
-        """End every wait in progress, from any thread, with an error that reports `cause`; stay broken."""
+        """End every wait in progress with an error; stay broken. May be called from any thread.
+
+        Args:
+            cause: Error that the waits report.
+        """
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
-        """Simulate a killed process, for tests; where ranks are threads, raise `error`."""
+        """End this process by SIGKILL, for tests; where ranks are threads, raise an error.
+
+        Args:
+            error: The error to raise.
+
+        Raises:
+            BaseException: `error`, where ranks are threads.
+        """
         if not self.in_process:
             os.kill(os.getpid(), signal.SIGKILL)
         raise error
 
     def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
-        """Prepare a collective before any data moves. Raise `MismatchError` if ranks differ."""
+        """Prepare a collective before any data moves. Nothing by default.
+
+        Args:
+            fingerprint: Description of this rank's call.
+            timeout: Seconds to wait for the other ranks.
+
+        Raises:
+            MismatchError: Ranks call with different fingerprints; only where `checks` is set.
+        """
 
     def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout: float) -> None:
-        """Finish a collective when all data has moved. Raise `CorruptedError` if received and sent data differ."""
+        """Finish a collective when all data has moved. Nothing by default.
+
+        Args:
+            fingerprint, timeout: As for `begin`.
+            call: The call, with its results.
+
+        Raises:
+            CorruptedError: Received and sent data differ, where the transport compares them.
+        """
 
     def supports(self, call: CollectiveCall) -> bool:
-        """Return whether `collective` supports this call. Every rank must return the same answer."""
+        """Return whether `collective` supports this call. Every rank must return the same answer.
+
+        Args:
+            call: The call, with this rank's tensors.
+        """
         return call.name in self.native
 
     def collective(self, call: CollectiveCall) -> Work:
-        """Start a collective for which `supports` is true."""
+        """Start a collective for which `supports` is true.
+
+        Args:
+            call: The call, whose tensors belong to the work until it ends.
+
+        Returns:
+            A work that ends when this rank's outputs hold the result.
+        """
         raise NotImplementedError(f"{type(self).__name__} declares no native {call.name}")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate memory that this transport reduces fastest. Collective: the same shape and dtype on all ranks."""
+        """Return an uninitialized tensor in the memory that this transport reduces fastest. Collective.
+
+        Args:
+            shape: Number of elements in each dimension; the same on all ranks.
+            dtype: The same on all ranks.
+        """
         import torch
 
         device = "cpu" if "cpu" in self.devices else min(self.devices)

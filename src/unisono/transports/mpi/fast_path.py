@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import torch
 
 from unisono.core.collective import Collective
+from unisono.core.fast_path import Status
 from unisono.core.fingerprint import Fingerprint, hash_of
 from unisono.core.reduce_op import check_reducible
 from unisono.core.tensors import as_flat, copy_back
-from unisono.core.transport import Status
 from unisono.core.types import CollectiveCall, ReduceOp
 from unisono.transports.mpi.collectives import in_one_call
 from unisono.transports.mpi.consistency import Agreement

@@ -9,9 +9,9 @@ import torch
 
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.failure import LEFT
+from unisono.core.fast_path import Status
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.tensors import as_flat, copy_back
-from unisono.core.transport import Status
 from unisono.core.types import MAX_TAG, CollectiveCall, ReduceOp
 from unisono.errors import PeerLostError
 from unisono.transports.shm.barrier import SharedBarrier, late

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from unisono.core.collective import FAMILIES
+from unisono.core.fast_path import Status
 from unisono.core.fingerprint import Fingerprint, explain, hash_of
 from unisono.core.group import Group
 from unisono.core.lazy_work import Deferred
 from unisono.core.mailbox import Mailbox
 from unisono.core.native import native
-from unisono.core.transport import Options, Status, Transport
+from unisono.core.transport import Options, Transport
 from unisono.core.types import CollectiveCall, Message, ReduceOp, Work
 from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
 from unisono.host.cpu_count import cores

@@ -28,6 +28,7 @@ ROOMS_LEFT = {
     "compression",
     "core",
     "elastic",
+    "data",
     "errors",
     "interop",
     "launcher",
@@ -35,8 +36,27 @@ ROOMS_LEFT = {
     "wrappers",
 }
 
+_TRANSPORT = "called by communicators, not by users; CONTRIBUTING.md builds a wrapper that runs"
+
 NO_EXAMPLE: dict[str, str] = {
     "un.gradients.SyncBatchNorm.forward": "called by the layer's `__call__`, which the example of the class shows",
+    "un.testing.Checksummed.abort": _TRANSPORT,
+    "un.testing.Checksummed.begin": _TRANSPORT,
+    "un.testing.Checksummed.collective": _TRANSPORT,
+    "un.testing.Checksummed.empty": _TRANSPORT,
+    "un.testing.Checksummed.end": _TRANSPORT,
+    "un.testing.Checksummed.leave": _TRANSPORT,
+    "un.testing.Checksummed.post": _TRANSPORT,
+    "un.testing.Checksummed.reconfigure": _TRANSPORT,
+    "un.testing.Checksummed.simulate_crash": _TRANSPORT,
+    "un.testing.Checksummed.supports": _TRANSPORT,
+    "un.testing.Checksummed.wrap_child": _TRANSPORT,
+    "un.testing.Delayed.abort": _TRANSPORT,
+    "un.testing.Delayed.post": _TRANSPORT,
+    "un.testing.Delayed.wrap_child": _TRANSPORT,
+    "un.testing.Faulty.abort": _TRANSPORT,
+    "un.testing.Faulty.post": _TRANSPORT,
+    "un.testing.Faulty.wrap_child": _TRANSPORT,
 }
 """Public names without an example, each with the reason."""
 
@@ -116,6 +136,9 @@ def docstring(value: Any) -> str:
 
 def parameters(value: Any) -> set[str]:
     if getattr(value, "_is_protocol", False):
+        return set()
+    # A class that inherits its constructor inherits what describes it.
+    if inspect.isclass(value) and "__init__" not in vars(value):
         return set()
     try:
         return set(inspect.signature(value).parameters) - {"self", "cls"}

@@ -38,14 +38,18 @@ def join(
 
     Args:
         init_method: As the job's ranks gave it to `init`: "tcp://host:port" or "file:///path".
-        pid: Instead: a process of the job on this host, of this user: any rank, or the one that launched them.
-        timeout: Seconds to be taken in.
+        pid: Instead of `init_method`: a process of the job on this host, of this user: any rank, or the process that
+            launched the ranks.
+        timeout: Seconds to wait until the job's ranks admit this one.
         device: As for `init`.
         secret: As for `init`; not needed with `pid` or a file.
         wrap: As for `init`.
 
+    Returns:
+        The communicator, of the job's ranks and all newcomers; its `close` also ends this process's control client.
+
     Raises:
-        ValueError: Neither an init method nor a process was given, or both; or the timeout makes no sense.
+        ValueError: Neither `init_method` nor `pid` was passed, or both; or `timeout` is not a positive number.
         CommTimeoutError: The job's ranks have not called `rebuild(grow=...)`.
         CommError: There is no such job, or the secrets differ.
 

@@ -82,7 +82,7 @@ class Recovery:
         """The step is done on this rank: its parameters are those of all. Never waits.
 
         Args:
-            samples: How many this rank has trained on in this step; told to the samplers.
+            samples: Number of samples that this rank has trained on in this step; passed to the samplers.
         """
         self.step += 1
         self._samples += samples
@@ -99,6 +99,9 @@ class Recovery:
             grow: As for `Communicator.rebuild`.
             timeout: As for `Communicator.rebuild`.
 
+        Returns:
+            The new communicator, also in `comm`.
+
         Raises:
             CommError: As `Communicator.rebuild` does.
         """
@@ -109,7 +112,16 @@ class Recovery:
             grow = 0
 
     def join(self) -> Communicator:
-        """Take part as a newcomer, with a communicator from `unisono.join`, while the others are in `recover`."""
+        """Take part as a newcomer, with a communicator from `unisono.join`, while the others are in `recover`.
+
+        Replaces this rank's parameters, buffers and optimizer state by those of the ranks of the job.
+
+        Returns:
+            The communicator to use, also in `comm`; a new one if a rank was lost meanwhile.
+
+        Raises:
+            CommError: As `recover` does.
+        """
         self.step = -1
         if not self._went_well(self._follow):
             return self.recover()

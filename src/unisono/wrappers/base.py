@@ -21,6 +21,9 @@ class Wrapper(Transport):
 
     A wrapper that handles `collective` itself declares so by setting `native` to that of the inner transport.
     A subclass overrides the methods it changes, and `wrap_child`, which applies it to sub-groups.
+
+    Args:
+        inner: The transport to wrap.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -32,7 +35,11 @@ class Wrapper(Transport):
 
     @abstractmethod
     def wrap_child(self, inner: Transport) -> Self:
-        """Return the same wrapper around the transport of a sub-group."""
+        """Return a wrapper with the same settings around the transport of another group.
+
+        Args:
+            inner: Result of the inner transport's `split` or `reconfigure`.
+        """
 
     def split(self, group: Group) -> Transport:
         return self.wrap_child(self.inner.split(group))

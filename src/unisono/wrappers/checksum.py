@@ -36,6 +36,9 @@ class Checksummed(Wrapper):
 
     A receive with a length or dtype that differs from the send still raises `MismatchError`, in terms of bytes.
 
+    Args:
+        inner: The transport to check.
+
     Cost: 40 more bytes per message; a copy and a hash of its bytes on either side (about 0.2 ns per byte; GPU
     data is copied to the CPU for the hash). A change goes undetected with a probability of 2**-64.
 

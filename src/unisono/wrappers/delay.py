@@ -50,6 +50,9 @@ class Delayed(Wrapper):
         jitter: Random increase of each latency, as a maximum fraction of it.
         seed: Seed of the jitter.
 
+    Raises:
+        ValueError: `latency_s` or `jitter` is negative, or `bytes_per_s` not positive.
+
     Example:
         >>> from unisono.testing import Delayed
         >>> def program(comm):

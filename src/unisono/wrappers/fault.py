@@ -25,7 +25,17 @@ _CHANCES = ("drop", "delay", "duplicate", "reorder", "corrupt")
 
 
 class KilledError(Exception):
-    """Raised in a rank that `Faulty` has killed, where ranks are threads: a process would be gone."""
+    """Raised in a rank that `Faulty` has killed, where ranks are threads: a process would be gone.
+
+    Example:
+        >>> def program(comm):
+        ...     try:
+        ...         comm.isend(torch.ones(1), 1 - comm.rank)
+        ...     except KilledError as error:
+        ...         return str(error)
+        >>> un.launch(program, 2, "thread", wrap=lambda inner: Faulty(inner, seed=1, kill_at=1, ranks=[1]))[1]
+        'rank 1 of 2 was killed at its post 1, as asked'
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +105,12 @@ class Faulty(Wrapper):
             the control plane. Never if None.
         freeze_s: Duration of the freeze, in seconds; until its group has failed or is closed, if None.
         slow_bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
-        ranks: Ranks affected by the last four, by their numbers in the job's first group; all if None.
+        ranks: Ranks affected by `kill_at`, `freeze_at` and `slow_bytes_per_s`, by their numbers in the job's first
+            group; all if None.
+
+    Raises:
+        ValueError: A probability outside 0 to 1, a negative duration, a number of a post below 1, or a bandwidth
+            that is not positive.
 
     Example:
         >>> def program(comm):

@@ -50,6 +50,10 @@ Sink = Callable[[Event], None]
 class Traced(Wrapper):
     """Reports each message and collective to `sink` as it ends; forwards everything, native collectives too.
 
+    Args:
+        inner: The transport to record.
+        sink: Called with each event, in the thread that completes it.
+
     Example:
         >>> events = []
         >>> def program(comm):
@@ -110,10 +114,19 @@ def traced(transport: Transport) -> Transport:
 
 @contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[list[Event]]:
-    """Record what communicators do inside the `with`, and write it to `path` at its end.
+    """Record the calls and messages of communicators inside the `with`, and write them to `path` at its end.
 
-    The file is JSON in the trace-event format that Perfetto and chrome://tracing open. Each rank
-    writes its own: put the rank into the path. Covers what this thread calls; yields the events.
+    The file is JSON in the trace-event format that Perfetto and chrome://tracing open. Calls of other threads
+    are not recorded.
+
+    Args:
+        path: File to write, replaced if it exists; each rank needs one of its own.
+
+    Yields:
+        The list of events, which grows as they end.
+
+    Raises:
+        OSError: The file cannot be written, found at the end of the `with`.
 
     Example:
         >>> import tempfile, pathlib

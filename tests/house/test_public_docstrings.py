@@ -22,7 +22,6 @@ import unisono
 
 ROOMS_LEFT = {
     "checkpoint",
-    "collectives",
     "comm",
     "communicator",
     "compression",

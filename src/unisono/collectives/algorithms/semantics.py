@@ -60,6 +60,17 @@ def default_chunks(collective: str, size: int) -> int:
 def chunks_of(schedule: Algorithm, collective: str, size: int) -> int:
     """Return the number of chunks that the steps of a schedule refer to, among `size` ranks.
 
+    This is `schedule.chunks(size)` if there is such a function. Otherwise it is 2p for all_to_all, 1 for a barrier,
+    and p for all other collectives.
+
+    Args:
+        schedule: An algorithm of the collective.
+        collective: A name of `COLLECTIVES`.
+        size: Number of ranks, from 1.
+
+    Raises:
+        ValueError: There is no such collective, nor a function `chunks`.
+
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring, tree
         >>> chunks_of(ring, "all_reduce", 5), chunks_of(tree, "all_reduce", 5)

@@ -17,7 +17,16 @@ __all__ = ["Algorithm", "Cost", "Move", "Step"]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Chunks `start` up to, not including, `stop`, to or from `peer`."""
+    """Message of a run of chunks to or from another rank.
+
+    Attributes:
+        peer: The rank that receives or sends it.
+        start, stop: The run's first chunk, and the chunk after its last.
+
+    Example:
+        >>> Move(peer=1, start=0, stop=2)
+        Move(peer=1, start=0, stop=2)
+    """
 
     peer: int
     start: int
@@ -35,6 +44,11 @@ class Step:
         reduce: Whether received data is reduced into the present data, or overwrites it. Contributions
             to one chunk are reduced in rank order, this rank's own included, so that every
             rank that reduces the same contributions gets the same bits.
+
+    Example:
+        >>> from unisono.collectives.algorithms.all_reduce import ring
+        >>> next(ring.steps(rank=0, size=2)) == Step(send=(Move(1, 1, 2),), recv=(Move(1, 0, 1),), reduce=True)
+        True
     """
 
     send: tuple[Move, ...] = ()
@@ -50,6 +64,11 @@ class Cost:
         rounds: Steps on the longest chain of messages that wait for each other.
         sent: Bytes sent by the rank that sends most, in units of the whole message (all chunks of
             one rank's input, or of its output where that is larger).
+
+    Example:
+        >>> from unisono.collectives.algorithms.all_reduce import ring
+        >>> ring.cost(4) == Cost(rounds=6, sent=Fraction(3, 2))
+        True
     """
 
     rounds: int
@@ -59,14 +78,31 @@ class Cost:
 class Algorithm(Protocol):
     """Interface of a file of `algorithms/<collective>/`. Rooted collectives are written for root 0.
 
-    The interpreter renumbers ranks for other roots. `chunks` may be omitted where there is one per
-    rank; for `all_to_all`, this rank sends chunks 0 to p-1 and receives chunks p to 2p-1.
+    The interpreter renumbers ranks for other roots. For all_reduce, reduce and broadcast, a file may also define
+    `chunks(size)`, the number of chunks that a message is cut into; `chunks_of` has the defaults. For all_to_all, each
+    rank sends chunks 0 to p-1 and receives chunks p to 2p-1.
+
+    Example:
+        >>> ring: Algorithm = un.algorithms.ALGORITHMS["all_gather"]["ring"]
+        >>> [step.send for step in ring.steps(rank=0, size=3)]
+        [(Move(peer=1, start=0, stop=1),), (Move(peer=1, start=2, stop=3),)]
+        >>> ring.cost(3)
+        Cost(rounds=2, sent=Fraction(2, 3))
     """
 
     def steps(self, rank: int, size: int) -> Iterator[Step]:
-        """Return this rank's steps, in order."""
+        """Return a rank's steps, in order.
+
+        Args:
+            rank: A rank of the group; the root is rank 0.
+            size: Number of ranks, from 1.
+        """
         ...
 
     def cost(self, size: int) -> Cost:
-        """Rounds and bytes among `size` ranks."""
+        """Return the cost among `size` ranks, which must equal the cost that the prover counts.
+
+        Args:
+            size: As for `steps`.
+        """
         ...

@@ -24,7 +24,6 @@ ROOMS_LEFT = {
     "checkpoint",
     "comm",
     "communicator",
-    "compression",
     "core",
     "elastic",
     "data",

@@ -19,7 +19,7 @@ from unisono.errors import MismatchError
 __all__ = ["DTYPES", "Codec", "accumulation_dtype", "check_bucket"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What a bucket may consist of."""
+"""Dtypes that a bucket may have."""
 
 
 class Codec(ABC):
@@ -30,7 +30,22 @@ class Codec(ABC):
     its `repr`, which all ranks compare. `unisono.testing.codecs` has the laws that it must meet.
 
     Attributes:
-        name: By which it is found.
+        name: Name by which `resolve` finds the codec.
+
+    Example:
+        >>> class Exact(un.compression.Codec):
+        ...     name = "exact"
+        ...     def average(self, flat, comm, shapes, kept=None):
+        ...         self.prepare(flat, comm, shapes, kept)
+        ...         if kept is not None:
+        ...             kept.copy_(flat)
+        ...         comm.all_reduce(flat, "avg")
+        ...     def error_bound(self, flat, others, shapes):
+        ...         return 0.0
+        ...     def wire_bytes(self, numel, shapes, size, itemsize):
+        ...         return 2 * (size - 1) / size * numel * itemsize
+        >>> from unisono.testing.codecs import Bucket, check_codec
+        >>> check_codec(Exact, size=2, bucket=Bucket(shapes=[(3, 4), (5,)]))
     """
 
     name: ClassVar[str]
@@ -61,6 +76,7 @@ class Codec(ABC):
         Raises:
             MismatchError: Ranks compress in different ways, or different buckets.
             TypeError, ValueError: The arguments are not as described; nothing was sent.
+            CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is broken then.
         """
 
     def average_masked(
@@ -70,25 +86,43 @@ class Codec(ABC):
 
         Args:
             flat: As for `average`; 0 where parameters are not used.
-            comm: As for `average`.
-            shapes: As for `average`.
+            comm, shapes: As for `average`.
             used: For each shape whether its parameter is used; the same on all ranks.
+
+        Raises:
+            CommError, TypeError, ValueError: As `average` does.
+
+        Example:
+            >>> codec = un.compression.error_feedback("topk")
+            >>> flat = torch.tensor([4.0, 1.0, 0.0])
+            >>> with un.init() as comm:
+            ...     codec.average_masked(flat, comm, [torch.Size([2]), torch.Size([1])], used=[True, False])
+            >>> flat, codec.state_dict()["residual"]
+            (tensor([4., 0., 0.]), tensor([0., 1., 0.]))
         """
         self.average(flat, comm, shapes)
 
     @abstractmethod
     def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
-        """The most that the Euclidean norm of `flat - kept` can be, at first use.
+        """Return an upper bound of the Euclidean norm of `flat - kept`, for a codec without state.
 
         Args:
-            flat: This rank's contribution.
+            flat: This rank's contribution, as for `average`.
             others: Those of the other ranks, in any order: a second stage's loss depends on them.
             shapes: As for `average`.
+
+        Returns:
+            The bound; infinite if `kept` may be.
+
+        Example:
+            >>> flat = torch.tensor([4.0, 3.0])
+            >>> round(un.compression.topk(ratio=0.5).error_bound(flat, [], [flat.shape]), 1)
+            3.6
         """
 
     @abstractmethod
     def wire_bytes(self, numel: int, shapes: Sequence[torch.Size], size: int, itemsize: int) -> float:
-        """Bytes that one rank sends for one average, the mean over ranks.
+        """Return the bytes that one rank sends for one average, the mean over ranks.
 
         An all_reduce counts as 2(p-1)/p of its message, the least possible. The first average of a bucket
         also sends 8 bytes to each other rank, to agree.
@@ -96,36 +130,58 @@ class Codec(ABC):
         Args:
             numel: Elements in the bucket.
             shapes: As for `average`.
-            size: How many ranks.
+            size: Number of ranks.
             itemsize: Bytes of an element in the bucket.
+
+        Example:
+            >>> un.compression.bf16().wire_bytes(1000, [torch.Size([1000])], size=4, itemsize=4)
+            3000.0
         """
 
     def clone(self) -> Self:
-        """A fresh codec of the same settings, for another bucket."""
+        """Return a codec of the same settings, without state, for another bucket."""
         fresh = copy.deepcopy(self)
         fresh.reset()
         return fresh
 
     def reset(self) -> None:
-        """Forget what earlier averages left behind."""
+        """Discard the state left by earlier averages."""
         self._agreed = None
 
     def state_dict(self) -> dict[str, Any]:
-        """State left by earlier averages: tensors, numbers, strings and containers of them."""
+        """Return the state left by earlier averages: tensors, numbers, strings and containers of them.
+
+        Example:
+            >>> codec, flat = un.compression.randomk(seed=7), torch.ones(4)
+            >>> with un.init() as comm:
+            ...     codec.average(flat, comm, [flat.shape])
+            >>> other = codec.clone()
+            >>> codec.state_dict(), other.state_dict()
+            ({'step': 1}, {'step': 0})
+            >>> other.load_state_dict(codec.state_dict())
+            >>> other.shared_state()
+            1
+            >>> other.reset()
+            >>> other.state_dict()
+            {'step': 0}
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of another codec. Every rank loads its own.
 
+        Args:
+            state: Result of `state_dict`; copied.
+
         Raises:
-            ValueError: It is of another kind of codec.
+            ValueError: The state has other keys: it belongs to another kind of codec.
         """
         if state.keys() != self.state_dict().keys():
             raise ValueError(f"the state of {self!r} has {sorted(self.state_dict())}, not {sorted(state)}")
         self._agreed = None
 
     def shared_state(self) -> object:
-        """The part of the state that must be equal on all ranks."""
+        """Return the part of the state that must be equal on all ranks; `prepare` compares its `str`."""
         return None
 
     def prepare(
@@ -135,7 +191,19 @@ class Codec(ABC):
         shapes: Sequence[torch.Size],
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Check the arguments of `average`; on the first call also that they match on all ranks."""
+        """Check the arguments of `average`, and that the first call for a communicator and bucket matches on all ranks.
+
+        Args:
+            flat, comm, shapes, kept: As for `average`.
+
+        Raises:
+            TypeError: `flat` or `kept` is not a tensor of a dtype that `average` accepts.
+            ValueError: `flat` or `kept` is not one-dimensional, contiguous and detached, `shapes` has another number
+                of elements, or `kept` differs from `flat` in length, dtype or device or shares its memory.
+            MismatchError: Codecs, their settings, `shared_state`, dtypes or shapes differ between ranks.
+
+        Cost: on the first call, an all_gather of 8 bytes a rank.
+        """
         check_bucket(flat, shapes, kept)
         bucket = (flat.dtype, tuple(shapes))
         if self._agreed is None or self._agreed[0]() is not comm or self._agreed[1] != bucket:

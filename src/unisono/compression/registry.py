@@ -17,7 +17,15 @@ Spec = Codec | Callable[[], Codec] | str
 
 
 def resolve(spec: Spec) -> Codec:
-    """Return the codec for a codec, a class or function that returns a codec, or a name.
+    """Return the codec that `spec` specifies.
+
+    Args:
+        spec: A codec, which is returned itself; a class or function without arguments that returns a codec; or a
+            name of `CODECS`.
+
+    Raises:
+        ValueError: There is no codec of that name.
+        TypeError: `spec`, or its result, is no codec.
 
     Example:
         >>> un.compression.resolve("int8"), un.compression.resolve(un.compression.int8)

@@ -36,7 +36,7 @@ class TwoStage(Codec):
 
     @abstractmethod
     def encode(self, pieces: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Bytes of some pieces.
+        """Return the bytes of some pieces.
 
         Args:
             pieces: Of shape (pieces, blocks, length), float32 or float64, contiguous; may be overwritten.
@@ -44,25 +44,49 @@ class TwoStage(Codec):
 
         Returns:
             uint8, of shape (pieces, bytes), contiguous.
+
+        Example:
+            >>> codec, piece = un.compression.int8(), torch.tensor([[[254.0, -4.0, 0.0, 1.5]]])
+            >>> coded = codec.encode(piece, counts=torch.tensor([[[4]]]))
+            >>> coded.shape[1] == codec.piece_bytes(blocks=1, length=4)
+            True
+            >>> codec.decode(coded, out=torch.empty(1, 1, 4))
+            tensor([[[254.,  -4.,   0.,   2.]]])
         """
 
     @abstractmethod
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Decode the bytes of `encode`, up to its losses, into `out`, and return `out`."""
+        """Decode the bytes of `encode`, up to its losses.
+
+        Args:
+            coded: Result of `encode`, received.
+            out: Tensor to write, of the shape and dtype of `encode`'s `pieces`, contiguous.
+
+        Returns:
+            `out`.
+        """
 
     @abstractmethod
     def piece_bytes(self, blocks: int, length: int) -> int:
-        """Number of bytes that `encode` makes of a piece."""
+        """Return the number of bytes that `encode` makes of a piece.
+
+        Args:
+            blocks: Number of blocks in the piece.
+            length: Elements of a block.
+        """
 
     @abstractmethod
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """For each block, the most that coding can change it, as a Euclidean norm.
+        """Bound the change of each block by `encode` and `decode`. All tensors have one element for each block.
 
         Args:
-            norm: The most that its Euclidean norm can be.
-            largest: The most that its largest magnitude can be.
-            mean: The least that the mean of its magnitudes can be.
-            count: Its elements.
+            norm: Upper bound of the block's Euclidean norm, float64.
+            largest: Upper bound of its largest magnitude, float64.
+            mean: Lower bound of the mean of its magnitudes, float64.
+            count: Number of its elements, without padding.
+
+        Returns:
+            Upper bound of the Euclidean norm of the change; infinite where the block may not stay finite.
         """
 
     def average(

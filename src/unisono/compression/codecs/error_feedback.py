@@ -29,6 +29,10 @@ class ErrorFeedback(Codec):
     Args:
         codec: A codec, a class or function that returns a codec, or a name.
 
+    Raises:
+        ValueError: There is no codec of that name, or it is `error_feedback` itself.
+        TypeError: `codec` is none of these.
+
     Example:
         >>> def program(comm):
         ...     codec, total = un.compression.error_feedback(un.compression.onebit()), torch.zeros(3)

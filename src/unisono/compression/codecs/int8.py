@@ -23,7 +23,10 @@ class Int8(TwoStage):
     a whole, on every rank.
 
     Args:
-        block: Elements that share a scale.
+        block: Elements that share a scale, at least 1.
+
+    Raises:
+        ValueError: `block` is less than 1.
 
     Example:
         >>> def program(comm):

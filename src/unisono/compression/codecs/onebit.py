@@ -27,7 +27,10 @@ class Onebit(TwoStage):
     non-finite as a whole, on every rank.
 
     Args:
-        block: Elements that share a magnitude.
+        block: Elements that share a magnitude, at least 1.
+
+    Raises:
+        ValueError: `block` is less than 1.
 
     Example:
         >>> def program(comm):

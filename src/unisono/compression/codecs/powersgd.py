@@ -1,7 +1,7 @@
 """powersgd: a matrix of gradients as the product of two narrow ones.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
-optimization", NeurIPS 2019.
+optimization", NeurIPS 2019, algorithm 1.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ class Powersgd(Codec):
     of all Q.
 
     Args:
-        rank: Columns of P and Q.
+        rank: Columns of P and Q, at least 1.
         seed: Seed of the first Q; the same on all ranks.
+
+    Raises:
+        ValueError: `rank` is less than 1.
 
     Example:
         >>> def program(comm):

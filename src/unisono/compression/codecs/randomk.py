@@ -31,6 +31,9 @@ class Randomk(Codec):
         ratio: Fraction of the elements that is kept, rounded up; above 0 and up to 1.
         seed: Seed of the draws; the same on all ranks.
 
+    Raises:
+        ValueError: `ratio` is not above 0 and up to 1.
+
     Example:
         >>> def program(comm):
         ...     flat = torch.full((8,), comm.rank + 1.0)

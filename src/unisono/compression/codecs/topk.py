@@ -31,7 +31,10 @@ class Topk(Codec):
     Cost: (p-1) times 4 bytes for each number kept, sent by each rank in one all_gather.
 
     Args:
-        ratio: How many of a block's elements are kept, rounded up; above 0 and up to 1.
+        ratio: Fraction of a block's elements that is kept, rounded up; above 0 and up to 1.
+
+    Raises:
+        ValueError: `ratio` is not above 0 and up to 1.
 
     Example:
         >>> def program(comm):

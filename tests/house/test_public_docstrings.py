@@ -21,7 +21,6 @@ import pytest
 import unisono
 
 ROOMS_LEFT = {
-    "checkpoint",
     "comm",
     "communicator",
     "core",

@@ -241,3 +241,12 @@ def test_whether_a_tensor_is_there_costs_no_reading(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(LocalSource, "view", None)
         assert "w" in archive
         assert "v" not in archive
+
+
+def test_an_archive_refuses_ranks_that_did_not_save_it(tmp_path: Path) -> None:
+    run_ranks(lambda comm: un.checkpoint.save(tmp_path, {"mine": un.checkpoint.PerRank(comm.rank)}, comm), 2)
+    with un.checkpoint.open_archive(tmp_path) as archive:
+        assert [archive.state(rank)["mine"] for rank in range(2)] == [0, 1]
+        for rank in (-1, 2):
+            with pytest.raises(ValueError, match=f"rank={rank} did not save this checkpoint: its ranks are 0 to 1"):
+                archive.state(rank)

@@ -51,8 +51,11 @@ def save(
 
     Raises:
         MismatchError: Ranks have different states; tensors and ranks are named. Nothing was written.
-        TypeError: A value in the state cannot be saved; it is named.
+        TypeError: A value in the state cannot be saved, which is named; or `path` is no path.
+        ValueError: The state nests too deep, or contains itself.
+        FormatError: Numbers and strings would take too much memory to load; keep long lists as tensors.
         StorageError: The storage is full, read-only, or gone. Earlier contents stay.
+        UnavailableError: `path` is a URL, and fsspec is not installed.
 
     Cost: each of several ranks reads the state once for the comparison, and writes 1/p of it.
 
@@ -101,6 +104,9 @@ def async_save(
 
     Args:
         path, state, comm, extra, timeout, progress: As for `save`. `progress` is called from another thread.
+
+    Returns:
+        A handle of the save, whose `wait` raises the errors of `save`.
 
     Cost: stalls the caller for a copy of 1/p of the state, and for a pass over all of it if there are several
     ranks. The copy is kept in memory until it is written. The first call creates a second communicator.
@@ -191,12 +197,16 @@ def load(
         timeout: As for `save`.
         progress: Called with the bytes that are in place, and with the total.
 
+    Returns:
+        `state` itself if it is a dict, list, tensor or object; else a new value.
+
     Raises:
         NoCheckpointError: There is none, or only an unfinished one.
         CorruptError: It is damaged; tensors are named, and the last good checkpoint beside it.
         FormatError: It was written by a newer version.
         StateError: It is of another model: missing and unexpected names, shapes, and dtypes that would change values.
         StorageError: It cannot be read.
+        TypeError, ValueError: `map_location` is not as described.
 
     Per-rank values of rank r are loaded by rank r if the number of ranks is unchanged. Otherwise rank r loads those of
     rank r mod p, but random generators from rank p on stay unchanged (see `PerRank`).

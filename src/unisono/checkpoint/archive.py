@@ -28,8 +28,23 @@ class Archive(Mapping[str, torch.Tensor]):
     On a local file system a tensor stored in one piece is a private mapping of the file's pages: nothing is copied,
     and writes to it stay in this process. A tensor stays valid for its lifetime, also after `close`.
 
+    Access raises `KeyError` for an unknown name, and `CorruptError` for a damaged tensor.
+
+    Args:
+        storage: The checkpoint's directory; `open_archive` accepts a path as well.
+        map_location, check: As for `open_archive`.
+
     Attributes:
         manifest: All metadata: dtypes and shapes (`manifest.tensors`), the writer.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp()
+        >>> un.checkpoint.save(path, {"w": torch.arange(3)})
+        >>> archive: Archive = un.checkpoint.open_archive(path)
+        >>> "w" in archive, archive.manifest.tensors["w"].shape
+        (True, (3,))
+        >>> archive.close()
     """
 
     def __init__(self, storage: Storage, map_location: MapLocation, check: bool) -> None:
@@ -72,7 +87,27 @@ class Archive(Mapping[str, torch.Tensor]):
         return flat.view(entry.dtype).view(entry.shape)
 
     def state(self, rank: int = 0) -> Any:
-        """The whole state as plain values, as rank `rank` saved it: dicts instead of objects."""
+        """Return the whole state as plain values, as a rank saved it: dicts instead of objects.
+
+        Args:
+            rank: The rank whose per-rank values are returned, below `manifest.ranks`.
+
+        Raises:
+            CorruptError: A tensor is damaged.
+            ValueError: No such rank saved the checkpoint.
+
+        Cost: a pass over all tensors of the state.
+
+        Example:
+            >>> import tempfile
+            >>> path = tempfile.mkdtemp()
+            >>> un.checkpoint.save(path, {"model": torch.nn.Linear(1, 1, bias=False).requires_grad_(False), "step": 7})
+            >>> with un.checkpoint.open_archive(path) as archive:
+            ...     list(archive.state()["model"]), archive.state(rank=0)["step"]
+            (['weight'], 7)
+        """
+        if not 0 <= rank < self.manifest.ranks:
+            raise ValueError(f"rank={rank} did not save this checkpoint: its ranks are 0 to {self.manifest.ranks - 1}")
         source = remapped_rank(self.manifest.per_rank, rank, self.manifest.ranks)
         restoration = Restorer(self.manifest.tensors, source)
         build = restoration.match(None, self.manifest.state)
@@ -106,11 +141,14 @@ def open_archive(
 
     Args:
         path: The checkpoint's path.
-        map_location: Device of the tensors; the CPU if None.
+        map_location: Device of the tensors, as for `load`; the CPU if None.
         check: Compare each tensor with its digest when it is read.
 
+    Returns:
+        A mapping of names to tensors; a context manager that closes its files.
+
     Raises:
-        NoCheckpointError, CorruptError, FormatError: As `load`.
+        NoCheckpointError, CorruptError, FormatError, StorageError: As `load`.
 
     Cost: reads the manifest. A tensor costs one pass over its own bytes for the check.
 

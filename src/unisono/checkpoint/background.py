@@ -22,6 +22,10 @@ _log = logging.getLogger("unisono.checkpoint")
 class SaveHandle:
     """A save in progress, as `async_save` returns it.
 
+    Args:
+        path: The checkpoint's path, for messages.
+        work: The save, called in a thread that starts immediately.
+
     Attributes:
         path: The checkpoint's path.
 
@@ -72,7 +76,17 @@ class SaveHandle:
         return not self._thread.is_alive()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return the error instead of raising it; None if the checkpoint is published."""
+        """Wait as `wait` does, but return the error of the save.
+
+        Args:
+            timeout: As for `wait`.
+
+        Returns:
+            The error; None if the checkpoint is published.
+
+        Raises:
+            CommTimeoutError: The save is still in progress.
+        """
         try:
             self.wait(timeout)
         except BaseException as error:

@@ -39,6 +39,9 @@ class Checkpointer:
         every: `step` saves when the number of steps is divisible by it.
         background: Save as `async_save` does. The error of a save is raised by the next, or by `wait`.
 
+    Raises:
+        ValueError: `keep` or `every` is less than 1.
+
     Example:
         >>> import tempfile
         >>> state = {"w": torch.zeros(2)}
@@ -67,14 +70,36 @@ class Checkpointer:
         self._saving: SaveHandle | None = None
 
     def step(self, step: int, state: Any) -> bool:
-        """Save if this step is due, and return whether it was. Collective in that case."""
+        """Save if this step is due. Collective in that case.
+
+        Args:
+            step, state: As for `save`.
+
+        Returns:
+            Whether it was saved: whether `every` divides `step`.
+
+        Raises:
+            CheckpointError, MismatchError, TypeError, ValueError: As `save` does.
+        """
         if index(step) % self.every:
             return False
         self.save(step, state)
         return True
 
     def save(self, step: int, state: Any) -> None:
-        """Save now, as step number `step`. Collective."""
+        """Save now. Collective.
+
+        With `background`, waits for the previous save, and returns when this rank's share is copied.
+
+        Args:
+            step: Number of the step, the same on all ranks; an earlier checkpoint of this step is replaced.
+            state: As for `un.checkpoint.save`.
+
+        Raises:
+            ValueError: `step` is negative, or has more than 10 digits.
+            CheckpointError, MismatchError, TypeError: As `un.checkpoint.save`; with `background`, the errors of the
+                previous save.
+        """
         step = index(step)
         if not 0 <= step < 10**10:
             raise ValueError(f"step={step} must be from 0 to 10**10 - 1")
@@ -90,11 +115,17 @@ class Checkpointer:
     def load(self, state: Any, *, step: int | None = None, map_location: MapLocation = None) -> int | None:
         """Load the newest complete checkpoint, or that of a step, in place. Collective.
 
+        Args:
+            state: As for `un.checkpoint.load`; a dict, list or object, since only these are updated in place.
+            step: Number of the step; None is the newest complete checkpoint.
+            map_location: As for `un.checkpoint.load`.
+
         Returns:
-            The number of its step; None if there is none yet, and the state is as it was.
+            The number of the step that was loaded. None, with an unchanged state, if there is no checkpoint yet.
 
         Raises:
-            CheckpointError: As `load`. A damaged one is not passed over in silence; the message names a good one.
+            CheckpointError: As `un.checkpoint.load`, and the error of a save in progress. A damaged checkpoint is not
+                passed over in silence; the message names a good one.
         """
         self.wait()
         found = (
@@ -108,11 +139,21 @@ class Checkpointer:
         return int(found)
 
     def steps(self) -> list[int]:
-        """The steps of which there are complete checkpoints, in order."""
+        """Return the numbers of the steps that have complete checkpoints, ascending.
+
+        Raises:
+            OSError: The directory cannot be read.
+
+        Cost: reads the manifest of every checkpoint in the directory.
+        """
         return sorted(int(storage.name.removeprefix(_PREFIX)) for storage in self._complete())
 
     def wait(self) -> None:
-        """Wait for the save in progress, and raise its error if it has failed."""
+        """Wait for the save in progress, if there is one.
+
+        Raises:
+            CheckpointError, MismatchError, TypeError: The save has failed. Raised once.
+        """
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()

@@ -50,6 +50,12 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
         to: The format, if the target's name does not imply it: "unisono", "torch", "safetensors", "dcp".
         trusted: As for `read_any`.
 
+    Raises:
+        FormatError: `source` is in no known format, or the target's format cannot hold its tensors.
+        CorruptError, OSError: `source` is damaged, or cannot be read.
+        ValueError: There is no format `to`.
+        pickle.UnpicklingError: `source` holds objects of other classes than torch's, and `trusted` is false.
+
     Example:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()

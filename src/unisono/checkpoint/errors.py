@@ -27,6 +27,11 @@ class CheckpointError(CommError):
         path: The checkpoint that it is about.
         tensors: Names of the tensors that it is about, as many as are known.
 
+    Args:
+        message: The fault, as a clause.
+        path, tensors: The attributes.
+        known: Fields of `CommError`: `rank`, `size`, `operation`, ...
+
     Example:
         >>> print(CheckpointError("it is damaged", path="runs/7", rank=1, size=4))
         rank 1 of 4: checkpoint runs/7: it is damaged
@@ -54,23 +59,67 @@ def _rebuild(rebuild: Any, kind: Any, message: str, fields: Any, path: str | Non
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """There is nothing at that path, or a save that was never finished."""
+    """There is nothing at that path, or a save that was never finished.
+
+    Example:
+        >>> un.checkpoint.load("no/such/place")
+        Traceback (most recent call last):
+        ...
+        unisono.checkpoint.errors.NoCheckpointError: load: checkpoint no/such/place: there is none; ...
+    """
 
 
 class CorruptError(CheckpointError):
-    """Some bytes are not those that were saved: a flipped bit, half a file, files of two saves."""
+    """Some bytes are not those that were saved: a flipped bit, half a file, files of two saves.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp())
+        >>> un.checkpoint.save(path, {"w": torch.zeros(3)})
+        >>> file = next(path.glob("*.safetensors"))
+        >>> _ = file.write_bytes(file.read_bytes()[:-1] + b"x")
+        >>> try:
+        ...     un.checkpoint.verify(path)
+        ... except un.checkpoint.CorruptError as error:
+        ...     error.tensors
+        ('w',)
+    """
 
 
 class FormatError(CheckpointError, ValueError):
-    """The checkpoint was written by a newer version, or the path holds no checkpoint."""
+    """The checkpoint is of a newer version or an unknown format, or its plain values would take too much memory.
+
+    Example:
+        >>> un.checkpoint.convert("no/such/place", "new")
+        Traceback (most recent call last):
+        ...
+        unisono.checkpoint.errors.FormatError: at no/such/place there is no checkpoint in a known format ...
+    """
 
 
 class StateError(CheckpointError, ValueError):
-    """The checkpoint is intact, but of another model: names are missing or unexpected, or shapes differ."""
+    """The checkpoint is intact, but of another model: names are missing or unexpected, or shapes differ.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp()
+        >>> un.checkpoint.save(path, {"w": torch.zeros(3)})
+        >>> un.checkpoint.load(path, {"w": torch.zeros(2)})
+        Traceback (most recent call last):
+        ...
+        unisono.checkpoint.errors.StateError: ...: it is of another model: 'w' has shape (3,) in it, (2,) here
+    """
 
 
 class StorageError(CheckpointError, OSError):
-    """The storage refused: it is full, read-only, gone, or broken."""
+    """The storage refused: it is full, read-only, gone, or broken.
+
+    Example:
+        >>> un.checkpoint.save("/dev/null/first", {"step": 7})
+        Traceback (most recent call last):
+        ...
+        unisono.checkpoint.errors.StorageError: save: checkpoint /dev/null/first: Not a directory: /dev/null/first
+    """
 
 
 def listed(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ __all__ = ["FILE", "MANIFEST", "VERSION", "FileEntry", "Manifest", "Piece", "Ten
 MANIFEST = "manifest.json"
 VERSION = 1
 FILE = re.compile(r"[0-9a-f]{16}-\d{5}\.safetensors")
-"""What files of tensors are called: the save's number, and the rank that wrote it."""
+"""Names of files of tensors: the save's number, and the rank that wrote the file."""
 
 _FORMAT = "unisono.checkpoint"
 _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
@@ -83,6 +83,17 @@ class Manifest:
         state: The tree of the state common to all ranks.
         per_rank: For each rank, the trees of its per-rank values.
         extra: Values of the program, and the versions that wrote it.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp()
+        >>> un.checkpoint.save(path, {"w": torch.zeros(3)})
+        >>> manifest = un.checkpoint.verify(path)
+        >>> manifest.ranks, manifest.tensors["w"].shape, manifest.names_in_file(0)
+        (1, (3,), ['w'])
+        >>> un.checkpoint.Manifest.from_bytes(manifest.to_bytes(), manifest.nbytes) == manifest
+        True
+        >>> manifest.check_sizes({file.name: file.size for file in manifest.files})
     """
 
     id: str
@@ -100,12 +111,20 @@ class Manifest:
         return sum(file.size for file in self.files)
 
     def names_in_file(self, index: int) -> list[str]:
-        """The tensors that have bytes in a file; if none has, all."""
+        """Return the tensors that have bytes in a file; all tensors if none has.
+
+        Args:
+            index: Position of the file in `files`.
+        """
         found = [name for name, entry in self.tensors.items() if any(p.file == index for p in entry.pieces)]
         return found or list(self.tensors)
 
     def to_bytes(self) -> bytes:
-        """Serialize the manifest."""
+        """Return the contents of the manifest's file.
+
+        Raises:
+            FormatError: Its values exceed the memory limit, so that `from_bytes` would refuse them.
+        """
         tensors = {
             name: {
                 "dtype": str(entry.dtype).removeprefix("torch."),
@@ -130,7 +149,7 @@ class Manifest:
             "per_rank": self.per_rank,
         }
         body = json.dumps(whole, separators=(",", ":"), allow_nan=False).encode("ascii")
-        self.check_memory(cost_of(body))
+        self._check_memory(cost_of(body))
         return b"".join((_HEAD, digest(body).encode(), _MIDDLE, body, _TAIL))
 
     @classmethod
@@ -141,8 +160,11 @@ class Manifest:
             data: Contents of the file.
             nbytes: Bytes of all other files together: bounds the memory that the manifest may request.
 
+        Returns:
+            The manifest, whose pieces and headers cover each file exactly.
+
         Raises:
-            FormatError: It is of a newer version, or no manifest.
+            FormatError: It is of a newer version, is no manifest, or requests too much memory.
             CorruptError: It is damaged.
         """
         whole = _opened(data, nbytes)
@@ -158,18 +180,25 @@ class Manifest:
                 extra=dict(whole["extra"]),
             )
             _check_tiling(manifest)
-            manifest.check_memory(cost_of(data))
+            manifest._check_memory(cost_of(data))
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
             raise FormatError(f"its manifest is not one that unisono writes ({_said(error)})") from None
         return manifest
 
-    def check_memory(self, text: int) -> None:
-        """Raise `FormatError` if its values, plus `text` for the manifest itself, exceed the memory limit."""
+    def _check_memory(self, text: int) -> None:
+        """Raise `FormatError` if its values, plus `text` bytes for the manifest itself, exceed the memory limit."""
         sizes = {name: (prod(entry.shape), entry.nbytes) for name, entry in self.tensors.items()}
         check_trees(self.state, self.per_rank, sizes, text, self.nbytes)
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """`CorruptError` that names tensors, unless every file is there in full length."""
+        """Raise unless every file is there in full length.
+
+        Args:
+            sizes: For each file that exists, its size in bytes: the result of `Storage.sizes`.
+
+        Raises:
+            CorruptError: A file is missing or has another size; the message names its tensors.
+        """
         for index, file in enumerate(self.files):
             found = sizes.get(file.name)
             if found != file.size:

@@ -31,6 +31,9 @@ class PerRank:
             "shared", but `load_state_dict` gets the list of all p values (`PartitionSampler` accepts a list).
             "refuse": an error.
 
+    Raises:
+        ValueError: `on_resize` is none of these.
+
     Example:
         >>> def program(comm, path):
         ...     un.checkpoint.save(path, {"mine": un.checkpoint.PerRank(comm.rank * 10)}, comm)
@@ -64,7 +67,7 @@ class RNG:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all generators."""
+        """Return the states of all generators, by library: "python", "torch", "cuda" and "numpy" where in use."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state["cuda"] = torch.cuda.get_rng_state_all()
@@ -74,7 +77,11 @@ class RNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state of `state_dict`; generators that it lacks stay unchanged."""
+        """Restore the generators from a state; those of CUDA and numpy stay unchanged if the state lacks them.
+
+        Args:
+            state: Result of `state_dict`. States of more CUDA devices than there are here are ignored.
+        """
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
         torch.set_rng_state(state["torch"].cpu())

@@ -33,6 +33,7 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
 
     Raises:
         MismatchError: A tensor, number or string differs; names it and the ranks.
+        TypeError: As `save`.
 
     Cost: reads the state once, and gathers 32 bytes a rank.
 
@@ -62,8 +63,13 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
         comm: The ranks to make equal.
         src: The rank to copy from.
 
+    Returns:
+        `state` itself if it is a dict, list, tensor or object; else, on the other ranks, a new value.
+
     Raises:
         StateError: On every rank, if some rank's state is of another model; nothing is changed then.
+        TypeError: As `save`.
+        ValueError: `src` is no rank of `comm`.
 
     Cost: one broadcast of the state's bytes in messages of up to 4 MiB.
 

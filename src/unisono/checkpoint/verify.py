@@ -24,11 +24,11 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
     """Read every byte of a checkpoint, and compare it with what was saved.
 
     Args:
-        path: Where it is.
-        progress: Called with the bytes that are done, and with all.
+        path: A directory, a URL that fsspec supports, or a storage.
+        progress: Called with the bytes that are done, and with the total.
 
     Returns:
-        What is in it: `tensors`, `files`, `ranks`, `nbytes`.
+        The manifest: `tensors`, `files`, `ranks`, `nbytes`.
 
     Raises:
         CorruptError: It is damaged; all tensors concerned are in `tensors`, the first ones in the message.
@@ -88,11 +88,19 @@ def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
 
 
 def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
-    """The newest complete checkpoint in a directory; None if there is none.
+    """Return the path of the newest complete checkpoint in a directory; None if there is none.
 
     Checkpoints that a crash left unfinished do not count, nor do those with missing or truncated files. Bytes are not
     compared: `load` and `verify` do that. The newest is the last one saved, by the clock of rank 0's host; checkpoints
     of one `Checkpointer` stay in order even if that clock was set back.
+
+    Args:
+        directory: The parent of the checkpoints: a directory, a URL that fsspec supports, or a storage.
+
+    Raises:
+        OSError: The directory cannot be read; a missing one is empty.
+
+    Cost: reads the manifest of every checkpoint in the directory.
 
     Example:
         >>> import pathlib, tempfile

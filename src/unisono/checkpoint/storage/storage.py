@@ -70,6 +70,24 @@ class Storage(Protocol):
     A storage may set `kept = True`: this host's memory caches bytes that one process has read for a while, for all
     its processes, as it does for file systems. Ranks then each read all bytes that they need, one after another,
     instead of sending them to each other.
+
+    Example:
+        >>> import tempfile
+        >>> from unisono.checkpoint.storage import storage_at
+        >>> storage: Storage = storage_at(tempfile.mkdtemp()).child("run-7")
+        >>> storage.make()
+        >>> file = storage.create("first")
+        >>> file.write(memoryview(b"abc"))
+        >>> file.finish()
+        >>> storage.publish("second", b"defgh")
+        >>> storage.open("first").size, sorted(storage.sizes().items())
+        (3, [('first', 3), ('second', 5)])
+        >>> storage.parent().children()
+        ['run-7']
+        >>> storage.remove("first", "second", "third")
+        >>> storage.discard()
+        >>> storage.parent().children()
+        []
     """
 
     where: str
@@ -80,40 +98,69 @@ class Storage(Protocol):
         ...
 
     def create(self, name: str) -> Sink:
-        """Create a file that does not exist yet."""
+        """Create a file that does not exist yet.
+
+        Args:
+            name: Name in this directory.
+
+        Returns:
+            The open file, to be written, and then finished or abandoned.
+        """
         ...
 
     def publish(self, name: str, data: bytes) -> None:
         """Replace a file atomically: at any instant either the old one or the new one exists.
 
         Returns when the new file, and every file finished before, would survive a loss of power.
+
+        Args:
+            name: Name in this directory.
+            data: The whole contents.
         """
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Size in bytes of every regular file; links do not count. Empty if there is no such directory."""
+        """Return the size in bytes of every regular file, without links; empty if there is no such directory."""
         ...
 
     def open(self, name: str) -> Source:
-        """Open a regular file for reading."""
+        """Open a regular file for reading.
+
+        Args:
+            name: Name in this directory.
+
+        Returns:
+            The open file, to be closed.
+
+        Raises:
+            FileNotFoundError: There is no file of this name.
+        """
         ...
 
     def remove(self, *names: str) -> None:
-        """Remove those of the files that exist."""
+        """Remove those of the files that exist.
+
+        Args:
+            names: Names in this directory.
+        """
         ...
 
     def discard(self) -> None:
-        """Remove the directory if it is empty."""
+        """Remove the directory, which must be empty if it exists."""
         ...
 
     def child(self, name: str) -> Storage:
-        """A directory in this one, whether it exists or not."""
+        """Return the storage of a directory in this one, whether it exists or not.
+
+        Args:
+            name: Name of the directory.
+        """
         ...
 
     def parent(self) -> Storage:
-        """The directory that this one is in."""
+        """Return the storage of the directory that this one is in."""
         ...
 
     def children(self) -> list[str]:
-        """Names of the directories in this one."""
+        """Return the names of the directories in this one; empty if there is no such directory."""
         ...

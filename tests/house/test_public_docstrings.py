@@ -24,13 +24,10 @@ ROOMS_LEFT = {
     "comm",
     "communicator",
     "core",
-    "elastic",
-    "data",
     "errors",
     "interop",
     "launcher",
     "rpc",
-    "wrappers",
 }
 
 _TRANSPORT = "called by communicators, not by users; CONTRIBUTING.md builds a wrapper that runs"

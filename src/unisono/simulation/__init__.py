@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from unisono.simulation.patching import interposed
 from unisono.simulation.scheduler import EndedError, Scheduler
-from unisono.simulation.tasks import Task, here, unpatched, waiting
+from unisono.simulation.tasks import Task, TaskScheduler, here, unpatched, waiting
 
-__all__ = ["EndedError", "Scheduler", "Task", "here", "interposed", "unpatched", "waiting"]
+__all__ = ["EndedError", "Scheduler", "Task", "TaskScheduler", "here", "interposed", "unpatched", "waiting"]

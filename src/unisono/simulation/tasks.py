@@ -6,21 +6,40 @@ import _thread
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from unisono.simulation.scheduler import Scheduler
-
-__all__ = ["Task", "Wait", "as_task", "here", "unpatched", "waiting"]
+__all__ = ["Task", "TaskScheduler", "Wait", "as_task", "here", "unpatched", "waiting"]
 
 Wait = Callable[[], str]
 """Description of what is waited for; built only on request."""
+
+
+class TaskScheduler(Protocol):
+    """Calls of `Scheduler`, which documents them, for the code that runs in its tasks."""
+
+    now: int
+
+    def admit(self, task: Task) -> None: ...
+    def at(self, when: int, action: Callable[[], object]) -> None: ...
+    def before_lock(self) -> None: ...
+    def block(self, deadline: int | None = None) -> bool: ...
+    def chance(self) -> float: ...
+    def choose(self, among: int) -> int: ...
+    def live(self, task: Task, run: Callable[[], object]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def of_rank(self, rank: int) -> list[Task]: ...
+    def pause(self) -> None: ...
+    def poll(self) -> None: ...
+    def sleep(self, seconds: float) -> None: ...
+    def throw(self, task: Task, error: BaseException) -> None: ...
+    def wake(self, task: Task) -> None: ...
 
 
 class Task:
     """A thread that runs only while it holds the baton.
 
     Attributes:
+        scheduler: Its scheduler.
         name: For the trace.
         rank: Rank of the process that it would belong to; None if it belongs to no rank.
         main: Whether it runs a rank's program; the simulation is over when none is left.
@@ -39,7 +58,7 @@ class Task:
         thread: Its thread.
     """
 
-    def __init__(self, scheduler: Scheduler, name: str, rank: int | None, main: bool) -> None:
+    def __init__(self, scheduler: TaskScheduler, name: str, rank: int | None, main: bool) -> None:
         self.scheduler, self.name, self.rank, self.main = scheduler, name, rank, main
         self.gate = _thread.allocate_lock()
         self.gate.acquire()

@@ -13,7 +13,7 @@ from unisono.core.transport import Options
 from unisono.core.types import Message, Send, Work
 from unisono.core.work import CountdownWork, describe, format_bytes
 from unisono.errors import ClosedError, PeerLostError, UnavailableError
-from unisono.simulation import EndedError, Scheduler, here, waiting
+from unisono.simulation import EndedError, TaskScheduler, here, waiting
 from unisono.transports.sim.network import Link, Network
 from unisono.transports.thread import InFlightMessage, MessageQueue, ThreadTransport
 
@@ -31,7 +31,7 @@ class _Post(MessageQueue):
         self._free_at: dict[tuple[int, int], int] = {}
         self._arrived_at: dict[tuple[int, int], int] = {}
 
-    def arrival(self, wire: tuple[int, int], nbytes: int, scheduler: Scheduler) -> int:
+    def arrival(self, wire: tuple[int, int], nbytes: int, scheduler: TaskScheduler) -> int:
         """Arrival time of a message sent now, in nanoseconds; the link is busy until then, or nearly."""
         link = self.network.of(*wire)
         self._free_at[wire] = max(scheduler.now, self._free_at.get(wire, 0)) + round(
@@ -144,7 +144,7 @@ class _SimWork(CountdownWork):
             super().wait(timeout)
 
 
-def _scheduler() -> Scheduler:
+def _scheduler() -> TaskScheduler:
     task = here()
     if task is None:
         raise PeerLostError("the simulation that this rank was a part of has ended")

@@ -1,1 +1,0 @@
-"""Mailboxes over point-to-point messages and over TCP."""

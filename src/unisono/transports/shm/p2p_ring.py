@@ -227,7 +227,7 @@ class MessageRings:
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
         """Start messages, and move them as far as possible. A thread that waits for the work moves the rest."""
-        work = RingWork(timeout_s, batch, self)
+        work = RingWork(timeout_s, batch, self.wait, self.check)
         if self._board.broken is not None:
             work.complete(self._board.broken)
             return work

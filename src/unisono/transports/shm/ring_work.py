@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,21 +12,30 @@ from unisono.core.types import Message
 from unisono.core.work import CountdownWork, resolve_timeout, timeout_error
 from unisono.errors import CommError, CommTimeoutError
 
-if TYPE_CHECKING:
-    from unisono.transports.shm.p2p_ring import MessageRings
-
 __all__ = ["RingWork"]
 
 _FOREVER_S = 1e9
+
+_Done = Callable[[], bool]
+_Missing = Callable[[], Sequence[int]]
+_Move = Callable[[float, _Done, _Missing], None]
+_Check = Callable[[_Done, _Missing], None]
 
 _crew = DaemonThreadPool("unisono shared memory")
 
 
 class RingWork(CountdownWork):
-    """A batch of messages in rings. The thread that waits for them or polls them moves them."""
+    """A batch of messages in rings. The thread that waits for them or polls them moves them.
 
-    def __init__(self, timeout_s: float, messages: Sequence[Message], rings: MessageRings) -> None:
-        self._rings, self._seen_through = rings, False
+    Args:
+        timeout_s: Default timeout in seconds.
+        messages: The batch.
+        move: Waits until messages have moved, or the work is done: `MessageRings.wait`.
+        check: Moves messages without waiting: `MessageRings.check`.
+    """
+
+    def __init__(self, timeout_s: float, messages: Sequence[Message], move: _Move, check: _Check) -> None:
+        self._move, self._check, self._seen_through = move, check, False
         super().__init__(timeout_s, messages)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -35,7 +43,7 @@ class RingWork(CountdownWork):
             started, limit = time.monotonic(), resolve_timeout(timeout, self.timeout_s)
             try:
                 while not self._done.is_set():
-                    self._rings.wait(started + limit, self._done.is_set, self._awaited)
+                    self._move(started + limit, self._done.is_set, self._awaited)
             except CommTimeoutError:
                 raise timeout_error(self._messages, time.monotonic() - started) from None
         if self._error is not None:
@@ -44,7 +52,7 @@ class RingWork(CountdownWork):
     def is_completed(self) -> bool:
         if not self._done.is_set():
             try:
-                self._rings.check(self._done.is_set, self._awaited)
+                self._check(self._done.is_set, self._awaited)
             except CommError as error:
                 self.complete(error)
         return self._done.is_set()

@@ -11,9 +11,9 @@ import torch
 from rpc_functions import BACKENDS, add, echo, hold, release
 
 import unisono as un
+from unisono.comm.point_to_point_mailbox import PointToPointMailbox
 from unisono.errors import CommTimeoutError
 from unisono.testing import run_ranks
-from unisono.transports.mailbox.over_p2p import PointToPointMailbox
 
 rpc = un.rpc
 

@@ -19,14 +19,14 @@ import unisono as un
 from unisono import serialization
 from unisono.control.auth_channel import Channel, Hello
 from unisono.control.local import LocalHub
+from unisono.control.mesh import Link
 from unisono.core.group import Group
 from unisono.core.mailbox import Envelope
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc import protocol
 from unisono.rpc.protocol import HEADER, NO_CONTEXT
 from unisono.testing import pool, run_ranks
-from unisono.transports.mailbox.tcp import TcpMailbox
-from unisono.transports.mailbox.tcp_connect import Link, meet
+from unisono.transports.torch.mailbox import TcpMailbox, meet
 
 rpc = un.rpc
 RAN: list[Any] = []

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.comm.point_to_point_mailbox import PointToPointMailbox
 from unisono.control.auth_channel import Hello
 from unisono.core.mailbox import Envelope, Mailbox
 from unisono.core.transport import Transport
 from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.testing import pool, run_ranks
-from unisono.transports.mailbox.over_p2p import PointToPointMailbox
 from unisono.wrappers.trace import Traced
 
 BACKENDS = ["thread", "shm", "gloo"]
@@ -96,6 +96,10 @@ def test_any_transport_has_a_mailbox() -> None:
         return own and exchange(comm) > 0
 
     assert run_ranks(program, 2, "thread", wrap=wrap) == [True, True]
+
+
+def test_several_hosts_without_a_mailbox_of_their_own_have_one() -> None:
+    assert run_ranks(exchange, 3, "thread+thread", hosts=[[0, 1], [2]]) == [2 * len(SIZES)] * 3
 
 
 def one_gone(comm: un.Communicator) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from unisono.comm.base import CommunicatorBase
 from unisono.comm.engine import Engine
+from unisono.comm.point_to_point_mailbox import PointToPointMailbox
 from unisono.core.failure import Cause, error_of, to_cause
 from unisono.core.group import Group
 from unisono.core.mailbox import Mailbox
@@ -49,6 +50,8 @@ class MailboxMixin(CommunicatorBase):
             # All ranks join before any allocation, so that no rank waits for memory of a missing one.
             cards = control.exchange(group, "cards", metadata, timeout)
             box = transport.mailbox(group)
+            if box is None:
+                box = PointToPointMailbox(transport.split(group))
             for peer in range(self.size):
                 if peer != self.rank:
                     pairs.append(_pair(group, peer))

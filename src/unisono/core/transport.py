@@ -175,14 +175,13 @@ class Transport(ABC):
             group: `group.members`, a subset of this transport's, are ranks of the first group of the job.
         """
 
-    def mailbox(self, group: Group) -> Mailbox:
+    def mailbox(self, group: Group) -> Mailbox | None:
         """Return a mailbox for messages without posted receives between the members of `group`, which all call this.
 
-        `group` consists of this transport's own members. Built on `post`, unless a transport has a faster way.
+        `group` consists of this transport's own members. None, on all ranks, if the transport has no faster way than
+        messages that are posted on a `split`.
         """
-        from unisono.transports.mailbox.over_p2p import PointToPointMailbox
-
-        return PointToPointMailbox(self.split(group))
+        return None
 
     def reconfigure(self, group: Group) -> Transport:
         """Return the transport of a group that replaces this one, which may be broken.

@@ -6,8 +6,8 @@ import struct
 
 import torch
 
+from unisono.comm.point_to_point_mailbox import _ENVELOPE_BYTES, _Incoming
 from unisono.errors import CommError
-from unisono.transports.mailbox.over_p2p import _ENVELOPE_BYTES, _Incoming
 
 # Each ends the way to that rank, which counts as lost.
 REFUSALS = (CommError, TypeError, RuntimeError, MemoryError, struct.error)

@@ -169,7 +169,7 @@ class Hierarchical(Transport):
             anew=self._anew,
         )
 
-    def mailbox(self, group: Group) -> Mailbox:
+    def mailbox(self, group: Group) -> Mailbox | None:
         # The outer transport reaches all ranks, and a rank can wait on one mailbox, not on two.
         return self.outer.mailbox(group)
 

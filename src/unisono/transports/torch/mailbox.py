@@ -13,15 +13,15 @@ from collections.abc import Sequence
 import torch
 
 from unisono.control.auth_channel import Channel
+from unisono.control.mesh import Link, Mesh
 from unisono.control.sockets import invalidate_after_fork
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.mailbox import Envelope, Mailbox
 from unisono.core.tensors import view_of
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
-from unisono.transports.mailbox.tcp_connect import meet
 
-__all__ = ["TcpMailbox"]
+__all__ = ["TcpMailbox", "meet"]
 
 _SIZE = struct.Struct("<I")
 _COUNT = struct.Struct("<I")
@@ -240,3 +240,19 @@ class TcpMailbox(Mailbox):
             line.close()
         self._bell.close()
         self._ear.close()
+
+
+def meet(group: Group, control: ControlPlane, address: str, timeout: float) -> dict[int, Link]:
+    """Connect to every other rank. Collective; the group is joined.
+
+    Raises:
+        CommTimeoutError: Not all ranks have joined.
+        CommError: Another process answers instead of a rank, or the group has failed.
+    """
+
+    def conclude(problems: list[CommError]) -> None:
+        if problems:
+            raise problems[0]
+        control.exchange(group, "mail", None, timeout)
+
+    return Mesh(group, control, f"{group.name}/mail", range(group.size), address).connect(timeout, timeout, conclude)

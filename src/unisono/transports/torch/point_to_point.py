@@ -5,22 +5,20 @@ from __future__ import annotations
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from unisono.core.group import Group
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Message, Recv, Send, Work
 from unisono.core.work import CountdownWork, elements, size_error
 from unisono.errors import CommTimeoutError
 from unisono.transports.torch.errors import translated
-
-if TYPE_CHECKING:
-    from unisono.transports.torch.transport import TorchTransport
 
 __all__ = ["Envelopes"]
 
@@ -39,18 +37,23 @@ class Envelopes:
     Gloo's waits cannot be interrupted or retried, and its sends may wait for a connection that the
     peer makes only when it receives. So threads run both, one for each peer, tag and direction, and
     complete the user's works.
+
+    Args:
+        group: The ranks.
+        start: Starts torch's own work of a message, with a tag of torch's.
+        timeout_s: Default timeout in seconds.
     """
 
-    def __init__(self, transport: TorchTransport) -> None:
-        self._transport = transport
-        self._crew = DaemonThreadPool(f"unisono messages {transport.group.name}")
+    def __init__(self, group: Group, start: Callable[[Message, int], Any], timeout_s: float) -> None:
+        self._rank, self._start, self._timeout_s = group.rank, start, timeout_s
+        self._crew = DaemonThreadPool(f"unisono messages {group.name}")
         self._lock = threading.Lock()
         self._streams: defaultdict[_Stream, deque[tuple[Message, CountdownWork]]] = defaultdict(deque)
         self._open: set[CountdownWork] = set()
         self._ahead: dict[_Stream, Future[torch.Tensor]] = {}
 
     def post(self, batch: Sequence[Message]) -> Work:
-        work = CountdownWork(self._transport.timeout_s, batch)
+        work = CountdownWork(self._timeout_s, batch)
         with self._lock:
             self._open.add(work)
         work.when_done(lambda: self._open.discard(work))
@@ -124,9 +127,9 @@ class Envelopes:
         inline = tensor.nbytes <= _INLINE_BYTES
         if inline:
             envelope[_HEADER.size : _HEADER.size + tensor.nbytes] = tensor.view(torch.uint8)
-        started = [self._transport.start(Send(envelope, message.peer), tag)]
+        started = [self._start(Send(envelope, message.peer), tag)]
         if not inline:
-            started.append(self._transport.start(message, tag + 1))
+            started.append(self._start(message, tag + 1))
         return self._wait(started, message)
 
     def _take(self, message: Recv) -> BaseException | None:
@@ -138,11 +141,11 @@ class Envelopes:
         sent = elements(numel, name.rstrip(b"\0").decode())
         expected = elements(tensor.numel(), str(tensor.dtype))
         if sent != expected:
-            return size_error(message.peer, sent, self._transport.rank, expected, message.tag, message.peer)
+            return size_error(message.peer, sent, self._rank, expected, message.tag, message.peer)
         if tensor.nbytes <= _INLINE_BYTES:
             tensor.view(torch.uint8).copy_(envelope[_HEADER.size : _HEADER.size + tensor.nbytes])
             return None
-        return self._wait([self._transport.start(message, tag + 1)], message)
+        return self._wait([self._start(message, tag + 1)], message)
 
     def _fetch(self, peer: int, tag: int, ahead: Future[torch.Tensor]) -> None:
         try:
@@ -153,7 +156,7 @@ class Envelopes:
     def _envelope(self, peer: int, tag: int) -> torch.Tensor:
         """Receive the next envelope of a stream."""
         message = Recv(torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu"), peer, tag)
-        error = self._wait([self._transport.start(message, _FIRST_TAG + 2 * tag)], message)
+        error = self._wait([self._start(message, _FIRST_TAG + 2 * tag)], message)
         if error is not None:
             raise error
         return message.tensor

@@ -22,10 +22,10 @@ from unisono.core.transport import Capabilities, Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Work
 from unisono.core.work import Completion
 from unisono.errors import ClosedError, CommError
-from unisono.transports.mailbox.tcp import TcpMailbox
 from unisono.transports.torch.collectives import NATIVE, carries, start
 from unisono.transports.torch.errors import translated
 from unisono.transports.torch.gloo_sockets import Sockets
+from unisono.transports.torch.mailbox import TcpMailbox
 from unisono.transports.torch.point_to_point import Envelopes
 from unisono.transports.torch.process_groups import backend_of
 
@@ -64,7 +64,7 @@ class TorchTransport(Transport):
         self._cuda = "cpu" not in self.devices
         self.tags = self.any_source = not self._cuda
         self._broken: BaseException | None = None
-        self._envelopes = Envelopes(self)
+        self._envelopes = Envelopes(group, self._start, options.timeout_s)
         invalidate_after_fork(self)
 
     def invalidate_after_fork(self) -> None:
@@ -121,7 +121,7 @@ class TorchTransport(Transport):
         if batch and batch[0].tag != COLLECTIVE_TAG:
             return self._envelopes.post(batch)
         ordered = batch if self._upward is not None else sorted(batch, key=_send_first)
-        moving = [(m, self.start(m, _FIRST_TAG, self._direction(m))) for m in ordered if m.tensor.numel()]
+        moving = [(m, self._start(m, _FIRST_TAG, self._direction(m))) for m in ordered if m.tensor.numel()]
         return _GlooWork(moving, self._options.timeout_s)
 
     def iprobe(self, peer: int, tag: int) -> bool:
@@ -132,7 +132,7 @@ class TorchTransport(Transport):
         upward = (message.peer > self.group.rank) == isinstance(message, Send)
         return self._backend if self._upward is None or not upward else self._upward
 
-    def start(self, message: Message, wire_tag: int, backend: Any = None) -> Any:
+    def _start(self, message: Message, wire_tag: int, backend: Any = None) -> Any:
         """Start torch's own work of one message."""
         backend = backend or self._backend
         try:
@@ -146,12 +146,8 @@ class TorchTransport(Transport):
         """Post a batch as NCCL does: in one launch on the device's stream."""
         self._backend._start_coalescing()
         for message in batch:
-            self.start(message, 0)
+            self._start(message, 0)
         return _GlooWork([(batch[0], self._backend._end_coalescing())] if batch else [], self._options.timeout_s)
-
-    @property
-    def timeout_s(self) -> float:
-        return self._options.timeout_s
 
     # -- native collectives --------------------------------------------------------------------
     def supports(self, call: CollectiveCall) -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src/unisono"
+MOST_ROOMS, MOST_LAYERS, MOST_ROOT_MODULES = 30, 12, 5
 # The tree's own `src` comes first, so that an installed package is not looked at instead.
 LINT = """
 import sys
@@ -57,3 +60,13 @@ def test_a_wrong_import_is_noticed(tmp_path: Path, module: str, importer: str, i
 
 def test_a_module_without_a_floor_is_noticed(tmp_path: Path) -> None:
     assert "not listed as layers: - unisono.newcomer" in spoil(tmp_path, "newcomer.py", "")
+
+
+def test_rooms_and_layers_are_few() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    # The layer in parentheses is `python -m unisono` alone.
+    assert len([layer for layer in layers if not layer.startswith("(")]) <= MOST_LAYERS
+    rooms = {path.parent.name for path in SOURCE.glob("*/*.py")}
+    assert len(rooms) <= MOST_ROOMS
+    assert len(list(SOURCE.glob("*.py"))) <= MOST_ROOT_MODULES

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from unisono.tools.doctor import Target, examine
 from unisono.tools.doctor.finding import Finding
 
-__all__ = ["ALONE", "DOCTOR", "Seen", "Start", "find", "the_cross"]
+__all__ = ["ALONE", "DOCTOR", "Seen", "Start", "find", "the_problem"]
 
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -26,25 +26,25 @@ class Seen:
     status: int
     findings: list[dict[str, str]]
 
-    def crosses(self, check: str) -> list[dict[str, str]]:
-        return [one for one in self.findings if one["check"] == check and one["state"] == "cross"]
+    def problems(self, check: str) -> list[dict[str, str]]:
+        return [one for one in self.findings if one["check"] == check and one["state"] == "problem"]
 
-    def the_cross(self, check: str) -> str:
-        """The only one of this check; all crosses have a fix, and the status tells of them."""
-        (cross,) = self.crosses(check)
+    def the_problem(self, check: str) -> str:
+        """The only one of this check; all problems have a fix, and the status tells of them."""
+        (problem,) = self.problems(check)
         assert self.status == 1
-        assert cross["fix"]
-        return cross["text"]
+        assert problem["fix"]
+        return problem["text"]
 
 
-def find(check: str, patient: Target | None = None) -> list[Finding]:
+def find(check: str, target: Target | None = None) -> list[Finding]:
     """What one check finds in this process."""
-    ((name, found),) = examine(patient or Target(limit_s=30.0), [check])
+    ((name, found),) = examine(target or Target(limit_s=30.0), [check])
     assert name == check
     return found
 
 
-def the_cross(check: str, patient: Target | None = None) -> Finding:
-    (found,) = [one for one in find(check, patient) if one.state == "cross"]
+def the_problem(check: str, target: Target | None = None) -> Finding:
+    (found,) = [one for one in find(check, target) if one.state == "problem"]
     assert found.fix
     return found

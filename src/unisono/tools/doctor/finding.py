@@ -1,13 +1,13 @@
-"""Findings of an examination: a tick, a cross with its fix, or a remark."""
+"""Findings of an examination: ok, a problem with its fix, or information."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "State", "cross", "note", "tick"]
+__all__ = ["Finding", "State", "info", "ok", "problem"]
 
-State = Literal["tick", "cross", "note"]
+State = Literal["ok", "problem", "info"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Finding:
     """One sentence about one thing.
 
     Attributes:
-        state: "tick" is right, "cross" is wrong and can be fixed, "note" is neither.
+        state: "ok" is right, "problem" is wrong and can be fixed, "info" is neither.
         text: The finding and its consequence.
         fix: A command that fixes it.
     """
@@ -25,16 +25,16 @@ class Finding:
     fix: str | None = None
 
 
-def tick(text: str) -> Finding:
+def ok(text: str) -> Finding:
     """Report that all is well."""
-    return Finding("tick", text)
+    return Finding("ok", text)
 
 
-def note(text: str, fix: str | None = None) -> Finding:
+def info(text: str, fix: str | None = None) -> Finding:
     """Report useful information; nothing is wrong."""
-    return Finding("note", text, fix)
+    return Finding("info", text, fix)
 
 
-def cross(text: str, fix: str) -> Finding:
+def problem(text: str, fix: str) -> Finding:
     """Report a fault and its fix."""
-    return Finding("cross", text, fix)
+    return Finding("problem", text, fix)

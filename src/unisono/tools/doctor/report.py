@@ -31,8 +31,8 @@ def marks(encoding: str | None) -> dict[State, str]:
     try:
         "✓✗·".encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
-        return {"tick": "ok", "cross": "XX", "note": "--"}
-    return {"tick": "✓", "cross": "✗", "note": "·"}
+        return {"ok": "ok", "problem": "XX", "info": "--"}
+    return {"ok": "✓", "problem": "✗", "info": "·"}
 
 
 def lines(name: str, findings: Iterable[Finding], signs: dict[State, str]) -> list[str]:
@@ -73,7 +73,7 @@ def as_json(found: _Found) -> dict[str, Any]:
     """Return the same for programs: "ok", "findings" with "check", "state", "text" and "fix", and "machine"."""
     findings = [{"check": name, **asdict(finding)} for name, group in found for finding in group]
     return {
-        "ok": all(finding["state"] != "cross" for finding in findings),
+        "ok": all(finding["state"] != "problem" for finding in findings),
         "findings": findings,
         "machine": facts(),
     }

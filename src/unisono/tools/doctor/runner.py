@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from unisono.core.registry import Registry
-from unisono.tools.doctor.finding import Finding, cross
+from unisono.tools.doctor.finding import Finding, problem
 from unisono.tools.doctor.target import Check, Target
 
 __all__ = ["CHECKS", "examine"]
@@ -19,11 +19,11 @@ CHECKS: Registry[Check] = Registry("check", "unisono.tools.doctor.checks")
 _GRACE_S = 10.0
 
 
-def examine(patient: Target, names: Sequence[str] | None = None) -> Iterator[tuple[str, list[Finding]]]:
+def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tuple[str, list[Finding]]]:
     """Yield each check's name and findings, in the order of the report, as soon as they are known.
 
     Args:
-        patient: The target of the examination.
+        target: The target of the examination.
         names: Names of the checks; all if None.
 
     Raises:
@@ -31,12 +31,12 @@ def examine(patient: Target, names: Sequence[str] | None = None) -> Iterator[tup
     """
     chosen = {name: CHECKS[name] for name in (CHECKS.names() if names is None else names)}
     ordered = sorted(chosen, key=lambda name: (chosen[name].ORDER, name))
-    deadline = time.monotonic() + patient.limit_s + _GRACE_S
+    deadline = time.monotonic() + target.limit_s + _GRACE_S
     found: dict[str, list[Finding]] = {}
 
     def look(name: str) -> None:
         try:
-            findings = list(chosen[name].check(patient))
+            findings = list(chosen[name].check(target))
         # Any error of a check is a finding, too, and the other checks continue.
         except Exception as error:
             findings = [_broken(name, f"has failed: {type(error).__name__}: {error}")]
@@ -52,4 +52,4 @@ def examine(patient: Target, names: Sequence[str] | None = None) -> Iterator[tup
 
 
 def _broken(name: str, what: str) -> Finding:
-    return cross(f"the check itself {what}", f"unisono doctor {name} --timeout 300")
+    return problem(f"the check itself {what}", f"unisono doctor {name} --timeout 300")

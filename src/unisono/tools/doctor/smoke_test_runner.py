@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.tools.doctor.finding import Finding, cross, tick
+from unisono.tools.doctor.finding import Finding, ok, problem
 from unisono.tools.doctor.subprocesses import CompletedRun, clean_environment, run
 
 __all__ = ["tried"]
@@ -24,7 +24,7 @@ def tried(
     before: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """Return a tick for each backend on which ranks sum correctly, else a cross with the reason.
+    """Return an ok for each backend on which ranks sum correctly, else a problem with the reason.
 
     Args:
         fixes: Backends in order of testing, each with its fix in case of failure.
@@ -66,11 +66,11 @@ def _said(ended: CompletedRun) -> dict[str, list[dict[str, Any]]]:
 def _judged(backend: str, said: Sequence[dict[str, Any]], ended: CompletedRun, fix: str) -> Finding:
     errors = [one["error"] for one in said if "error" in one]
     if errors or not said:
-        return cross(f"{backend}: {errors[0] if errors else ended.why}", fix)
+        return problem(f"{backend}: {errors[0] if errors else ended.why}", fix)
     if not all(one["right"] for one in said):
-        return cross(f"{backend}: the sum was wrong", fix)
+        return problem(f"{backend}: the sum was wrong", fix)
     first = said[0]
-    return tick(
+    return ok(
         f"{backend}: {first['size']} ranks sum rightly, about {first['small_s'] * 1e6:.0f} us for 8 B and "
         f"{first['large_s'] * 1e3:.2g} ms for 1 MiB"
     )

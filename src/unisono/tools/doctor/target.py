@@ -49,6 +49,6 @@ class Check(Protocol):
     __doc__: str | None
     ORDER: int
 
-    def check(self, patient: Target) -> Iterable[Finding]:
+    def check(self, target: Target) -> Iterable[Finding]:
         """Run the check, and return its findings; none if it does not apply to this target."""
         ...

@@ -1,6 +1,6 @@
 """Examine this host: find working transports, obstacles for ranks, and their fixes.
 
-Exits with status 1 if anything is wrong (a cross), and prints a block to paste into an issue. With
+Exits with status 1 if anything is wrong (a problem), and prints a block to paste into an issue. With
 --hosts, start it on each of the hosts, with the same list: they then reduce together.
 """
 
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Examine and print; return 1 if there is a cross."""
-    patient = _patient(given)
+    """Examine and print; return 1 if there is a problem."""
+    target = _target(given)
     local_rank = launched().local_rank
     if local_rank:
         # A launcher has started this once for each rank: one of them examines the host.
@@ -42,21 +42,21 @@ def run(given: argparse.Namespace) -> int:
     names = given.checks or None
     signs = marks(sys.stdout.encoding)
     found: list[tuple[str, list[Finding]]] = []
-    if patient.hosts:
-        print(f"Run this on each of {', '.join(patient.hosts)} at the same time.", file=sys.stderr, flush=True)
-    for name, findings in examine(patient, names):
+    if target.hosts:
+        print(f"Run this on each of {', '.join(target.hosts)} at the same time.", file=sys.stderr, flush=True)
+    for name, findings in examine(target, names):
         found.append((name, findings))
         if not given.json:
             print("\n".join(lines(name, findings, signs)), end="\n" if findings else "", flush=True)
-    crosses = sum(finding.state == "cross" for _, findings in found for finding in findings)
+    problems = sum(finding.state == "problem" for _, findings in found for finding in findings)
     if given.json:
         print(json.dumps(as_json(found), indent=2))
     else:
-        print(f"\n{crosses or 'Nothing'} to mend. To paste into an issue:\n\n{for_issue(found)}")
-    return 1 if crosses else 0
+        print(f"\n{problems or 'Nothing'} to mend. To paste into an issue:\n\n{for_issue(found)}")
+    return 1 if problems else 0
 
 
-def _patient(given: argparse.Namespace) -> Target:
+def _target(given: argparse.Namespace) -> Target:
     hosts = tuple(host.strip() for host in given.hosts.split(",") if host.strip())
     unknown = [name for name in given.checks if name not in CHECKS]
     if unknown:

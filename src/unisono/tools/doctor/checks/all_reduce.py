@@ -11,7 +11,7 @@ from functools import partial
 
 from unisono.host.mpi_library import find_mpirun
 from unisono.host.network import why_no_shm
-from unisono.tools.doctor.finding import Finding, note
+from unisono.tools.doctor.finding import Finding, info
 from unisono.tools.doctor.mpi import find_library, mpi_environment
 from unisono.tools.doctor.smoke_test_runner import tried
 from unisono.tools.doctor.target import Target
@@ -26,27 +26,27 @@ _CORES_EACH = 4
 _Trial = Callable[[float], list[Finding]]
 
 
-def check(patient: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Run the ranks, in separate processes."""
-    trials: list[_Trial] = [partial(_launched, patient)]
-    if patient.wants("mpi"):
+    trials: list[_Trial] = [partial(_launched, target)]
+    if target.wants("mpi"):
         trials.append(_mpi)
-    deadline = time.monotonic() + patient.limit_s
+    deadline = time.monotonic() + target.limit_s
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // _CORES_EACH)) as pool:
         for found in pool.map(lambda trial: trial(max(1.0, deadline - time.monotonic())), trials):
             yield from found
 
 
-def _launched(patient: Target, limit_s: float) -> list[Finding]:
+def _launched(target: Target, limit_s: float) -> list[Finding]:
     """Check the transports that start their ranks themselves."""
     obstacles = {"thread": None, "shm": why_no_shm(), "gloo": None, "nccl": _no_nccl()}
-    wanted = {name: obstacle for name, obstacle in obstacles.items() if patient.wants(name)}
+    wanted = {name: obstacle for name, obstacle in obstacles.items() if target.wants(name)}
     fixes = {
         name: f"unisono doctor all_reduce --backend {name} --timeout 300"
         for name, obstacle in wanted.items()
         if obstacle is None
     }
-    remarks = [note(f"{name}: not tried, {obstacle}") for name, obstacle in wanted.items() if obstacle is not None]
+    remarks = [info(f"{name}: not tried, {obstacle}") for name, obstacle in wanted.items() if obstacle is not None]
     return (tried(fixes, limit_s) if fixes else []) + remarks
 
 
@@ -58,9 +58,9 @@ def _no_nccl() -> str | None:
 def _mpi(limit_s: float) -> list[Finding]:
     library = find_library(limit_s)
     if isinstance(library, str):
-        return [note(f"mpi: not tried, {library}")]
+        return [info(f"mpi: not tried, {library}")]
     starter = find_mpirun()
     if starter is None:
-        return [note("mpi: not tried, because there is neither mpiexec nor mpirun")]
+        return [info("mpi: not tried, because there is neither mpiexec nor mpirun")]
     fix = f"{starter} -n 2 {sys.executable} -m unisono.tools.doctor.smoke_test mpi"
     return tried({"mpi": fix}, limit_s, before=[starter, "-n", "2"], environment=mpi_environment())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from unisono.host.network import is_loopback
-from unisono.tools.doctor.finding import Finding, cross
+from unisono.tools.doctor.finding import Finding, problem
 from unisono.tools.doctor.network import addresses, is_own, own_addresses
 from unisono.tools.doctor.smoke_test_runner import tried
 from unisono.tools.doctor.target import Target
@@ -16,48 +16,48 @@ __all__ = ["ORDER", "check"]
 ORDER = 80
 
 
-def check(patient: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Run one rank per host. The user runs the same command on each host at the same time."""
-    if not patient.hosts:
+    if not target.hosts:
         return
-    found = {host: addresses(host) for host in patient.hosts}
+    found = {host: addresses(host) for host in target.hosts}
     unknown = [host for host, places in found.items() if not places]
     if unknown:
-        yield cross(f"{unknown[0]} leads to no address here", f"getent hosts {unknown[0]}   # or give its address")
+        yield problem(f"{unknown[0]} leads to no address here", f"getent hosts {unknown[0]}   # or give its address")
         return
-    rank = _own_number(patient, found)
+    rank = _own_number(target, found)
     if isinstance(rank, Finding):
         yield rank
         return
     inward = [host for host, places in found.items() if all(map(is_loopback, places))]
     if inward and len(inward) < len(found):
-        yield cross(
+        yield problem(
             f"{inward[0]} is the loopback, {found[inward[0]][0]}, here: the other hosts cannot reach it there",
-            f"unisono doctor --hosts {','.join(patient.hosts)}   # with addresses in the place of names",
+            f"unisono doctor --hosts {','.join(target.hosts)}   # with addresses in the place of names",
         )
         return
-    first = patient.hosts[0]
-    others = " and ".join(host for number, host in enumerate(patient.hosts) if number != rank)
+    first = target.hosts[0]
+    others = " and ".join(host for number, host in enumerate(target.hosts) if number != rank)
     fix = (
-        f"unisono doctor --hosts {','.join(patient.hosts)}   # on {others} at the same time, with the same "
-        f"UNISONO_SECRET; open port {patient.port} of {first} (or --port), and ports from 1024 on between all hosts"
+        f"unisono doctor --hosts {','.join(target.hosts)}   # on {others} at the same time, with the same "
+        f"UNISONO_SECRET; open port {target.port} of {first} (or --port), and ports from 1024 on between all hosts"
     )
-    options = ["--meet", _url(first, patient.port), "--rank", str(rank), "--size", str(len(patient.hosts))]
-    for finding in tried({"gloo": fix}, patient.limit_s, options):
-        yield replace(finding, text=f"this is host {rank} of {len(patient.hosts)}; {finding.text}")
+    options = ["--meet", _url(first, target.port), "--rank", str(rank), "--size", str(len(target.hosts))]
+    for finding in tried({"gloo": fix}, target.limit_s, options):
+        yield replace(finding, text=f"this is host {rank} of {len(target.hosts)}; {finding.text}")
 
 
-def _own_number(patient: Target, found: dict[str, list[str]]) -> int | Finding:
-    if patient.rank is not None:
-        return patient.rank
-    own = [rank for rank, host in enumerate(patient.hosts) if any(map(is_own, found[host]))]
+def _own_number(target: Target, found: dict[str, list[str]]) -> int | Finding:
+    if target.rank is not None:
+        return target.rank
+    own = [rank for rank, host in enumerate(target.hosts) if any(map(is_own, found[host]))]
     if len(own) == 1:
         return own[0]
-    command = f"unisono doctor --hosts {','.join(patient.hosts)} --rank 0   # and 1, ... on the others"
+    command = f"unisono doctor --hosts {','.join(target.hosts)} --rank 0   # and 1, ... on the others"
     if own:
-        return cross(f"{' and '.join(patient.hosts[rank] for rank in own)} are all this host", command)
+        return problem(f"{' and '.join(target.hosts[rank] for rank in own)} are all this host", command)
     here = ", ".join(own_addresses())
-    return cross(f"none of {', '.join(patient.hosts)} is an address of this host, which has {here}", command)
+    return problem(f"none of {', '.join(target.hosts)} is an address of this host, which has {here}", command)
 
 
 def _url(host: str, port: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from unisono.host.cpu_count import cores, visible
 from unisono.host.mpi_library import number
-from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.launcher_env import BY_VARIABLES, launched
 from unisono.tools.doctor.target import Target
 
@@ -16,32 +16,32 @@ __all__ = ["ORDER", "check"]
 ORDER = 40
 
 
-def check(patient: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Count the cores in the process's affinity mask and in its control group's quota."""
     launch = launched()
     count, why = _cores()
-    ranks = next((count for count in (patient.ranks, launch.local_size, launch.size) if count is not None), None)
+    ranks = next((count for count in (target.ranks, launch.local_size, launch.size) if count is not None), None)
     if ranks is None:
-        yield tick(f"{count} {why}")
+        yield ok(f"{count} {why}")
         return
     if ranks > count:
-        by = f" by {launch.by}" if patient.ranks is None and launch.by else ""
-        yield cross(
+        by = f" by {launch.by}" if target.ranks is None and launch.by else ""
+        yield problem(
             f"{ranks} ranks on this host{by}, more ranks than cores ({count} {why}): they take turns, each wait costs "
             "milliseconds, and all get slower",
             f"torchrun --nproc-per-node {count} train.py   # no more than {count} rank(s) on this host",
         )
         return
-    yield tick(f"{count} {why}, for {ranks} rank(s)")
+    yield ok(f"{count} {why}, for {ranks} rank(s)")
     threads = number("OMP_NUM_THREADS")
     share = max(1, count // ranks)
     if threads is not None and threads * ranks > count:
-        yield cross(
+        yield problem(
             f"{ranks} ranks with OMP_NUM_THREADS={threads} are more threads than cores ({count})",
             f"export OMP_NUM_THREADS={share}",
         )
     elif threads is None and ranks > 1 and launch.by in ("", *BY_VARIABLES):
-        yield note("OMP_NUM_THREADS is not set: each rank may take all cores", f"export OMP_NUM_THREADS={share}")
+        yield info("OMP_NUM_THREADS is not set: each rank may take all cores", f"export OMP_NUM_THREADS={share}")
 
 
 def _cores() -> tuple[int, str]:

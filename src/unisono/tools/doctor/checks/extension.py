@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from unisono.core.native import NO_EXTENSIONS, native
-from unisono.tools.doctor.finding import Finding, note, tick
+from unisono.tools.doctor.finding import Finding, info, ok
 from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
@@ -16,17 +16,17 @@ ORDER = 11
 _COST = "all works, and without it short calls on shared memory take ten times as long"
 
 
-def check(_patient: Target) -> Iterator[Finding]:
+def check(_target: Target) -> Iterator[Finding]:
     """Look for the native core."""
     if native() is not None:
-        yield tick("the native core of shared memory is there")
+        yield ok("the native core of shared memory is there")
     elif os.environ.get(NO_EXTENSIONS):
-        yield note(
+        yield info(
             f"{NO_EXTENSIONS} is set: {_COST}",
             f"unset {NO_EXTENSIONS}",
         )
     else:
-        yield note(
+        yield info(
             f"the native core of shared memory is not there: {_COST}",
             f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir --no-binary unisono unisono   "
             "# where a C++ compiler and Python's headers are",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from unisono.tools.doctor.finding import Finding, cross, tick
+from unisono.tools.doctor.finding import Finding, ok, problem
 from unisono.tools.doctor.target import Target
 from unisono.tools.doctor.torch_import import load_torch
 
@@ -14,15 +14,15 @@ __all__ = ["ORDER", "check"]
 ORDER = 20
 
 
-def check(patient: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Query torch."""
-    if not patient.wants("gloo"):
+    if not target.wants("gloo"):
         return
     dist = load_torch().distributed
     if dist.is_available() and dist.is_gloo_available():
-        yield tick("torch has it")
+        yield ok("torch has it")
     else:
-        yield cross(
+        yield problem(
             "this torch was built without gloo; ranks of one host can use shm, those of several cannot meet",
             f"{sys.executable} -m pip install --force-reinstall torch",
         )

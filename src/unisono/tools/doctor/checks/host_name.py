@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 
 from unisono.host.network import address_outward, is_loopback
-from unisono.tools.doctor.finding import Finding, cross, tick
+from unisono.tools.doctor.finding import Finding, ok, problem
 from unisono.tools.doctor.network import addresses, is_own, own_addresses
 from unisono.tools.doctor.target import Target
 
@@ -19,21 +19,21 @@ _WHY = (
 )
 
 
-def check(_patient: Target) -> Iterator[Finding]:
+def check(_target: Target) -> Iterator[Finding]:
     """Resolve the host name."""
     name = socket.gethostname()
     found = addresses(name)
     own = address_outward() or next((address for address in own_addresses() if not is_loopback(address)), None)
     if not found:
-        yield cross(f"the host name {name} leads to no address; mpirun and torchrun look it up", _entry(name, own))
+        yield problem(f"the host name {name} leads to no address; mpirun and torchrun look it up", _entry(name, own))
     elif all(map(is_loopback, found)):
-        yield cross(f"the host name {name} resolves to the loopback, {', '.join(found)}: {_WHY}", _entry(name, own))
+        yield problem(f"the host name {name} resolves to the loopback, {', '.join(found)}: {_WHY}", _entry(name, own))
     elif not any(is_own(address) for address in found):
-        yield cross(
+        yield problem(
             f"the host name {name} resolves to {', '.join(found)}, which is no address of this host", _entry(name, own)
         )
     else:
-        yield tick(f"{name} is {', '.join(found)}")
+        yield ok(f"{name} is {', '.join(found)}")
 
 
 def _entry(name: str, own: str | None) -> str:

@@ -13,7 +13,7 @@ from unisono.host.network import (
     is_loopback,
     requested_interface,
 )
-from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.network import addresses
 from unisono.tools.doctor.target import Target
 
@@ -23,30 +23,30 @@ ORDER = 51
 _NCCL = "NCCL_SOCKET_IFNAME"
 
 
-def check(patient: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Use the interface set by the user, as `init` does; else follow the route to the first host, or outward."""
     wanted = requested_interface()
     if wanted is None:
-        yield _way(patient)
+        yield _way(target)
         if os.environ.get(_NCCL):
-            yield cross(f"{_NCCL} {os.environ[_NCCL]} fits no interface of this host", f"unset {_NCCL}")
+            yield problem(f"{_NCCL} {os.environ[_NCCL]} fits no interface of this host", f"unset {_NCCL}")
         return
     name, variable = wanted
     try:
-        yield tick(f"{address_of(name)} of {name}, which {variable} names")
+        yield ok(f"{address_of(name)} of {name}, which {variable} names")
     except ValueError as error:
-        yield cross(f"{variable} names {name}: {error}", f"unset {variable}")
+        yield problem(f"{variable} names {name}: {error}", f"unset {variable}")
 
 
-def _way(patient: Target) -> Finding:
-    master = patient.hosts[0] if patient.hosts else os.environ.get("MASTER_ADDR", "")
+def _way(target: Target) -> Finding:
+    master = target.hosts[0] if target.hosts else os.environ.get("MASTER_ADDR", "")
     towards = [address for address in addresses(master) if not is_loopback(address)] if master else []
     try:
         address = address_towards(towards[0]) if towards else address_outward()
     except OSError as error:
-        return cross(f"there is no way from here to {master} ({towards[0]}): {error}", f"ping -c 1 {towards[0]}")
+        return problem(f"there is no way from here to {master} ({towards[0]}): {error}", f"ping -c 1 {towards[0]}")
     if address is None:
-        return note("there is no network but the loopback: ranks of this host only")
+        return info("there is no network but the loopback: ranks of this host only")
     name = interface_of(address)
     where = f" to {master}" if towards else " outward"
-    return tick(f"{address}{f' of {name}' if name else ''} is the way{where}")
+    return ok(f"{address}{f' of {name}' if name else ''} is the way{where}")

@@ -9,7 +9,7 @@ from unisono.bootstrap import Request, env, slurm
 from unisono.host import mpi_library
 from unisono.host.mpi_library import MpiLauncher
 from unisono.host.network import is_loopback
-from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.launcher_env import BY_VARIABLES, launched
 from unisono.tools.doctor.network import addresses
 from unisono.tools.doctor.target import Target
@@ -21,14 +21,14 @@ _MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 _UNSET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
 
 
-def check(patient: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Read the environment as `init` would."""
     launch = launched()
-    crosses = [*_refused(), *_master(launch), *_backend(patient, launch)]
-    yield from crosses
-    if not crosses:
-        yield tick(_words(launch))
-    yield from _remarks(patient, launch)
+    problems = [*_refused(), *_master(launch), *_backend(target, launch)]
+    yield from problems
+    if not problems:
+        yield ok(_words(launch))
+    yield from _remarks(target, launch)
 
 
 def _refused() -> Iterator[Finding]:
@@ -42,11 +42,11 @@ def _refused() -> Iterator[Finding]:
     except ValueError as error:
         missing = next((name for name in _MEETING if not os.environ.get(name)), None)
         if not env.detected(request):
-            yield cross(str(error), "srun python train.py   # which sets Slurm's variables itself")
+            yield problem(str(error), "srun python train.py   # which sets Slurm's variables itself")
         elif missing is not None and request.rank is not None:
-            yield cross(str(error), f"export {missing}={_MEETING[missing]}   # of the host of rank 0, on every rank")
+            yield problem(str(error), f"export {missing}={_MEETING[missing]}   # of the host of rank 0, on every rank")
         else:
-            yield cross(str(error), f"{_UNSET}   # for a world of one; or: torchrun --nproc-per-node 2 train.py")
+            yield problem(str(error), f"{_UNSET}   # for a world of one; or: torchrun --nproc-per-node 2 train.py")
 
 
 def _master(launch: MpiLauncher) -> Iterator[Finding]:
@@ -56,18 +56,18 @@ def _master(launch: MpiLauncher) -> Iterator[Finding]:
     found = addresses(host)
     several = launch.size is not None and launch.local_size is not None and launch.local_size < launch.size
     if not found:
-        yield cross(f"MASTER_ADDR {host} leads to no address", f"getent hosts {host}   # then export MASTER_ADDR=...")
+        yield problem(f"MASTER_ADDR {host} leads to no address", f"getent hosts {host}   # then export MASTER_ADDR=...")
     elif several and all(map(is_loopback, found)):
-        yield cross(
+        yield problem(
             f"MASTER_ADDR {host} is the loopback, but only {launch.local_size} of {launch.size} ranks are on this "
             "host: the others would look for rank 0 on their own",
             "export MASTER_ADDR=ADDRESS   # of the host of rank 0; under torchrun: --master-addr ADDRESS",
         )
 
 
-def _backend(patient: Target, launch: MpiLauncher) -> Iterator[Finding]:
-    if "mpi" in (patient.backend or "").split("+") and launch.by in BY_VARIABLES:
-        yield cross(
+def _backend(target: Target, launch: MpiLauncher) -> Iterator[Finding]:
+    if "mpi" in (target.backend or "").split("+") and launch.by in BY_VARIABLES:
+        yield problem(
             f"backend mpi was asked for, but {launch.by} has started the ranks: MPI knows nothing of them, and would "
             "be a world of one in each",
             f"mpirun -n {launch.size or 2} python train.py   # or keep {launch.by}, and say un.init('gloo')",
@@ -80,17 +80,17 @@ def _words(launch: MpiLauncher) -> str:
     return f"{launch.by}: rank {launch.rank} of {launch.size}"
 
 
-def _remarks(patient: Target, launch: MpiLauncher) -> Iterator[Finding]:
-    if launch.by == "torchrun" and patient.backend is None:
-        yield note("under torchrun every backend but mpi can be used; ranks for mpi are started by mpirun")
+def _remarks(target: Target, launch: MpiLauncher) -> Iterator[Finding]:
+    if launch.by == "torchrun" and target.backend is None:
+        yield info("under torchrun every backend but mpi can be used; ranks for mpi are started by mpirun")
     if not launch.by and "SLURM_JOB_ID" in os.environ:
-        yield note(
+        yield info(
             f"Slurm job {os.environ['SLURM_JOB_ID']} runs no step here, so this is a world of one",
             "srun python train.py",
         )
     several = launch.size is not None and launch.local_size is not None and launch.local_size < launch.size
-    if (several or patient.hosts) and not os.environ.get("UNISONO_SECRET"):
-        yield note(
+    if (several or target.hosts) and not os.environ.get("UNISONO_SECRET"):
+        yield info(
             "UNISONO_SECRET is not set: the ranks of several hosts know each other only if the hosts share your home",
             "export UNISONO_SECRET=$(openssl rand -hex 32)   # once; then the same on every host",
         )

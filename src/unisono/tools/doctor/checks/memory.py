@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unisono.host.network import why_no_shm
-from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
@@ -22,9 +22,9 @@ _TRIED_BYTES = 8 << 20
 _FIX = "mount -o remount,size=2G /dev/shm   # in a container instead: docker run --shm-size=2g ... (or --ipc=host)"
 
 
-def check(patient: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Allocate some of each."""
-    if patient.wants("shm"):
+    if target.wants("shm"):
         yield _memfd()
     if sys.platform == "linux":
         yield _folder()
@@ -33,7 +33,7 @@ def check(patient: Target) -> Iterator[Finding]:
 def _memfd() -> Finding:
     obstacle = why_no_shm()
     if obstacle is not None:
-        return note(obstacle)
+        return info(obstacle)
     descriptor = os.memfd_create("unisono doctor")
     try:
         os.ftruncate(descriptor, _TRIED_BYTES)
@@ -41,26 +41,26 @@ def _memfd() -> Finding:
         os.posix_fallocate(descriptor, 0, _TRIED_BYTES)
         mmap.mmap(descriptor, _TRIED_BYTES).close()
     except OSError as error:
-        return cross(f"{_TRIED_BYTES >> 20} MiB of a memfd cannot be had: {error}", "ulimit -v unlimited")
+        return problem(f"{_TRIED_BYTES >> 20} MiB of a memfd cannot be had: {error}", "ulimit -v unlimited")
     finally:
         os.close(descriptor)
-    return tick("memfd works, as backend shm needs; it takes nothing of /dev/shm")
+    return ok("memfd works, as backend shm needs; it takes nothing of /dev/shm")
 
 
 def _folder() -> Finding:
     needs = "DataLoader workers, NCCL and Open MPI need it (backend shm does not)"
     if not os.access(_FOLDER, os.W_OK):
-        return cross(
+        return problem(
             f"{_FOLDER} is not there, or cannot be written; {needs}", f"mount -t tmpfs -o size=2G shm {_FOLDER}"
         )
     status = os.statvfs(_FOLDER)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     # A tmpfs without a limit reports 0.
     if size and free < _WANTED_BYTES:
-        return cross(
+        return problem(
             f"{_FOLDER} has {_bytes(free)} free of {_bytes(size)}; {needs}, and die of SIGBUS when it is full", _FIX
         )
-    return tick(f"{_FOLDER} has {_bytes(free)} free" if size else f"{_FOLDER} has no limit")
+    return ok(f"{_FOLDER} has {_bytes(free)} free" if size else f"{_FOLDER} has no limit")
 
 
 def _bytes(count: int) -> str:

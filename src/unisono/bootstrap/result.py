@@ -60,7 +60,7 @@ def env_number(name: str) -> int | None:
 
 
 def nothing() -> None:
-    """Nothing is to be let go."""
+    """Do nothing: there is nothing to release."""
 
 
 @dataclass(slots=True)
@@ -86,11 +86,11 @@ class Rendezvous:
     address: str
     name: str
     source: str
-    let_go: Callable[[], None] = field(default=nothing, repr=False)
+    release: Callable[[], None] = field(default=nothing, repr=False)
     network: str = "gloo"
 
     def close(self) -> None:
         """Leave without an error. Idempotent. A server of this process serves the others until they have left."""
-        let_go, self.let_go = self.let_go, nothing
+        release, self.release = self.release, nothing
         self.control.close()
-        let_go()
+        release()

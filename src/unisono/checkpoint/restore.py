@@ -123,7 +123,7 @@ class Restorer:
             self._problems.append(f"{path!r} has {len(elements)} entries in it, {len(target)} here")
         elif firm and has_tensors(target) and (isinstance(target, (dict, torch.Tensor)) or has_objects(target)):
             self._problems.append(f"{path!r} is a {type(target).__name__} here, but not in it")
-        build = self._anew(node)
+        build = self._create(node)
         if not isinstance(target, list) or fresh or elements is None:
             return build
 
@@ -170,7 +170,7 @@ class Restorer:
             self._check_groups(current, inner, path)
         mode: _Mode = "strict" if module else "shapes" if isinstance(target, torch.optim.Optimizer) else "loose"
         build = self._match(current, inner, path, mode, fresh=True)
-        versions = self._anew(told[0]) if module and told else None
+        versions = self._create(told[0]) if module and told else None
         # Parameters on the meta device have no memory to fill: the loaded ones take their place.
         assign = module and any(isinstance(t, torch.Tensor) and t.is_meta for t in current.values())
         options = {"strict": self._strict, "assign": assign} if module else {}
@@ -267,7 +267,7 @@ class Restorer:
         return put
 
     # -- values that are created ---------------------------------------------------------------
-    def _anew(self, node: Node) -> _Build:
+    def _create(self, node: Node) -> _Build:
         self.needed.update(dict.fromkeys(self._names(node)))
 
         def put() -> Any:

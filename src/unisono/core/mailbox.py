@@ -75,7 +75,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def wait(self, timeout: float) -> None:
-        """Return when a message may have arrived, another thread nudges, or the timeout expires."""
+        """Return when a message may have arrived, another thread calls `wake`, or the timeout expires."""
 
     def mute_wakeups(self) -> None:
         """Declare that the caller polls from now on: no thread needs to be woken."""

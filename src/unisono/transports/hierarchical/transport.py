@@ -50,7 +50,7 @@ class Hierarchical(Transport):
         hosts: For each host, its ranks in the group.
         inner: Made for the group of this host's ranks, if there are several.
         outer: Made for all ranks.
-        `anew`: Makes a transport of the same kinds for other ranks, and reuses nothing of this one.
+        reconnect: Makes a transport of the same kinds for other ranks, and reuses nothing of this one.
     """
 
     checks = True
@@ -64,9 +64,9 @@ class Hierarchical(Transport):
         hosts: Hosts,
         inner: Callable[[Group], Transport],
         outer: Callable[[Group], Transport],
-        anew: Callable[[Group], Transport],
+        reconnect: Callable[[Group], Transport],
     ) -> None:
-        self._anew = anew
+        self._reconnect = reconnect
         self.group, self._control, self._options, self._hosts = group, control, options, hosts
         self._broken: BaseException | None = None
         self._now: Fingerprint | None = None
@@ -166,7 +166,7 @@ class Hierarchical(Transport):
             tuple(place for place in hosts if place),
             inner=lambda part: outer.split(part) if inner is None else _bare(inner).split(part),
             outer=outer.split,
-            anew=self._anew,
+            reconnect=self._reconnect,
         )
 
     def mailbox(self, group: Group) -> Mailbox | None:
@@ -175,7 +175,7 @@ class Hierarchical(Transport):
 
     def reconfigure(self, group: Group) -> Transport:
         """Return a transport for the new group, after detecting the hosts of all ranks, including new ones."""
-        return self._anew(group)
+        return self._reconnect(group)
 
     def leave(self) -> None:
         if self.inner is not None:
@@ -208,7 +208,7 @@ def over(
     hosts: Hosts,
     inner: Callable[[Group], Transport],
     outer: Callable[[Group], Transport],
-    anew: Callable[[Group], Transport],
+    reconnect: Callable[[Group], Transport],
 ) -> Transport:
     """Return the transport of these hosts: of both kinds, or of one of them if that suffices.
 
@@ -218,13 +218,13 @@ def over(
         hosts: For each host, its ranks in the group.
         inner: Makes the transport of the ranks of one host.
         outer: Makes the transport of ranks of several hosts.
-        `anew`: Makes a transport of the same kinds for ranks on unknown hosts.
+        reconnect: Makes a transport of the same kinds for ranks on unknown hosts.
     """
     if len(hosts) == 1:
         return inner(group)
     if len(hosts) == group.size:
         return outer(group)
-    return Hierarchical(group, control, options, _in_order(hosts), inner, outer, anew)
+    return Hierarchical(group, control, options, _in_order(hosts), inner, outer, reconnect)
 
 
 def _in_order(hosts: Hosts) -> Hosts:

@@ -213,15 +213,15 @@ class MpiTransport(Transport):
     def close(self) -> None:
         if self._comms.mpi.Is_finalized() or isinstance(self._comms.broken, ClosedError):
             return
-        self._let_go()
+        self._free()
         self._comms.broken = self._comms.broken or ClosedError("the communicator is closed")
         self._messages.end(self._comms.broken)
 
     def __del__(self) -> None:
         if "_messages" in self.__dict__ and not self._comms.mpi.Is_finalized():
-            self._let_go()
+            self._free()
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         """Release MPI's communicators, unless a call may be in progress there: then they are kept for good."""
         if self._comms.broken is None and self._messages.idle:
             self._comms.free()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.averager_passes import AveragerPasses
-from unisono.gradients.uneven_inputs import joined
+from unisono.gradients.flatten import broadcast_all
+from unisono.gradients.weights import AllRanksDone
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
@@ -147,7 +148,8 @@ class GradientAverager(AveragerPasses):
         """
         self._weights.say(n_samples)
 
-    def join(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def join(self) -> Iterator[None]:
         """Return a context for a loop with uneven numbers of steps: `with averager.join():`.
 
         A rank that has finished contributes nothing to the others' steps until all have finished; means
@@ -173,7 +175,20 @@ class GradientAverager(AveragerPasses):
             [[1.5], [1.5, 2.0]]
         """
         tensors = self._parameters if self._model is None else [*self._parameters, *self._model.buffers()]
-        return joined(tensors, self._weights, self._shadow, self._steps)
+        weights, before = self._weights, self._steps[-1]
+        weights.joining = weights.uneven = True
+        try:
+            yield
+            weights.here = False
+            made = self._steps[-1] - before
+            with suppress(AllRanksDone):
+                while True:
+                    self._shadow()
+            by_rank = weights.comm.all_gather_object(made)
+            broadcast_all(tensors, weights.comm, by_rank.index(max(by_rank)))
+        finally:
+            weights.joining, weights.here = False, True
+            weights.forget()
 
     def check(self) -> None:
         """Raise if a parameter was replaced, swapped or added after the averager was created: it is not averaged.

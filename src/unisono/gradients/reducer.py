@@ -27,9 +27,9 @@ def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | 
     """Return the codec that a user's argument stands for."""
     if compression is None:
         return None
-    from unisono import compression as codecs
+    from unisono.compression.registry import resolve
 
-    return codecs.resolve(compression)
+    return resolve(compression)
 
 
 class Reducer:

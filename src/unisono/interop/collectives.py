@@ -16,7 +16,6 @@ from unisono.interop.from_store import Connection
 from unisono.interop.options import asynchronous, limit_s, only, operation, plain
 from unisono.interop.progress_thread import Progress
 from unisono.interop.serial_queue import SerialQueue
-from unisono.interop.sparse import sum_sparse
 from unisono.interop.torch_work import TorchWork
 
 __all__ = ["Collectives", "Lists", "Tensors"]
@@ -48,7 +47,7 @@ class Collectives:
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         tensor, op, comm = only(given, "all_reduce"), operation(opts), self._meeting.comm
         if tensor.layout != torch.strided:
-            return self._do(lambda limit: sum_sparse(comm, tensor, op, limit), opts, given)
+            return self._do(lambda limit: _sum_sparse(comm, tensor, op, limit), opts, given)
         if op == "avg" and tensor.dtype in _INTEGERS:
             return self._do(lambda limit: _truncated_mean(comm, tensor, limit), opts, given)
         return self._do(lambda limit: comm.all_reduce(tensor, op, timeout=limit), opts, given)
@@ -220,6 +219,28 @@ class Collectives:
         if self._batch is not None:
             self._batch.append(work)
         return work
+
+
+def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: float | None) -> None:
+    """Make a sparse COO tensor the sum of all ranks' ones, in place. Blocking.
+
+    Raises `ValueError` for another layout or operation.
+    """
+    if tensor.layout != torch.sparse_coo or op != "sum":
+        raise ValueError(f"only sums of sparse_coo tensors are reduced, not {op} of {tensor.layout}; use to_dense()")
+    mine = tensor.detach().coalesce()
+    counts = torch.zeros(comm.size, dtype=torch.int64)
+    comm.all_gather_single(counts, torch.tensor([mine.values().shape[0]]), timeout=timeout)
+    places, values = mine.indices().contiguous(), mine.values().contiguous()
+    all_places = [places.new_empty((places.shape[0], n)) for n in counts.tolist()]
+    all_values = [values.new_empty((n, *values.shape[1:])) for n in counts.tolist()]
+    comm.all_gather(all_places, places, timeout=timeout)
+    comm.all_gather(all_values, values, timeout=timeout)
+    total = torch.sparse_coo_tensor(
+        torch.cat(all_places, 1), torch.cat(all_values), mine.shape, check_invariants=False
+    ).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)
 
 
 def _truncated_mean(comm: Communicator, tensor: torch.Tensor, limit: float) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from unisono.interop.torch_rpc import constants, dist_autograd, functions
 from unisono.interop.torch_rpc.calls import get_worker_info, remote, rpc_async, rpc_sync
-from unisono.interop.torch_rpc.optimizer import DistributedOptimizer
+from unisono.interop.torch_rpc.dist_autograd import DistributedOptimizer
 from unisono.interop.torch_rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from unisono.interop.torch_rpc.reference import PyRRef, RRef
 from unisono.interop.torch_rpc.remote_module import RemoteModule

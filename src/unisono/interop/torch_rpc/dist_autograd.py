@@ -1,4 +1,4 @@
-"""`torch.distributed.autograd`: contexts, backward passes and gradients over several ranks."""
+"""`torch.distributed.autograd`, and `torch.distributed.optim.DistributedOptimizer`, which steps in its contexts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
+from unisono import rpc
 from unisono.interop.torch_rpc.errors import as_runtime_error
 from unisono.rpc import autograd
-from unisono.rpc import context as current
 from unisono.rpc.context import current_agent
 from unisono.rpc.protocol import NO_CONTEXT
 
-__all__ = ["backward", "checked", "context", "get_gradients"]
+__all__ = ["DistributedOptimizer", "backward", "checked", "context", "get_gradients"]
 
 
 @contextmanager
 def context() -> Iterator[int]:
     """Record what crosses ranks, for `backward`: the number of the context. RuntimeError inside of another one."""
-    if current.context.get() != NO_CONTEXT:
+    if rpc.context.context.get() != NO_CONTEXT:
         raise RuntimeError("there is an autograd context in this thread already; leave it before another one")
     with autograd.context() as number:
         yield number
@@ -54,3 +54,17 @@ def checked(context_id: Any) -> int:
     if current_agent().contexts.get(context_id) is None:
         raise RuntimeError(f"Could not find autograd context with id: {context_id}")
     return context_id
+
+
+class DistributedOptimizer(rpc.DistributedOptimizer):
+    """A torch optimizer on every rank that owns some of the parameters.
+
+    Args:
+        optimizer_class: Any subclass of `torch.optim.Optimizer`.
+        params_rref: References to parameters.
+        args, kwargs: For the optimizer.
+    """
+
+    def step(self, context_id: int) -> None:
+        """One step with the gradients of a context. Raises RuntimeError if there is no such context."""
+        super().step(checked(context_id))

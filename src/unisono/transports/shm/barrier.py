@@ -12,7 +12,7 @@ from unisono.core.failure import LEFT
 from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.host.cpu_count import cores
 
-__all__ = ["SharedBarrier", "late"]
+__all__ = ["SharedBarrier", "missing_ranks_error"]
 
 _LINE = 8
 _LINES = 4
@@ -37,7 +37,7 @@ _libc.syscall.restype = ctypes.c_long
 _NAP = _Timespec(0, int(_NAP_S * 1e9))
 
 
-def late(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
+def missing_ranks_error(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
     """Return the error of a wait for ranks that has timed out."""
     return CommTimeoutError(
         f"waited {waited_s:.1f} s for rank {', '.join(map(str, ranks))}. Is it alive, or did it skip a call?",
@@ -160,7 +160,7 @@ class SharedBarrier:
         while not ready():
             self.check(ready, missing)
             if time.monotonic() > deadline:
-                raise late(time.monotonic() - started, missing())
+                raise missing_ranks_error(time.monotonic() - started, missing())
             heard = words[own + _BELL]
             words[own + _ASLEEP] = 1
             if not ready():

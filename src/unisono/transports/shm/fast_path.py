@@ -14,7 +14,7 @@ from unisono.core.fingerprint import Fingerprint
 from unisono.core.tensors import as_flat, copy_back
 from unisono.core.types import MAX_TAG, CollectiveCall, ReduceOp
 from unisono.errors import PeerLostError
-from unisono.transports.shm.barrier import SharedBarrier, late
+from unisono.transports.shm.barrier import SharedBarrier, missing_ranks_error
 from unisono.transports.shm.p2p_ring import MessageRings
 from unisono.transports.shm.signature import DTYPE_CODES, DTYPES, OP_CODES
 
@@ -177,7 +177,7 @@ class ShmFastPath:
             return Status(status)
         missing = self.core.missing
         if status == Status.LATE:
-            raise late(self.core.waited_s, [missing])
+            raise missing_ranks_error(self.core.waited_s, [missing])
         if status == Status.LEFT:
             raise PeerLostError(f"rank {missing} {LEFT}", peer=missing)
         if status == Status.ABORTED and self._board.broken is not None:

@@ -16,8 +16,7 @@ from unisono.core.tensors import view_of
 from unisono.core.types import Message, Recv, Send
 from unisono.core.work import CountdownWork, elements, size_error
 from unisono.errors import CommError
-from unisono.transports.shm.barrier import SharedBarrier
-from unisono.transports.shm.barrier import late as late_by
+from unisono.transports.shm.barrier import SharedBarrier, missing_ranks_error
 from unisono.transports.shm.byte_ring import Ring, nbytes_of, rings_of
 from unisono.transports.shm.ring_work import RingWork
 from unisono.transports.shm.signature import DTYPE_CODES, DTYPES
@@ -291,7 +290,7 @@ class MessageRings:
         if not self.move() and not done():
             self._board.check(lambda: self.move() or done(), missing)
             if time.monotonic() > deadline:
-                raise late_by(time.monotonic() - started, missing())
+                raise missing_ranks_error(time.monotonic() - started, missing())
 
     def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Move what can be moved. Raise as `SharedBarrier.check` if the rest cannot complete."""

@@ -16,7 +16,7 @@ from unisono.tools import bench
 from unisono.tools.bench import PEERS, Against, Finding, Result, Settings, Slot, Spread, Workload, memory
 from unisono.tools.bench.memory import Pool, calls_per_sample
 from unisono.tools.bench.pattern import PERIOD, given
-from unisono.tools.bench.peer import Peer
+from unisono.tools.bench.peers import Peer
 from unisono.tools.cli import main
 
 SHORT = ["--seconds", "0.01"]
@@ -244,7 +244,7 @@ def test_mpi_wants_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_matplotlib_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.modules["unisono.tools.bench.plot"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["unisono.tools.bench.plotting"], "find_spec", lambda name: None)
     assert refused("--plot", "results.png") == 2
     assert capsys.readouterr().err == "unisono bench: a plot needs matplotlib: pip install 'unisono[plot]'\n"
     with pytest.raises(UnavailableError, match="needs matplotlib"):

@@ -11,8 +11,7 @@ import pytest
 
 import unisono as un
 from unisono.errors import CommTimeoutError, UnavailableError
-from unisono.tools.cli import COMMANDS, main
-from unisono.tools.cli.command import UsageError
+from unisono.tools.cli import COMMANDS, UsageError, main
 
 
 class Trial:

@@ -7,9 +7,8 @@ results = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=
 
 from __future__ import annotations
 
-from unisono.tools.bench.peer import Peer
-from unisono.tools.bench.peers import PEERS
-from unisono.tools.bench.plot import check_plot, plot
+from unisono.tools.bench.peers import PEERS, Peer
+from unisono.tools.bench.plotting import check_plot, plot
 from unisono.tools.bench.ranks import on_ranks, run
 from unisono.tools.bench.report import machine, write_json
 from unisono.tools.bench.result import Against, Result

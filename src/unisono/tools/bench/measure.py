@@ -11,8 +11,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.tools.bench.memory import Pool
-from unisono.tools.bench.peer import Peer
-from unisono.tools.bench.peers import PEERS
+from unisono.tools.bench.peers import PEERS, Peer
 from unisono.tools.bench.peers.unisono import UnisonoPeer
 from unisono.tools.bench.result import Against, Result
 from unisono.tools.bench.settings import Settings

@@ -6,13 +6,32 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 from unisono import __version__
 from unisono.core.registry import Registry
 from unisono.errors import CommError, UnavailableError
-from unisono.tools.cli.command import Command, UsageError
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "Command", "UsageError", "main"]
+
+
+class Command(Protocol):
+    """A file of `unisono.tools.cli.commands`: its name is the command's, its docstring's first line the help."""
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments of the command."""
+        ...
+
+    def run(self, given: argparse.Namespace) -> int:
+        """Run the command, and return the exit status. Raises `UsageError` if the request is impossible."""
+        ...
+
+
+class UsageError(Exception):
+    """An impossible request; the text is one sentence that states the alternatives. Exit status 2."""
+
 
 COMMANDS: Registry[Command] = Registry("command", "unisono.tools.cli.commands")
 """A new command is one new file, or an entry point `unisono.tools.cli.commands` of another package."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from unisono.communicator import Communicator
 from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
-from unisono.tools.bench.peer import Peer
+from unisono.tools.bench.peers import Peer
 from unisono.tools.bench.workload import Slot, Workload
 
 __all__ = ["PEER", "Gloo"]

@@ -14,7 +14,7 @@ from unisono.communicator import Communicator
 from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
 from unisono.host.mpi_library import find_mpirun, library
-from unisono.tools.bench.peer import Peer
+from unisono.tools.bench.peers import Peer
 from unisono.tools.bench.workload import Slot, Workload
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from unisono.communicator import Communicator
-from unisono.tools.bench.peer import Peer
+from unisono.tools.bench.peers import Peer
 from unisono.tools.bench.workload import Slot, Workload
 
 __all__ = ["PEER", "Roofline"]

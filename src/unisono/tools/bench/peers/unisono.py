@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from unisono.communicator import Communicator
-from unisono.tools.bench.peer import Peer
+from unisono.tools.bench.peers import Peer
 from unisono.tools.bench.workload import Slot, Workload
 from unisono.wrappers.trace import trace
 

@@ -1,1 +1,1 @@
-"""The commands: one file each, see `unisono.tools.cli.command`."""
+"""The commands: one file each, see `unisono.tools.cli.Command`."""

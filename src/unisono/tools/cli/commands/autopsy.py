@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from unisono.diagnostics.event_log import Event, read_events
-from unisono.tools.cli.command import UsageError
+from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unisono.tools import bench
 from unisono.tools.bench import Settings
-from unisono.tools.cli.command import UsageError
+from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]
 

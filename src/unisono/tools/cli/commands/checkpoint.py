@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from unisono import checkpoint
-from unisono.checkpoint.convert import convert, differences
+from unisono.checkpoint.conversion import convert, differences
 from unisono.checkpoint.formats import FORMATS
-from unisono.tools.cli.command import UsageError
+from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from unisono.tools.cli.command import UsageError
+from unisono.tools.cli import UsageError
 from unisono.tools.demo import Settings, prepare, show
 
 __all__ = ["add_arguments", "run"]

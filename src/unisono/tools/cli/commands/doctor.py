@@ -10,9 +10,9 @@ import argparse
 import json
 import sys
 
-from unisono.tools.cli.command import UsageError
+from unisono.tools.cli import UsageError
 from unisono.tools.doctor import CHECKS, PORT, Finding, Target, examine
-from unisono.tools.doctor.launcher_env import launched
+from unisono.tools.doctor.checks.launcher import launched
 from unisono.tools.doctor.report import as_json, for_issue, lines, marks
 
 __all__ = ["add_arguments", "run"]

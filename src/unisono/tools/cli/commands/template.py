@@ -9,7 +9,7 @@ import argparse
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from unisono.tools.cli.command import UsageError
+from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run", "templates"]
 

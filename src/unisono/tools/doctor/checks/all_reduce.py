@@ -11,11 +11,11 @@ from functools import partial
 
 from unisono.host.mpi_library import find_mpirun
 from unisono.host.network import why_no_shm
+from unisono.tools.doctor.checks.torch import load_torch
 from unisono.tools.doctor.finding import Finding, info
 from unisono.tools.doctor.mpi import find_library, mpi_environment
 from unisono.tools.doctor.smoke_test_runner import tried
 from unisono.tools.doctor.target import Target
-from unisono.tools.doctor.torch_import import load_torch
 
 __all__ = ["ORDER", "check"]
 

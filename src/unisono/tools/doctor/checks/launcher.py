@@ -7,16 +7,17 @@ from collections.abc import Iterator
 
 from unisono.bootstrap import Request, env, slurm
 from unisono.host import mpi_library
-from unisono.host.mpi_library import MpiLauncher
+from unisono.host.mpi_library import MpiLauncher, number
 from unisono.host.network import is_loopback
 from unisono.tools.doctor.finding import Finding, info, ok, problem
-from unisono.tools.doctor.launcher_env import BY_VARIABLES, launched
 from unisono.tools.doctor.network import addresses
 from unisono.tools.doctor.target import Target
 
-__all__ = ["ORDER", "check"]
+__all__ = ["BY_VARIABLES", "ORDER", "check", "launched"]
 
 ORDER = 60
+BY_VARIABLES = ("torchrun", "the environment")
+"""Launchers that set RANK and WORLD_SIZE, and bind no rank to cores."""
 _MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 _UNSET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
 
@@ -29,6 +30,27 @@ def check(target: Target) -> Iterator[Finding]:
     if not problems:
         yield ok(_words(launch))
     yield from _remarks(target, launch)
+
+
+def launched() -> MpiLauncher:
+    """Return the launcher, in the order in which `init` looks: torchrun and the environment, MPI, Slurm.
+
+    Its name is empty if there is none. Numbers that are unset or invalid are None.
+    """
+    if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
+        by = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the environment"
+        local = number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE")
+        return MpiLauncher(by, number("RANK"), number("WORLD_SIZE"), *local)
+    by_mpi = mpi_library.launched()
+    if by_mpi is not None:
+        return by_mpi
+    try:
+        task = slurm.step()
+    except ValueError:
+        return MpiLauncher("Slurm", number("SLURM_PROCID"), number("SLURM_NTASKS"))
+    if task is None:
+        return MpiLauncher("", None, None)
+    return MpiLauncher("Slurm", task.rank, task.size, task.local_rank, task.local_size)
 
 
 def _refused() -> Iterator[Finding]:

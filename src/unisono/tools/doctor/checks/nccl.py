@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from unisono.tools.doctor.checks.torch import load_torch
 from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.target import Target
-from unisono.tools.doctor.torch_import import load_torch
 
 __all__ = ["ORDER", "check"]
 

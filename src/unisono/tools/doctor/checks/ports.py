@@ -10,8 +10,8 @@ from unisono.bootstrap.slurm import port_of, step
 from unisono.control.sockets import listen
 from unisono.errors import CommError
 from unisono.host.mpi_library import number
+from unisono.tools.doctor.checks.launcher import launched
 from unisono.tools.doctor.finding import Finding, info, ok, problem
-from unisono.tools.doctor.launcher_env import launched
 from unisono.tools.doctor.network import ANYWHERE, free_port, port_owner
 from unisono.tools.doctor.target import Target
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
+from types import ModuleType
 
 from unisono.tools.doctor.finding import Finding, ok, problem
 from unisono.tools.doctor.target import Target
-from unisono.tools.doctor.torch_import import load_torch
 
-__all__ = ["ORDER", "check"]
+__all__ = ["ORDER", "check", "load_torch"]
 
 ORDER = 10
 _OLDEST = (2, 8)
+# Checks run in threads, and simultaneous imports by two of them break torch.
+_importing = threading.Lock()
 
 
 def check(_target: Target) -> Iterator[Finding]:
@@ -30,3 +33,16 @@ def check(_target: Target) -> Iterator[Finding]:
     count = torch.cuda.device_count()
     gpus = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
     yield ok(f"{version}, {gpus}, {torch.get_num_threads()} threads a process")
+
+
+def load_torch() -> ModuleType:
+    """Import torch with the submodules that this package uses.
+
+    Raises:
+        ImportError, OSError: Torch cannot be imported; a missing library of torch is an OSError.
+    """
+    with _importing:
+        import torch
+        import torch.distributed
+
+        return torch

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unisono.collectives import algorithms as algorithms
     from unisono.communicator import Communicator
     from unisono.core.types import ReduceOp, Work
-    from unisono.elastic.join import join
+    from unisono.elastic.admission import join
     from unisono.errors import CommError
     from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
     from unisono.launcher.api import init, launch
@@ -61,7 +61,7 @@ _HOME = {
     "average_gradients": "unisono.gradients",
     "broadcast_parameters": "unisono.gradients",
     "init": "unisono.launcher.api",
-    "join": "unisono.elastic.join",
+    "join": "unisono.elastic.admission",
     "launch": "unisono.launcher.api",
     "simulate": "unisono.launcher.simulated",
     "trace": "unisono.wrappers.trace",

@@ -18,7 +18,7 @@ from torch import nn
 
 import unisono as un
 from unisono.checkpoint import CorruptError, FormatError
-from unisono.checkpoint.convert import convert, read_any
+from unisono.checkpoint.conversion import convert, read_any
 from unisono.testing import run_ranks
 from unisono.tools.cli import main
 

@@ -10,7 +10,7 @@ from unisono.checkpoint.api import async_save, load, save
 from unisono.checkpoint.archive import Archive, open_archive
 from unisono.checkpoint.background import SaveHandle
 from unisono.checkpoint.checkpointer import Checkpointer
-from unisono.checkpoint.convert import convert
+from unisono.checkpoint.conversion import convert
 from unisono.checkpoint.errors import (
     CheckpointError,
     CorruptError,
@@ -23,7 +23,7 @@ from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.state import RNG, PerRank
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.synchronize import assert_in_sync, sync
-from unisono.checkpoint.verify import latest, verify
+from unisono.checkpoint.verification import latest, verify
 
 __all__ = [
     "RNG",

@@ -15,7 +15,7 @@ from unisono.checkpoint.map_location import MapLocation
 from unisono.checkpoint.saver import Progress, Snapshot, commit, prepare
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.tensor_loader import LoadOptions
-from unisono.checkpoint.verify import last_good
+from unisono.checkpoint.verification import last_good
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator

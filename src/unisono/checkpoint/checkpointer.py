@@ -15,7 +15,7 @@ from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.manifest import FILE, MANIFEST
 from unisono.checkpoint.map_location import MapLocation
 from unisono.checkpoint.storage import Storage, storage_at
-from unisono.checkpoint.verify import complete
+from unisono.checkpoint.verification import complete
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator

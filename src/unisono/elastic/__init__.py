@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.elastic.join import join
+from unisono.elastic.admission import join
 from unisono.elastic.recovery import Recovery
 
 __all__ = ["Recovery", "join"]

@@ -8,9 +8,12 @@ import time
 import torch
 
 from unisono import serialization
-from unisono.bootstrap.attach import find_running
+from unisono.bootstrap.file import address_in
+from unisono.bootstrap.tcp import address_of
 from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
+from unisono.control.inspect_socket import find_control
+from unisono.control.secret import find_secret
 from unisono.core.failure import to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options
@@ -62,7 +65,7 @@ def join(
     check_timeout(timeout)
     if (init_method is None) == (pid is None):
         raise ValueError("give either an init_method, as the job's ranks did, or the pid of one of its processes")
-    address, known, host_rank = find_running(init_method, pid, secret)
+    address, known, host_rank = _find_running(init_method, pid, secret)
     control = SocketControl(address, known, timeout, host_rank=host_rank)
     try:
         comm = _taken_in(control, time.monotonic() + timeout, device, wrap)
@@ -71,6 +74,27 @@ def join(
         raise
     comm.on_close(control.close)
     return comm
+
+
+def _find_running(
+    init_method: str | None, pid: int | None, secret: str | bytes | None
+) -> tuple[tuple[str, int], bytes, int | None]:
+    """Address and secret, and which rank hosts it, if one is known to.
+
+    Raises:
+        ValueError: The init method names no place.
+        CommError: There is nothing there.
+    """
+    if pid is not None:
+        return *find_control(pid), None
+    url = init_method or ""
+    if url.startswith("file://"):
+        return *address_in(url), 0
+    if url.startswith("tcp://"):
+        return address_of(url), find_secret(secret), 0
+    raise ValueError(
+        f"unknown init_method {url!r} for a job that is running; give tcp://host:port, file:///path, or a pid"
+    )
 
 
 def _taken_in(

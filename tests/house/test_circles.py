@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-SOURCE = Path(__file__).parents[2] / "src"
-PACKAGE = "unisono"
+from import_graph import PACKAGE, SOURCE, Graph, import_graph
 
 EXPECTED = {"rpc": "its parts hold the agent; it is being opened, and then this entry goes"}
 """Rooms that have circles, each with the reason."""
 
-Graph = Mapping[str, set[str]]
-
-
-def modules(source: Path) -> dict[str, Path]:
-    """Return the files of the package by their modules' names."""
-    return {
-        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in sorted((source / PACKAGE).rglob("*.py"))
-    }
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports anywhere: `from a import b` is a.b."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path} has a relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def import_graph(source: Path) -> Graph:
-    """Return, for each module, the modules that it imports; a name that is no module counts as its package."""
-    files = modules(source)
-    graph: dict[str, set[str]] = {}
-    for module, path in files.items():
-        found = {name if name in files else name.rpartition(".")[0] for name in imported(path)}
-        graph[module] = {name for name in found if name in files} - {module}
-    return graph
+GRAPH = import_graph()
 
 
 def circle(graph: Graph) -> list[str]:
@@ -56,12 +24,9 @@ def circle(graph: Graph) -> list[str]:
 
 
 def room(module: str) -> str:
-    """Return the top-level folder of a module; "" for the root's own."""
+    """Return the top-level folder of a module; "" for those of the root."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and (SOURCE / PACKAGE / parts[1]).is_dir() else ""
-
-
-GRAPH = import_graph(SOURCE)
 
 
 @pytest.mark.parametrize("name", sorted({room(module) for module in GRAPH} - {""}))
@@ -81,7 +46,7 @@ def test_rooms_have_no_circle() -> None:
         "import unisono.a.x",
         "from unisono.a import x",
         "def f():\n    from unisono.a.x import f",
-        "if T: import unisono.a.x",
+        "if TYPE_CHECKING:\n    import unisono.a.x",
     ],
 )
 def test_a_circle_is_found(tmp_path: Path, back: str) -> None:
@@ -92,8 +57,7 @@ def test_a_circle_is_found(tmp_path: Path, back: str) -> None:
     (folder / "y.py").write_text("import torch")
     assert not circle(import_graph(tmp_path))
     (folder / "y.py").write_text(back)
-    found = circle(import_graph(tmp_path))
-    assert set(found) == {"unisono.a.x", "unisono.a.y"}
+    assert set(circle(import_graph(tmp_path))) == {"unisono.a.x", "unisono.a.y"}
 
 
 def test_a_name_of_a_package_counts_as_the_package(tmp_path: Path) -> None:

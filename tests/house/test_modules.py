@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import ast
 import importlib
-from pathlib import Path
 
 import pytest
+from import_graph import SOURCE, import_graph, modules
 
-SOURCE = Path(__file__).parents[2] / "src"
 NAMES = [str(path.relative_to(SOURCE)) for path in sorted(SOURCE.rglob("*.py"))]
 
 MAX_FILE, MAX_FUNCTION = 300, 50
+MIN_FILE = 30
 
 # What may be longer, each with its reason: "unisono/file.py", or "unisono/file.py:function".
 LONGER: dict[str, str] = {}
+
+SHORTER = {"unisono.interop.torch_rpc.functions": "a module of torch.distributed.rpc has this name"}
+"""What may be shorter with one module that imports it, each with its reason."""
+
+# Each entry of a registry is a file of its own.
+ENTRIES = (
+    *("unisono.collectives.algorithms", "unisono.checkpoint.formats", "unisono.compression.codecs"),
+    *("unisono.data.partitions", "unisono.tools.bench.peers", "unisono.tools.cli.commands"),
+    "unisono.tools.doctor.checks",
+)
 
 
 def parse(name: str) -> ast.Module:
@@ -72,6 +82,31 @@ def test_nothing_is_too_long() -> None:
     found |= {path.name for path in (SOURCE / "native").rglob("*.?pp") if len(path.read_text().splitlines()) > MAX_FILE}
     assert not found - LONGER.keys(), f"over {MAX_FILE} lines a file or {MAX_FUNCTION} a function; split, or say why"
     assert not LONGER.keys() - found, "not so long any more: take them out of LONGER"
+
+
+def test_no_module_is_a_fragment_of_its_only_user() -> None:
+    graph = import_graph()
+    users = {module: [user for user, near in graph.items() if module in near] for module in graph}
+    found = {
+        module
+        for module, path in modules().items()
+        if len(path.read_text().splitlines()) < MIN_FILE
+        and len(users[module]) == 1
+        and path.stem != "__init__"
+        and not any(module.startswith(f"{package}.") for package in ENTRIES)
+    }
+    assert found == SHORTER.keys(), f"under {MIN_FILE} lines: move them beside their only users, or say why not"
+
+
+def test_no_package_hides_its_modules() -> None:
+    files = modules()
+    for package, path in files.items():
+        if path.stem == "__init__":
+            for node in ast.walk(parse(str(path.relative_to(SOURCE)))):
+                if isinstance(node, ast.ImportFrom):
+                    names = {f"{package}.{alias.asname or alias.name}" for alias in node.names}
+                    hidden = {name for name in names if name in files and node.module != package}
+                    assert not hidden, f"{package} has functions named as modules: {sorted(hidden)}"
 
 
 def test_the_measures_measure() -> None:

@@ -1,0 +1,40 @@
+"""The package's imports as a graph: at the top of modules, inside functions, and for annotations only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src"
+PACKAGE = "unisono"
+
+Graph = Mapping[str, set[str]]
+
+
+def modules(source: Path = SOURCE) -> dict[str, Path]:
+    """Return the files of the package by their modules' names."""
+    return {
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted((source / PACKAGE).rglob("*.py"))
+    }
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the dotted names that a file imports: `from a import b` is a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def import_graph(source: Path = SOURCE) -> Graph:
+    """Return, for each module, the modules that it imports; a name that is no module counts as its package."""
+    files = modules(source)
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        found = {name if name in files else name.rpartition(".")[0] for name in imported(path)}
+        graph[module] = {name for name in found if name in files} - {module}
+    return graph

@@ -69,8 +69,8 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         self._parts: list[weakref.ref[Communicator]] = []
         self._successor: Communicator | None = None
         group = transport.group
-        news = FailureRelay()
-        control.join(group, news.tell)
+        relay = FailureRelay()
+        control.join(group, relay.on_failure)
         try:
             self.hosts = self._handshake(transport, group)
         except BaseException:
@@ -80,7 +80,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
             transport = Checked(transport, control, full=check == "full")
         self._engine = Engine(transport, control, options, full_check=check == "full")
         control.watch(self._engine.activity)
-        news.lead_to(self._engine)
+        relay.connect(self._engine)
 
     def _handshake(self, transport: Transport, group: Group) -> tuple[tuple[int, ...], ...]:
         """Agree with the other ranks on common capabilities. Return the ranks of each host."""
@@ -209,7 +209,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         """End every wait on every rank with `AbortedError`, and break the communicator. Callable from any thread."""
         if not self._engine.closed:
             cause = Cause("AbortedError", self.rank, f"rank {self.rank} aborted the communicator: {reason}")
-            self._engine.on_failure(self._control.fail(self._engine.group, cause))
+            self._engine.on_failure(self._control.report_failure(self._engine.group, cause))
 
     def close(self) -> None:
         """Release all resources, also those of sub-communicators. Every rank calls it when it is done. Idempotent.
@@ -246,7 +246,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         """Report this rank's error to the ranks that wait for it, also in the sub-communicators."""
         if self._successor is not None:
             return self._successor._fail(error)
-        self._engine.failed(error, "the program")
+        self._engine.report_failure(error, "the program")
         for part in self._open_parts():
             part._fail(error)
         self._engine.ending.fail(error)

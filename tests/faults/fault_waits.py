@@ -87,5 +87,5 @@ def _(comm: Any) -> None:
 def _until_broken(comm: Any) -> None:
     """Do something else until the group has failed."""
     deadline = time.monotonic() + LONG_S
-    while comm._control.cause(comm._engine.group, 0.05) is None:
+    while comm._control.first_cause(comm._engine.group, 0.05) is None:
         assert time.monotonic() < deadline, "the group never failed"

@@ -214,7 +214,9 @@ def hang(comm: Any, name: str) -> str:
     part._options = part._engine.options
     comm.barrier()
     # The one to blame is let go when the group has failed.
-    threading.Thread(target=lambda: (part._control.cause(part._engine.group, 20.0), end.set()), daemon=True).start()
+    threading.Thread(
+        target=lambda: (part._control.first_cause(part._engine.group, 20.0), end.set()), daemon=True
+    ).start()
     try:
         BUGS[name][0](part, end)
         part.barrier()

@@ -63,8 +63,10 @@ def _gives_up_second(comm: Any) -> str | None:
     if comm.rank == 1:
         return None
     engine = comm._engine
-    engine.control.fail(engine.group, Cause("CommTimeoutError", 1, "rank 2 gave up: waited\n  rank 1 is at train.py:7"))
-    return str(engine.failed(CommTimeoutError("waited 2.0 s"), "all_reduce"))
+    engine.control.report_failure(
+        engine.group, Cause("CommTimeoutError", 1, "rank 2 gave up: waited\n  rank 1 is at train.py:7")
+    )
+    return str(engine.report_failure(CommTimeoutError("waited 2.0 s"), "all_reduce"))
 
 
 def test_the_second_to_give_up_is_told_what_the_first_was_told() -> None:

@@ -187,7 +187,7 @@ def test_a_process_that_hosts_waits_for_the_others_at_its_end(start: Start, port
     )
     place = find(f"tcp://127.0.0.1:{port}", 1, 2, SOON)
     group = Group.world(1, 2, place.name)
-    cause = place.control.cause(group, SOON)
+    cause = place.control.first_cause(group, SOON)
     assert cause is not None
     assert (cause.kind, cause.rank, cause.message) == ("PeerLostError", 0, "rank 0 failed: ValueError: no data")
     place.control.set("still", b"here")

@@ -84,9 +84,9 @@ def test_the_death_of_the_server(start: Start) -> None:
         control.exchange(group, "x", 1, SOON)
     assert orphaned.wait(SOON)
     assert [cause.kind for cause in told] == ["PeerLostError"]
-    cause = control.cause(group)
+    cause = control.first_cause(group)
     assert cause == told[0]
-    assert control.fail(group, Cause("AbortedError", 0, "too late")) == cause
+    assert control.report_failure(group, Cause("AbortedError", 0, "too late")) == cause
     with pytest.raises(PeerLostError):
         control.set("x", b"")
     control.close()

@@ -19,7 +19,7 @@ def test_timeout_names_who_is_missing_to_all(make: Make) -> None:
     waiting = [
         lambda: controls[0].exchange(groups[0], "all_reduce #3", 1, 0.2),
         lambda: controls[2].exchange(groups[2], "all_reduce #3", 1, SOON),
-        lambda: controls[1].cause(groups[1], SOON),
+        lambda: controls[1].first_cause(groups[1], SOON),
     ]
     first, second, cause = together(*waiting)
     words = (
@@ -31,7 +31,7 @@ def test_timeout_names_who_is_missing_to_all(make: Make) -> None:
     assert (type(second), str(second)) == (CommTimeoutError, f"rank 2 of 4: timed out: {words}")
     late = together(lambda: controls[3].exchange(groups[3], "all_reduce #3", 1, SOON))[0]
     assert isinstance(late, CommTimeoutError)
-    assert everywhere(controls, groups, lambda c, g: c.cause(g, SOON)) == [cause] * 4
+    assert everywhere(controls, groups, lambda c, g: c.first_cause(g, SOON)) == [cause] * 4
     assert [heard.only() for heard in told] == [cause] * 4
 
 
@@ -41,7 +41,7 @@ def test_a_death_is_told_to_who_waits_and_who_does_not(make: Make) -> None:
     assert isinstance(waiting, PeerLostError)
     assert str(waiting) == "rank 0 of 3: rank 1 was lost: its process ended without closing the communicator"
     assert (waiting.peer, waiting.rank) == (1, 0)
-    cause = controls[2].cause(groups[2], SOON)
+    cause = controls[2].first_cause(groups[2], SOON)
     assert cause is not None
     assert (cause.kind, cause.rank) == ("PeerLostError", 1)
     assert told[2].only() == cause
@@ -50,10 +50,10 @@ def test_a_death_is_told_to_who_waits_and_who_does_not(make: Make) -> None:
 def test_the_first_cause_stays(make: Make) -> None:
     controls, groups, told = world(make, 2)
     first = Cause("MismatchError", 1, "rank 1 differs")
-    assert controls[0].cause(groups[0]) is None
-    assert controls[1].fail(groups[1], first) == first
-    assert controls[0].cause(groups[0], SOON) == first
-    assert controls[0].fail(groups[0], Cause("AbortedError", 0, "later")) == first
+    assert controls[0].first_cause(groups[0]) is None
+    assert controls[1].report_failure(groups[1], first) == first
+    assert controls[0].first_cause(groups[0], SOON) == first
+    assert controls[0].report_failure(groups[0], Cause("AbortedError", 0, "later")) == first
     die(controls[1])
     with pytest.raises(MismatchError, match="rank 0 of 2: rank 1 differs"):
         controls[0].agree(groups[0], "x", 1, SOON)
@@ -63,11 +63,11 @@ def test_the_first_cause_stays(make: Make) -> None:
 def test_who_joins_late_is_told(make: Make) -> None:
     early, late, heard = make(), make(), Told()
     early.join(Group.world(0, 2))
-    cause = early.fail(Group.world(0, 2), Cause("AbortedError", 0, "enough"))
+    cause = early.report_failure(Group.world(0, 2), Cause("AbortedError", 0, "enough"))
     late.join(Group.world(1, 2), heard)
-    assert late.cause(Group.world(1, 2), SOON) == cause
+    assert late.first_cause(Group.world(1, 2), SOON) == cause
     assert heard.only() == cause
-    assert make().cause(Group.world(0, 2)) == cause
+    assert make().first_cause(Group.world(0, 2)) == cause
 
 
 def test_to_leave_in_peace(make: Make) -> None:

@@ -148,7 +148,7 @@ def _gather(seat: Claim, control: SocketControl, moved: Callable[[], bool] | Non
 def _await_rank_0(seat: Claim, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
     """Poll until rank 0 has joined here, or has turned out to be elsewhere."""
     while not control.check([_open(group)]) and seat.left_s:
-        cause = control.cause(group)
+        cause = control.first_cause(group)
         if cause is not None:
             raise error_of(cause, group)
         if moved():

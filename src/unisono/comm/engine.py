@@ -209,7 +209,7 @@ class Engine(CommunicatorState, FastPathCalls):
         try:
             yield
         except BaseException as error:
-            told = self.failed(error, noted[0], noted[1])
+            told = self.report_failure(error, noted[0], noted[1])
             if told is error:
                 raise
             raise told from error

@@ -110,7 +110,7 @@ class ExchangeMixin(CommunicatorBase):
             error = MismatchError(
                 f"ranks' tensors may differ in their first dimension only: {quoted}. Nothing was sent"
             )
-            raise engine.failed(error, what.name)
+            raise engine.report_failure(error, what.name)
         found = [tensor.new_empty(shape) for shape in shapes]
         engine.collective(what, found, tensor, None, None, algorithm, False, timeout)
         return found

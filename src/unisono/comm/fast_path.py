@@ -90,7 +90,7 @@ class FastPathCalls:
                 activity.keep(noted)
         except BaseException as error:
             # Interrupts, too: others have seen a part of the call.
-            told = self._collective_failed(error, noted)
+            told = self._report_collective(error, noted)
             if told is error:
                 raise
             raise told from error
@@ -121,7 +121,7 @@ class FastPathCalls:
             if refuses(error):
                 activity.posted[awaited[:3]] -= 1
                 raise
-            told = self.failed(error, name, activity.messages + 1)
+            told = self.report_failure(error, name, activity.messages + 1)
             if told is error:
                 raise
             raise told from error
@@ -163,10 +163,10 @@ class FastPathCalls:
         """Return the fingerprint of a call."""
         raise NotImplementedError
 
-    def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
+    def report_failure(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
         """As in `CommunicatorState`."""
         raise NotImplementedError
 
-    def _collective_failed(self, error: BaseException, noted: CallRecord) -> BaseException:
+    def _report_collective(self, error: BaseException, noted: CallRecord) -> BaseException:
         """Return the error to raise for a failed call: the same, or another."""
         raise NotImplementedError

@@ -62,7 +62,7 @@ class MailboxMixin(CommunicatorBase):
                 box.close()
             for pair in pairs:
                 control.leave(pair)
-            control.fail(group, to_cause(error, self.rank, "mailbox"))
+            control.report_failure(group, to_cause(error, self.rank, "mailbox"))
             raise
         finally:
             control.leave(group)

@@ -43,6 +43,6 @@ class MonitoredBarrierMixin(CommunicatorBase):
         try:
             self._control.exchange(engine.group, f"monitored_barrier #{self._barriers}", None, limit)
         except CommError as error:
-            raise engine.failed(error, "monitored_barrier", self._barriers) from error
+            raise engine.report_failure(error, "monitored_barrier", self._barriers) from error
         finally:
             engine.activity.leave()

@@ -118,7 +118,7 @@ class PointToPointWork(Work):
             raise self._error
 
     def _failed(self, error: BaseException) -> BaseException:
-        return self._engine.failed(error, self._operation, self._number)
+        return self._engine.report_failure(error, self._operation, self._number)
 
     def _located(self, error: BaseException) -> BaseException:
         assert isinstance(error, CommError)

@@ -98,16 +98,16 @@ class CommunicatorState:
             self.activity.broken = True
             self.transport.abort(error_of(cause, self.group))
 
-    def _collective_failed(self, error: BaseException, noted: CallRecord) -> BaseException:
-        """Return the error to raise for a call of the transport: `failed`, unless the call was refused."""
+    def _report_collective(self, error: BaseException, noted: CallRecord) -> BaseException:
+        """Return the error to raise for a call of the transport: `report_failure`, unless the call was refused."""
         # Of all else, also interrupts, other ranks have seen a part.
         if refuses(error):
             return error
         self._calls += 1
         self.activity.note(noted)
-        return self.failed(error, noted[0], self._calls)
+        return self.report_failure(error, noted[0], self._calls)
 
-    def failed(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
+    def report_failure(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
         """Break the group for this error, and return the error to raise: the group's first cause."""
         if not self.closed:
             self.activity.log_event(
@@ -117,16 +117,16 @@ class CommunicatorState:
             self.activity.timed_out = isinstance(error, CommTimeoutError)
             error = with_hang_report(error, self.control, self.group)
         own = to_cause(error, self.group.rank, operation)
-        first = self._broken or self._report(own, error)
+        first = self._broken or self._first_cause(own, error)
         if not isinstance(error, CommError):
             return error
-        return self.with_context(error if first == own else _first_of(error, first, self.group), operation, call)
+        return self.with_context(error if first == own else _first_error(error, first, self.group), operation, call)
 
-    def _report(self, own: Cause, error: BaseException) -> Cause:
+    def _first_cause(self, own: Cause, error: BaseException) -> Cause:
         """Report a cause of this rank's, and return the group's first one."""
         anonymous = isinstance(error, PeerLostError) and error.peer is None
-        known = self.control.cause(self.group, _PATIENCE_S if anonymous else 0.0)
-        first = known or self.control.fail(self.group, own)
+        known = self.control.first_cause(self.group, _PATIENCE_S if anonymous else 0.0)
+        first = known or self.control.report_failure(self.group, own)
         self.on_failure(first)
         return first
 
@@ -146,20 +146,20 @@ class FailureRelay:
 
     def __init__(self) -> None:
         self._causes: list[Cause] = []
-        self._standing: Callable[[], CommunicatorState | None] = lambda: None
+        self._state: Callable[[], CommunicatorState | None] = lambda: None
 
-    def tell(self, cause: Cause) -> None:
+    def on_failure(self, cause: Cause) -> None:
         """Pass a cause on, from any thread."""
         self._causes.append(cause)
-        standing = self._standing()
-        if standing is not None:
-            standing.on_failure(cause)
+        state = self._state()
+        if state is not None:
+            state.on_failure(cause)
 
-    def lead_to(self, standing: CommunicatorState) -> None:
+    def connect(self, state: CommunicatorState) -> None:
         """Pass on all causes, those of the past too."""
-        self._standing = weakref.ref(standing)
+        self._state = weakref.ref(state)
         for cause in self._causes:
-            standing.on_failure(cause)
+            state.on_failure(cause)
 
 
 def refuses(error: BaseException) -> bool:
@@ -167,7 +167,7 @@ def refuses(error: BaseException) -> bool:
     return isinstance(error, TypeError | ValueError) and not isinstance(error, CommError)
 
 
-def _first_of(error: CommError, first: Cause, group: Group) -> CommError:
+def _first_error(error: CommError, first: Cause, group: Group) -> CommError:
     """Return the error of the group's first cause for a rank with an error that results from it."""
     if isinstance(error, CommTimeoutError) and type(error).__name__ == first.kind:
         # The first report is the right one: by the time of a later report, ranks may have continued.

@@ -68,7 +68,7 @@ class SubgroupMixin(CommunicatorBase):
                 group, f"split #{self._splits}", (color, key, ending.dropped_parts()), timeout
             )
         except CommError as error:
-            raise self._engine.failed(error, "split", self._splits) from error
+            raise self._engine.report_failure(error, "split", self._splits) from error
         ending.release([wish[2] for wish in wishes])
         if color is None:
             return None
@@ -79,7 +79,7 @@ class SubgroupMixin(CommunicatorBase):
         try:
             part = self._alike(self._plain().split(child), check)
         except BaseException as error:
-            self._control.fail(child, to_cause(error, child.rank, "split"))
+            self._control.report_failure(child, to_cause(error, child.rank, "split"))
             self._control.leave(child)
             if isinstance(error, CommError):
                 error.locate(rank=child.rank, size=child.size, group=child.name, operation="split", call=self._splits)
@@ -108,7 +108,7 @@ class SubgroupMixin(CommunicatorBase):
         try:
             lists = self._control.agree(self._engine.group, f"subgroup #{number}", tuple(ranks), timeout)
         except CommError as error:
-            raise self._engine.failed(error, "subgroup", number) from error
+            raise self._engine.report_failure(error, "subgroup", number) from error
         if lists is not None:
             quoted = "; ".join(f"rank {r}: {list(given)}" for r, given in enumerate(lists))
             differ = MismatchError(f"ranks gave different lists to subgroup: {quoted}")
@@ -199,7 +199,7 @@ class SubgroupMixin(CommunicatorBase):
         try:
             return self._connected(new, deadline)
         except BaseException as error:
-            self._control.fail(new, to_cause(error, new.rank, "rebuild"))
+            self._control.report_failure(new, to_cause(error, new.rank, "rebuild"))
             self._control.leave(new)
             again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
             if not again or not _left(deadline):

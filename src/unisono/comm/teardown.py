@@ -113,7 +113,7 @@ class Teardown:
         for part in self.left():
             if part.dropped:
                 with contextlib.suppress(CommError):
-                    self._control.fail(part.group, to_cause(error, part.group.rank, "the program"))
+                    self._control.report_failure(part.group, to_cause(error, part.group.rank, "the program"))
 
     # -- no references left --------------------------------------------------------------------
     def drop(self) -> None:

@@ -140,7 +140,7 @@ class ControlClient(ControlPlane, ABC):
             if error is not None and self._ended is None:
                 group = membership.group
                 message = f"rank {group.rank} failed: {type(error).__name__}: {text_of(error)}"
-                self.fail(group, Cause("PeerLostError", group.rank, message))
+                self.report_failure(group, Cause("PeerLostError", group.rank, message))
         self.close()
 
     # -- the store ---------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class ControlClient(ControlPlane, ABC):
             raise
         return self._finish(waiter, _GRACE_S, group)
 
-    def fail(self, group: Group, cause: Cause) -> Cause:
+    def report_failure(self, group: Group, cause: Cause) -> Cause:
         membership = self._members.get(group.name)
         if membership is not None and membership.cause is not None:
             return membership.cause
@@ -238,7 +238,7 @@ class ControlClient(ControlPlane, ABC):
             callback()
         return cause
 
-    def cause(self, group: Group, patience: float = 0.0) -> Cause | None:
+    def first_cause(self, group: Group, patience: float = 0.0) -> Cause | None:
         membership = self._members.get(group.name)
         if membership is not None:
             membership.told.wait(max(0.0, patience))

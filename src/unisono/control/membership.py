@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unisono.core.failure import LEFT, Cause
+from unisono.core.failure import Cause, left_error
 
 __all__ = ["Contribution", "Groups", "Outgoing", "Reply", "failed", "pushed"]
 
@@ -280,7 +280,7 @@ def _results(exchange: dict[int, Contribution]) -> Outgoing:
 
 
 def _left(rank: int) -> Cause:
-    return Cause("PeerLostError", rank, f"rank {rank} {LEFT}")
+    return Cause("PeerLostError", rank, left_error(rank).message)
 
 
 def _waited(topic: str, waited_s: float, missing: list[int]) -> str:

@@ -91,11 +91,11 @@ class ControlPlane(ABC):
         """As `exchange`, but return None if all values are equal: a small reply, whatever the values' size."""
 
     @abstractmethod
-    def fail(self, group: Group, cause: Cause) -> Cause:
+    def report_failure(self, group: Group, cause: Cause) -> Cause:
         """Report a failure. Keep a group's first failure, report it to every member, and return it."""
 
     @abstractmethod
-    def cause(self, group: Group, patience: float = 0.0) -> Cause | None:
+    def first_cause(self, group: Group, patience: float = 0.0) -> Cause | None:
         """Return the group's first cause, if known; wait up to `patience` seconds for a report."""
 
     @abstractmethod

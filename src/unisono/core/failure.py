@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 from unisono import errors
 from unisono.core.group import Group
-from unisono.errors import CommError, MismatchError
+from unisono.errors import CommError, MismatchError, PeerLostError
 
-__all__ = ["LEFT", "Cause", "error_of", "text_of", "to_cause"]
-
-LEFT = "has left (it closed the communicator, or its program has ended)"
-"""Message about a rank that ended without a failure while others still wait for it."""
+__all__ = ["Cause", "error_of", "left_error", "text_of", "to_cause"]
 
 _MOST_SAID = 10_000
 
@@ -53,6 +50,16 @@ def error_of(cause: Cause, group: Group | None = None) -> CommError:
         kind = CommError
     rank, size = (None, None) if group is None else (group.rank, len(group.members))
     return kind(cause.message, peer=cause.rank, rank=rank, size=size)
+
+
+def left_error(rank: int) -> PeerLostError:
+    """Return the error of a wait for a rank that has ended without a failure.
+
+    Example:
+        >>> print(left_error(2))
+        rank 2 has left (it closed the communicator, or its program has ended)
+    """
+    return PeerLostError(f"rank {rank} has left (it closed the communicator, or its program has ended)", peer=rank)
 
 
 def text_of(error: BaseException) -> str:

@@ -113,7 +113,7 @@ def _taken_in(
             comm = Communicator(wrap(transport) if wrap else transport, control, options, check=check)
             control.exchange(group, "rebuilt", None, max(1.0, deadline - time.monotonic()))
         except BaseException as error:
-            control.fail(group, to_cause(error, rank, "join"))
+            control.report_failure(group, to_cause(error, rank, "join"))
             control.leave(group)
             again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
             if not again or time.monotonic() > deadline:

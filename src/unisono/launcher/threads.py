@@ -38,7 +38,7 @@ def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
     except BaseException as error:
         # The caller was interrupted. No thread waits for the ranks any more; they end at their next call.
         cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")
-        hub.control().fail(Group.world(0, size), cause)
+        hub.control().report_failure(Group.world(0, size), cause)
         raise
 
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from unisono.core.control import ControlPlane
-from unisono.core.failure import LEFT
+from unisono.core.failure import left_error
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, Send, Work
 from unisono.core.work import CountdownWork, elements, size_error
-from unisono.errors import PeerLostError
 
 __all__ = ["TRANSPORT", "InFlightMessage", "MessageQueue", "ThreadTransport"]
 
@@ -127,7 +126,7 @@ class ThreadTransport(Transport):
                 if other is not None:
                     matched.append((message, *other))
                 elif (self.group.name, message.peer) in self._mail.left:
-                    work.complete(_gone(message.peer))
+                    work.complete(left_error(message.peer))
         # Copies are made outside the lock, so that pairs of ranks do not wait for each other.
         for mine, theirs, their_work in matched:
             if isinstance(mine, Send):
@@ -140,7 +139,7 @@ class ThreadTransport(Transport):
         with self._mail.lock:
             waiting = self._mail.waiting.get((self.group.name, peer, self.rank, tag))
             if waiting is None and (self.group.name, peer) in self._mail.left:
-                raise _gone(peer)
+                raise left_error(peer)
             return waiting is not None and isinstance(waiting[0][0], Send)
 
     def _work(self, batch: Sequence[Message]) -> CountdownWork:
@@ -159,7 +158,7 @@ class ThreadTransport(Transport):
             self._mail.leave(self.group.name, self.rank, self.size)
             forsaken = [item for key in self._keys() for item in self._mail.waiting.pop(key)]
         for _, batch in forsaken:
-            batch.complete(_gone(self.rank))
+            batch.complete(left_error(self.rank))
 
     def _keys(self) -> list[_Key]:
         """Return the keys of pending messages from or to this rank. Call with the lock held."""
@@ -170,10 +169,6 @@ class ThreadTransport(Transport):
             self._mail.broken.setdefault((self.group.name, self.rank), cause)
         for batch in self._mail.forget(self.group.name, self.rank):
             batch.complete(cause)
-
-
-def _gone(rank: int) -> PeerLostError:
-    return PeerLostError(f"rank {rank} {LEFT}", peer=rank)
 
 
 TRANSPORT = ThreadTransport

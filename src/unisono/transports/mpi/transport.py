@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from unisono.core.failure import LEFT, Cause, error_of
+from unisono.core.failure import Cause, error_of, left_error
 from unisono.core.fingerprint import Fingerprint, explain, hash_of
 from unisono.core.group import Group
 from unisono.core.lazy_work import Deferred
@@ -187,7 +187,7 @@ class MpiTransport(Transport):
                     self._gone |= {rank for rank in here if self._control.check([self._left(rank)])}
         for peer in peers:
             if peer in self._gone:
-                raise PeerLostError(f"rank {peer} {LEFT}", peer=peer)
+                raise left_error(peer)
 
     def _left(self, rank: int | None = None) -> str:
         """Return the key that is set when a rank has left; without a rank, when any has."""
@@ -200,7 +200,7 @@ class MpiTransport(Transport):
         hang = hang_report(self._control, self.group)
         about = hang.missing[0] if hang.missing else self.rank
         said += f": {hang.verdict}{hang.report}" if hang.missing else hang.report
-        first = self._control.fail(self.group, Cause("CommTimeoutError", about, said))
+        first = self._control.report_failure(self.group, Cause("CommTimeoutError", about, said))
         self.abort(error_of(first, self.group))
 
     # -- end -----------------------------------------------------------------------------------

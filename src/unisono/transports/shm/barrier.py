@@ -8,8 +8,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from unisono.core.failure import LEFT
-from unisono.errors import CommTimeoutError, PeerLostError
+from unisono.core.failure import left_error
+from unisono.errors import CommTimeoutError
 from unisono.host.cpu_count import cores
 
 __all__ = ["SharedBarrier", "missing_ranks_error"]
@@ -177,7 +177,7 @@ class SharedBarrier:
         for rank in missing():
             # The rank may have arrived before it left, and another thread may have received its messages.
             if self._words[self._base[rank] + _LEFT] and not ready() and rank in missing():
-                raise PeerLostError(f"rank {rank} {LEFT}", peer=rank)
+                raise left_error(rank)
 
     def leave(self) -> None:
         """Publish that this rank leaves."""

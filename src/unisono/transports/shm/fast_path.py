@@ -8,12 +8,11 @@ from typing import Any, NoReturn
 import torch
 
 from unisono.core.collective import FAMILIES, Collective
-from unisono.core.failure import LEFT
+from unisono.core.failure import left_error
 from unisono.core.fast_path import Status
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.tensors import as_flat, copy_back
 from unisono.core.types import MAX_TAG, CollectiveCall, ReduceOp
-from unisono.errors import PeerLostError
 from unisono.transports.shm.barrier import SharedBarrier, missing_ranks_error
 from unisono.transports.shm.p2p_ring import MessageRings
 from unisono.transports.shm.signature import DTYPE_CODES, DTYPES, OP_CODES
@@ -179,7 +178,7 @@ class ShmFastPath:
         if status == Status.LATE:
             raise missing_ranks_error(self.core.waited_s, [missing])
         if status == Status.LEFT:
-            raise PeerLostError(f"rank {missing} {LEFT}", peer=missing)
+            raise left_error(missing)
         if status == Status.ABORTED and self._board.broken is not None:
             raise self._board.broken
         raise RuntimeError(f"the native core ended a call with status {status}")

@@ -87,7 +87,7 @@ def _met(group: Group, control: ControlPlane, make: Callable[[], Any]) -> Any:
 
     _crew.run(run)
     while not ended.wait(_LOOK_EVERY_S):
-        cause = control.cause(group)
+        cause = control.first_cause(group)
         if cause is not None:
             raise error_of(cause, group)
     if raised:

@@ -163,7 +163,9 @@ def _(comm: Any) -> None:
         comm.stopped = pids[ODD]
 
 
-_UNENDING = {"mpi": "Open MPI may not let go of the call, and then this rank, or the job, is ended: see the last rows"}
+_UNENDING = {
+    "mpi": "Open MPI may not return from the call, and then this rank, or the job, is ended: see the last rows"
+}
 
 
 @fault(

@@ -51,7 +51,7 @@ JOBS = {
 }
 """What rank 1 does before it goes on as the others do."""
 
-_NAMED = re.compile(rf"rank {ODD}\b[^\n]*(has not come|does not answer|was lost|exited on signal)")
+_NAMED = re.compile(rf"rank {ODD}\b[^\n]*(has not arrived|does not answer|was lost|exited on signal)")
 
 
 def ended(name: str) -> tuple[list[str], float]:

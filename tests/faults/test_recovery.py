@@ -123,16 +123,16 @@ def test_who_is_stopped_is_left_out() -> None:
 
     ends = launched(program, 3, "shm")
     assert ends[0] == ends[2] == (2, 2.0)
-    assert "went on without it" in ends[1]
+    assert "continued without it" in ends[1]
 
 
 def test_wrong_arguments() -> None:
     def program(comm: Any) -> str:
-        with pytest.raises(ValueError, match="a number of newcomers"):
+        with pytest.raises(ValueError, match="a number of new ranks"):
             comm.rebuild(grow=-1)
-        with pytest.raises(MismatchError, match="all ranks say the same"):
+        with pytest.raises(MismatchError, match="ranks passed different grow"):
             comm.rebuild(grow=comm.rank)
-        with pytest.raises(CommTimeoutError, match="for 1 newcomers, of whom 0 have come"):
+        with pytest.raises(CommTimeoutError, match="for 1 new ranks, of which 0 have joined"):
             comm.rebuild(grow=1, timeout=0.1)
         comm.close()
         with pytest.raises(ClosedError):
@@ -179,7 +179,7 @@ def test_joining_nothing() -> None:
         un.join()
     with pytest.raises(ValueError, match="unknown init_method"):
         un.join("udp://x:1")
-    with pytest.raises(CommError, match="has no part in a job of unisono"):
+    with pytest.raises(CommError, match="is in no unisono job"):
         un.join(pid=1)
 
 

@@ -102,7 +102,7 @@ def test_a_part_misses_who_goes_before_it_comes(go: str, before: bool) -> None:
     out += state.handle(2, 2, ("join", "world/1.1", 0, 1, [2]))
     if not before:
         goes(1)
-    assert ("world/1.0", "PeerLostError", 1, "rank 1 was lost before it came to world/1.0") in told(out, 0)
+    assert ("world/1.0", "PeerLostError", 1, "rank 1 was lost before it joined world/1.0") in told(out, 0)
     assert not [cause for cause in told(out, 2) if cause[0] == "world/1.1"]
 
 

@@ -39,12 +39,12 @@ class Told:
 @pytest.mark.parametrize(
     ("calls", "missing", "verdict"),
     [
-        ([(7, True), (6, False), (7, True)], (1,), "rank 1 has not come"),
+        ([(7, True), (6, False), (7, True)], (1,), "rank 1 has not arrived"),
         ([(7, True), None, (7, True), (7, True)], (1,), "rank 1 does not answer"),
         ([(7, True), None, (6, True)], (1,), "rank 1 does not answer"),
-        ([(7, True), None, (6, False)], (2,), "rank 2 has not come"),
-        ([(7, True), (6, True), (7, True)], (1,), "rank 1 has not come"),
-        ([(7, True), (6, False), (5, False), (7, True)], (1, 2), "ranks 1, 2 have not come"),
+        ([(7, True), None, (6, False)], (2,), "rank 2 has not arrived"),
+        ([(7, True), (6, True), (7, True)], (1,), "rank 1 has not arrived"),
+        ([(7, True), (6, False), (5, False), (7, True)], (1, 2), "ranks 1, 2 have not arrived"),
         ([(7, True), (7, True), (8, True), (7, False)], (), ""),
         ([(6, False), (7, True)], (), ""),
     ],

@@ -109,7 +109,7 @@ def cut(network: Network, watched: range) -> list[Any]:
 def test_a_cut_line_ends_in_a_timeout_that_names_ranks(network: Network) -> None:
     for its in cut(network, range(2)):
         assert isinstance(its, CommTimeoutError), repr(its)
-        assert "for rank 2 (and 3), which have not come" in str(its), its
+        assert "for rank 2 (and 3), which have not arrived" in str(its), its
 
 
 @pytest.mark.soak

@@ -104,6 +104,6 @@ def test_the_doctor_tells_of_a_host_that_cannot_be_reached(start: Start, network
     finally:
         network.heal(1)
     assert (first[0]["state"], second[0]["state"]) == ("problem", "problem")
-    assert "rank 1, which has not come" in first[0]["text"]
+    assert "rank 1, which has not arrived" in first[0]["text"]
     assert "10.77.0.1" in second[0]["text"]
     assert "UNISONO_SECRET" in second[0]["fix"]

@@ -173,7 +173,7 @@ def test_hosts_that_cannot_be(hosts: tuple[str, ...], words: str) -> None:
 @pytest.mark.soak
 def test_a_host_that_does_not_come_is_named(port: int) -> None:
     found = the_problem("between_hosts", Target(hosts=("127.0.0.1", "127.0.0.2"), rank=1, port=port, limit_s=15.0))
-    assert f"nobody answers at 127.0.0.1:{port}" in found.text
+    assert f"no answer from 127.0.0.1:{port}" in found.text
     assert "on 127.0.0.1 at the same time" in (found.fix or "")
 
 

@@ -108,7 +108,7 @@ def library() -> None:
     [
         (
             "export PMI_RANK=0 PMI_SIZE=2",
-            "does not fit: mpiexec of MPICH or Intel MPI has started 2 processes, but for MPI each of them is alone",
+            "does not fit: mpiexec of MPICH or Intel MPI has started 2 processes, but each of them is an MPI world",
         ),
         ("", "started 2 processes, each in a world of one: it belongs to another MPI"),
     ],

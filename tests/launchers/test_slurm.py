@@ -59,7 +59,7 @@ def test_lists(text: str, names: str) -> None:
     ],
 )
 def test_what_is_no_list(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no list of hosts|no more than 65536"):
+    with pytest.raises(ValueError, match=r"not a list of hosts|at most 65536"):
         expand(text)
 
 
@@ -146,7 +146,7 @@ def test_where_no_step_runs_the_process_is_alone(
     with caplog.at_level(logging.WARNING, "unisono"):
         place = find()
     assert (place.rank, place.size, place.server) == (0, 1, None)
-    assert "a world of one; start the ranks by srun" in place.source
+    assert "a world of one; start the ranks with srun" in place.source
     assert [f"the job has {tasks} tasks" in text for text in caplog.messages] == [True] * (tasks is not None)
     place.close()
 
@@ -176,7 +176,7 @@ def test_the_name_of_a_job_means_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', which is not a number"),
         ({"SLURM_PROCID": "2"}, "rank 2 is not among 0 to 1"),
-        ({"SLURM_STEP_NODELIST": "n["}, "no list of hosts"),
+        ({"SLURM_STEP_NODELIST": "n["}, "is not a list of hosts"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
         ({"SLURM_LOCALID": "one"}, "SLURM_LOCALID is 'one'"),
     ],
@@ -209,7 +209,7 @@ def test_where_ranks_of_several_nodes_meet(monkeypatch: pytest.MonkeyPatch, meet
     set_all(monkeypatch, task(2, 4, SLURM_STEP_NODELIST="gnode[10-11]", SLURM_STEP_ID="1"))
     find()
     assert (meeting.host, meeting.port) == ("gnode10", port_of(200505, 1))
-    assert meeting.seat.source == f"rank 2 of 4 by Slurm's step 200505.1, met at gnode10:{port_of(200505, 1)}"
+    assert meeting.seat.source == f"rank 2 of 4 from Slurm's step 200505.1, rendezvous at gnode10:{port_of(200505, 1)}"
     set_all(monkeypatch, {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4711"})
     find()
     assert (meeting.host, meeting.port) == ("10.0.0.7", 4711)

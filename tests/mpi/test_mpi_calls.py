@@ -225,4 +225,4 @@ def test_a_message_that_does_not_fit_is_named(ranks: RankPool) -> None:
         return ""
 
     for said in ranks.run(program):
-        assert "rank 0 sent 3 elements of float32, but the receive on rank 1 is for 3 elements of int32" in said
+        assert "rank 0 sent 3 elements of float32, but the receive on rank 1 expects 3 elements of int32" in said

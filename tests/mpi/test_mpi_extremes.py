@@ -54,5 +54,5 @@ def test_a_rank_that_stops_inside_of_mpi_ends_the_job(tmp_path: Path) -> None:
     assert ended.status != 0
     assert not ended.left
     assert "through" not in ended.out
-    assert "all ranks had come" in ended.err
+    assert "all ranks had reached a collective" in ended.err
     assert "the job is ended" in ended.err

@@ -109,7 +109,7 @@ def test_a_world_of_one_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert name_of(fake_mpi(1)) == "MPICH 5.0.2"
     monkeypatch.setattr(mpi_library, "launched", lambda: None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    with pytest.raises(UnavailableError, match=r"torchrun knows nothing of MPI.*mpirun -n 4"):
+    with pytest.raises(UnavailableError, match=r"torchrun does not start MPI.*mpirun -n 4"):
         check_world(fake_mpi(1), 4)
     monkeypatch.setattr(mpi_library, "launched", lambda: mpi_library.MpiLauncher("some mpiexec", 0, 4))
     with pytest.raises(UnavailableError, match=r"some mpiexec has started 4 .* MPICH 5\.0\.2.* -n 4"):

@@ -106,5 +106,5 @@ def test_wrong_seed_and_data_are_refused() -> None:
         DataPartitioner(range(10), seed=-1)
     with pytest.raises(TypeError):
         DataPartitioner(range(10), seed=0.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="give a dataset with a length"):
+    with pytest.raises(TypeError, match="pass a dataset with a length"):
         DataPartitioner(iter(range(10)))  # type: ignore[arg-type]

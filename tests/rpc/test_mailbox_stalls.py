@@ -40,7 +40,7 @@ def interrupted(comm: un.Communicator) -> str:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_nothing_follows_half_a_message(backend: str) -> None:
     said, _ = pool(backend, 2).run(interrupted)
-    assert said == "a message to rank 1 was broken off by KeyboardInterrupt"
+    assert said == "a message to rank 1 was aborted by KeyboardInterrupt"
 
 
 def with_many_files(comm: un.Communicator) -> tuple[int, int]:

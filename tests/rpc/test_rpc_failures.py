@@ -196,7 +196,7 @@ def test_who_gave_up_shutting_down_goes_on() -> None:
 
     def program(comm: un.Communicator) -> None:
         agent = rpc.init(comm)
-        for rank, missing in ((0, r"not heard of yet: rank 1, 2\."), (2, "rank 0, which decides")):
+        for rank, missing in ((0, r"no report yet from rank 1, 2\."), (2, "rank 0, which decides")):
             if comm.rank == rank:
                 with pytest.raises(CommTimeoutError, match=missing):
                     rpc.shutdown(timeout=0.1)
@@ -222,7 +222,7 @@ def test_shutdown_without_grace_waits_for_nobody() -> None:
             with pytest.raises(ClosedError):
                 future.wait()
             return True
-        with pytest.raises(PeerLostError, match=r"rank 0 (serves no more: it shut|has gone)"):
+        with pytest.raises(PeerLostError, match=r"rank 0 (no longer serves calls: it shut|has left)"):
             agent.rpc_sync(0, hold, (key,))
         release(key)
         agent.shutdown(timeout=20.0)

@@ -29,7 +29,7 @@ def test_tensors_that_came_in_another_context() -> None:
                 with autograd.context() as inner:
                     own = rpc.rpc_sync(1, times, (3 * x,)).sum()
                     for roots in ([loss], [own, loss]):
-                        with pytest.raises(RuntimeError, match="from rank 1 did so in another context"):
+                        with pytest.raises(RuntimeError, match="from rank 1 was received in another autograd context"):
                             autograd.backward(inner, roots)
                     assert not autograd.get_gradients(inner)
                     autograd.backward(inner, iter([own]))  # type: ignore[arg-type]  # narrower than it need be

@@ -132,7 +132,7 @@ def life(comm: un.Communicator) -> Any:
         assert until(counter.confirmed_by_owner)
         with pytest.raises(RuntimeError, match="only the owner, 'rank1'"):
             counter.local_value()
-        with pytest.raises(TypeError, match="travels only as an argument"):
+        with pytest.raises(TypeError, match="can be sent only as an argument"):
             __import__("pickle").dumps(counter)
         # The owner gets the object itself.
         assert rpc.rpc_sync(1, is_mine, (counter,))

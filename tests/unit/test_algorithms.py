@@ -159,7 +159,7 @@ def test_what_is_registered_is_a_case_too() -> None:
         assert ("all_reduce", "registered") in cases()
         assert verify("all_reduce", registry["registered"], 1) == Cost(0, Fraction(0))
         with pytest.raises(
-            AlgorithmError, match=r"rank 0 of 2.*of the contributions to chunk 0 it lacks that of rank 1"
+            AlgorithmError, match=r"rank 0 of 2.*after the last step, chunk 0 lacks the contribution of rank 1"
         ):
             verify("all_reduce", registry["registered"], 2)
     finally:
@@ -182,5 +182,5 @@ def test_count_ignores_the_claim() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="unknown collective 'all_reduced'; known: all_gather, all_reduce, "):
         verify("all_reduced", ring, 2)
-    with pytest.raises(ValueError, match="a group has at least 1 rank, not 0"):
+    with pytest.raises(ValueError, match="a group must have at least 1 rank, not 0"):
         verify("all_reduce", ring, 0)

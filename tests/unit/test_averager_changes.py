@@ -16,7 +16,7 @@ def test_a_model_that_is_converted_later_is_told_what_to_do() -> None:
     def program(comm: un.Communicator) -> None:
         model = nn.Linear(1, 1)
         un.GradientAverager(model, comm)
-        with pytest.raises(RuntimeError, match=r"'weight' was torch\.float32 when its averager was made"):
+        with pytest.raises(RuntimeError, match=r"'weight' was torch\.float32 when its averager was created"):
             model.double()(torch.ones(1).double()).sum().backward()
 
     un.launch(program, 2, "thread")
@@ -81,7 +81,7 @@ def test_parameters_that_are_added_are_noticed(kind: str) -> None:
         return str(caught.value)
 
     for said in un.launch(program, 2, "thread"):
-        assert said.startswith("'3.weight' (and 1 more) was put" if kind == "layer" else "'1.weight' was replaced")
+        assert said.startswith("'3.weight' (and 1 more) was added" if kind == "layer" else "'1.weight' was replaced")
 
 
 @pytest.mark.parametrize("count", [3, 200])
@@ -103,7 +103,7 @@ def test_gradients_that_lie_in_the_place_of_others_are_refused(how: str, count: 
         else:
             first.grad = first.grad.t()
         kept = [p.grad.clone() for p in (first, second)]
-        with pytest.raises(RuntimeError, match="Give it a clone") as caught:
+        with pytest.raises(RuntimeError, match="Assign a clone") as caught:
             step()
         first.grad, second.grad = kept
         step()
@@ -112,5 +112,5 @@ def test_gradients_that_lie_in_the_place_of_others_are_refused(how: str, count: 
         return str(caught.value), found == ([[3.0], [3.0]] if how == "swapped" else [[2.0], [4.0]])
 
     for message, right in pool("shm", 3).run(program, size=2):
-        assert "p.grad of '0.weight' is memory in which other gradients are averaged" in message
+        assert "p.grad of '0.weight' is memory of the averager for other gradients" in message
         assert right

@@ -265,4 +265,4 @@ def test_compiled_autograd_is_refused_where_it_would_average_nothing() -> None:
         return str(caught.value)
 
     for message in pool("shm", 2).run(program):
-        assert "compiled autograd does not tell hooks when a backward pass ends" in message
+        assert "compiled autograd calls no hook at the end of a backward pass" in message

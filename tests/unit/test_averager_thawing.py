@@ -85,7 +85,7 @@ def test_what_thaws_where_nothing_else_is_averaged_is_named() -> None:
             action()
         return str(caught.value)
 
-    assert "no longer so on rank 1: ['a.weight', 'a.bias', " in un.launch(program, 2, "thread", timeout=1)[1]
+    assert "no longer frozen on rank 1: ['a.weight', 'a.bias', " in un.launch(program, 2, "thread", timeout=1)[1]
 
 
 def test_parameters_that_freeze_are_left_alone() -> None:

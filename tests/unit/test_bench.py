@@ -209,7 +209,7 @@ def test_own_errors_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--seconds", "0"], "seconds must be a positive number"),
         (["--dtype", "float"], "unknown dtype 'float'; known: float16"),
         (["--op", "mean"], "unknown reduce operation 'mean'; known: sum"),
-        (["--op", "band"], "torch cannot do band on torch.float32"),
+        (["--op", "band"], "torch does not support band on torch.float32"),
         (["--algorithm", "rang"], "unknown all_reduce algorithm 'rang'; known: native,"),
         (["--against", "glo"], "unknown peer 'glo'; known: gloo, mpi, native, roofline, unisono"),
         (["--against", "gloo,gloo"], "names a peer twice"),

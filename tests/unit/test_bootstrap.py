@@ -114,7 +114,9 @@ for place in places:
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         said = (tmp_path / f"said {rank}").read_text()
-        assert said.startswith(f"['world1', 'world2'] {rank} 2 rank {rank} of 2 by the environment, met at torchrun's")
+        assert said.startswith(
+            f"['world1', 'world2'] {rank} 2 rank {rank} of 2 from the environment, rendezvous at torchrun's"
+        )
 
 
 def test_rank_0_may_be_the_last(port: int) -> None:

@@ -66,7 +66,11 @@ def test_a_file_of_a_dead_run_leads_nowhere_and_is_replaced(tmp_path: Path, port
     path = tmp_path / "meet"
     path.write_text(f"unisono meets here\n127.0.0.1\n{port}\nold secret\n{socket.gethostname()}\n")
     path.chmod(0o600)
-    with pytest.raises(CommTimeoutError, match=r"rank 0 has not come to .*what it says leads nowhere.*nobody answers"):
+    with pytest.raises(
+        CommTimeoutError,
+        match=r"rank 0 was not reached through .*the address in it does not "
+        "work.*no answer from",
+    ):
         find(f"file://{path}", 1, 2, 0.3)
     for place in meet(f"file://{path}", 3):
         place.close()
@@ -103,7 +107,7 @@ def test_a_file_of_a_run_that_lives_still(tmp_path: Path) -> None:
 def test_files_that_are_something_else(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "thesis.tex"
     path.write_text("ten years of work\n")
-    with pytest.raises(ValueError, match="holds something else, which is left alone"):
+    with pytest.raises(ValueError, match="was not written by unisono and is left unchanged"):
         find(f"file://{path}", rank, 2, 1.0)
     assert path.read_text() == "ten years of work\n"
     with pytest.raises(CommError, match="cannot read"):

@@ -34,13 +34,13 @@ pytestmark = pytest.mark.usefixtures("nobody_started_us")
         ((), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "0"}, "from 1 to 65535"),
         (("tcp://127.0.0.1:1",), {}, "pass rank and world_size too"),
         (("tcp://127.0.0.1:1", 0), {}, "pass rank and world_size too"),
-        (("tcp://127.0.0.1", 0, 2), {}, "write tcp://host:port"),
-        (("tcp://127.0.0.1:99999", 0, 2), {}, "write tcp://host:port"),
-        (("tcp://:80", 0, 2), {}, "write tcp://host:port"),
-        (("tcp://0.0.0.0:80", 0, 2), {}, "names no host that others can reach"),
+        (("tcp://127.0.0.1", 0, 2), {}, "pass tcp://host:port"),
+        (("tcp://127.0.0.1:99999", 0, 2), {}, "pass tcp://host:port"),
+        (("tcp://:80", 0, 2), {}, "pass tcp://host:port"),
+        (("tcp://0.0.0.0:80", 0, 2), {}, "is not an address that other hosts can reach"),
         (("tcp://127.0.0.1:1", 2, 2), {}, "rank 2 is not among"),
-        (("tcp://127.0.0.1:1", "0", 2), {}, "rank has to be a whole number, not '0'"),
-        (("tcp://127.0.0.1:1", True, 2), {}, "rank has to be a whole number"),
+        (("tcp://127.0.0.1:1", "0", 2), {}, "rank must be a whole number, not '0'"),
+        (("tcp://127.0.0.1:1", True, 2), {}, "rank must be a whole number"),
         (
             ("udp://127.0.0.1:1", 0, 2),
             {},
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("nobody_started_us")
         ),
         (("127.0.0.1:1", 0, 2), {}, "unknown init_method"),
         (("file://relative/path", 0, 2), {}, "with three slashes"),
-        (("file:///no/such/directory/file", 0, 2), {}, "there is no directory /no/such/directory"),
+        (("file:///no/such/directory/file", 0, 2), {}, "the directory /no/such/directory does not exist"),
     ],
 )
 def test_what_makes_no_sense(
@@ -62,7 +62,7 @@ def test_what_makes_no_sense(
 
 def test_unreachable_master(port: int) -> None:
     with pytest.raises(
-        CommTimeoutError, match=f"rank 1 of 2, init: timed out: nobody answers at 127.0.0.1:{port} after 0.3 s"
+        CommTimeoutError, match=f"rank 1 of 2, init: timed out: no answer from 127.0.0.1:{port} after 0.3 s"
     ):
         find(f"tcp://127.0.0.1:{port}", 1, 2, 0.3)
 
@@ -79,7 +79,7 @@ def test_who_speaks_is_named_wherever_it_is_known_from(
 ) -> None:
     for name, value in {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(CommTimeoutError, match=r"^rank 1 of 2, init: timed out: nobody answers"):
+    with pytest.raises(CommTimeoutError, match=r"^rank 1 of 2, init: timed out: no answer from"):
         find(timeout_s=0.3)
 
 
@@ -91,7 +91,7 @@ def test_occupied_port() -> None:
 
 
 def test_missing_ranks_are_named(port: int) -> None:
-    with pytest.raises(CommTimeoutError, match=r"waited 0.\d s in init for rank 1 \(and 2\), which have not come"):
+    with pytest.raises(CommTimeoutError, match=r"waited 0.\d s in init for rank 1 \(and 2\), which have not arrived"):
         find(f"tcp://127.0.0.1:{port}", 0, 3, 0.3)
 
 
@@ -100,18 +100,18 @@ def test_a_rank_with_another_secret_is_named_to_the_others(port: int) -> None:
     outcomes = together(
         lambda: find(url, 0, 3, 1.0, "one"), lambda: find(url, 1, 3, SOON, "two"), lambda: find(url, 2, 3, SOON, "one")
     )
-    assert "the secrets differ: set UNISONO_SECRET" in str(outcomes[1])
+    assert "use different secrets. Set UNISONO_SECRET" in str(outcomes[1])
     for told in (outcomes[0], outcomes[2]):
         assert isinstance(told, CommTimeoutError)
-        assert "for rank 1, which has not come" in str(told)
-        assert "a process at 127.0.0.1 that says it is rank 1 was refused, since it has another secret" in str(told)
+        assert "for rank 1, which has not arrived" in str(told)
+        assert "a process at 127.0.0.1 that claims to be rank 1 was refused because its secret differs" in str(told)
 
 
 def test_a_claim_to_be_a_rank_without_the_secret_ends_nothing(port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
 
     def mended() -> Any:
-        with pytest.raises(CommError, match="the secrets differ"):
+        with pytest.raises(CommError, match="use different secrets"):
             find(url, 1, 2, SOON, "two")
         return find(url, 1, 2, SOON, "one")
 

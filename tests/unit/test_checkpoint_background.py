@@ -27,7 +27,7 @@ def test_async_save_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
         state = {"big": torch.zeros(50_000), "turned": torch.zeros(30, 20).t(), "step": 1}
         first = un.checkpoint.async_save(tmp_path, state, comm)
         assert not first.done()
-        with pytest.raises(un.errors.CommTimeoutError, match="still under way after 0 s"):
+        with pytest.raises(un.errors.CommTimeoutError, match="still running after 0 s"):
             first.wait(0)
         state["big"] += 1
         state["turned"] += 1

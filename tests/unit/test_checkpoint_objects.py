@@ -159,8 +159,8 @@ def test_what_is_no_map_location(tmp_path: Path, where: Any) -> None:
 @pytest.mark.parametrize("path", [None, 5, b"here", {"w": 1}], ids=str)
 def test_what_is_no_path(path: Any) -> None:
     for call in (lambda: un.checkpoint.save(path, {}), lambda: un.checkpoint.load(path)):
-        with pytest.raises(TypeError, match=r"a path is a str, a pathlib\.Path or a storage, not a"):
+        with pytest.raises(TypeError, match=r"a path must be a str, a pathlib\.Path or a storage, not a"):
             call()
     for use in (un.checkpoint.latest, un.checkpoint.verify, un.checkpoint.Checkpointer):
-        with pytest.raises(TypeError, match="a path is"):
+        with pytest.raises(TypeError, match="a path must be"):
             use(path)

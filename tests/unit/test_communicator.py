@@ -278,7 +278,7 @@ def test_from_group_says_what_it_cannot_wrap_and_who_does_not_come(tmp_path: obj
     ]
     late, outside = pool("gloo", 2).run(program, str(tmp_path / "store"))
     assert late[:2] == outside[:2] == both
-    assert "CommTimeoutError: timed out: not all of the 2 ranks of the torch group have come in time" in late[2]
+    assert "CommTimeoutError: timed out: not all of the 2 ranks of the torch group joined in time" in late[2]
     assert outside[2] == "ValueError: this process is not in the group; only its members call from_group"
 
 

@@ -163,7 +163,7 @@ def test_one_codec_for_two_buckets_is_refused(name: str) -> None:
     with un.init() as comm:
         codec = resolve(name)
         codec.average(torch.ones(600), comm, [torch.Size((20, 30))])
-        with pytest.raises(ValueError, match=r"one codec a bucket, made by spawn\(\)"):
+        with pytest.raises(ValueError, match=r"one codec per bucket, created by spawn\(\)"):
             codec.average(torch.ones(800), comm, [torch.Size((20, 40))])
 
 

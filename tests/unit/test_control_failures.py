@@ -23,7 +23,7 @@ def test_timeout_names_who_is_missing_to_all(make: Make) -> None:
     ]
     first, second, cause = together(*waiting)
     words = (
-        "waited 0.2 s in all_reduce #3 for rank 1 (and 3), which have not come. "
+        "waited 0.2 s in all_reduce #3 for rank 1 (and 3), which have not arrived. "
         "Are they alive, or did they skip a call?"
     )
     assert cause == Cause("CommTimeoutError", 1, words)
@@ -83,7 +83,8 @@ def test_to_leave_in_peace(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "words"), [(0, 2, "two processes claim to be rank 0"), (1, 3, "has 3 ranks, others say 2")]
+    ("rank", "size", "words"),
+    [(0, 2, "two processes claim to be rank 0"), (1, 3, "declares 3 ranks for world, other ranks 2")],
 )
 def test_contradictions_end_a_group_that_is_gathering(make: Make, rank: int, size: int, words: str) -> None:
     first, second = make(), make()

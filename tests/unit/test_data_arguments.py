@@ -51,12 +51,12 @@ def test_states_are_plain_whatever_counts_are(make: Callable[[], Any], two: Any)
 
 @pytest.mark.parametrize("indices", [torch.tensor([True, False, True]), [0.5, 1.5], np.array([1.0])])
 def test_masks_and_fractions_are_no_indices(indices: Any) -> None:
-    with pytest.raises(TypeError, match="indices are whole numbers"):
+    with pytest.raises(TypeError, match="indices must be integers"):
         Partition("abc", indices)
 
     def program(comm: un.Communicator) -> None:
         mine = indices if comm.rank else [5]
-        with pytest.raises(ValueError, match="rank 1 gave indices of"):
+        with pytest.raises(ValueError, match="rank 1 passed indices of"):
             un.data.gather_samples(comm, [0] * len(mine), mine)
 
     run_ranks(program, 2)

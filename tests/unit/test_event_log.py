@@ -175,7 +175,7 @@ def test_status_asks_a_running_job(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_status_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "1"]) == 1
-    assert "process 1 has no part in a job of unisono" in capsys.readouterr().err
+    assert "process 1 is in no unisono job" in capsys.readouterr().err
 
 
 def test_a_door_tells_where_the_control_plane_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_door_tells_where_the_control_plane_is(monkeypatch: pytest.MonkeyPatch
         assert find_control(os.getpid()) == (server.address, b"of the tests")
         me.set("x", b"y")
         assert find_control(os.getpid())[0] == server.address
-    with pytest.raises(CommError, match="has no part in a job"):
+    with pytest.raises(CommError, match="is in no unisono job"):
         find_control(os.getpid())
 
 

@@ -259,13 +259,13 @@ def test_parts_are_as_faulty() -> None:
 @pytest.mark.parametrize(
     ("faults", "said"),
     [
-        ({"drop": 1.5}, "drop is a chance from 0 to 1, not 1.5"),
-        ({"delay": -0.1}, "delay is a chance"),
+        ({"drop": 1.5}, "drop must be a probability from 0 to 1, not 1.5"),
+        ({"delay": -0.1}, "delay must be a probability"),
         ({"delay_s": -1.0}, "delay_s must not be negative"),
-        ({"kill_at": 0}, "kill_at counts from 1"),
-        ({"freeze_at": -1}, "freeze_at counts from 1"),
+        ({"kill_at": 0}, "kill_at must be at least 1"),
+        ({"freeze_at": -1}, "freeze_at must be at least 1"),
         ({"freeze_s": -1.0}, "freeze_s must not be negative"),
-        ({"corrupt": 7}, "corrupt is a chance from 0 to 1, not 7"),
+        ({"corrupt": 7}, "corrupt must be a probability from 0 to 1, not 7"),
         ({"slow_bytes_per_s": 0}, "slow_bytes_per_s must be positive"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_flipped_bit_of_a_message_is_found() -> None:
         if comm.rank == 0:
             comm.send(torch.ones(4), 1)
         else:
-            with pytest.raises(CorruptedError, match=r"a message from rank 0 .tag 0. holds other bytes than it sent"):
+            with pytest.raises(CorruptedError, match=r"a message from rank 0 .tag 0. holds other bytes than were sent"):
                 comm.recv(torch.zeros(4), 0)
 
     def later(comm: Any) -> None:

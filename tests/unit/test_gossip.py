@@ -210,11 +210,11 @@ def test_ranks_need_not_wait_for_all() -> None:
     [
         ("rang", "unknown topology 'rang'; known: complete, exponential, grid, ring"),
         ([[1], [0]], "for each of the 3 ranks, not 2"),
-        ([[1], [0, 1], [1]], "neighbours of rank 1 must be different other ranks of 0 to 2"),
-        ([[1, 1], [0], []], "neighbours of rank 0 must be different"),
+        ([[1], [0, 1], [1]], "neighbours of rank 1 must be distinct, other ranks of 0 to 2"),
+        ([[1, 1], [0], []], "neighbours of rank 0 must be distinct"),
         ([[3], [0], [0]], "neighbours of rank 0 must be"),
-        ([[1, 2], [0], []], "rank 0 takes from 2 ranks and gives to 1: mixing would not keep the mean"),
-        ([[1], [0], []], "rank 2 hears nothing from rank 0"),
+        ([[1, 2], [0], []], "rank 0 receives from 2 ranks and sends to 1: mixing would not keep the mean"),
+        ([[1], [0], []], "rank 2 receives nothing from rank 0"),
     ],
 )
 def test_bad_topologies_send_nothing(neighbours: str | Neighbours, said: str) -> None:

@@ -140,7 +140,7 @@ def test_pairs_that_carry_nothing_in_common_are_refused(monkeypatch: pytest.Monk
         return made
 
     monkeypatch.setattr(ThreadTransport, "connect", classmethod(connect))
-    with pytest.raises(UnavailableError, match=r"carries tensors of cpu, .* of cuda; take two backends"):
+    with pytest.raises(UnavailableError, match=r"supports tensors on cpu, .* on cuda; use two backends"):
         run_ranks(lambda comm: None, 3, "thread+thread", hosts=[[0, 1], [2]])
 
 

@@ -42,7 +42,7 @@ def fork_a_caller(comm: un.Communicator) -> tuple[str, float]:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_forks_calls_are_refused_and_its_parent_goes_on(backend: str) -> None:
     for said, total in un.launch(fork_a_caller, 2, backend, timeout=10.0):
-        assert "of which this one is a fork" in said
+        assert "of which this process is a fork" in said
         assert total == 2.0
 
 
@@ -76,7 +76,7 @@ def test_a_result_that_cannot_be_read_is_that_ranks_failure() -> None:
     found = un.launch(lambda comm: Unreadable() if comm.rank else 5, 2, "gloo", on_failure="continue")
     assert found[0] == 5
     assert isinstance(found[1], ValueError)
-    assert found[1].__notes__ == ["while the result of rank 1 was read"]
+    assert found[1].__notes__ == ["while reading the result of rank 1"]
 
 
 def test_what_cannot_be_sent_leaves_nothing_behind() -> None:

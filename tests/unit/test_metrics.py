@@ -98,19 +98,19 @@ def test_rows_come_in_the_order_of_the_dataset() -> None:
 
 def test_what_does_not_fit_is_refused_on_every_rank() -> None:
     def names(comm: un.Communicator) -> None:
-        with pytest.raises(MismatchError, match=r"rank 0 gave the metrics \['a'\], rank 1 \['b'\]"):
+        with pytest.raises(MismatchError, match=r"rank 0 passed the metrics \['a'\], rank 1 \['b'\]"):
             gather_metrics(comm, {"ab"[comm.rank]: torch.ones(1)})
-        with pytest.raises(ValueError, match="1 samples are there more than once, the first of them 7"):
+        with pytest.raises(ValueError, match="1 samples were passed more than once, the first of them 7"):
             gather_samples(comm, torch.ones(1), [7])
-        with pytest.raises(ValueError, match="3 samples, 0 to 2, but 2 came"):
+        with pytest.raises(ValueError, match="3 samples, 0 to 2, but ranks passed 2"):
             gather_samples(comm, torch.ones(1), [comm.rank], count=3)
-        with pytest.raises(ValueError, match="rank 1 gave 1 outputs for indices of shape"):
+        with pytest.raises(ValueError, match="rank 1 passed 1 outputs for indices of shape"):
             gather_samples(comm, torch.ones(1), [0] * (1 + comm.rank), dst=0)
 
     run_ranks(names, 2)
-    with pytest.raises(ValueError, match="'a' is a sum: say count"):
+    with pytest.raises(ValueError, match="'a' is a sum: pass count"):
         gather_metrics(None, {"a": 3.0})
-    with pytest.raises(ValueError, match="'a' must be one number a sample"):
+    with pytest.raises(ValueError, match="'a' must be one number per sample"):
         gather_metrics(None, {"a": torch.ones(2, 2)})
 
 

@@ -85,7 +85,7 @@ def test_a_rank_that_cannot_know_asks_for_all() -> None:
         for _ in range(len(sampler)):
             sampler.advance(1)
     with pytest.raises(
-        ValueError, match=r"rank 2 was through its 3 samples.*rank 0 had used more of its 4.*all 3 ranks"
+        ValueError, match=r"rank 2 had used all of its 3 samples.*rank 0 had used more of its 4.*all 3 ranks"
     ):
         ranks(10, 2)[0].load_state_dict(samplers[2].state_dict())
     assert rest(samplers[0].state_dict(), 10, 2) == []
@@ -154,8 +154,8 @@ def test_a_hundred_resumes_leave_a_short_state() -> None:
         ({"samples": 11}, "samples=11, and this one 10"),
         ({"partition": "Strided"}, "partition='Strided', and this one 'Shuffled'"),
         ({"shuffle": False}, "shuffle=False"),
-        ({"format": 99}, "of format 1, but of 99"),
-        ({"taken": 9}, "rank 0 has used 9 samples, but it had 5|9 samples of this rank's 5"),
+        ({"format": 99}, "has format 99, but this sampler reads format 1"),
+        ({"taken": 9}, "9 samples used by rank 0, which had 5|9 samples used by this rank, which has 5"),
     ],
 )
 def test_a_state_of_something_else_is_refused(change: dict[str, Any], said: str) -> None:
@@ -168,14 +168,14 @@ def test_a_state_of_something_else_is_refused(change: dict[str, Any], said: str)
 def test_states_of_different_times_are_refused() -> None:
     early, late = ranks(10, 2)
     late.set_epoch(1)
-    with pytest.raises(ValueError, match=r"not of one job at one time: they have epoch \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"must come from one job at one time: they have epoch \[0, 1\]"):
         ranks(10, 3)[0].load_state_dict([early.state_dict(), late.state_dict()])
 
 
 def test_advancing_too_far_is_refused() -> None:
     sampler = ranks(10, 2)[0]
     sampler.advance(4)
-    with pytest.raises(ValueError, match="2 samples more: 1 of its 5 are left in epoch 0"):
+    with pytest.raises(ValueError, match="2 more samples: 1 of its 5 are left in epoch 0"):
         sampler.advance(2)
 
 

@@ -112,8 +112,8 @@ def test_set_epoch_is_no_cause_for_a_warning() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "said"),
     [
-        ({"num_replicas": 2}, ValueError, "go together"),
-        ({"num_replicas": 2, "rank": 2}, ValueError, "rank 2 is none of 2 ranks"),
+        ({"num_replicas": 2}, ValueError, "belong together"),
+        ({"num_replicas": 2, "rank": 2}, ValueError, "rank 2 is out of range: 2 ranks"),
         ({"comm": SimpleNamespace(rank=0, size=1), "rank": 0}, ValueError, "not both"),
         ({"comm": object()}, TypeError, "must have a rank and a size"),
         ({"comm": 4}, TypeError, "a int has not.*num_replicas="),

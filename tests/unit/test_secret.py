@@ -52,7 +52,7 @@ def test_temporary_files_are_missed_only_if_needed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tempfile, "gettempdir", none)
     (home / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "file"))
-    with pytest.raises(CommError, match=r"no place to keep a secret.*No usable temporary directory"):
+    with pytest.raises(CommError, match=r"no folder can hold the secret.*No usable temporary directory"):
         find_secret()
 
 
@@ -80,7 +80,7 @@ def test_what_others_can_read_is_refused(home: Path) -> None:
     find_secret()
     path = home / "config/unisono/secret"
     path.chmod(0o640)
-    with pytest.raises(CommError, match="is open to other users; say `chmod go-rwx "):
+    with pytest.raises(CommError, match="is open to other users; run `chmod go-rwx "):
         find_secret()
     path.chmod(0o600)
     path.parent.chmod(0o777)

@@ -119,7 +119,7 @@ def without_descriptors(comm: un.Communicator, short: int) -> str:
             with suppress(OSError):
                 while True:
                     files.enter_context(Path(os.devnull).open())
-        with pytest.raises(CommError, match=f"cannot be had on rank {short}.*Too many open files") as caught:
+        with pytest.raises(CommError, match=f"cannot be allocated on rank {short}.*Too many open files") as caught:
             comm.empty(4)
     resource.setrlimit(resource.RLIMIT_NOFILE, known)
     tensor = comm.empty(4).fill_(comm.rank + 1)

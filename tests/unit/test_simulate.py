@@ -56,7 +56,7 @@ def test_the_seed_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert un.simulate(all_reduce, 3).digest == un.simulate(all_reduce, 3, seed=7).digest
     assert un.launch(all_reduce, 3, "sim") == [12.0] * 3
     monkeypatch.setenv("UNISONO_SEED", "seven")
-    with pytest.raises(ValueError, match="a seed is a whole number, not 'seven'; look at UNISONO_SEED"):
+    with pytest.raises(ValueError, match="a seed must be a whole number, not 'seven'; check UNISONO_SEED"):
         un.simulate(all_reduce, 3)
 
 
@@ -196,7 +196,7 @@ def test_a_wait_ends_at_its_time_on_the_virtual_clock() -> None:
         ({"timeout": 0}, "timeout must be a positive number"),
         ({"backend": "gloo"}, "ranks of backend 'gloo' are processes, which cannot be simulated; use 'sim'"),
         ({"backend": "sum"}, "unknown transport 'sum'"),
-        ({"faults": {"drop": 2.0}}, "drop is a chance from 0 to 1, not 2.0"),
+        ({"faults": {"drop": 2.0}}, "drop must be a probability from 0 to 1, not 2.0"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], words: str) -> None:

@@ -34,7 +34,7 @@ def test_a_deadlock_names_everybody_at_once() -> None:
         assert "rank 1 waits in recv at test_simulate_ends.py:" in said
         assert "for 4 B from rank 0" in said
         assert "rank 2 waits in all_reduce at test_simulate_ends.py:" in said
-        assert "for ranks 0, 1 to come to" in said
+        assert "for ranks 0, 1 to join" in said
         assert "seed 5" in said
 
 
@@ -124,7 +124,7 @@ def test_a_frozen_rank_is_named() -> None:
     for error in run.results:
         assert isinstance(error, DeadlockError)
         assert "rank 1 waits in all_reduce at test_simulate_ends.py" in str(error)
-        assert "it is frozen, as asked" in str(error)
+        assert "it is frozen, as configured" in str(error)
 
 
 def test_what_blocks_for_real_is_found_out() -> None:

@@ -130,7 +130,7 @@ def test_newcomers_that_do_not_come() -> None:
     rebuild(state, 0, grow=1, size=1)
     out = state.handle(0, 9, ("without", "world", 1, 2.0))
     assert out[0][1][1] == FAILED
-    assert "for 1 newcomers, of whom 0 have come" in out[0][1][2][2]
+    assert "for 1 new ranks, of which 0 have joined" in out[0][1][2][2]
     state.handle(5, 1, ("apply",))
     state.handle(5, 2, ("forget", 1))
     assert rebuild(state, 0, attempt=2, grow=1, size=1) == []

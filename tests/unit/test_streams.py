@@ -99,7 +99,7 @@ def test_epochs_are_told_to_the_stream() -> None:
 
 
 def test_wrong_states_of_streams_are_refused() -> None:
-    with pytest.raises(ValueError, match="not states of a StreamPartition"):
+    with pytest.raises(ValueError, match="must be those of a StreamPartition"):
         stream(1, 0).load_state_dict({"format": "x"})
     with pytest.raises(ValueError, match="batch_size"):
         stream(1, 0, batch_size=0)
@@ -173,11 +173,11 @@ def test_shards_need_the_states_of_all() -> None:
     reader.advance(1)
     with pytest.raises(ValueError, match="states of all 2, as a list"):
         shards(3, 0).load_state_dict(reader.state_dict())
-    with pytest.raises(ValueError, match="not states of a ShardPartition"):
+    with pytest.raises(ValueError, match="must be those of a ShardPartition"):
         shards(3, 0).load_state_dict([])
-    with pytest.raises(ValueError, match="state is of 11 shards, and here are 1"):
+    with pytest.raises(ValueError, match="state has 11 shards, but this partition has 1"):
         ShardPartition(["a"], Shard(), num_replicas=2, rank=0).load_state_dict(reader.state_dict())
-    with pytest.raises(ValueError, match="has not read 1000 samples more"):
+    with pytest.raises(ValueError, match="has not read 1000 more samples"):
         reader.advance(1000)
 
 
@@ -210,7 +210,7 @@ def test_workers_that_live_on_leave_nothing_out_in_silence(make: Any) -> None:
     loader = DataLoader(resumed, batch_size=None, num_workers=1, persistent_workers=True)
     assert list(loader) == [4, 5, 6, 7, 8]
     resumed.set_epoch(1)
-    with pytest.raises(RuntimeError, match="workers that live on do not hear of set_epoch"):
+    with pytest.raises(RuntimeError, match="persistent_workers=True hides set_epoch"):
         list(loader)
     anew = DataLoader(make(), batch_size=None, num_workers=1, persistent_workers=True)
     assert list(anew) == list(anew) == list(range(9))

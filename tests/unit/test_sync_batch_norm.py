@@ -260,7 +260,7 @@ def test_bad_input() -> None:
             norm(torch.zeros(4, 3))
         with pytest.raises(ValueError, match="at least the dimensions"):
             norm(torch.zeros(4))
-        with pytest.raises(ValueError, match="one value a channel on all 2 ranks together"):
+        with pytest.raises(ValueError, match="one value per channel on all 2 ranks together"):
             norm(torch.zeros(comm.rank, 2))
         assert norm.running_mean.tolist() == [0.0, 0.0]
         with pytest.raises(ValueError, match="'1' is lazy"):

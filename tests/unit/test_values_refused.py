@@ -74,5 +74,5 @@ def wrong_list(comm: un.Communicator, values: Any) -> tuple[str, float]:
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
 @pytest.mark.parametrize(("values", "count"), [([1, 2], 2), ([1, 2, 3, 4], 4), (None, 0), (5, 0)])
 def test_all_are_told_that_there_is_not_a_value_for_each(values: Any, count: int, backend: str) -> None:
-    said = f"objs must have one value for each of the 3 ranks on rank {SOURCE}, not {count}"
+    said = f"objs on rank {SOURCE} must have one value for each of the 3 ranks, not {count}"
     assert pool(backend, 3).run(wrong_list, values) == [(said, 3.0)] * 3

@@ -44,7 +44,7 @@ def find(request: Request) -> Rendezvous:
     """Return the rendezvous that the file names. The file is created if missing, and taken over if empty or old."""
     path = _path(request.init_method or "")
     rank, size = request.numbers()
-    seat = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, met by {path}")
+    seat = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous through {path}")
     return _host(path, seat) if rank == 0 else _follow(path, seat)
 
 
@@ -53,7 +53,7 @@ def address_in(url: str) -> tuple[tuple[str, int], bytes]:
     path = _path(url)
     note = _read(path)
     if note is None:
-        raise CommError(f"{path} tells of no job; is one running that uses this file?")
+        raise CommError(f"{path} describes no job. Is a job running that uses this file?")
     return (note.host, note.port), note.secret.encode()
 
 
@@ -66,7 +66,7 @@ def _path(url: str) -> Path:
     if not name.startswith("/"):
         raise ValueError(f"{url!r} names no file; write file:///path/of/a/file, with three slashes")
     if not path.parent.is_dir():
-        raise ValueError(f"there is no directory {path.parent}; make it first")
+        raise ValueError(f"the directory {path.parent} does not exist; create it first")
     return path
 
 
@@ -84,7 +84,7 @@ def _read(path: Path) -> _RendezvousFile | None:
         return None
     mark, *lines = text.splitlines()
     if mark != _MARK or len(lines) != 4 or not _is_address(lines[0], lines[1]):
-        raise ValueError(f"{path} holds something else, which is left alone; give an empty file, or a new name")
+        raise ValueError(f"{path} was not written by unisono and is left unchanged; pass an empty file or a new name")
     refuse_if_shared(path, status, stat.S_IRWXG | stat.S_IRWXO)
     return _RendezvousFile(lines[0], int(lines[1]), lines[2], lines[3])
 
@@ -110,7 +110,7 @@ def _host(path: Path, seat: Claim) -> Rendezvous:
         return meet(seat, held.server.address, held.secret, held)
     except CommTimeoutError as error:
         if _read(path) is not None:
-            error.message += f" (Another process has written {path} since: do two of them say that they are rank 0?)"
+            error.message += f" (Another process has written {path} since. Do two processes claim to be rank 0?)"
         raise
 
 
@@ -145,7 +145,7 @@ def _write(path: Path, text: str) -> None:
 # -- the others ------------------------------------------------------------------------------------
 def _follow(path: Path, seat: Claim) -> Rendezvous:
     """Try the file's address repeatedly: a file of an earlier run has a stale address."""
-    last = "nobody has written it"
+    last = "no rank has written it"
     while seat.left_s:
         note = _read(path)
         if note is not None and note.name != socket.gethostname():
@@ -154,9 +154,11 @@ def _follow(path: Path, seat: Claim) -> Rendezvous:
             try:
                 return _try(path, note, seat)
             except (MovedError, ClosedError, _UnreachableError) as error:
-                last = f"what it says leads nowhere: {error}"
+                last = f"the address in it does not work: {error}"
         time.sleep(_LOOK_EVERY_S)
-    raise CommTimeoutError(f"rank 0 has not come to {path} in time ({last}). Is it alive, and uses it the same file?")
+    raise CommTimeoutError(
+        f"rank 0 was not reached through {path} in time ({last}). Is it running, and does it use the same file?"
+    )
 
 
 class _UnreachableError(Exception):

@@ -76,7 +76,7 @@ class _Reader:
             return None
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise self._error(f"no more than {_MAX_DEPTH} brackets in each other")
+            raise self._error(f"no more than {_MAX_DEPTH} nested brackets")
         names = self._separated(self._choice)
         if not self._took("]"):
             raise self._error("a comma or ]")
@@ -89,7 +89,7 @@ class _Reader:
             return self._item()
         first, last = int(numbers[1]), int(numbers[2])
         if first > last:
-            raise ValueError(f"{self._text!r} is no list of hosts: the range {numbers[0]} goes down")
+            raise ValueError(f"{self._text!r} is not a list of hosts: the range {numbers[0]} goes down")
         self._bound(last - first + 1)
         return [str(number).zfill(len(numbers[1])) for number in range(first, last + 1)]
 
@@ -107,8 +107,10 @@ class _Reader:
     def _bound(self, count: int) -> None:
         """Called before names are made, so that a short text cannot fill the memory."""
         if count > MAX_HOSTS:
-            raise ValueError(f"{self._text!r} stands for {count} hosts or more; no more than {MAX_HOSTS} are taken")
+            raise ValueError(f"{self._text!r} stands for {count} hosts or more; at most {MAX_HOSTS} are allowed")
 
     def _error(self, expected: str) -> ValueError:
         found = repr(self._text[self._at :][:20]) if self._at < len(self._text) else "the end"
-        return ValueError(f"{self._text!r} is no list of hosts: expected {expected} at {found} (position {self._at})")
+        return ValueError(
+            f"{self._text!r} is not a list of hosts: expected {expected} at {found} (position {self._at})"
+        )

@@ -50,7 +50,7 @@ def find(request: Request) -> Rendezvous:
     check_world(mpi, (started and started.size) or 1)
     world = mpi.COMM_WORLD
     rank, size = request.rank, request.size = world.Get_rank(), world.Get_size()
-    source = f"rank {rank} of {size} by {name_of(mpi)}"
+    source = f"rank {rank} of {size} from {name_of(mpi)}"
     if size == 1:
         return replace(single.find(request), source=f"{source}: a world of one")
     end = job_end(mpi, rank, size)
@@ -84,7 +84,7 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
     else:
         host, port, known = exchange.hear()
         place = meet(seat, (host, port), known)
-    place.source += f", met at {place.address}"
+    place.source += f", rendezvous at {place.address}"
     return place
 
 

@@ -32,7 +32,9 @@ class Request:
     def numbers(self) -> tuple[int, int]:
         """Rank and size, if they were given and make sense."""
         if self.rank is None or self.size is None:
-            raise ValueError(f"{self.init_method} says where to meet, but not who we are: pass rank and world_size too")
+            raise ValueError(
+                f"{self.init_method} gives an address, but not the rank of this process: pass rank and world_size too"
+            )
         return checked(self.rank, self.size)
 
 
@@ -40,9 +42,9 @@ def checked(rank: int, size: int) -> tuple[int, int]:
     """Rank and size, if they make sense together."""
     for name, number in (("rank", rank), ("world_size", size)):
         if isinstance(number, bool) or not isinstance(number, int):
-            raise ValueError(f"{name} has to be a whole number, not {number!r}")
+            raise ValueError(f"{name} must be a whole number, not {number!r}")
     if size < 1:
-        raise ValueError(f"world_size has to be at least 1, not {size}")
+        raise ValueError(f"world_size must be at least 1, not {size}")
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not among 0 to {size - 1}, the ranks of a world of {size}")
     return rank, size

@@ -60,7 +60,7 @@ def acquire(key: str, secret: bytes | None, host: str, port: int, withdraw: Call
     with _lock:
         known = _leases.get((os.getpid(), key))
         if known is not None and known.users and secret not in (None, known.secret):
-            raise ValueError(f"this process hosts {key} already, with another secret; pass the same one")
+            raise ValueError(f"this process hosts {key} already, with another secret; pass the same secret")
         if known is not None and secret in (None, known.secret) and known.server.stay():
             known.users += 1
             return known

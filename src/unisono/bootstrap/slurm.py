@@ -81,7 +81,7 @@ def find(request: Request) -> Rendezvous:
     job = os.environ.get("SLURM_JOB_ID", "?")
     if task is None:
         asked = env_number("SLURM_NTASKS")
-        source = f"Slurm job {job} runs no step here: a world of one; start the ranks by srun"
+        source = f"Slurm job {job} runs no step here: a world of one; start the ranks with srun"
         if asked is not None and asked > 1:
             _log.warning("unisono: %s (the job has %d tasks)", source, asked)
         return replace(single.find(request), source=source)
@@ -123,13 +123,13 @@ def _meet(task: Step, request: Request) -> Rendezvous:
         raise ValueError(f"MASTER_PORT is {port}; a port is a number from 1 to 65535")
     host = os.environ.get("MASTER_ADDR") or _first_node(task)
     name = f"{task.job}.{task.number}"
-    source = f"rank {task.rank} of {task.size} by Slurm's step {name}, met at {host}:{port}"
+    source = f"rank {task.rank} of {task.size} from Slurm's step {name}, rendezvous at {host}:{port}"
     seat = Claim(task.rank, task.size, task.local_rank, request.deadline, source, job=f"slurm{name}-world")
     try:
         return find_at(seat, host, port, request.secret)
     except CommTimeoutError as error:
         error.message += (
-            f" (Slurm says that step {name} has {task.size} tasks on {len(task.nodes) or 1} node(s), of which "
+            f" (In Slurm, step {name} has {task.size} tasks on {len(task.nodes) or 1} node(s), of which "
             f"{task.nodes[0] if task.nodes else host} is the first. Were all of them started by one srun?)"
         )
         raise

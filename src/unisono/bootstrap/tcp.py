@@ -19,14 +19,16 @@ def find(request: Request) -> Rendezvous:
     url = request.init_method or ""
     host, port = address_of(url)
     rank, size = request.numbers()
-    seat = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, met at {url}")
+    seat = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous at {url}")
     return find_at(seat, host, port, request.secret)
 
 
 def find_at(seat: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
     """The place at this address, of which rank 0 is the host."""
     if host in ("0.0.0.0", "::", ""):
-        raise ValueError(f"{host!r} names no host that others can reach; give the address of the host of rank 0")
+        raise ValueError(
+            f"{host!r} is not an address that other hosts can reach; pass the address of the host of rank 0"
+        )
     # An IPv6 address may have brackets, as in a URL.
     host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
     known = find_secret(secret)
@@ -47,5 +49,7 @@ def address_of(url: str) -> tuple[str, int]:
     except ValueError:
         port = None
     if not parts.hostname or not port or parts.path not in ("", "/") or parts.query:
-        raise ValueError(f"{url!r} is no address; write tcp://host:port, with the host of rank 0 and a free port of it")
+        raise ValueError(
+            f"{url!r} is not an address; pass tcp://host:port, with the host of rank 0 and a free port of it"
+        )
     return parts.hostname, port

@@ -53,12 +53,14 @@ def find_by_agent(seat: Claim, host: str, port: int, secret: str | bytes | None)
             raise
         return meet(seat, hosted.server.address, known, hosted)
     except dist.DistError as error:
-        raise CommTimeoutError(f"torchrun's agent at {host}:{port} does not answer. Is it alive? ({error})") from error
+        raise CommTimeoutError(
+            f"torchrun's agent at {host}:{port} does not answer ({error}). Is it running?"
+        ) from error
 
 
 def _follow(store: TCPStore, key: str, seat: Claim, secret: bytes, where: str) -> Rendezvous:
     """Try the address that rank 0 has published, repeatedly."""
-    last = "it has told nothing yet"
+    last = "it has published nothing yet"
     while seat.left_s:
         told = _read(store, key)
         if told:
@@ -75,7 +77,8 @@ def _follow(store: TCPStore, key: str, seat: Claim, secret: bytes, where: str) -
                 last = error.message
         time.sleep(_LOOK_EVERY_S)
     raise CommTimeoutError(
-        f"rank 0 was not reached in time by what it tells to torchrun's agent at {where} ({last}). Is it alive?"
+        f"rank 0 was not reached in time at the address published through torchrun's agent at {where} ({last}). Is "
+        "it running?"
     )
 
 

@@ -67,7 +67,7 @@ class SaveHandle:
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
-            raise CommTimeoutError(f"the save of {self.path} is still under way after {timeout:g} s", waited_s=timeout)
+            raise CommTimeoutError(f"the save of {self.path} is still running after {timeout:g} s", waited_s=timeout)
         if self._error is not None:
             raise self._error
 

@@ -193,7 +193,7 @@ class Checkpointer:
                 assert name not in kept
                 _remove(self._storage.child(name))
         except OSError as error:
-            _log.warning("old checkpoints stay in %s: %s", os.fspath(self._storage.where), error)
+            _log.warning("old checkpoints remain in %s: %s", os.fspath(self._storage.where), error)
 
     def _has_manifest(self, name: str) -> bool:
         return MANIFEST in self._storage.child(name).sizes()

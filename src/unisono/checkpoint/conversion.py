@@ -37,7 +37,7 @@ def read_any(path: str | Path, *, trusted: bool = False) -> Any:
     for name in FORMATS.names():
         if FORMATS[name].recognises(place):
             return FORMATS[name].read(place, trusted)
-    raise FormatError(f"at {place} there is no checkpoint in a known format ({', '.join(FORMATS.names())})")
+    raise FormatError(f"{place} holds no checkpoint in a known format ({', '.join(FORMATS.names())})")
 
 
 def convert(source: str | Path, target: str | Path, *, to: str | None = None, trusted: bool = False) -> None:

@@ -52,15 +52,15 @@ def dtype_of(name: object) -> torch.dtype:
 def check_savable(tensor: torch.Tensor, name: str) -> None:
     """`TypeError` that names the tensor unless its elements are plain bytes in memory."""
     if torch.nn.parameter.is_lazy(tensor):
-        raise TypeError(f"{name!r} has no shape yet: call the model once before it is saved")
+        raise TypeError(f"{name!r} has no shape yet: run the model once before saving it")
     if has_no_storage(tensor):
         raise TypeError(
-            f"{name!r} is a {type(tensor).__name__}, whose elements are not in its own memory; save plain tensors made "
-            "of it, as a DTensor's full_tensor()"
+            f"{name!r} is a {type(tensor).__name__}, whose elements are not in its own memory; save plain tensors "
+            "instead, such as a DTensor's full_tensor()"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or name_of(tensor.dtype) not in _KNOWN:
         kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
-        raise TypeError(f"{name!r} is a tensor of {kind}, which cannot be saved; save dense tensors made of it")
+        raise TypeError(f"{name!r} is a tensor of {kind}, which cannot be saved; save dense tensors instead")
     if tensor.device.type == "meta":
         raise TypeError(f"{name!r} is on the meta device: it has a shape, but no elements to save")
 

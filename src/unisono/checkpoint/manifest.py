@@ -227,7 +227,7 @@ def _opened(data: bytes | bytearray, nbytes: int) -> dict[str, Any]:
         whole = json.loads(str(body, "ascii"))
         version, kind = whole["version"], whole["format"]
     except (ValueError, RecursionError, LookupError, TypeError):
-        raise FormatError(f"{MANIFEST} is none that unisono writes") from None
+        raise FormatError(f"{MANIFEST} was not written by unisono") from None
     if kind != _FORMAT or version != VERSION or whole.get("digest") != ALGORITHM:
         raise FormatError(f"{MANIFEST} is of the unknown format {kind!r:.80}, version {version!r:.80}")
     return dict(whole)
@@ -235,7 +235,7 @@ def _opened(data: bytes | bytearray, nbytes: int) -> dict[str, Any]:
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r:.40} is no count")
+        raise ValueError(f"{value!r:.40} is not a count")
     return value
 
 
@@ -270,7 +270,7 @@ def _check_tiling(manifest: Manifest) -> None:
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise ValueError("a file is listed twice")
     if len(manifest.per_rank) != manifest.ranks:
-        raise ValueError("other ranks than states of ranks")
+        raise ValueError("the number of ranks differs from the number of rank states")
     spans: list[list[tuple[int, int]]] = [[(0, file.header)] for file in manifest.files]
     for name, entry in manifest.tensors.items():
         if sum(piece.stop - piece.start for piece in entry.pieces) != entry.nbytes:

@@ -35,7 +35,7 @@ def check_cost(cost: int, nbytes: int) -> None:
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(
-            f"its values take about {cost >> 20} MiB of memory, too much beside {nbytes} bytes of files; "
+            f"its values take about {cost >> 20} MiB of memory, too much for {nbytes} bytes of files; "
             "keep long lists and dicts as tensors"
         )
 
@@ -62,7 +62,7 @@ def check_trees(
                 cost += 2 * sizes[body["$tensor"] if isinstance(body, dict) else body[2]][1]
             elif tag == "$rank":
                 if top is trees or type(body[0]) is not int or body[0] < 0 or body[0] in referred:
-                    raise ValueError("a value of one rank stands in two places")
+                    raise ValueError("a value of one rank appears in two places")
                 referred.add(body[0])
     check_cost(cost, nbytes)
 

@@ -214,7 +214,9 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
         rest = [name for name in sizes if FILE.fullmatch(name)]
         raise NoCheckpointError("a save there was never finished" if rest else "there is none")
     if sizes[MANIFEST] > _MOST_MANIFEST:
-        raise CorruptError(f"{MANIFEST} has {sizes[MANIFEST]} bytes, more than any", tensors=names_in_headers(storage))
+        raise CorruptError(
+            f"{MANIFEST} has {sizes[MANIFEST]} bytes, more than any manifest", tensors=names_in_headers(storage)
+        )
     source = storage.open(MANIFEST)
     try:
         data = bytearray(source.size)

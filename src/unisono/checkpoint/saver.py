@@ -161,7 +161,7 @@ def commit(
     team.compare(
         lambda: storage.where.encode() + snapshot.fingerprint(),
         lambda: {"(the path)": storage.where, **snapshot.describe()},
-        "What differs on purpose goes into PerRank(...); un.checkpoint.sync(state, comm) makes the rest equal. "
+        "Wrap values that differ on purpose in PerRank(...); un.checkpoint.sync(state, comm) makes the rest equal. "
         "Nothing was written",
     )
     # Where there is a manifest, the directory has been made durable before.
@@ -241,7 +241,7 @@ def _publish(
         absent = [file.name for file in files if sizes.get(file.name) != file.size]
         if absent:
             raise CheckpointError(
-                f"rank 0 does not see {absent[0]}, which another rank wrote; save to a place that all share"
+                f"rank 0 does not see {absent[0]}, which another rank wrote; save to storage that all ranks share"
             )
         storage.publish(MANIFEST, manifest.to_bytes())
     except BaseException:
@@ -283,4 +283,4 @@ def _remove_stale(storage: Storage, save_id: str) -> None:
     try:
         storage.remove(*(n for n in storage.sizes() if FILE.fullmatch(n) and not n.startswith(save_id)))
     except OSError as error:
-        _log.warning("files of an earlier save stay in %s: %s", os.fspath(storage.where), error)
+        _log.warning("files of an earlier save remain in %s: %s", os.fspath(storage.where), error)

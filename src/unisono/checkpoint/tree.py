@@ -140,7 +140,7 @@ class Packer:
             return self._array(numpy, value, path)
         raise TypeError(
             f"{path!r} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved; give it "
-            "state_dict and load_state_dict, or save numbers, strings, bytes, tensors and containers made of it"
+            "state_dict and load_state_dict, or save it as numbers, strings, bytes, tensors and containers"
         )
 
     def _array(self, numpy: Any, value: Any, path: str) -> Node:

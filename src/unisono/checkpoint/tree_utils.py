@@ -65,7 +65,9 @@ def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> C
             if all(tag_of(state) == "$state" for state in states):
                 return {"$state": ["list", [state["$state"][1] for state in states]]}
         if policy == "refuse":
-            raise StateError(f"it has state of each of the {saved} ranks that saved it, which {size} cannot take over")
+            raise StateError(
+                f"it has one state for each of the {saved} ranks that saved it, which {size} ranks cannot load"
+            )
         if policy == "keep":
             _log.warning("saved by %d ranks: rank %d of %d keeps its random and compression state", saved, rank, size)
             return None
@@ -138,7 +140,7 @@ def tagged(node: Node) -> list[tuple[str, Any]]:
 
 
 def _no_tensor(name: str) -> torch.Tensor:
-    raise ValueError("a tensor is no key")
+    raise ValueError("a tensor cannot be a key")
 
 
 def shape_error(tensor: torch.Tensor, saved: torch.dtype) -> str | None:

@@ -68,7 +68,7 @@ def check_rank(rank: object, name: str, size: int, *, other_than: int | None = N
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise TypeError(f"{name} must be an int, not {type(rank).__name__}")
     if not 0 <= rank < size:
-        raise ValueError(f"{name}={rank} is no rank of this communicator, whose ranks are 0 to {size - 1}")
+        raise ValueError(f"{name}={rank} is not a rank of this communicator, whose ranks are 0 to {size - 1}")
     if rank == other_than:
         raise ValueError(f"{name}={rank} is this rank itself; copy the tensor instead")
 
@@ -116,10 +116,10 @@ class _Checks(NamedTuple):
         if self.what.root is not None:
             if self.rank != self.root:
                 if tensors:
-                    raise ValueError(f"{name} is for rank {self.root} alone; pass None on the others")
+                    raise ValueError(f"{name} is for rank {self.root} only; pass None on the other ranks")
                 return NO_TENSORS
             if tensors is None:
-                raise ValueError(f"{name} must be given on rank {self.root}, one tensor a rank")
+                raise ValueError(f"{name} must be given on rank {self.root}, one tensor per rank")
         if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
             raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
         if len(tensors) != self.size:
@@ -130,7 +130,7 @@ class _Checks(NamedTuple):
             if self.what.root is not None and tensor.numel() != like.numel():
                 raise ValueError(
                     f"{name}[{index}] has {tensor.numel()} elements, but the tensor has {like.numel()}; "
-                    "all must have as many"
+                    "all must have the same number"
                 )
         return Side(tuple(tensors), numels(tensors))
 
@@ -158,7 +158,9 @@ class _Checks(NamedTuple):
         rows = tensor.shape[0]
         if sizes is None:
             if rows % self.size:
-                raise ValueError(f"{name} has {rows} rows, which {self.size} ranks do not divide; pass split sizes")
+                raise ValueError(
+                    f"{name} has {rows} rows, which is not divisible by {self.size} ranks; pass split sizes"
+                )
             sizes = [rows // self.size] * self.size
         if len(sizes) != self.size or min(sizes) < 0 or sum(sizes) != rows:
             raise ValueError(
@@ -176,11 +178,11 @@ class _Checks(NamedTuple):
         if given == taken:
             return
         if self.what.pairwise:
-            raise ValueError(f"this rank gives itself {given} elements but expects {taken}")
+            raise ValueError(f"this rank sends itself {given} elements but expects {taken}")
         listed, single = (self.what.input, self.what.output) if self.what.scatters else (self.what.output, "tensor")
         counts = (given, taken) if self.what.scatters else (taken, given)
         raise ValueError(
-            f"{listed}[{self.rank}] is for this rank, whose {single} has {counts[1]} elements, not {counts[0]}"
+            f"{listed}[{self.rank}] belongs to this rank, whose {single} has {counts[1]} elements, not {counts[0]}"
         )
 
     def _check_apart(self, read: Side, written: Side) -> None:

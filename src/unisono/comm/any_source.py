@@ -137,7 +137,7 @@ class Matching(Work):
         more = f" and {len(self.peers) - _NAMED} more" if len(self.peers) > _NAMED else ""
         ranks = f"{'ranks' if len(self.peers) > 1 else 'rank'} {', '.join(map(str, self.peers[:_NAMED]))}{more}"
         return CommTimeoutError(
-            f"waited {waited_s:.1f} s for a message of tag {self.tag}, and none has come from {ranks}. Is the sender "
+            f"waited {waited_s:.1f} s for a message with tag {self.tag} from {ranks}, and none arrived. Is the sender "
             "alive, or did it skip a call?",
             peer=self.peers[0] if len(self.peers) == 1 else None,
             waited_s=waited_s,

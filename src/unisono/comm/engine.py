@@ -150,7 +150,7 @@ class Engine(CommunicatorState, FastPathCalls):
             raise self.with_context(
                 CommError(
                     f"{plan.collective.name} was called inside {outer}, as by a signal handler. Set a flag in the "
-                    "handler, and make the call when the other one has returned"
+                    "handler, and make the call after the outer call has returned"
                 ),
                 plan.collective.name,
             )
@@ -253,7 +253,7 @@ class Engine(CommunicatorState, FastPathCalls):
             return
         self.closed = self.activity.closed = self.ending.over = self._retired = True
         self._dropped.detach()
-        self.transport.abort(ClosedError("the communicator was rebuilt; use the new one"))
+        self.transport.abort(ClosedError("the communicator was rebuilt; use the new communicator"))
         self._helper.end()
         self.transport.close()
 

@@ -40,8 +40,8 @@ def _compare(engine: Engine, message: Message, key: str) -> None:
     engine.control.delete(key)
     if _DIGEST.unpack(told)[0] != digest(message.tensor):
         raise CorruptedError(
-            f"a message from rank {message.peer} (tag {message.tag}) holds other bytes than it sent. Is the memory or "
-            "the network between the two faulty?",
+            f"a message from rank {message.peer} (tag {message.tag}) holds other bytes than were sent. Is the "
+            "memory or the network between the two ranks faulty?",
             peer=message.peer,
             nbytes=message.tensor.nbytes,
         )

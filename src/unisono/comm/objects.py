@@ -109,7 +109,7 @@ class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin)
             values = []
         parts = [self._encode(value, trusted) for value in values]
         if len(parts) != self.size:
-            wrong = f"objs must have one value for each of the {self.size} ranks on rank {self.rank}, not {len(parts)}"
+            wrong = f"objs on rank {self.rank} must have one value for each of the {self.size} ranks, not {len(parts)}"
             return [_WRONG + wrong.encode()] * self.size
         return [next((p for p in parts if p[:1] == _REFUSED), part) for part in parts]
 

@@ -222,7 +222,7 @@ class PointToPointMixin(CommunicatorBase):
         self._check_tag(tag)
         if not self._engine.transport.any_source:
             raise ValueError(
-                "this backend cannot tell which ranks have sent: say from which to receive, as in recv(tensor, src=...)"
+                "this backend cannot receive from any source: pass the sender's rank, as in recv(tensor, src=...)"
             )
         if src is not None:
             self._check_rank(src, "src", other=True)

@@ -60,7 +60,7 @@ class _Incoming:
         sizes = struct.Struct(f"<{count}Q")
         start = _FIXED.size
         if count > _most_inline():
-            raise CommError(f"a message with {count} bodies came, which no rank sends", peer=self.peer)
+            raise CommError(f"received a message with {count} bodies, which no rank sends", peer=self.peer)
         lengths = sizes.unpack_from(content, start)
         start += sizes.size
         self.bodies = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths]
@@ -104,7 +104,7 @@ class PointToPointMailbox(Mailbox):
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
         fixed = _FIXED.pack(len(head), len(bodies)) + struct.pack(f"<{len(bodies)}Q", *(b.numel() for b in bodies))
         if len(bodies) > _most_inline():
-            raise ValueError(f"a message carries at most {_most_inline()} bodies, not {len(bodies)}")
+            raise ValueError(f"a message has at most {_most_inline()} bodies, not {len(bodies)}")
         inline = len(fixed) + len(head) <= _ENVELOPE_BYTES
         content = fixed + head if inline else fixed
         envelope = _tensor(content.ljust(_ENVELOPE_BYTES, b"\0"))
@@ -138,7 +138,7 @@ class PointToPointMailbox(Mailbox):
             except CommError as error:
                 # The other end has closed, or is about to be reported as lost.
                 self.mark_lost(peer, error)
-                raise PeerLostError(f"rank {peer} has gone: {error.message}", peer=peer) from error
+                raise PeerLostError(f"rank {peer} has left: {error.message}", peer=peer) from error
 
     def poll(self) -> list[Envelope]:
         while True:

@@ -52,9 +52,9 @@ class CommunicatorState:
 
     def invalidate_after_fork(self) -> None:
         """Mark as broken in a forked child: connections and shared memory belong to the parent, still in use."""
-        told = f"this communicator belongs to process {self._process}, of which this one is a fork"
+        told = f"this communicator belongs to process {self._process}, of which this process is a fork"
         self._broken = Cause(
-            "CommError", None, f"{told}; make a new one here, or start processes by spawn or forkserver"
+            "CommError", None, f"{told}; create a new communicator here, or start processes with spawn or forkserver"
         )
 
     @property
@@ -87,7 +87,7 @@ class CommunicatorState:
     def check(self, operation: str) -> None:
         """Raise if no call can be made any more."""
         if self.closed:
-            raise self.with_context(ClosedError("the communicator is closed; make a new one"), operation)
+            raise self.with_context(ClosedError("the communicator is closed; create a new communicator"), operation)
         if self._broken is not None:
             raise self.with_context(error_of(self._broken, self.group), operation)
 

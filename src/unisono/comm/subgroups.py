@@ -103,7 +103,7 @@ class SubgroupMixin(CommunicatorBase):
         for index, rank in enumerate(ranks):
             self._check_rank(rank, f"ranks[{index}]")
         if len(set(ranks)) != len(ranks) or not ranks:
-            raise ValueError(f"ranks must be different from each other, and at least one, not {ranks}")
+            raise ValueError(f"ranks must be distinct, and at least one, not {ranks}")
         number, timeout = self._splits + 1, self._options.timeout_s
         try:
             lists = self._control.agree(self._engine.group, f"subgroup #{number}", tuple(ranks), timeout)
@@ -172,7 +172,7 @@ class SubgroupMixin(CommunicatorBase):
         if self._engine.closed:
             raise ClosedError("the communicator is closed", rank=self.rank, size=self.size, operation="rebuild")
         if not isinstance(grow, int) or grow < 0:
-            raise ValueError(f"grow is a number of newcomers, not {grow!r}")
+            raise ValueError(f"grow must be a number of new ranks, not {grow!r}")
         deadline = time.monotonic() + resolve_timeout(timeout, self._options.timeout_s)
         made = self._attempt(grow, deadline)
         while made is None:

@@ -228,7 +228,7 @@ def check_bucket(flat: torch.Tensor, shapes: Sequence[torch.Size], kept: torch.T
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
         if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} is of {tensor.dtype}; gradients of floating-point numbers are compressed")
+            raise TypeError(f"{name} has dtype {tensor.dtype}; only floating-point gradients can be compressed")
         if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.requires_grad:
             raise ValueError(
                 f"{name} must be one-dimensional, contiguous and detached, not of shape {tuple(tensor.shape)}, "
@@ -245,7 +245,7 @@ def check_bucket(flat: torch.Tensor, shapes: Sequence[torch.Size], kept: torch.T
             f"not {kept.numel()} of {kept.dtype} on {kept.device}"
         )
     if flat.numel() and abs(kept.data_ptr() - flat.data_ptr()) < flat.nbytes:
-        raise ValueError("kept and flat share memory; pass tensors of their own")
+        raise ValueError("kept and flat share memory; pass separate tensors")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

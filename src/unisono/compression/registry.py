@@ -40,6 +40,6 @@ def resolve(spec: Spec) -> Codec:
         made = made()
     if not isinstance(made, Codec):
         raise TypeError(
-            f"a codec, a function that makes one, or one of {', '.join(CODECS.names())} is needed: {spec!r}"
+            f"a codec, a function that makes one, or one of {', '.join(CODECS.names())} is needed, not {spec!r}"
         )
     return made

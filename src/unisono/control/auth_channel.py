@@ -53,7 +53,9 @@ class Channel:
     def seal(self, content: bytes) -> bytes:
         """Return the frame to send next."""
         if len(content) > MAX_FRAME_BYTES:
-            raise ValueError(f"{len(content)} bytes are more than the {MAX_FRAME_BYTES} that one message may have")
+            raise ValueError(
+                f"{len(content)} bytes are too many for one message; at most {MAX_FRAME_BYTES} are allowed"
+            )
         mac = _mac(self._seal_key, self._sealed, content)
         self._sealed += 1
         return _HEAD.pack(len(content), mac) + content

@@ -140,11 +140,11 @@ class SocketControl(ControlClient):
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
         if self._process != os.getpid():
             raise CommError(
-                f"this communicator belongs to process {self._process}, of which this one is a fork; "
-                "make a new one here, or start processes by spawn or forkserver"
+                f"this communicator belongs to process {self._process}, of which this process is a fork; create a "
+                "new communicator here, or start processes with spawn or forkserver"
             )
         if self._reader is threading.current_thread():
-            raise CommError("a callback of the control plane must not ask anything of it; use another thread")
+            raise CommError("a callback of the control plane must not call it; use another thread")
         try:
             self._line.send(serialization.encode((number, words)), time.monotonic() + self._patience_s)
         except OSError:
@@ -210,8 +210,10 @@ class SocketControl(ControlClient):
             cause = Cause("ClosedError", None, f"{self._where} has ended: rank 0 or the launcher closed it")
             self._end(cause, fails_groups=False)
         elif self._ended is None:
-            host = "" if self._host_rank is None else f"rank {self._host_rank} of the job was lost, which hosts it: "
-            cause = Cause("PeerLostError", None, f"{host}{self._where} was lost: its process ended, or the way to it")
+            host = "" if self._host_rank is None else f"rank {self._host_rank} of the job, its host, was lost: "
+            cause = Cause(
+                "PeerLostError", None, f"{host}{self._where} was lost: its process ended, or the connection broke"
+            )
             for callback in self._end(cause, fails_groups=True, culprit=self._host_rank):
                 self._call(callback)
             self._call(self._on_orphan)
@@ -222,4 +224,4 @@ class SocketControl(ControlClient):
             try:
                 callback()
             except Exception:
-                _log.exception("a callback on the failure of a group failed itself")
+                _log.exception("a failure callback of a group raised an exception")

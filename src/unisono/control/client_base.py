@@ -88,7 +88,7 @@ class ControlClient(ControlPlane, ABC):
         if waiter.reply is None:
             self._silent = True
             raise CommTimeoutError(
-                f"{self._where} has not answered for {timeout:.1f} s. Is its process alive, and not stopped?",
+                f"{self._where} has not answered for {timeout:.1f} s. Is its process running?",
                 waited_s=timeout,
             )
         _, outcome, body = waiter.reply
@@ -154,7 +154,7 @@ class ControlClient(ControlPlane, ABC):
                 # Answers arrive in order: after this one, the value is either here or will never arrive.
                 self._ask("forget", waiter.number, within_s=_GRACE_S)
             if waiter.reply is None:
-                message = f"waited {timeout:.1f} s for the key {key!r}, which nobody has set"
+                message = f"waited {timeout:.1f} s for the key {key!r}, which no rank has set"
                 raise CommTimeoutError(message, waited_s=timeout)
         finally:
             self._waiters.pop(waiter.number, None)
@@ -262,7 +262,7 @@ class ControlClient(ControlPlane, ABC):
             if waiter.reply is None:
                 self._waiters.pop(waiter.number, None)
                 raise CommTimeoutError(
-                    f"waited {timeout:.1f} s to be taken in; the ranks of the job call comm.rebuild(grow=1)",
+                    f"waited {timeout:.1f} s to join; the ranks of the job must call comm.rebuild(grow=1)",
                     waited_s=timeout,
                 )
         name, members, rank, terms = self._finish(waiter, 0)

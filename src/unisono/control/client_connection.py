@@ -49,7 +49,7 @@ class ClientConnection:
                     rest = rest[self._peer.send(rest) :]
                 except BlockingIOError:
                     if not self._writable.poll(_milliseconds(deadline - time.monotonic())):
-                        raise TimeoutError("the server reads nothing") from None
+                        raise TimeoutError("the server does not read") from None
 
     def serve(self, door: InspectSocket) -> None:
         """Answer at a door, too, while a thread waits for this connection."""
@@ -104,13 +104,13 @@ def connect(
         try:
             return _both(address, secret, max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())), rank)
         except UnicodeError as error:
-            raise CommError(f"{address[0]!r} is no name of a host") from error
+            raise CommError(f"{address[0]!r} is not the name of a host") from error
         except OSError as error:
             pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
             attempt += 1
             if time.monotonic() + pause >= deadline:
                 raise CommTimeoutError(
-                    f"nobody answers at {address[0]}:{address[1]} after {timeout:.1f} s ({error.strerror or error}). "
+                    f"no answer from {address[0]}:{address[1]} after {timeout:.1f} s ({error.strerror or error}). "
                     "Is rank 0 running there, is the address right on every rank, and is the port open?",
                     waited_s=timeout,
                 ) from error
@@ -139,7 +139,7 @@ def _ask(out: ClientConnection, back: ClientConnection, words: tuple[object, ...
     out.send(serialization.encode((1, words)), time.monotonic() + timeout)
     contents = back.receive(timeout)
     if not contents:
-        raise TimeoutError("the server is silent")
+        raise TimeoutError("the server does not answer")
     return serialization.decode(contents[0])[2]
 
 
@@ -149,9 +149,9 @@ def _reach(address: tuple[str, int], secret: bytes, timeout: float, rank: int | 
     except handshake.AuthenticationError as error:
         if not error.other_secret:
             raise CommError(
-                f"what answers at {address[0]}:{address[1]} is no control plane of unisono; choose another port"
+                f"the program at {address[0]}:{address[1]} is not a control plane of unisono; choose another port"
             ) from error
         raise CommError(
-            f"the control plane at {address[0]}:{address[1]} does not know this secret, the secrets differ: "
-            "set UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"
+            f"authentication failed: this rank and the control plane at {address[0]}:{address[1]} use different "
+            "secrets. Set UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"
         ) from error

@@ -31,7 +31,7 @@ class AuthenticationError(Exception):
     """
 
     def __init__(self, *, other_secret: bool) -> None:
-        super().__init__("the secrets differ" if other_secret else "something else than unisono")
+        super().__init__("the secrets differ" if other_secret else "the peer is not unisono")
         self.other_secret = other_secret
 
 
@@ -79,7 +79,7 @@ class Handshake:
         except BlockingIOError:
             return None
         if not data:
-            raise ConnectionError("the connection was closed at once")
+            raise ConnectionError("the connection was closed immediately")
         self._arrived += data
         if len(self._arrived) < self._wanted:
             return None
@@ -183,7 +183,7 @@ class Acceptor:
         try:
             channel = handshake.advance()
         except (OSError, AuthenticationError) as error:
-            _log.debug("a client is refused: %s", error)
+            _log.debug("client refused: %s", error)
             if handshake.rank is not None:
                 with contextlib.suppress(OSError):
                     self._on_refused(handshake.rank, handshake.peer.getpeername()[0])

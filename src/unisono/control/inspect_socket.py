@@ -102,7 +102,7 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
         UnavailableError: Not on Linux.
     """
     if sys.platform != "linux":
-        raise UnavailableError("to ask a running process needs Linux")
+        raise UnavailableError("querying a running process needs Linux")
     for number in range(_MOST):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
             line.settimeout(_WITHIN_S)
@@ -114,8 +114,8 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
             if _peer(line)[0] == pid and _is_this_user(line):
                 return _read(line, pid)
     raise CommError(
-        f"process {pid} has no part in a job of unisono that this user may ask (ranks that are threads of one process "
-        "have no control plane that others could reach)"
+        f"process {pid} is in no unisono job that this user may query (ranks that are threads of one process have "
+        "no control plane that other processes can reach)"
     )
 
 
@@ -124,7 +124,7 @@ def _read(line: socket.socket, pid: int) -> tuple[tuple[str, int], bytes]:
     while len(data) < _LENGTH.size or len(data) < _LENGTH.size + min(_LENGTH.unpack_from(data)[0], _MAX_BYTES):
         more = line.recv(_MAX_BYTES) if select.select([line], [], [], _WITHIN_S)[0] else b""
         if not more:
-            raise CommError(f"process {pid} does not answer: it is stopped, or just ending")
+            raise CommError(f"process {pid} does not answer: it is stopped or ending")
         data += more
     host, port, secret = serialization.decode(data[_LENGTH.size :])
     return (host, port), secret

@@ -123,18 +123,18 @@ class Groups:
         for part in [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]:
             missing = [r for r, number in enumerate(part.members) if number in gone and r not in part.known]
             if missing:
-                message = f"rank {missing[0]} was lost before it came to {part.name}"
+                message = f"rank {missing[0]} was lost before it joined {part.name}"
                 out += self._fail(part, Cause("PeerLostError", missing[0], message))
         return out
 
     def _contradiction(self, group: _Group, client: int, rank: int, size: int) -> str | None:
         if size != group.size:
             return (
-                f"rank {rank} says that {group.name} has {size} ranks, others say {group.size}; "
-                "start all of them with the same number"
+                f"rank {rank} declares {size} ranks for {group.name}, other ranks {group.size}; start all of them "
+                "with the same number"
             )
         if not 0 <= rank < size:
-            return f"there is no rank {rank} among {size}"
+            return f"rank {rank} is out of range for {size} ranks"
         if rank in group.gone:
             return f"rank {rank} of {group.name} has left or was lost before; a new group needs a new name"
         if group.present.get(rank, client) != client:
@@ -186,7 +186,7 @@ class Groups:
             return [(client, failed(request, group.cause))]
         exchange = group.exchanges.setdefault(topic, {})
         if rank in exchange:
-            message = f"rank {rank} came twice to {topic!r} of {name}; every exchange needs a topic of its own"
+            message = f"rank {rank} joined {topic!r} of {name} twice; every exchange needs its own topic"
             return [(client, failed(request, Cause("CommError", rank, message)))]
         exchange[rank] = Contribution(client, request, content, agree)
         missing_for_good = group.gone - exchange.keys()
@@ -287,11 +287,11 @@ def _waited(topic: str, waited_s: float, missing: list[int]) -> str:
     first, others = missing[0], missing[1:]
     if not others:
         return (
-            f"waited {waited_s:.1f} s in {topic} for rank {first}, which has not come. "
+            f"waited {waited_s:.1f} s in {topic} for rank {first}, which has not arrived. "
             "Is it alive, or did it skip a call?"
         )
     shown = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
     return (
-        f"waited {waited_s:.1f} s in {topic} for rank {first} (and {shown}), which have not come. "
+        f"waited {waited_s:.1f} s in {topic} for rank {first} (and {shown}), which have not arrived. "
         "Are they alive, or did they skip a call?"
     )

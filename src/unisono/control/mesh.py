@@ -100,7 +100,7 @@ class Mesh:
         try:
             self._links[rank] = connect(place, secret, max(_LEAST_S, deadline - time.monotonic()), self._group.rank)
         except AuthenticationError:
-            return CommError(f"something else than rank {rank} answers at {host}:{port}", peer=rank)
+            return CommError(f"the program at {host}:{port} is not rank {rank}", peer=rank)
         except OSError as error:
             return CommTimeoutError(self._unreachable(rank, host, port, error), peer=rank)
         return None
@@ -114,7 +114,8 @@ class Mesh:
             text += f". That is the loopback of the host of rank {rank}, which no other host can reach"
         return (
             f"{text}. On the host of rank {rank}, set {INTERFACE} to the network interface by which the others reach "
-            "it (or pass interface= to init; `ip -brief address` lists them), and see that no firewall is between"
+            "it (or pass interface= to init; `ip -brief address` lists them), and check that no firewall blocks "
+            "the port"
         )
 
     def _close(self) -> None:

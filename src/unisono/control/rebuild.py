@@ -41,11 +41,13 @@ class Rebuilds:
         """Request an attempt, as a member; all pass the same numbers, and the members' numbers in the job."""
         rank = self._groups.rank_of(client, name)
         if rank is None:
-            message = f"this rank is no member of {name} any more: the others went on without it"
+            message = f"this rank is no longer a member of {name}: the other ranks continued without it"
             return [(client, failed(request, Cause("AbortedError", None, message)))]
         rebuild = self._open.setdefault((name, attempt), _Rebuild(grow, members, terms))
         if rebuild.grow != grow:
-            message = f"rank {rank} says grow={grow} in rebuild, others say {rebuild.grow}; all ranks say the same"
+            message = (
+                f"ranks passed different grow to rebuild: rank {rank} {grow}, others {rebuild.grow}; pass the same"
+            )
             return self._refuse(name, attempt, (client, request), Cause("MismatchError", rank, message))
         rebuild.calls[rank] = client, request
         return self.look(name)
@@ -78,12 +80,12 @@ class Rebuilds:
             return []
         out: Outgoing = []
         for rank in self._groups.present(name).keys() - rebuild.calls.keys():
-            message = f"rank {rank} did not come to rebuild within {waited_s:.1f} s; the others went on without it"
+            message = f"rank {rank} did not call rebuild within {waited_s:.1f} s; the other ranks continued without it"
             out += self._groups.expel(name, rank, Cause("AbortedError", rank, message))
         out += self.look(name)
         if (name, attempt) in self._open:
             some = len(self._applicants)
-            message = f"waited {waited_s:.1f} s in rebuild for {rebuild.grow} newcomers, of whom {some} have come"
+            message = f"waited {waited_s:.1f} s in rebuild for {rebuild.grow} new ranks, of which {some} have joined"
             out += self._refuse(name, attempt, None, Cause("CommTimeoutError", None, message))
         return out
 

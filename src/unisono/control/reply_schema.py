@@ -29,7 +29,7 @@ def reply_of(content: bytes) -> Reply:
             return number, "ok", body
         case number, "failed", (str(kind), rank, str(message)) if number and type(number) is int and _is_rank(rank):
             return number, "failed", (kind, rank, message)
-    raise ValueError("a reply out of form")
+    raise ValueError("a malformed reply")
 
 
 def news_of(content: bytes) -> Reply:
@@ -41,13 +41,13 @@ def news_of(content: bytes) -> Reply:
     try:
         news = json.loads(content)
     except RecursionError:
-        raise ValueError("news out of form") from None
+        raise ValueError("a malformed notification") from None
     match news:
         case "failed", (str(name), str(kind), rank, str(message)) if _is_rank(rank):
             return 0, "failed", (name, kind, rank, message)
         case ("asked", int(body)) | ("goodbye", None as body):
             return 0, news[0], body
-    raise ValueError("news out of form")
+    raise ValueError("a malformed notification")
 
 
 def _is_rank(value: object) -> bool:

@@ -36,7 +36,7 @@ def check_form(handler: Callable[..., Any], verb: str, arguments: Sequence[objec
         raise TypeError(f"the request {verb!r} has {len(arguments)} arguments, more than {len(tests)}")
     for (name, fits), given in zip(tests, arguments, strict=False):
         if not fits(given):
-            raise TypeError(f"{name} of the request {verb!r} is no {type(given).__name__}")
+            raise TypeError(f"{name} of the request {verb!r} cannot be a {type(given).__name__}")
 
 
 @cache

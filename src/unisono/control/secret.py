@@ -38,11 +38,11 @@ def secret_bytes(given: str | bytes) -> bytes:
     """Return a secret chosen by the caller or the environment, as bytes. Raises as `find_secret` does."""
     # Made of a number, bytes would be that many zeros.
     if not isinstance(given, str | bytes | bytearray | memoryview):
-        raise TypeError(f"the secret has to be text or bytes, not {type(given).__name__}")
+        raise TypeError(f"the secret must be text or bytes, not {type(given).__name__}")
     # An environment may hold any bytes.
     secret = given.encode(errors="surrogateescape") if isinstance(given, str) else bytes(given)
     if not secret:
-        raise ValueError(f"the secret is empty; give some random text (or leave {_VARIABLE} unset on a single host)")
+        raise ValueError(f"the secret is empty; pass some random text (or leave {_VARIABLE} unset on a single host)")
     return secret
 
 
@@ -57,7 +57,7 @@ def _of_this_user() -> bytes:
         except (OSError, RuntimeError) as error:
             last = error
     raise CommError(
-        f"there is no place to keep a secret ({last}); set {_VARIABLE} to the same random text for every rank"
+        f"no folder can hold the secret ({last}); set {_VARIABLE} to the same random text for every rank"
     ) from last
 
 
@@ -81,7 +81,7 @@ def _read_or_create(directory: Path) -> bytes:
         refuse_if_shared(path, os.fstat(file.fileno()), stat.S_IRWXG | stat.S_IRWXO)
         secret = file.read()
     if not secret:
-        raise CommError(f"{path} is empty; remove it, and a new secret will be made")
+        raise CommError(f"{path} is empty; remove it, and unisono creates a new secret")
     return secret
 
 
@@ -104,6 +104,6 @@ def refuse_if_shared(path: Path, status: os.stat_result, forbidden: int) -> None
     if not hasattr(os, "geteuid"):
         return
     if status.st_uid != os.geteuid():
-        raise CommError(f"{path} belongs to another user (number {status.st_uid}); remove it or choose another place")
+        raise CommError(f"{path} belongs to another user (number {status.st_uid}); remove it or choose another folder")
     if status.st_mode & forbidden:
-        raise CommError(f"{path} is open to other users; say `chmod go-rwx {path}`, or remove it")
+        raise CommError(f"{path} is open to other users; run `chmod go-rwx {path}`, or remove it")

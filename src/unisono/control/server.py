@@ -150,7 +150,7 @@ class Server:
             self._watch(connection)
         # Whatever a client sends, or fails to: it ends this connection and no other.
         except Exception as error:
-            _log.debug("control connection %d ends: %s", connection.number, error)
+            _log.debug("control connection %d ended: %s", connection.number, error)
             self._broken.append(connection)
 
     def _handle(self, connection: Connection, content: bytes) -> None:
@@ -218,5 +218,5 @@ def _encoded(reply: Reply) -> bytes:
         return content
     message = f"the values of all ranks together have {len(content) >> 20} MiB, more than the {MAX_FRAME_BYTES >> 20} "
     return serialization.encode(
-        failed(reply[0], Cause("CommError", None, message + "that the control plane carries at once"))
+        failed(reply[0], Cause("CommError", None, message + "that the control plane sends in one message"))
     )

@@ -78,7 +78,7 @@ class SimulatedControl(LocalControl):
             return f"for an answer to {words[0]!r}"
         missing = self._hub.missing(self._client, words[1], words[2])
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        return f"for {ranks} to come to {words[2]!r} of {words[1]}"
+        return f"for {ranks} to join {words[2]!r} of {words[1]}"
 
     def die(self) -> None:
         """End without a message; the others are notified a little later, as after a broken connection."""

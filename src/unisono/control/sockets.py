@@ -87,7 +87,7 @@ def _reason(error: OSError, host: str, port: int) -> str:
             "(in MASTER_PORT, or in tcp://host:port), the same on every rank, or end that program"
         )
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return f"{host} is no address of this host; rank 0 has to run on the host that the address names"
+        return f"{host} is not an address of this host; rank 0 must run on the host that the address names"
     if error.errno == errno.EACCES:
         return f"port {port} is reserved; choose one from 1024 to 65535"
     return f"{error.strerror or error}"
@@ -99,6 +99,6 @@ def recv_exactly(peer: socket.socket, count: int) -> bytes:
     while len(data) < count:
         more = peer.recv(count - len(data))
         if not more:
-            raise ConnectionError("the connection was closed at once")
+            raise ConnectionError("the connection was closed immediately")
         data += more
     return data

@@ -56,7 +56,7 @@ class ControlState:
         verb, *arguments = words
         handler: Callable[..., Outgoing] | None = getattr(self, f"_on_{verb}", None)
         if handler is None:
-            raise ValueError(f"there is no request {verb!r}")
+            raise ValueError(f"unknown request {verb!r}")
         # Arguments that are kept are used for other clients later, which would then get the error.
         check_form(handler, verb, arguments)
         return handler(client, request, *arguments)
@@ -118,7 +118,7 @@ class ControlState:
         self, client: int, request: int, name: str, rank: int, size: int, members: Sequence[int] = ()
     ) -> Outgoing:
         if len(members) not in (0, size):
-            raise ValueError(f"{size} ranks have {size} numbers in the job")
+            raise ValueError(f"{size} ranks must have {size} rank numbers in the job, not {len(members)}")
         return self._groups.join(client, request, name, rank, size, members)
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
@@ -148,7 +148,7 @@ class ControlState:
         """Return lines for an error: missing ranks that were refused."""
         come = {rank for _, rank in self._seats}
         return "".join(
-            f"\n  a process at {host} that says it is rank {rank} was refused, since it has another secret: set "
+            f"\n  a process at {host} that claims to be rank {rank} was refused because its secret differs: set "
             "UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"
             for rank, host in sorted(self._refused.items())
             if rank not in come

@@ -72,5 +72,5 @@ def text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception as another:
-        text = f"(it cannot be put in words: {type(another).__name__})"
-    return f"{text[:_MOST_SAID]}... ({len(text)} letters)" if len(text) > _MOST_SAID else text
+        text = f"(its str() failed: {type(another).__name__})"
+    return f"{text[:_MOST_SAID]}... ({len(text)}characters)" if len(text) > _MOST_SAID else text

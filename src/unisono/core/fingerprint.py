@@ -73,14 +73,15 @@ def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:
         for rank, fingerprint in enumerate(prints):
             sides.setdefault(_side(fingerprint), []).append(rank)
         quoted = "; ".join(f"{_ranks(ranks)}: {side}" for side, ranks in sides.items())
-        return f"ranks differ in {', '.join(differing)}: {quoted}. All ranks make the same calls in the same order"
+        text = f"ranks differ in {', '.join(differing)}: {quoted}"
+        return f"{text}. All ranks must make the same calls in the same order"
     for source, giver in enumerate(prints):
         for target, taker in enumerate(prints):
             given, taken = _at(giver.sends, target), _at(taker.receives, source)
             if given != taken:
                 return (
-                    f"rank {source} gives rank {target} {given} elements{_site(giver)}, "
-                    f"which expects {taken}{_site(taker)}"
+                    f"rank {source} sends {given} elements{_site(giver)} to rank {target}, which expects "
+                    f"{taken}{_site(taker)}"
                 )
     return ""
 

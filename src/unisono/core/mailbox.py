@@ -95,7 +95,7 @@ class Mailbox(ABC):
     def abort_message(self, peer: int, error: BaseException) -> None:
         """Handle an aborted or interrupted send: part of the message was sent, so no message can follow it."""
         if not isinstance(error, CommError):
-            error = PeerLostError(f"a message to rank {peer} was broken off by {type(error).__name__}", peer=peer)
+            error = PeerLostError(f"a message to rank {peer} was aborted by {type(error).__name__}", peer=peer)
         self.mark_lost(peer, error)
 
     def close(self) -> None:

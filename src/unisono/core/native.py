@@ -29,7 +29,7 @@ def native() -> ModuleType | None:
     except ImportError:
         return None
     if _SOURCES.is_dir() and getattr(module, "BUILD", None) != _digest():
-        warnings.warn("unisono._native was built from other sources and is left out; run `make install`", stacklevel=2)
+        warnings.warn("unisono._native was built from other sources and is ignored; run `make install`", stacklevel=2)
         return None
     return module
 

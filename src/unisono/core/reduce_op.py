@@ -77,7 +77,7 @@ def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
             f"avg of {dtype} would lose the fraction: use op='sum' and divide yourself, or convert to a float dtype"
         )
     if not _reducible(op, dtype):
-        raise ValueError(f"torch cannot do {op.value} on {dtype}; convert the tensor first")
+        raise ValueError(f"torch does not support {op.value} on {dtype}; convert the tensor first")
 
 
 def _reducible(op: ReduceOp, dtype: torch.dtype) -> bool:

@@ -73,7 +73,7 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
     if (type(tensor) not in _PLAIN or tensor.is_nested) and has_no_storage(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, whose elements are not in its own memory; pass the plain tensor "
-            "that it holds, such as what to_local() of a DTensor returns"
+            "that it holds, such as dtensor.to_local()"
         )
     if tensor.is_quantized:
         raise ValueError(f"{name} is quantized; convert it with .dequantize() first, or send its int_repr()")
@@ -81,17 +81,18 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
         raise ValueError(f"{name} is {tensor.layout}; convert it with .to_dense() first")
     if tensor.device.type not in devices:
         raise ValueError(
-            f"{name} is on {tensor.device}, which this backend cannot carry; it carries {', '.join(sorted(devices))}"
+            f"{name} is on {tensor.device}, which this backend does not support; it supports "
+            f"{', '.join(sorted(devices))}"
         )
     if tensor.requires_grad and torch.is_grad_enabled() and _has_history(tensor):
         raise ValueError(
-            f"{name} has a gradient history, as a view of a parameter has, which communication would lose in silence; "
+            f"{name} has a gradient history, as views of parameters have, and communication would silently lose it; "
             "pass tensor.detach(), or call inside torch.no_grad()"
         )
     if written and not is_non_overlapping(tensor):
         raise ValueError(
             f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), "
-            "as after expand(); pass tensor.contiguous() or a tensor of its own"
+            "as after expand(); pass tensor.contiguous() or a separate tensor"
         )
     return tensor
 
@@ -120,7 +121,7 @@ def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tupl
             if start >= stop:
                 break
             if (writes or other_writes) and tensor.device == other.device and _share(tensor, other):
-                raise ValueError(f"{name} and {other_name} share memory; pass tensors of their own")
+                raise ValueError(f"{name} and {other_name} share memory; pass separate tensors")
 
 
 class Staging:

@@ -130,8 +130,8 @@ def resolve_timeout(timeout: float | None, usual_s: float) -> float:
     if timeout is None:
         return usual_s
     if not isinstance(timeout, Real):
-        hint = "; give its total_seconds()" if isinstance(timeout, timedelta) else ""
-        raise TypeError(f"timeout is a number of seconds, not a {type(timeout).__name__}{hint}")
+        hint = "; pass its total_seconds()" if isinstance(timeout, timedelta) else ""
+        raise TypeError(f"timeout must be a number of seconds, not a {type(timeout).__name__}{hint}")
     if not 0 <= timeout <= _LONGEST_S:
         raise ValueError(f"timeout must be from 0 to 1e9 seconds, not {timeout!r}")
     return timeout
@@ -155,7 +155,7 @@ def describe(messages: Sequence[Message]) -> str:
     parts = [
         f"for {format_bytes(m.tensor.nbytes)} from rank {m.peer}"
         if isinstance(m, Recv)
-        else f"for rank {m.peer} to take {format_bytes(m.tensor.nbytes)}"
+        else f"for rank {m.peer} to receive {format_bytes(m.tensor.nbytes)}"
         for m in messages[:4]
     ]
     return " and ".join(parts) + (f" and {len(messages) - 4} more" if len(messages) > 4 else "")
@@ -164,7 +164,7 @@ def describe(messages: Sequence[Message]) -> str:
 def size_error(sender: int, sent: str, receiver: int, expected: str, tag: int, peer: int) -> MismatchError:
     """Return the error of a matched send and receive that differ; `sent` and `expected` are as from `elements`."""
     return MismatchError(
-        f"rank {sender} sent {sent}, but the receive on rank {receiver} is for {expected} (tag {tag})", peer=peer
+        f"rank {sender} sent {sent}, but the receive on rank {receiver} expects {expected} (tag {tag})", peer=peer
     )
 
 

@@ -51,14 +51,14 @@ class AssignmentPartitioner(Partitioner):
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
         if len(self._known) != count:
-            raise ValueError(f"there are {len(self._known)} {self._name} for {count} samples; give one for each")
+            raise ValueError(f"there are {len(self._known)} {self._name} for {count} samples; pass one for each sample")
         return super().order(count, shuffle, seed, epoch, shares)
 
     def _known_samples(self, samples: Indices) -> torch.Tensor:
         """Return the dataset indices of these samples; raise `ValueError` if one has no known value."""
         found = samples.all()
         if len(found) and int(found.max()) >= len(self._known):
-            raise ValueError(f"there are {len(self._known)} {self._name}, but a sample {int(found.max())}")
+            raise ValueError(f"sample {int(found.max())} has no entry: there are only {len(self._known)} {self._name}")
         return found
 
 

@@ -77,7 +77,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         # One part that is all of the epoch: its state is the same on every rank.
         self._whole = PartitionSampler(dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed)
         if not self._whole.rule.interleaves:
-            raise ValueError("batches of all ranks are cut from one order: partition must be one that deals in turns")
+            raise ValueError("batches of all ranks are cut from one order: partition must deal samples in turns")
         self.batch_size, self.drop_last, self._empty = size, drop_last, allow_empty_batches
         self._check(self.num_replicas)
 
@@ -113,7 +113,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         """
         left, steps = self._whole.remaining, operator.index(steps)
         if not 0 <= steps <= -(-left // self.batch_size):
-            raise ValueError(f"{steps} steps cannot have been made: {left} samples are left of epoch {self.epoch}")
+            raise ValueError(f"{steps} steps cannot have been taken: {left} samples are left of epoch {self.epoch}")
         self._whole.advance(min(steps * self.batch_size, left))
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,8 +154,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         last = count % self.batch_size or min(count, self.batch_size)
         if 0 < last < ranks and not self._empty and not (self.drop_last and last < self.batch_size):
             raise ValueError(
-                f"the last batch of an epoch of {count} samples has {last}, too few for {ranks} ranks: "
-                "pass drop_last=True, or allow_empty_batches=True if your loop copes with empty batches"
+                f"the last batch of an epoch of {count} samples has {last}, too few for {ranks} ranks. Pass "
+                "drop_last=True, or allow_empty_batches=True if your loop copes with empty batches"
             )
 
 

@@ -28,8 +28,8 @@ def of_dataset(dataset: Any, names: Sequence[str], partitioner: str) -> Any:
         places = torch.as_tensor(indices).tolist()
         return whole[torch.tensor(places)] if isinstance(whole, torch.Tensor) else [whole[place] for place in places]
     raise ValueError(
-        f"a {type(dataset).__name__} has no {' or '.join(names)} that {partitioner!r} could go by; "
-        f"give them: partition=un.data.{partitioner}({names[-1]})"
+        f"a {type(dataset).__name__} has no {' or '.join(names)} for {partitioner!r}; "
+        f"pass them: partition=un.data.{partitioner}({names[-1]})"
     )
 
 

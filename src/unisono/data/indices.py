@@ -76,7 +76,7 @@ class Indices(ABC):
     def __getitem__(self, place: int) -> Any:
         number = operator.index(place)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"there are {len(self)} samples, so there is none at {number}")
+            raise IndexError(f"index {number} is out of range: there are {len(self)} samples")
         return self.at(number % len(self))
 
     def __iter__(self) -> Iterator[Any]:

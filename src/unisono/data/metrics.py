@@ -56,8 +56,8 @@ def gather_metrics(
     for rank, theirs in enumerate(everyone):
         if theirs.keys() != everyone[0].keys():
             raise MismatchError(
-                f"rank 0 gave the metrics {sorted(everyone[0])}, rank {rank} {sorted(theirs)}; all give the same, "
-                "those without samples too"
+                f"rank 0 passed the metrics {sorted(everyone[0])}, rank {rank} {sorted(theirs)}; all ranks must "
+                "pass the same, even those without samples"
             )
     return {name: _mean([theirs[name] for theirs in everyone]) for name in mine}
 
@@ -117,15 +117,15 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
 def _check(heads: Sequence[tuple[torch.Tensor, int]], count: int | None) -> None:
     for rank, (places, length) in enumerate(heads):
         if places.dim() != 1 or len(places) != length:
-            raise ValueError(f"rank {rank} gave {length} outputs for indices of shape {tuple(places.shape)}")
+            raise ValueError(f"rank {rank} passed {length} outputs for indices of shape {tuple(places.shape)}")
         if not are_whole(places):
-            raise ValueError(f"rank {rank} gave indices of {places.dtype}, which are no whole numbers")
+            raise ValueError(f"rank {rank} passed indices of {places.dtype}; indices must be integers")
     found, times = torch.cat([places for places, _ in heads]).unique(return_counts=True)
     if bool((times > 1).any()):
         twice = found[times > 1].tolist()
-        raise ValueError(f"{len(twice)} samples are there more than once, the first of them {twice[0]}")
+        raise ValueError(f"{len(twice)} samples were passed more than once, the first of them {twice[0]}")
     if count is not None and (len(found) != count or (count and (int(found[0]) < 0 or int(found[-1]) >= count))):
-        raise ValueError(f"there must be {count} samples, 0 to {count - 1}, but {len(found)} came")
+        raise ValueError(f"there must be {count} samples, 0 to {count - 1}, but ranks passed {len(found)}")
 
 
 def _summed(name: str, values: torch.Tensor | Sequence[float] | float, count: int | None) -> tuple[int, Any]:
@@ -135,10 +135,10 @@ def _summed(name: str, values: torch.Tensor | Sequence[float] | float, count: in
         # A number of Python's: numpy's would overflow later, in silence.
         many = -1 if count is None else operator.index(count)
         if many < 0:
-            raise ValueError(f"{name!r} is a sum: say count=..., over how many samples")
+            raise ValueError(f"{name!r} is a sum: pass count=..., the number of its samples")
         return many, _exact_sum(given.reshape(1))
     if given.dim() != 1:
-        raise ValueError(f"{name!r} must be one number a sample, but has the shape {tuple(given.shape)}")
+        raise ValueError(f"{name!r} must be one number per sample, but has the shape {tuple(given.shape)}")
     return len(given), _exact_sum(given)
 
 
@@ -146,7 +146,7 @@ def _exact(name: str, values: torch.Tensor | Sequence[float] | float) -> torch.T
     """Convert to float64 or whole numbers, exactly."""
     given = torch.as_tensor(values)
     if given.is_complex():
-        raise TypeError(f"{name!r} is {given.dtype}: a mean of numbers must be of real ones")
+        raise TypeError(f"{name!r} is {given.dtype}: a mean needs real numbers")
     if not given.is_floating_point():
         return given.detach().cpu()
     if not hasattr(values, "dtype"):

@@ -52,7 +52,7 @@ class Partition(Dataset[T_co]):
         self.data = data
         given = torch.as_tensor(indices, device="cpu")
         if given.numel() and not are_whole(given):
-            raise TypeError(f"indices are whole numbers, not {given.dtype}; of a mask take mask.nonzero().flatten()")
+            raise TypeError(f"indices must be integers, not {given.dtype}; for a mask pass mask.nonzero().flatten()")
         if given.dim() != 1:
             raise ValueError(f"indices must be one-dimensional, but have the shape {tuple(given.shape)}")
         self.indices = given.long()
@@ -70,7 +70,7 @@ class Partition(Dataset[T_co]):
             return Partition(self.data, self.indices[list(range(len(self))[index])])
         place = operator.index(index)
         if not -len(self) <= place < len(self):
-            raise IndexError(f"this partition has {len(self)} samples, so there is none at {place}")
+            raise IndexError(f"index {place} is out of range: this partition has {len(self)} samples")
         return self.data[int(self.indices[place])]
 
     def __iter__(self) -> Iterator[T_co]:
@@ -124,7 +124,7 @@ class DataPartitioner(Generic[T_co]):
         try:
             count = len(data)
         except TypeError as error:
-            raise TypeError(f"a {type(data).__name__} cannot be partitioned: give a dataset with a length") from error
+            raise TypeError(f"a {type(data).__name__} cannot be partitioned: pass a dataset with a length") from error
         if operator.index(seed) < 0:
             raise ValueError(f"seed must be 0 or more, but is {seed}")
         self.data = data

@@ -30,7 +30,7 @@ class WorkerEpochCheck:
 
 def _refusal() -> Iterator[Any]:
     raise RuntimeError(
-        "workers that live on do not hear of set_epoch, and would leave out again what was used before the state was "
-        "saved: make the loader anew, or without persistent_workers"
+        "persistent_workers=True hides set_epoch() and restored state from the workers: recreate the DataLoader, "
+        "or use persistent_workers=False"
     )
     yield

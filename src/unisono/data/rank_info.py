@@ -29,21 +29,21 @@ def ranks_of(comm: Any = None, num_replicas: int | None = None, rank: int | None
     """
     if comm is not None:
         if num_replicas is not None or rank is not None:
-            raise ValueError("give comm, or num_replicas and rank, but not both")
+            raise ValueError("pass comm, or num_replicas and rank, but not both")
         try:
             known = [getattr(comm, name) for name in ("rank", "size")]
         except AttributeError as error:
             raise TypeError(
-                f"comm must have a rank and a size, and a {type(comm).__name__} has not; "
-                "without a communicator say num_replicas=... and rank=..."
+                f"comm must have a rank and a size, which a {type(comm).__name__} has not; without a communicator "
+                "pass num_replicas=... and rank=..."
             ) from error
         rank, num_replicas = (value() if callable(value) else value for value in known)
     elif num_replicas is None and rank is None:
         grouped = dist.is_available() and dist.is_initialized()
         rank, num_replicas = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     elif num_replicas is None or rank is None:
-        raise ValueError("num_replicas and rank go together; give both, or a communicator")
+        raise ValueError("num_replicas and rank belong together; pass both, or a communicator")
     place, size = operator.index(rank), operator.index(num_replicas)
     if not 0 <= place < size:
-        raise ValueError(f"rank {place} is none of {size} ranks, which are numbered from 0 to {size - 1}")
+        raise ValueError(f"rank {place} is out of range: {size} ranks are numbered from 0 to {size - 1}")
     return place, size

@@ -24,14 +24,14 @@ def check_states(states: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> di
     for state in states:
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             known = state.get("format") if isinstance(state, dict) else type(state).__name__
-            raise ValueError(f"this is no state of a sampler of format {FORMAT}, but of {known!r}")
+            raise ValueError(f"the state has format {known!r}, but this sampler reads format {FORMAT}")
     first = states[0]
     for key in _ALIKE:
         values = [state[key] for state in states]
         if any(value != values[0] for value in values):
-            raise ValueError(f"the states are not of one job at one time: they have {key} {values}")
+            raise ValueError(f"the states must come from one job at one time: they have {key} {values}")
     if len({state["rank"] for state in states}) < len({(state["rank"], state["taken"]) for state in states}):
-        raise ValueError("the states are not of one job at one time: two of the same rank differ")
+        raise ValueError("the states must come from one job at one time: two of the same rank differ")
     for key, value in wanted.items():
         if first[key] != value:
             raise ValueError(f"the state is of another sampler: it has {key}={first[key]!r}, and this one {value!r}")
@@ -67,7 +67,7 @@ def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step:
     missing = [rank for rank in range(len(lengths)) if rank not in told]
     for rank, taken in told.items():
         if not 0 <= taken <= lengths[rank]:
-            raise ValueError(f"the state says that rank {rank} has used {taken} samples, but it had {lengths[rank]}")
+            raise ValueError(f"the state records {taken} samples used by rank {rank}, which had {lengths[rank]}")
     if missing and any(told.values()) and not in_step and not lost:
         raise ValueError(
             f"ranks with unequal parts take samples at their own pace: load the states of all {len(lengths)} ranks, "
@@ -82,7 +82,8 @@ def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step:
     through = next(state["through"] for state in states if state["rank"] == teller)
     if through is None or max(lengths) > furthest + 1:
         raise ValueError(
-            f"rank {teller} was through its {furthest} samples, but its state does not tell whether rank {longer[0]} "
+            f"rank {teller} had used all of its {furthest} samples, but its state does not record whether rank "
+            f"{longer[0]} "
             f"had used more of its {lengths[longer[0]]}: load the states of all {len(lengths)} ranks, as a list"
         )
     return [told.get(rank, length if through else min(furthest, length)) for rank, length in enumerate(lengths)]

@@ -77,7 +77,7 @@ class PartitionSampler(Sampler[Any]):
         padding: bool = False,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise TypeError(f"a {type(dataset).__name__} has no places: use un.data.StreamPartition for streams")
+            raise TypeError(f"a {type(dataset).__name__} has no indices: use un.data.StreamPartition for streams")
         if drop_last and padding:
             raise ValueError("drop_last and padding exclude each other")
         if operator.index(seed) < 0:
@@ -162,7 +162,7 @@ class PartitionSampler(Sampler[Any]):
         current, count = self._now(), operator.index(count)
         if not 0 <= count <= self.remaining:
             raise ValueError(
-                f"rank {self.rank} cannot have trained on {count} samples more: "
+                f"rank {self.rank} cannot have trained on {count} more samples: "
                 f"{self.remaining} of its {len(current.indices)} are left in epoch {self.epoch}"
             )
         current.advance(count)
@@ -278,7 +278,7 @@ class PartitionSampler(Sampler[Any]):
     def _go_to(self, taken: int) -> None:
         current = self._now()
         if not 0 <= taken <= len(current.indices):
-            raise ValueError(f"the state says {taken} samples of this rank's {len(current.indices)}")
+            raise ValueError(f"the state records {taken} samples used by this rank, which has {len(current.indices)}")
         current.start = current.taken = taken
 
     def _walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:

@@ -140,14 +140,14 @@ class ShardPartition(IterableDataset[T_co]):
         """
         left, done, skip = operator.index(count), self._done, self._skip
         if left < 0:
-            raise ValueError(f"a rank cannot have trained on {count} samples more")
+            raise ValueError(f"a rank cannot have trained on {count} more samples")
         while left:
             if done < len(self._lengths):
                 length = self._lengths[done]
             elif done == len(self._lengths) and skip + left <= self._reading:
                 length = skip + left + 1
             else:
-                raise ValueError(f"this process has not read {count} samples more; with loader workers it cannot know")
+                raise ValueError(f"this process has not read {count} more samples; with loader workers it cannot know")
             step = min(left, length - skip)
             left, skip = left - step, skip + step
             if skip == length:
@@ -174,14 +174,14 @@ class ShardPartition(IterableDataset[T_co]):
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "seed", "shards", "jobs", "parts")
         if not states or any(s.get("format") != _FORMAT or any(s[k] != states[0][k] for k in keys) for s in states):
-            raise ValueError("these are not states of a ShardPartition, of one job at one time")
+            raise ValueError("the states must be those of a ShardPartition, from one job at one time")
         first = states[0]
         if first["shards"] != len(self.shards):
-            raise ValueError(f"the state is of {first['shards']} shards, and here are {len(self.shards)}")
+            raise ValueError(f"the state has {first['shards']} shards, but this partition has {len(self.shards)}")
         told = {s["rank"]: s for s in states}
         same = first["parts"] == self.num_replicas and self.rank in told
         if not same and len(told) < first["parts"]:
-            raise ValueError(f"ranks read shards at their own pace: give the states of all {first['parts']}, as a list")
+            raise ValueError(f"ranks read shards at their own pace: pass the states of all {first['parts']}, as a list")
         self.seed = first["seed"]
         self._begin(first["epoch"])
         if first["jobs"] is not None:

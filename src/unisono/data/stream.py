@@ -100,7 +100,7 @@ class StreamPartition(IterableDataset[T_co]):
             ValueError: `count` is negative.
         """
         if operator.index(count) < 0:
-            raise ValueError(f"a rank cannot have trained on {count} samples more")
+            raise ValueError(f"a rank cannot have trained on {count} more samples")
         self._taken += operator.index(count)
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class StreamPartition(IterableDataset[T_co]):
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "edge", "holes", "parts")
         if not states or any(s.get("format") != _FORMAT or any(s[k] != states[0][k] for k in keys) for s in states):
-            raise ValueError("these are not states of a StreamPartition, of one job at one time")
+            raise ValueError("the states must be those of a StreamPartition, from one job at one time")
         first = states[0]
         self.epoch, self._edge, self._holes, self._taken = first["epoch"], first["edge"], list(first["holes"]), 0
         self._passes = WorkerEpochCheck()

@@ -20,7 +20,7 @@ _NAMED = 8
 _NOTHING: _Report = {"calls": -1, "inside": False}
 _STACK_LINES = 4
 _FIELDS = ("operation", "call", "peer", "nbytes", "waited_s")
-_SILENT = "does not answer: its process is stopped, or busy in code that lets no other thread of it run"
+_SILENT = "does not answer: its process is stopped, or busy in code that blocks its other threads"
 
 
 class Hang(NamedTuple):
@@ -168,8 +168,8 @@ def _verdict(told: dict[int, _Report | None], group: Group) -> tuple[tuple[int, 
     if silent and not elsewhere:
         one, several = "does not answer. Is it stopped, or gone?", "do not answer. Are they stopped, or gone?"
     else:
-        one = "has not come. Is it alive, or did it skip a call?"
-        several = "have not come. Are they alive, or did they skip a call?"
+        one = "has not arrived. Is it alive, or did it skip a call?"
+        several = "have not arrived. Are they alive, or did they skip a call?"
     missing = tuple(elsewhere or silent or behind)
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
     named = ", ".join(map(str, missing[:_NAMED]))

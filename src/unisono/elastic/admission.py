@@ -64,7 +64,7 @@ def join(
     """
     check_timeout(timeout)
     if (init_method is None) == (pid is None):
-        raise ValueError("give either an init_method, as the job's ranks did, or the pid of one of its processes")
+        raise ValueError("pass either an init_method, as the job's ranks did, or the pid of one of its processes")
     address, known, host_rank = _find_running(init_method, pid, secret)
     control = SocketControl(address, known, timeout, host_rank=host_rank)
     try:
@@ -92,9 +92,7 @@ def _find_running(
         return *address_in(url), 0
     if url.startswith("tcp://"):
         return address_of(url), find_secret(secret), 0
-    raise ValueError(
-        f"unknown init_method {url!r} for a job that is running; give tcp://host:port, file:///path, or a pid"
-    )
+    raise ValueError(f"unknown init_method {url!r} for a running job; pass tcp://host:port, file:///path, or a pid")
 
 
 def _taken_in(
@@ -106,7 +104,7 @@ def _taken_in(
         backend, default_s, chunk_bytes, check = serialization.decode(terms)
         group = Group(rebuilt.name, rank, rebuilt.members)
         options = Options(backend, "cpu" if device is None else str(device), default_s, control.local_host, chunk_bytes)
-        _log.info("unisono: rank %d of %d, taken into %s", rank, group.size, group.name)
+        _log.info("unisono: rank %d of %d, joined %s", rank, group.size, group.name)
         control.join(group)
         try:
             transport = transport_named(backend).connect(group, control, options)

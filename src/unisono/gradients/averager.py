@@ -249,10 +249,10 @@ class GradientAverager(AveragerPasses):
         if saved != names:
             first = next((pair for pair in zip(saved, names, strict=False) if pair[0] != pair[1]), None)
             ends = [f"{part[0]!r} to {part[-1]!r}" for part in first or ()]
-            where = f"; one is {ends[0]} there, and {ends[1]} here" if ends else ""
+            where = f"; a bucket is {ends[0]} in the state, {ends[1]} in the averager" if ends else ""
             raise ValueError(
-                f"the state is of {len(saved)} buckets with codecs, and this averager has {len(names)}{where}: it was "
-                "made of another model, with other sizes, or with no codec or another one"
+                f"the state has {len(saved)} buckets with codecs, and this averager has {len(names)}{where}: their "
+                "models, bucket sizes or codecs differ"
             )
         for (_, codec), one in zip(codecs, state["codecs"], strict=True):
             codec.load_state_dict(one)

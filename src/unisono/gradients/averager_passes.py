@@ -200,8 +200,8 @@ class AveragerPasses:
         self._failed = True
         if self._reducer.fail():
             self._comms.abort_pass(
-                "its backward pass failed when a part of it had been averaged, so that pass is dropped on all ranks: "
-                "p.grad is as it was before. Go on with the next pass, or repeat this one on all ranks",
+                "its backward pass failed after some gradients were averaged, so all ranks drop that pass and "
+                "p.grad is unchanged. Continue with the next pass, or repeat this pass on all ranks",
                 self._reducer.first_work,
             )
 
@@ -211,8 +211,8 @@ class AveragerPasses:
         if within is None or (within is bucket and bucket.is_place(slot, grad)):
             return within is not None
         raise RuntimeError(
-            f"p.grad of {self._names[index]!r} is memory in which other gradients are averaged: it was taken from "
-            "another parameter, or is a part of itself or turned. Give it a clone() instead"
+            f"p.grad of {self._names[index]!r} is memory of the averager for other gradients: it was taken from "
+            "another parameter, or is a slice or transpose of its own. Assign a clone() instead"
         )
 
     # -- the end of a step ----------------------------------------------------------------------
@@ -247,7 +247,7 @@ class AveragerPasses:
     def _on_unfrozen(self, thawed: list[int], came: set[int]) -> None:
         """Parameters that were frozen are no more: average what they have now, and from now on."""
         with ErrorContext(
-            f"comparing what is frozen; no longer so on rank {self.rank}: {[self._names[i] for i in thawed]}"
+            f"comparing frozen parameters; no longer frozen on rank {self.rank}: {[self._names[i] for i in thawed]}"
         ):
             agree_on_parameters(self._named, self._comms.control)
         self._frozen = [i for i in self._frozen if i not in thawed]

@@ -86,9 +86,9 @@ class BackwardPass:
         if number != self.running:
             if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
                 raise RuntimeError(
-                    "compiled autograd does not tell hooks when a backward pass ends, so a GradientAverager cannot "
-                    "average in it. Switch it off for backward(), which torch.compile does not need, or call "
-                    "un.average_gradients(model, comm) after it instead of an averager"
+                    "compiled autograd calls no hook at the end of a backward pass, so a GradientAverager cannot "
+                    "average in it. Disable it for backward() (torch.compile does not need it), or call "
+                    "un.average_gradients(model, comm) after backward() instead"
                 )
             if self.is_open and self._one_thread and self._thread != get_ident():
                 self._conflict = True
@@ -234,6 +234,5 @@ def _is_nested() -> bool:
 
 def _two_threads() -> RuntimeError:
     return RuntimeError(
-        "two threads run backward() on one averaged model: their gradients cannot be told apart. Run one backward() at "
-        "a time"
+        "two threads run backward() on one averaged model, which mixes their gradients. Run one backward() at a time"
     )

@@ -96,8 +96,8 @@ class Bucket:
             view = self.views[slot]
             if self._low <= grad.data_ptr() < self._high and not _same(grad, view):
                 raise RuntimeError(
-                    f"the gradient of parameter number {self.indices[slot]} lies where those of others are averaged: "
-                    "it has been taken from another parameter, or turned. Give it a clone() in its place"
+                    f"the gradient of parameter number {self.indices[slot]} is memory of the averager for other "
+                    "gradients: it was taken from another parameter, or is a transpose. Assign a clone() instead"
                 )
             if self.inside[slot]:
                 view.add_(grad, alpha=self.scale)
@@ -217,8 +217,8 @@ class Bucket:
                     parameter.grad = view
         except RuntimeError as error:
             raise RuntimeError(
-                f"means no longer fit the parameters among {self.name}: the model's dtype or device has changed since "
-                "the averager was made. remove() it before, and make another one after that"
+                f"averaged gradients no longer fit the parameters among {self.name}: the model's dtype or device "
+                "has changed. Call the averager's remove() before such a change, and create a new averager after it"
             ) from error
         for slot, graph in self._graphs.items():
             # The values are the bucket's; the gradient's own graph stays this rank's.

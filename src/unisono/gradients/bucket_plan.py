@@ -25,7 +25,7 @@ __all__ = [
 
 MIB = 1 << 20
 _CAP_BYTES = 25 * MIB
-_NO_ROOM = "a bucket must have room for at least a byte"
+_NO_ROOM = "a bucket must hold at least one byte"
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -38,7 +38,7 @@ def named_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Named:
         return list(model.named_parameters())
     found = {id(p): (f"parameter {i}", p) for i, p in reversed(list(enumerate(model)))}
     if not found and isinstance(model, Iterator):
-        raise ValueError("model is an iterator that has nothing left: it was used before. Pass the module, or a list")
+        raise ValueError("model is an exhausted iterator. Pass the module, or a list")
     named = list(reversed(found.values()))
     for name, parameter in named:
         if not isinstance(parameter, torch.Tensor):
@@ -94,7 +94,7 @@ def in_bytes(mebibytes: float | None) -> int | None:
     if mebibytes is None:
         return None
     if not isinstance(mebibytes, int | float) or mebibytes != mebibytes:
-        raise TypeError(f"the size of a bucket must be a number of MiB, or None, not {mebibytes!r}")
+        raise TypeError(f"a bucket's size must be a number of MiB or None, not {mebibytes!r}")
     if (found := int(min(mebibytes * MIB, sys.maxsize)) if mebibytes > 0 else 0) < 1:
         raise ValueError(_NO_ROOM)
     return found
@@ -160,7 +160,7 @@ def agree_on_parameters(
             problem = f"settings are {cards[0][1]} on rank 0 and {choices} on rank {rank}"
         if problem is not None:
             raise MismatchError(
-                f"rank {rank} has another model than rank 0: {problem}. All ranks must make the same one",
+                f"rank {rank} has another model than rank 0: {problem}. All ranks must create the same model",
                 rank=comm.rank,
                 size=comm.size,
                 peer=rank,
@@ -180,7 +180,7 @@ def _difference(first: Sequence[Sequence[object]], other: Sequence[Sequence[obje
             return f"{_quoted(one)} on rank 0, {_quoted(two)} on rank {rank}"
     if len(first) != len(other):
         extra = max(first, other, key=len)[min(len(first), len(other))]
-        return f"{len(first)} parameters on rank 0, {len(other)} on rank {rank}; {_quoted(extra)} is on one only"
+        return f"{len(first)} parameters on rank 0, {len(other)} on rank {rank}; {_quoted(extra)} is on one rank only"
     return None
 
 

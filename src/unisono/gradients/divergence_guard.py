@@ -139,7 +139,7 @@ def _compare(comm: Communicator, named: Sequence[tuple[str, torch.Tensor]], when
     more = f"; and {len(wrong) - _NAMED} more, the last of them {named[wrong[-1]][0]!r}" if len(wrong) > _NAMED else ""
     raise MismatchError(
         f"parameters differ between ranks{when}: {'; '.join(told)}{more}. "
-        "un.broadcast_parameters(model, comm) makes them equal again",
+        "un.broadcast_parameters(model, comm) makes them equal",
         rank=comm.rank,
         size=comm.size,
     )

@@ -63,7 +63,7 @@ class LocalSGD(PeriodicAction):
 
     def step(self) -> bool:
         if self._average_state and self._optimizer is None:
-            raise ValueError("average_state=True needs to know the optimizer: call attach(optimizer) before")
+            raise ValueError("average_state=True needs the optimizer: call attach(optimizer) first")
         return super().step()
 
     def average(self) -> None:

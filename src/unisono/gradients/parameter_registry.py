@@ -47,7 +47,7 @@ class ParameterRegistry:
         >>> registry.check()
         Traceback (most recent call last):
         ...
-        RuntimeError: '1.weight' (and 1 more) was put into the model after its averager was made, and is not averaged...
+        RuntimeError: '1.weight' (and 1 more) was added to the model after its averager was created, ...
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ParameterRegistry:
             return
         problem = self._problem()
         if problem is not None:
-            problem += ". Call remove() on the averager, and make another one of the model as it is now"
+            problem += ". Call remove() on the averager, and create a new averager for the changed model"
             self._report(problem)
             raise RuntimeError(problem)
         self._snapshot()
@@ -97,17 +97,17 @@ class ParameterRegistry:
         known = zip(self.names, self.parameters, self._implementations, self._dtypes, strict=True)
         for name, parameter, implementation, dtype in known:
             if _implementation(parameter) != implementation:
-                return f"{name!r} was swapped with another tensor, and its gradient is not averaged"
+                return f"{name!r} was swapped with another tensor, so its gradient is not averaged"
             if parameter.dtype != dtype:
-                return f"{name!r} was {dtype} when its averager was made, and is {parameter.dtype}"
+                return f"{name!r} was {dtype} when its averager was created, and is now {parameter.dtype}"
         now = [] if self.model is None else list(self.model.named_parameters())
         new = [name for name, p in now if p.requires_grad and id(p) not in self.ids]
         if not new:
             return None
         more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
         if new[0] in self.names:
-            return f"{new[0]!r}{more} was replaced by a new parameter, whose gradient is not averaged"
-        return f"{new[0]!r}{more} was put into the model after its averager was made, and is not averaged"
+            return f"{new[0]!r}{more} was replaced by a new parameter, so its gradient is not averaged"
+        return f"{new[0]!r}{more} was added to the model after its averager was created, so it is not averaged"
 
     # -- hooks ----------------------------------------------------------------------------------
     def watch_gradients(self, before: Callable[[torch.Tensor], None]) -> None:
@@ -191,13 +191,13 @@ def _check_hookable(named: Named) -> None:
     for name, parameter in named:
         if torch.nn.parameter.is_lazy(parameter):
             raise ValueError(
-                f"{name!r} is uninitialized (a lazy module). Run a forward of the model, then make the averager"
+                f"{name!r} is uninitialized (a lazy module). Run a forward of the model, then create the averager"
             )
         if not parameter.is_leaf:
             raise ValueError(f"{name!r} is the result of a computation; pass what it was computed from")
         hooks = parameter._backward_hooks or {}
         if any(isinstance(getattr(hook, "__self__", None), BackwardPass) for hook in hooks.values()):
-            raise ValueError(f"{name!r} is averaged by another GradientAverager; remove() that one first")
+            raise ValueError(f"{name!r} is averaged by another GradientAverager; call its remove() first")
 
 
 def _in_functional_call() -> bool:

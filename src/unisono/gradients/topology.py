@@ -87,7 +87,10 @@ def topology(given: str | Neighbours | Topology, size: int) -> Topology:
     mixing(lists, size)
     unreached = set(range(size)) - _reached(lists)
     if unreached:
-        raise ValueError(f"rank {min(unreached)} hears nothing from rank 0, so ranks would never agree; connect them")
+        raise ValueError(
+            f"rank {min(unreached)} receives nothing from rank 0, directly or through others, so "
+            "ranks would never agree; connect them"
+        )
     return lambda *_: lists
 
 
@@ -123,19 +126,19 @@ def mixing(neighbours: Neighbours, size: int) -> list[dict[int, float]]:
         if abs(column - 1) > _TOLERANCE * size:
             gives = sum(rank in taken for taken in neighbours)
             raise ValueError(
-                f"rank {rank} takes from {degrees[rank]} ranks and gives to {gives}: mixing would not keep the mean. "
-                "Let neighbours take from each other, or each rank give to as many as it takes from"
+                f"rank {rank} receives from {degrees[rank]} ranks and sends to {gives}: mixing would not keep the "
+                "mean. Make neighbours mutual, or let each rank send to as many ranks as it receives from"
             )
     return rows
 
 
 def _check(neighbours: Neighbours, size: int) -> None:
     if len(neighbours) != size:
-        raise ValueError(f"there must be a list of neighbours for each of the {size} ranks, not {len(neighbours)}")
+        raise ValueError(f"neighbours must have a list for each of the {size} ranks, not {len(neighbours)}")
     for rank, taken in enumerate(neighbours):
         if len(set(taken)) != len(taken) or not all(0 <= other < size and other != rank for other in taken):
             raise ValueError(
-                f"neighbours of rank {rank} must be different other ranks of 0 to {size - 1}, not {list(taken)}"
+                f"neighbours of rank {rank} must be distinct, other ranks of 0 to {size - 1}, not {list(taken)}"
             )
 
 

@@ -53,7 +53,9 @@ class Weights:
             return self.factor
         weight = float(self.here) if mine is None or not self.here else mine
         figures = torch.tensor([float(self.here), weight], dtype=torch.float64, device=self.comm.device)
-        with ErrorContext("telling what weight() said, which all ranks call or none, and who has data left in join()"):
+        with ErrorContext(
+            "exchanging weights (all ranks or none must call weight()), and which ranks have data left in join()"
+        ):
             self.comm.all_reduce(figures)
         self.active, total = int(figures[0]), float(figures[1])
         if not self.active:

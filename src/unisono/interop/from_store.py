@@ -82,7 +82,7 @@ def _come(
     store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions, held: Lease | None
 ) -> Connection:
     """Connect to the address that rank 0 publishes, and join all the others there."""
-    place = _read(store, _PLACE, timeout_s, "rank 0 has not told where to meet")
+    place = _read(store, _PLACE, timeout_s, "rank 0 has not published its address")
     if place[0] == _FAILED:
         raise error_of(Cause(place[1], None, place[2]), Group.world(rank, size))
     _, host, port, secret, name, transport = place
@@ -122,7 +122,7 @@ def _joined(
 
 def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
     """Collect the ranks' hosts on rank 0, choose the transport, and publish the address or the error."""
-    seats = [_read(store, _seat(r), timeout_s, f"rank {r} has not come") for r in range(size)]
+    seats = [_read(store, _seat(r), timeout_s, f"rank {r} has not joined") for r in range(size)]
     hosts, obstacles, asked = zip(*seats, strict=True)
     try:
         transport = _chosen(set(hosts), next(filter(None, obstacles), None), asked)
@@ -140,7 +140,7 @@ def _chosen(hosts: set[str], obstacle: str | None, asked: tuple[str, ...]) -> st
     name = asked[0]
     if len(set(asked)) > 1:
         quoted = "; ".join(f"rank {r}: {wish!r}" for r, wish in enumerate(asked))
-        raise MismatchError(f"ranks wish for different transports: {quoted}")
+        raise MismatchError(f"ranks request different transports: {quoted}")
     why_not = obstacle or ("the ranks are on several hosts" if len(hosts) > 1 else None)
     if name == "auto":
         return "gloo" if why_not else "shm"
@@ -151,7 +151,7 @@ def _chosen(hosts: set[str], obstacle: str | None, asked: tuple[str, ...]) -> st
     if in_process:
         raise UnavailableError(f"ranks of transport {name!r} live in one process, but those of torch do not")
     if name == "shm" and why_not:
-        raise UnavailableError(f"shared memory cannot carry this group: {why_not}; ask for transport='auto'")
+        raise UnavailableError(f"shared memory cannot serve this group: {why_not}; use transport='auto'")
     return name
 
 

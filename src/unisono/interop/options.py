@@ -67,7 +67,7 @@ def asynchronous(asked: Any) -> bool:
 def only(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
     """The only tensor of a list; several on one rank were for several devices of one process."""
     if len(tensors) != 1:
-        raise ValueError(f"{name} takes one tensor of each rank, not {len(tensors)}")
+        raise ValueError(f"{name} takes one tensor per rank, not {len(tensors)}")
     return plain(tensors[0])
 
 

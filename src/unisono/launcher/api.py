@@ -99,7 +99,7 @@ def init(
         kind = transport_named(name)
         if kind.in_process and place.size > 1:
             raise ValueError(
-                f"ranks of backend {name!r} live in one process: start them by launch(fn, {place.size}, {name!r})"
+                f"ranks of backend {name!r} live in one process: start them with launch(fn, {place.size}, {name!r})"
             )
         around.prepare(name, place, timeout)
         transport = kind.connect(Group.world(place.rank, place.size, place.name), place.control, options)

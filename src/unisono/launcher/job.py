@@ -46,7 +46,7 @@ class Job:
             count = torch.cuda.device_count()
             if not count:
                 raise UnavailableError(
-                    f"ranks of backend {options.backend!r} were to have their tensors on GPUs, but torch sees none; "
+                    f"device='cuda' needs a GPU for the ranks of backend {options.backend!r}, but torch sees none; "
                     "leave out device=, or use backend='gloo'"
                 )
             options = replace(options, device=f"cuda:{group.rank % count}")
@@ -110,7 +110,7 @@ def reported(rank: int, data: bytes) -> Outcome:
     try:
         value = pickle.loads(content)
     except Exception as error:
-        error.add_note(f"while the {kind} of rank {rank} was read")
+        error.add_note(f"while reading the {kind} of rank {rank}")
         return Outcome(rank, error=error)
     return Outcome(rank, value) if kind == "result" else Outcome(rank, error=value)
 

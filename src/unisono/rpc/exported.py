@@ -169,12 +169,12 @@ class ExportTable:
         if found is None and self.trusted:
             found = _imported(name)
         if (found is None or not callable(found)) and self.trusted:
-            raise NotExposedError(f"there is no {name.replace(':', '.')} to import on the rank that was called")
+            raise NotExposedError(f"{name.replace(':', '.')} cannot be imported on the rank that was called")
         if found is None or not callable(found):
             raise NotExposedError(
                 f"{name.replace(':', '.')} is not exposed, so no other rank can call it and nothing ran: put "
                 "@unisono.rpc.expose above it in the code of every rank, name it in rpc.init(..., expose=[...]), "
-                "or say rpc.init(..., trusted=True) on the rank that is called"
+                "or pass trusted=True to rpc.init on the rank that is called"
             )
         return found  # type: ignore[no-any-return]  # callable, as was looked at
 
@@ -189,7 +189,7 @@ class ExportTable:
     def given(self, function: Any) -> Callable[..., Any]:
         """Return a function that was sent with the call. Raises `NotExposedError`."""
         if not self.trusted or not callable(function):
-            raise NotExposedError("only a rank that trusts its peers runs functions that come along with a call")
+            raise NotExposedError("only a rank that trusts its peers runs functions sent with a call")
         return function  # type: ignore[no-any-return]  # callable, as was looked at
 
     def method(self, owner: object, name: str) -> Callable[..., Any]:
@@ -198,7 +198,7 @@ class ExportTable:
         if not self.trusted and ((name.startswith("_") and name != "__call__") or not self._open(cls, name)):
             raise NotExposedError(
                 f"{cls.__module__}.{cls.__qualname__}.{name} is not exposed, so no other rank can call it and nothing "
-                "ran: put @unisono.rpc.expose above the class, or say rpc.init(..., trusted=True) on the rank that is "
+                "ran: put @unisono.rpc.expose above the class, or pass trusted=True to rpc.init on the rank that is "
                 "called"
             )
         return getattr(owner, name)  # type: ignore[no-any-return]  # callable, as was looked at

@@ -55,7 +55,7 @@ def _class_of(name: str) -> type[torch.optim.Optimizer]:
     for part in qualname.split("."):
         found = getattr(found, "__dict__", {}).get(part)
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
-        raise ValueError(f"{name.replace(':', '.')} is no optimizer that is imported here")
+        raise ValueError(f"{name.replace(':', '.')} is not an optimizer imported on this rank")
     return found
 
 
@@ -98,8 +98,8 @@ class DistributedOptimizer:
             raise TypeError(f"optimizer_class must be a class of torch optimizers, not {optimizer_class!r}")
         if _needs_more(optimizer_class):
             raise TypeError(
-                f"{optimizer_class.__name__}.step cannot be called with gradients alone, which are all that a context "
-                "has: it needs a closure, to compute the loss anew within a step"
+                f"{optimizer_class.__name__}.step cannot be called with gradients only, which are all that a "
+                "context has: it needs a closure to recompute the loss"
             )
         params_rref = list(params_rref) if isinstance(params_rref, Iterable) else [params_rref]
         if not params_rref:

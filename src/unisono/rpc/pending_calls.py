@@ -69,8 +69,8 @@ class PendingCall:
         """Return the error of a call that has timed out."""
         waited = time.monotonic() - self.started
         return CommTimeoutError(
-            f"waited {waited:.1f} s for rank {self.peer} to answer {self.name}. It may still run there; give the call "
-            "a longer timeout if it needs more time",
+            f"waited {waited:.1f} s for rank {self.peer} to answer {self.name}. It may still run there; pass a "
+            "longer timeout if it needs more time",
             peer=self.peer,
             waited_s=waited,
             operation="rpc",

@@ -231,4 +231,4 @@ def _safely(task: Task) -> None:
     try:
         task()
     except Exception:
-        _log.exception("what came of a message failed")
+        _log.exception("handling a message failed")

@@ -107,7 +107,7 @@ class Router:
         except (ValueError, TypeError, LookupError, struct.error) as error:
             # Not a valid message: receive nothing more from this rank.
             self._box.mark_lost(
-                mail.peer, CommError(f"rank {mail.peer} sent what is no message: {error}", peer=mail.peer)
+                mail.peer, CommError(f"rank {mail.peer} sent an invalid message: {error}", peer=mail.peer)
             )
             return None
 
@@ -126,7 +126,7 @@ class Router:
             agent.serving.cancel(mail.peer, words[0])
         elif kind == protocol.EXIT:
             self._box.mark_lost(
-                mail.peer, PeerLostError(f"rank {mail.peer} serves no more: {words[0]}", peer=mail.peer)
+                mail.peer, PeerLostError(f"rank {mail.peer} no longer serves calls: {words[0]}", peer=mail.peer)
             )
         elif kind == protocol.DISCARD:
             return lambda: agent.contexts.discard(words[0]), True
@@ -149,7 +149,7 @@ class Router:
         agent, error = self._agent, self._box.lost[peer]
         agent.caller.lose(peer, error)
         agent.serving.lose(peer)
-        agent.references.lose(peer, PeerLostError(f"rank {peer} died before it had the object made", peer=peer))
+        agent.references.lose(peer, PeerLostError(f"rank {peer} died before the object was created", peer=peer))
         agent.contexts.lose(peer)
         self.empty_outbox()
         agent.closing.look()

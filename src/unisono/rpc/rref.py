@@ -152,7 +152,7 @@ class RRef(Generic[T]):
     def _check(self) -> None:
         if self.gone:
             raise PeerLostError(
-                "the object was freed before its owner heard of this reference: the rank that passed it on has died",
+                "the object was freed before its owner knew of this reference: the rank that passed it on has died",
                 peer=self._owner,
             )
 
@@ -166,7 +166,7 @@ class RRef(Generic[T]):
         return f"<RRef {self._key.creator}.{self._key.number} owned by {self.owner_name()!r}>"
 
     def __reduce__(self) -> Any:
-        raise TypeError("an RRef travels only as an argument or a result of a call: elsewhere nobody counts it")
+        raise TypeError("an RRef can be sent only as an argument or result of a call, where its references are counted")
 
 
 class _Proxy:
@@ -267,7 +267,7 @@ class RRefContext:
     def pass_on(self, rref: RRef[Any], parts: MessageWriter) -> tuple[int, int, int, int]:
         """Prepare a reference for a rank; return the numbers to send."""
         if rref._agent is not self._agent:
-            raise CommError("this RRef belongs to another agent, whose communicator is not this one")
+            raise CommError("this RRef belongs to another agent, on another communicator")
         rref._check()
         token, undo = self._protocol.give(rref._owner, rref._key, rref, parts.peer)
         parts.undo.append(undo)
@@ -276,7 +276,7 @@ class RRefContext:
     def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> RRef[Any]:
         """Return the reference for received numbers."""
         if not 0 <= owner < self._agent.size or not 0 <= creator < self._agent.size:
-            raise ValueError(f"there is no rank {owner} or {creator} that could have to do with an object")
+            raise ValueError(f"an object names rank {owner} or {creator}, which does not exist")
         rref = self.reference(owner, Key(creator, number))
         self._protocol.take(passer, owner, rref._key, token, rref)
         return rref

@@ -50,7 +50,7 @@ def pack(
             place = "".join(reversed(error.path))
             raise CallTypeError(
                 f"the value{place} is {error.what}: calls carry plain values, containers, dataclasses, tensors, RRefs "
-                "and exposed functions; rpc.init(..., trusted=True) on every rank carries the rest by pickle"
+                "and exposed functions; pass trusted=True to rpc.init on every rank to pickle other values"
             ) from None
         raise
     if context != NO_CONTEXT:
@@ -89,7 +89,7 @@ def unpack(agent: Agent, mail: Envelope, context: int, message: int, at: int, co
         if at != len(view):
             raise ValueError(f"{len(view) - at} bytes follow its end")
     except IndexError:
-        raise ValueError(f"rank {peer} sent bytes that carry no call: they end too early") from None
+        raise ValueError(f"rank {peer} sent bytes that hold no call: they end too early") from None
     except (Exception, SystemExit) as error:
         # A pickle may even raise an exit, which must not end the thread that receives.
         raise ValueError(f"what rank {peer} sent cannot be read here: {error}") from error

@@ -57,7 +57,7 @@ class TerminationDetector:
                 if limit is not None and time.monotonic() >= limit:
                     self._wanted = False
                     raise CommTimeoutError(
-                        f"waited {timeout:.1f} s in rpc.shutdown for all ranks to come to an end of their calls"
+                        f"waited {timeout:.1f} s in rpc.shutdown for all ranks to finish their calls"
                         f"{self._missing()}. Did every rank call shutdown?",
                         waited_s=timeout,
                     )
@@ -66,13 +66,13 @@ class TerminationDetector:
         """Describe the ranks that have not reported that they are done, as far as this rank knows."""
         rank, alive = self._agent.rank, self._agent.alive()
         if not self._agent.idle():
-            return "; calls of this rank, or of others to it, are under way"
+            return "; calls of this rank, or of others to it, are still running"
         if rank != min(alive):
-            return f", and rank {min(alive)}, which decides, has not said that they have"
+            return f", and rank {min(alive)}, which decides, has not reported that they have"
         with self._lock:
             heard = self._reports.get(self._wave, {})
         late = [str(other) for other in alive if other not in heard]
-        return f"; not heard of yet: rank {', '.join(late)}" if late else ""
+        return f"; no report yet from rank {', '.join(late)}" if late else ""
 
     def _summon(self) -> None:
         """Query all ranks if this rank, which wants to end, is the deciding one."""

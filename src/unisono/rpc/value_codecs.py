@@ -110,7 +110,7 @@ def _take_ordered(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     order, at = take_items(view, at, depth)
     tensor, at = read(view, at, depth - 1)
     if not isinstance(tensor, torch.Tensor) or sorted(order) != list(range(tensor.dim())):
-        raise ValueError("an order of dimensions came without a tensor of these")
+        raise ValueError("a dimension order was sent without its tensor")
     return tensor.permute([order.index(place) for place in range(len(order))]), at
 
 
@@ -126,7 +126,7 @@ def _take_aside(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     dtype = vars(torch).get(name)
     shape, at = take_items(view, at, depth)
     if not isinstance(dtype, torch.dtype) or not isinstance(view, MessageReader):
-        raise ValueError(f"a tensor of {name!r} came")
+        raise ValueError(f"a tensor of {name!r} was sent")
     body = view.bodies[view.tensors]
     view.tensors += 1
     # Operations would disagree about a bool that is neither 0 nor 1.
@@ -136,7 +136,7 @@ def _take_aside(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
 def _take_recorded(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     tensor, at = read(view, at, depth)
     if not isinstance(view, MessageReader) or not isinstance(tensor, torch.Tensor):
-        raise ValueError("something else than a tensor was recorded")
+        raise ValueError("a recorded value is not a tensor")
     return view.agent.contexts.receive(view.context, view.peer, view.message, tensor), at
 
 
@@ -159,14 +159,14 @@ def _put_function(parts: Parts, target: Any, depth: int) -> None:
 def _take_function(view: View, at: int, _depth: int) -> tuple[Any, int]:
     name, at = take_text(view, at + 1)
     if not isinstance(view, MessageReader):
-        raise ValueError(f"the function {name} came")
+        raise ValueError(f"the function {name} was sent")
     try:
         return view.agent.exposed.function(name), at
     except NotExposedError:
         view.refused = NotExposedError(
             f"rank {view.peer} sent {name.replace(':', '.')} as a value, which is not exposed on rank "
             f"{view.agent.rank}: put @unisono.rpc.expose above it in the code of every rank, name it in "
-            "rpc.init(..., expose=[...]), or say rpc.init(..., trusted=True) on the rank that it comes to"
+            "rpc.init(..., expose=[...]), or pass trusted=True to rpc.init on the rank that receives it"
         )
         return None, at
 
@@ -190,7 +190,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
         word, at = read(view, at, depth)
         words.append(word)
     if not isinstance(view, MessageReader) or not all(type(word) is int for word in words):
-        raise ValueError("a reference is out of form")
+        raise ValueError("a malformed reference")
     return view.agent.references.accept(view.peer, *words), at
 
 
@@ -238,7 +238,9 @@ def put_pickled(parts: Parts, value: Any, depth: int) -> None:
 
 def _take_pickled(view: View, at: int, depth: int) -> tuple[Any, int]:
     if not isinstance(view, MessageReader) or not view.agent.exposed.trusted:
-        raise ValueError("a pickled value came, which is taken only after rpc.init(..., trusted=True) on this rank")
+        raise ValueError(
+            "a pickled value was sent, which is accepted only after rpc.init(..., trusted=True) on this rank"
+        )
     values, at = read(view, at, depth - 1)
     content, at = take_bytes(view, at)
     return _Unpickler(bytes(content), values).load(), at

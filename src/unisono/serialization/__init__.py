@@ -66,7 +66,7 @@ def decode(data: Buffer) -> Any:
         >>> decode(encode("a word")[:-1])
         Traceback (most recent call last):
         ...
-        ValueError: these bytes carry no value: they end too early
+        ValueError: these bytes hold no value: they end too early
     """
     # Bytes are indexed twice as fast as a view of them; a slice of a view copies nothing.
     view = data if type(data) is bytes and len(data) < _SMALL else memoryview(data).cast("B")
@@ -75,8 +75,8 @@ def decode(data: Buffer) -> Any:
         if end != len(view):
             raise ValueError(f"{len(view) - end} bytes follow its end")
     except (IndexError, struct.error):
-        raise ValueError(f"these bytes carry no value: {TOO_SHORT}") from None
+        raise ValueError(f"these bytes hold no value: {TOO_SHORT}") from None
     # A user's class may run in a hash or an equality, and raise any exception.
     except Exception as error:
-        raise ValueError(f"these bytes carry no value: {error}") from error
+        raise ValueError(f"these bytes hold no value: {error}") from error
     return value

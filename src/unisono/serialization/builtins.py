@@ -50,7 +50,7 @@ def put_items(parts: Parts, items: Iterable[object], depth: int) -> None:
 def take_items(view: View, at: int, depth: int) -> tuple[list[Any], int]:
     """Append the number of items, and the items."""
     if not depth:
-        raise ValueError(f"what they carry {_TOO_DEEP}")
+        raise ValueError(f"their value {_TOO_DEEP}")
     depth -= 1
     count, at = take_length(view, at)
     items = []

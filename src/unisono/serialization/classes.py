@@ -72,7 +72,7 @@ def find(cls: type[Any]) -> Encoder | None:
     name = _name(cls)
     if _resolve(name) is not cls:
         raise UnsendableError(
-            f"a {name}, which no process can find by that name (give the class to unisono.serialization.register)"
+            f"a {name}, which no process can find by that name (pass the class to unisono.serialization.register)"
         )
     if hook := _hook(name, cls):
         raise UnsendableError(f"a {name}, which {hook}")
@@ -127,7 +127,7 @@ def _hook(name: str, cls: type[Any]) -> str:
     hook = _hooks.get(cls)
     if hook is None:
         found = ["__del__"] if any("__del__" in vars(base) for base in cls.__mro__) else _setters(cls)
-        allow = "when a value arrives or goes; to allow that, pass it to unisono.serialization.register on every rank"
+        allow = "when values are sent or received; to allow it, pass it to unisono.serialization.register on every rank"
         hook = _hooks[cls] = f"runs {found[0]} {allow}" if found else ""
     return hook
 
@@ -153,7 +153,7 @@ def _dataclass_encoder(name: str, cls: type[Any]) -> Encoder:
     try:
         object.__new__(cls)
     except TypeError:
-        raise UnsendableError(f"a {name}, which cannot be made anew from its fields alone") from None
+        raise UnsendableError(f"a {name}, which cannot be recreated from its fields alone") from None
     fields = _fields(cls)
     # The field names are sent along, so that two versions of a class are not mixed.
     start = _start("D", f"{name}({','.join(fields)})") + head("t", len(fields))[1:]

@@ -158,7 +158,7 @@ def _put_numpy(parts: Parts, array: np.ndarray[Any, Any] | np.generic, _depth: i
 def _take_array(view: View, at: int, _depth: int) -> tuple[Any, int]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
-        raise ValueError("a numpy array came, but numpy is not imported here")
+        raise ValueError("a numpy array was sent, but numpy is not imported here")
     name, at = take_text(view, at + 1)
     dtype = numpy.dtype(name)
     if dtype.hasobject or dtype.names is not None or dtype.str != name:

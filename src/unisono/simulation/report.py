@@ -31,7 +31,7 @@ def deadlock_report(tasks: Sequence[Task], now_s: float) -> tuple[str, dict[int,
         waits = [wait() for other in (task, *_helpers(tasks, task)) for wait in other.waits[-1:]]
         where = (f" in {operation}" if operation else "") + (f" at {site}" if site else "")
         told.append(f"rank {rank} waits{where} {'; '.join(waits) if waits else 'for something in its own process'}")
-    return f"nobody can move any more, at {now_s:.6f} s: {', and '.join(told)}", places
+    return f"no rank can continue, at {now_s:.6f} s: {', and '.join(told)}", places
 
 
 def _helpers(tasks: Sequence[Task], main: Task) -> list[Task]:

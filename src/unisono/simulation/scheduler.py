@@ -206,7 +206,7 @@ class Scheduler:
     # -- the baton ---------------------------------------------------------------------------------
     def _me(self) -> Task:
         task = here()
-        assert task is not None, "only a task of the simulation waits in it"
+        assert task is not None, "only a task of the simulation can wait in it"
         if self._over:
             raise EndedError
         return task
@@ -253,7 +253,7 @@ class Scheduler:
     def _break_deadlock(self) -> None:
         mains = [task for task in self._tasks if task.main and not task.done]
         said, places = deadlock_report(self._tasks, self.now / NS)
-        self.trace.append(f"{self.now / NS:.9f} nobody: {said}")
+        self.trace.append(f"{self.now / NS:.9f} deadlock: {said}")
         for task in mains:
             assert task.rank is not None
             size = sum(other.main for other in self._tasks)
@@ -292,9 +292,9 @@ class Scheduler:
         task = self._running
         frame = sys._current_frames().get(task.ident or 0) if task is not None else None
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "nowhere\n"
-        name = task.name if task is not None else "nobody"
+        name = task.name if task is not None else "a task"
         return CommTimeoutError(
-            f"{name} has let nobody else run for {self._stuck_s:.0f} s of real time: it computes without end, or waits "
-            f"for something outside of the simulation. It is here:\n{stack}",
+            f"{name} has blocked all other tasks for {self._stuck_s:.0f} s of real time: it computes without end, or "
+            f"waits for something outside the simulation. Its stack:\n{stack}",
             waited_s=self._stuck_s,
         )

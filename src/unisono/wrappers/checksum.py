@@ -106,21 +106,21 @@ class _Frame:
         sealed = bytes(self.packed[:_SLIP_BYTES].tolist())
         slip, seal = sealed[: _SLIP.size], _SEAL.unpack(sealed[_SLIP.size :])[0]
         if seal != xxhash.xxh3_64_intdigest(slip) or not slip.startswith(_WORD):
-            raise self._corrupted("has changed on its way (the slip in front of it)")
+            raise self._corrupted("was corrupted (its header)")
         _, number, nbytes, digest = _SLIP.unpack(slip)
         if number > self._number:
-            raise self._corrupted(f"was lost, or overtaken: message {number} came in its place")
+            raise self._corrupted(f"was lost or overtaken: message {number} arrived instead")
         if number < self._number:
-            raise self._corrupted(f"has not come yet: message {number} came again, or late, in its place")
+            raise self._corrupted(f"has not arrived yet: message {number} arrived again, or late, instead")
         if nbytes != self._message.tensor.nbytes or digest != _hash(self._content):
-            raise self._corrupted("has changed on its way: its bytes have not the hash that its sender computed")
+            raise self._corrupted("was corrupted: its bytes do not have the hash that its sender computed")
         self._message.tensor.view(torch.uint8).copy_(self._content)
 
     def _corrupted(self, what: str) -> CorruptedError:
         message = self._message
         return CorruptedError(
             f"message {self._number} of tag {message.tag} from rank {message.peer} {what}. Is the memory or the "
-            "network between the two faulty?",
+            "network between the two ranks faulty?",
             peer=message.peer,
             nbytes=message.tensor.nbytes,
         )

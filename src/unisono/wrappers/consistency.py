@@ -67,7 +67,7 @@ class Checked(Wrapper):
             who = f"rank {target} holds another result of {fingerprint.operation} than rank {source}"
             if call.name != "all_reduce":
                 who = f"rank {target} received from rank {source} in {fingerprint.operation} other bytes than it sent"
-            raise CorruptedError(f"{who}. Is the memory or the network between the two faulty?", peer=source)
+            raise CorruptedError(f"{who}. Is the memory or the network between the two ranks faulty?", peer=source)
 
 
 def _topic(fingerprint: Fingerprint) -> str:

@@ -58,14 +58,14 @@ class _Faults:
     def __post_init__(self) -> None:
         for name in _CHANCES:
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a chance from 0 to 1, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be a probability from 0 to 1, not {getattr(self, name)!r}")
         for name in ("delay_s", "freeze_s"):
             if (getattr(self, name) or 0.0) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)!r}")
         for name in ("kill_at", "freeze_at"):
             at = getattr(self, name)
             if at is not None and at < 1:
-                raise ValueError(f"{name} counts from 1, not {at!r}")
+                raise ValueError(f"{name} must be at least 1, not {at!r}")
         if self.slow_bytes_per_s is not None and not self.slow_bytes_per_s > 0:
             raise ValueError(f"slow_bytes_per_s must be positive, not {self.slow_bytes_per_s!r}")
 
@@ -171,11 +171,11 @@ class Faulty(Wrapper):
         self._posts += 1
         if self._posts == self._faults.kill_at:
             self.simulate_crash(
-                KilledError(f"rank {self.rank} of {self.size} was killed at its post {self._posts}, as asked")
+                KilledError(f"rank {self.rank} of {self.size} was killed at its post {self._posts}, as configured")
             )
         if self._posts == self._faults.freeze_at and not self._frozen:
             self._frozen.append(self.group.name)
-            with waiting(lambda: "for nothing: it is frozen, as asked"):
+            with waiting(lambda: "for nothing: it is frozen, as configured"):
                 self._thawed.wait(self._faults.freeze_s)
         if not self._faults.some:
             return self.inner.post(batch)

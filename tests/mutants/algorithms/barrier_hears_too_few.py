@@ -11,7 +11,7 @@ from unisono.collectives.algorithms.step import Step
 __all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
 
 COLLECTIVE = "barrier"
-COMPLAINT = r"of the contributions to chunk 0 it lacks that of rank"
+COMPLAINT = r"after the last step, chunk 0 lacks the contribution of rank"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -10,7 +10,7 @@ from unisono.collectives.algorithms.step import Move, Step
 __all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"rank 2 of 3.*chunk 0 is put together in another order than on rank 0"
+COMPLAINT = r"rank 2 of 3.*chunk 0 is reduced in another order than on rank 0"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -12,7 +12,7 @@ __all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
 COMPLAINT = (
-    r"deadlock, these wait: rank 0 .* to receive chunk 0 from rank 1, .*; rank 1 .* to receive chunk 0 from rank 0"
+    r"deadlock of waiting ranks: rank 0 .* to receive chunk 0 from rank 1, .*; rank 1 .* to receive chunk 0 from rank 0"
 )
 
 

@@ -7,7 +7,7 @@ from unisono.collectives.algorithms.gather.binomial import cost, steps
 __all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
 
 COLLECTIVE = "gather"
-COMPLAINT = r"among 2 ranks there are 4 chunks; it needs 2"
+COMPLAINT = r"among 2 ranks there are 4 chunks; this collective needs 2"
 
 
 def chunks(size: int) -> int:

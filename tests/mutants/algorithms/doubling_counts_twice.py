@@ -11,7 +11,7 @@ from unisono.collectives.algorithms.step import Step
 __all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"rank 0 of 3.*of the contributions to chunk 0 it twice has that of rank 0"
+COMPLAINT = r"rank 0 of 3.*after the last step, chunk 0 counts twice the contribution of rank 0"
 
 
 def chunks(size: int) -> int:

@@ -10,7 +10,7 @@ from unisono.collectives.algorithms.step import Cost, Move, Step
 __all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"step 1: two runs go to the same rank or come from it"
+COMPLAINT = r"step 1: two moves have the same peer and direction"
 
 
 def chunks(size: int) -> int:

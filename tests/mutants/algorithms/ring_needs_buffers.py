@@ -12,7 +12,7 @@ __all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
 COMPLAINT = (
-    r"deadlock, these wait: rank 0 in its step 1 to send chunk 1 to rank 1, .*; rank 1 .* send chunk 0 to rank 0"
+    r"deadlock of waiting ranks: rank 0 in its step 1 to send chunk 1 to rank 1, .*; rank 1 .* send chunk 0 to rank 0"
 )
 
 

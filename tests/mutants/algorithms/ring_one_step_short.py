@@ -11,7 +11,7 @@ from unisono.collectives.algorithms.step import Step
 __all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"step \d: this was the last; of the contributions to chunk \d it lacks that of rank"
+COMPLAINT = r"step \d: after the last step, chunk \d lacks the contribution of rank"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

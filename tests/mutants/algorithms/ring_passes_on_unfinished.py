@@ -10,7 +10,7 @@ from unisono.collectives.algorithms.step import Move, Step
 __all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"of the contributions to chunk \d it lacks that of rank"
+COMPLAINT = r"after the last step, chunk \d lacks the contribution of rank"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -10,7 +10,7 @@ from unisono.collectives.algorithms.step import Move, Step
 __all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"step 1: peer \d is not another one of \d ranks"
+COMPLAINT = r"step 1: peer \d is not another of the \d ranks"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

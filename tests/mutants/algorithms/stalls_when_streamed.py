@@ -11,7 +11,7 @@ from unisono.collectives.algorithms.step import Step
 __all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"deadlock, these wait: rank 1 in its step 1 to send chunk 0 to rank 0, which is in its step 1"
+COMPLAINT = r"deadlock of waiting ranks: rank 1 in its step 1 to send chunk 0 to rank 0, which is in its step 1"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -11,7 +11,7 @@ from unisono.core.types import Message, Work
 from unisono.errors import CommTimeoutError
 from unisono.wrappers.base import Wrapper
 
-COMPLAINT = "nobody can move|waited"
+COMPLAINT = "no rank can continue|waited"
 
 
 class Hasty(ChainedWork):

@@ -9,7 +9,7 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Work
 from unisono.wrappers.base import Wrapper
 
-COMPLAINT = "nobody can move"
+COMPLAINT = "no rank can continue"
 
 LOCKS: list[threading.Lock] = []
 

@@ -6,7 +6,7 @@ from unisono.core.transport import Transport
 from unisono.wrappers.base import Wrapper
 
 LAW = "tags_and_parts_do_not_mix_in_receives_from_any_rank"
-COMPLAINT = r"waited 1.0 s for (4 B from rank 1|rank 0 to take 4 B)"
+COMPLAINT = r"waited 1.0 s for (4 B from rank 1|rank 0 to receive 4 B)"
 
 
 class Mutant(Wrapper):

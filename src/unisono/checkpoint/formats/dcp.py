@@ -85,7 +85,7 @@ def read(path: Path, trusted: bool) -> Any:
     except (FormatError, CorruptError, OSError):
         raise
     except Exception as error:
-        raise FormatError(f"{path} is no checkpoint of DCP that can be read ({error})") from error
+        raise FormatError(f"{path} is not a readable DCP checkpoint ({error})") from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -115,7 +115,7 @@ def _value(path: Path, name: str, entry: Any, places: dict[Any, Any], trusted: b
 
 def _load(path: Path, name: str, info: Any, trusted: bool) -> Any:
     if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
-        raise FormatError(f"{name!r} lies in {info.relative_path!r}, or is transformed: not supported")
+        raise FormatError(f"{name!r} is in {info.relative_path!r}, or is transformed: not supported")
     with (path / info.relative_path).open("rb") as file:
         file.seek(info.offset)
         data = file.read(info.length)

@@ -21,11 +21,11 @@ def storage_at(path: str | os.PathLike[str] | Storage) -> Storage:
     """
     if not isinstance(path, (str, os.PathLike)):
         if not hasattr(path, "publish"):
-            raise TypeError(f"a path is a str, a pathlib.Path or a storage, not a {type(path).__name__}")
+            raise TypeError(f"a path must be a str, a pathlib.Path or a storage, not a {type(path).__name__}")
         return path
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
-        raise TypeError(f"a path is a str or a pathlib.Path, and not empty, not {text!r}")
+        raise TypeError(f"a path must be a non-empty str or a pathlib.Path, not {text!r}")
     scheme = _URL.match(text)
     if scheme and scheme[1] != "file":
         from unisono.checkpoint.storage.fsspec import FsspecStorage

@@ -118,7 +118,7 @@ class ModelChecker:
             for place, verb, move in waiting[:4]
         ]
         more = f"; and {len(waiting) - 4} more" if len(waiting) > 4 else ""
-        return waiting[0][0].error(f"deadlock, these wait: {'; '.join(told)}{more}")
+        return waiting[0][0].error(f"deadlock of waiting ranks: {'; '.join(told)}{more}")
 
 
 def _told(verb: str, move: Move) -> str:

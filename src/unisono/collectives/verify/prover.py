@@ -58,11 +58,11 @@ def count(collective: str, schedule: Algorithm, size: int) -> Cost:
         Cost(rounds=3, sent=Fraction(3, 1))
     """
     if size < 1:
-        raise ValueError(f"a group has at least 1 rank, not {size}")
+        raise ValueError(f"a group must have at least 1 rank, not {size}")
     world = ModelChecker(collective, schedule, size)
     usual = default_chunks(collective, size)
     if world.chunks < 1 or (world.chunks != usual and collective not in _FREE_CHUNKS):
-        raise _error(collective, size, f"there are {world.chunks} chunks; it needs {usual}")
+        raise _error(collective, size, f"there are {world.chunks} chunks; this collective needs {usual}")
     world.run()
     for place in world.places:
         _check_contributions(place)
@@ -77,15 +77,15 @@ def _check_contributions(place: RankModel) -> None:
         wanted = goal(place.collective, place.rank, chunk, place.size)
         again = 0 if place.collective == "barrier" else held.twice
         if wanted and (held.once != wanted or again):
-            faults = {"lacks": wanted & ~held.once, "wrongly has": held.once & ~wanted, "twice has": again}
-            told = ", ".join(f"{fault} that of {_ranks(ranks)}" for fault, ranks in faults.items() if ranks)
-            raise place.error(f"this was the last; of the contributions to chunk {chunk} it {told}")
+            faults = {"lacks": wanted & ~held.once, "wrongly has": held.once & ~wanted, "counts twice": again}
+            told = ", ".join(f"{fault} the contribution of {_ranks(ranks)}" for fault, ranks in faults.items() if ranks)
+            raise place.error(f"after the last step, chunk {chunk} {told}")
 
 
 def _check_bits(place: RankModel, first: RankModel) -> None:
     for chunk, (held, reference) in enumerate(zip(place.chunks, first.chunks, strict=True)):
         if held.formula != reference.formula:
-            raise place.error(f"chunk {chunk} is put together in another order than on rank 0, so its bits may differ")
+            raise place.error(f"chunk {chunk} is reduced in another order than on rank 0, so its bits may differ")
 
 
 def _ranks(contributors: int) -> str:

@@ -101,11 +101,13 @@ class RankModel:
             raise self.error("nothing moves; leave the step out")
         for _, move in self.moves:
             if not 0 <= move.peer < self.size or move.peer == self.rank:
-                raise self.error(f"peer {move.peer} is not another one of {self.size} ranks")
+                raise self.error(f"peer {move.peer} is not another of the {self.size} ranks")
             if not 0 <= move.start < move.stop <= len(self.chunks):
                 raise self.error(f"the run from {move.start} to {move.stop} is not one of {len(self.chunks)} chunks")
         if len(self.sends) < len(step.send) or len(self.recvs) < len(step.recv):
-            raise self.error("two runs go to the same rank or come from it; one each way is allowed")
+            raise self.error(
+                "two moves have the same peer and direction; a step allows one send to and one receive from each peer"
+            )
 
     def _check_chunks(self, step: Step) -> None:
         read = {chunk for move in step.send for chunk in range(move.start, move.stop)}

@@ -50,7 +50,7 @@ class ErrorFeedback(Codec):
     def __init__(self, codec: Spec = "onebit") -> None:
         self.codec = resolve(codec)
         if isinstance(self.codec, ErrorFeedback):
-            raise ValueError(f"{self.codec!r} feeds errors back already; twice would add them twice")
+            raise ValueError(f"{self.codec!r} already feeds errors back; a second error feedback would add them twice")
         self._residual: torch.Tensor | None = None
 
     def __repr__(self) -> str:
@@ -72,8 +72,8 @@ class ErrorFeedback(Codec):
             flat.copy_(given)
         else:
             raise ValueError(
-                f"this codec holds what was lost of {residual.numel()} elements, but flat has {flat.numel()}; "
-                "use one codec a bucket, made by spawn()"
+                f"this codec holds a residual of {residual.numel()} elements, but flat has {flat.numel()}; use one "
+                "codec per bucket, created by spawn()"
             )
         kept = torch.empty_like(flat) if kept is None else kept
         self.codec.average(flat, comm, shapes, kept)

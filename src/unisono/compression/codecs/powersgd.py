@@ -144,7 +144,9 @@ class Powersgd(Codec):
         starting = []
         last: Sequence[torch.Tensor | None] = self._columns or [None] * len(matrices)
         if self._columns and [len(columns) for columns in self._columns] != [matrix.shape[1] for matrix in matrices]:
-            raise ValueError("this codec holds columns for other parameters; use one codec a bucket, made by spawn()")
+            raise ValueError(
+                "this codec holds columns for other parameters; use one codec per bucket, created by spawn()"
+            )
         for matrix, columns in zip(matrices, last, strict=True):
             shape = (matrix.shape[1], self._width(matrix.shape))
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix)

@@ -60,7 +60,7 @@ class Balanced(AssignmentPartitioner):
             return _runs(costs, shares)
         if self._method == "same_count":
             if len(set(shares)) != 1:
-                raise ValueError("method='same_count' makes equal parts only; take 'largest_first' for other shares")
+                raise ValueError("method='same_count' makes equal parts only; use 'largest_first' for other shares")
             return deal_evenly(costs, len(shares))[0]
         return largest_first(costs, shares)
 

@@ -69,7 +69,9 @@ class Weighted(Partitioner):
         if self._weights is None:
             return shares
         if len(self._weights) != len(shares):
-            raise ValueError(f"there are {len(self._weights)} weights for {len(shares)} parts; give one for each")
+            raise ValueError(
+                f"there are {len(self._weights)} weights for {len(shares)} parts; pass one weight for each part"
+            )
         return self._weights
 
 

@@ -49,5 +49,5 @@ def get_worker_info(worker_name: str | None = None) -> rpc.WorkerInfo:
 
 def _checked(func: _Function) -> _Function:
     if not callable(func):
-        raise TypeError(f"function should be callable, not a {type(func).__name__}")
+        raise TypeError(f"function must be callable, not a {type(func).__name__}")
     return func

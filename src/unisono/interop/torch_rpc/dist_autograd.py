@@ -21,7 +21,9 @@ __all__ = ["DistributedOptimizer", "backward", "checked", "context", "get_gradie
 def context() -> Iterator[int]:
     """Record what crosses ranks, for `backward`: the number of the context. RuntimeError inside of another one."""
     if rpc.context.context.get() != NO_CONTEXT:
-        raise RuntimeError("there is an autograd context in this thread already; leave it before another one")
+        raise RuntimeError(
+            "there is an autograd context in this thread already; leave it before entering another context"
+        )
     with autograd.context() as number:
         yield number
 
@@ -50,7 +52,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 def checked(context_id: Any) -> int:
     """The number of a context that this rank knows of."""
     if not isinstance(context_id, int):
-        raise TypeError(f"a context is named by an int, not by a {type(context_id).__name__}")
+        raise TypeError(f"context_id must be an int, not a {type(context_id).__name__}")
     if current_agent().contexts.get(context_id) is None:
         raise RuntimeError(f"Could not find autograd context with id: {context_id}")
     return context_id

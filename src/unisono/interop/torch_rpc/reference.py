@@ -59,7 +59,7 @@ class RRef(rpc.RRef[T]):
             with as_runtime_error():
                 return super().backward(checked(dist_autograd_ctx_id), retain_graph)
         if not self.is_owner():
-            raise RuntimeError("without a context only the owner of a tensor can back-propagate from it")
+            raise RuntimeError("without a context, only the tensor's owner can back-propagate from it")
         cast(Any, self.local_value()).backward(retain_graph=retain_graph)
 
 

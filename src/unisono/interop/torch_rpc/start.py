@@ -58,7 +58,7 @@ def init_rpc(
     if find_agent() is not None:
         raise RuntimeError("RPC is already initialized")
     if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", name):
-        raise ArgumentError(f"a name has up to 127 letters, digits, '-', '_' and ':', which {name!r} has not")
+        raise ArgumentError(f"a worker name must have at most 127 letters, digits, '-', '_' and ':', not {name!r}")
     options = rpc_backend_options or TensorPipeRpcBackendOptions()
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")

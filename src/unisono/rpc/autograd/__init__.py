@@ -79,7 +79,9 @@ def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = F
     """
     found = current.current_agent().contexts.get(context) if isinstance(context, int) else None
     if found is None:
-        raise CommError(f"there is no autograd context {context!r} on this rank; take the number from context()")
+        raise CommError(
+            f"there is no autograd context {context!r} on this rank; pass the number that context() returned"
+        )
     start(found, roots, retain_graph)
 
 

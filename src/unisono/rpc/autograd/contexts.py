@@ -94,7 +94,9 @@ class Contexts:
         if found is None:
             here = isinstance(number, int) and number >> _RANK_BITS == self._agent.rank
             if here or not isinstance(number, int) or number in self._ended:
-                raise CommError(f"there is no autograd context {number!r}: it has ended, or context() never gave it")
+                raise CommError(
+                    f"there is no autograd context {number!r}: it has ended, or context() never returned it"
+                )
         return found
 
     def discard(self, number: int) -> None:

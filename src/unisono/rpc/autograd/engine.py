@@ -72,8 +72,8 @@ class BackwardPass:
             key = record.peer, record.message
             if self._context.received.get(key) is not record:
                 raise RuntimeError(
-                    f"a tensor that came from rank {record.peer} did so in another context than the one to "
-                    "back-propagate in, which knows no way back: call backward within its own context, or detach() it"
+                    f"a tensor from rank {record.peer} was received in another autograd context than that of this "
+                    "backward pass: call backward in the tensor's context, or detach() it"
                 )
             if key not in self._gathered:
                 self._gathered[key] = [None] * len(record.triggers)
@@ -160,7 +160,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 _TWICE = (
-    "this part of the graph was back-propagated before, and is gone: pass retain_graph=True to all backward passes "
+    "this part of the graph was freed by an earlier backward pass: pass retain_graph=True to all backward passes "
     "of a context but the last"
 )
 
@@ -251,7 +251,7 @@ def _flow(
     """Back-propagate from an output here, and send the gradients that are complete."""
     taking_part = context.passes.get(name)
     if taking_part is None or not taking_part.joined(message):
-        raise CommError(f"gradients came for message {message}, which has no part in this pass")
+        raise CommError(f"received gradients for message {message}, which is not part of this pass")
     complete, sums = taking_part.flow(message, gradients)
     agent = current_agent()
     calls: list[torch.futures.Future[Any]] = [

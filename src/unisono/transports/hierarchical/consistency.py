@@ -97,7 +97,7 @@ class Agreement:
         shortest, longest = _ROLL_CALL_S
         try:
             self._control.exchange(
-                self._group, f"the roll call of call {self._calls}", None, min(max(timeout, shortest), longest)
+                self._group, f"the consistency check of call {self._calls}", None, min(max(timeout, shortest), longest)
             )
         except CommTimeoutError as named:
             # Without a rank, the error is about the control plane itself, and says no more.
@@ -229,8 +229,8 @@ class _HostRound:
 def _late(rank: int, deadline: float) -> CommTimeoutError:
     over_s = max(0.0, time.monotonic() - deadline)
     return CommTimeoutError(
-        f"the host of rank {rank} has not said a word in time (this was told {over_s:.1f} s later by the first rank of "
-        "this host). Is it alive, can it be reached, did it skip a call?",
+        f"no message from the host of rank {rank} within the timeout (reported {over_s:.1f} s later by the first "
+        f"rank of this host). Is rank {rank} alive and reachable, or did it skip a call?",
         peer=rank,
     )
 

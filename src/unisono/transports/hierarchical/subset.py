@@ -34,7 +34,7 @@ class SubsetTransport(Transport):
         return self._whole.post([_to(message, self._ranks[message.peer]) for message in batch])
 
     def split(self, group: Group) -> Transport:
-        raise NotImplementedError("the transport that these ranks are part of is split, not this view of it")
+        raise NotImplementedError("split the transport that these ranks are part of, not this view of it")
 
     def close(self) -> None:
         """Do nothing: the owner of the whole transport closes it."""

@@ -243,7 +243,8 @@ def _common(inner: Transport, outer: Transport) -> frozenset[str]:
     }
     if not both:
         raise UnavailableError(
-            f"{type(inner).__name__} carries tensors of {', '.join(sorted(inner.devices))}, {type(outer).__name__} of "
-            f"{', '.join(sorted(outer.devices))}; take two backends for the same devices, such as 'shm+gloo'"
+            f"{type(inner).__name__} supports tensors on {', '.join(sorted(inner.devices))}, "
+            f"{type(outer).__name__} on {', '.join(sorted(outer.devices))}; use two backends for the same devices, "
+            "such as 'shm+gloo'"
         )
     return frozenset(both)

@@ -45,8 +45,8 @@ class CommHandle:
         made, request = comm.Idup()
         if not poll_until(request.Test, deadline, spins=1):
             raise CommTimeoutError(
-                f"not all of the {comm.Get_size()} ranks of the MPI communicator have come in time. "
-                "Are they alive, and does each of them make the call?"
+                f"not all of the {comm.Get_size()} ranks of the MPI communicator joined in time. Are all of them "
+                "running, and does each of them make the call?"
             )
         return cls(made)
 
@@ -162,7 +162,7 @@ class MpiCommunicators:
         mpi, kind = self.mpi, error.Get_error_class()
         if kind == mpi.ERR_REVOKED and isinstance(self._ended_by, CommError):
             return self._ended_by
-        text = f"MPI says: {error.Get_error_string().strip()}"
+        text = f"MPI reported: {error.Get_error_string().strip()}"
         if kind not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
             return CommError(text, peer=peer)
         # After a revocation the control plane reports the rank at fault.

@@ -84,8 +84,8 @@ class MpiTransport(Transport):
         ranks, sizes = [rank for rank, _ in cards], {size for _, size in cards}
         if len(set(ranks)) < len(ranks) or len(sizes) > 1:
             raise UnavailableError(
-                f"these {group.size} ranks are not of one MPI world (their ranks in it: {ranks}, its sizes: "
-                f"{sorted(sizes)}); start all of them by one mpirun"
+                f"these {group.size} ranks are not in one MPI world (their ranks in it: {ranks}, its sizes: "
+                f"{sorted(sizes)}); start all of them with one mpirun"
             )
         if group.size < world.Get_size():
             base = CommHandle.create(world, ranks, 0)
@@ -116,7 +116,9 @@ class MpiTransport(Transport):
             return work
         for message in batch:
             if message.tag > self._comms.largest_tag:
-                raise ValueError(f"tag={message.tag} is more than this MPI carries: up to {self._comms.largest_tag}")
+                raise ValueError(
+                    f"tag={message.tag} is larger than this MPI allows; use tags up to {self._comms.largest_tag}"
+                )
         return self._messages.post(batch)
 
     def iprobe(self, peer: int, tag: int) -> bool:
@@ -195,7 +197,7 @@ class MpiTransport(Transport):
 
     def _give_up(self) -> None:
         """Give up a collective that has begun on all ranks, and does not end."""
-        said = f"rank {self.rank} gave up: all ranks had come to a collective, which then did not end in time"
+        said = f"rank {self.rank} gave up: all ranks had reached a collective, which then did not end in time"
         # Queried and reported here, because this rank's own thread may never return.
         hang = hang_report(self._control, self.group)
         about = hang.missing[0] if hang.missing else self.rank

@@ -69,7 +69,7 @@ class Watchdog:
 
     def _end(self, cause: BaseException) -> None:
         what = "this rank" if has_ulfm() else "the job"
-        sys.stderr.write(f"{cause}\nMPI does not let go of a collective that has begun: {what} is ended.\n")
+        sys.stderr.write(f"{cause}\nMPI cannot abort a collective that has begun, so {what} is ended.\n")
         sys.stderr.flush()
         if has_ulfm():
             os._exit(1)

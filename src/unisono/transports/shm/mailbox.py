@@ -153,7 +153,7 @@ class ShmMailbox(Mailbox):
         while not out.room:
             self.check(peer)
             if time.monotonic() > deadline:
-                raise CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)
+                raise CommTimeoutError(f"rank {peer} does not receive messages. Is it stopped?", peer=peer)
             time.sleep(_NAP_S)
 
     # -- receiving -----------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class ShmMailbox(Mailbox):
     def _lose_for_nonsense(self, incoming: _Incoming, error: Exception) -> None:
         """Mark the sender as lost after an invalid message: its ring is not read any more."""
         self._in = [other for other in self._in if other is not incoming]
-        self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote what is no message: {error}"))
+        self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote an invalid message: {error}"))
 
     def wait(self, timeout: float) -> None:
         words, own = self._words, self._own

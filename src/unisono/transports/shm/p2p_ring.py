@@ -232,7 +232,7 @@ class MessageRings:
             return work
         with self.lock:
             if self.held:
-                raise CommError("a message was begun inside another one, as by a signal handler")
+                raise CommError("a message was begun inside another message, as by a signal handler")
             for message in batch:
                 peer = message.peer
                 if isinstance(message, Send):

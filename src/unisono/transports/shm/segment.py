@@ -52,7 +52,7 @@ def meet(
         _check(group, [other for *_, other in told])
         if len({wanted for wanted, *_ in told}) > 1:
             found = ", ".join(f"{wanted} on rank {rank}" for rank, (wanted, *_) in enumerate(told))
-            raise MismatchError(f"ranks ask for other amounts of memory, in bytes of all ranks together: {found}")
+            raise MismatchError(f"ranks request different amounts of memory (bytes of all ranks together): {found}")
         memory, trouble = _tried(group, lambda: _opened(told[0][1], mapped))
         # It stays open until all ranks have mapped it.
         _check(group, control.exchange(group, f"memory: {name} is there", trouble, timeout))
@@ -67,7 +67,7 @@ def _tried(group: Group, action: Callable[[], T]) -> tuple[T | None, _Trouble]:
     except UnavailableError as error:
         return None, (type(error).__name__, error.message)
     except (OSError, RuntimeError, ValueError) as error:
-        return None, ("CommError", f"shared memory cannot be had on rank {group.rank}: {error}")
+        return None, ("CommError", f"shared memory cannot be allocated on rank {group.rank}: {error}")
 
 
 def _check(group: Group, troubles: Sequence[_Trouble]) -> None:
@@ -98,7 +98,7 @@ def _found(card: bytes) -> tuple[int, int]:
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     if os.pread(descriptor, len(proof), 0) != proof:
         os.close(descriptor)
-        raise OSError("another file was found in its place")
+        raise OSError("another file was found at its path")
     return descriptor, nbytes
 
 
@@ -109,13 +109,13 @@ def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tup
     it there (in another container, say, under the same kernel) counts as a host of its own.
     """
     usable = why_no_shm() is None
-    seen = control.exchange(group, "who seems to be where", (host_identity(), usable), timeout)
+    seen = control.exchange(group, "finding ranks on one host", (host_identity(), usable), timeout)
     mine = seen[group.rank]
     first = next(rank for rank, other in enumerate(seen) if other == mine)
     with _shown("neighbours", PAGE_BYTES) if usable and first == group.rank else nullcontext(b"") as card:
-        cards = control.exchange(group, "what is shown in memory", card, timeout)
+        cards = control.exchange(group, "publishing shared memory", card, timeout)
         found = usable and _sees(cards[first])
-        proven = control.exchange(group, "what was found in memory", found, timeout)
+        proven = control.exchange(group, "comparing shared memory", found, timeout)
     parts: dict[tuple[object, ...], list[int]] = {}
     for rank, (other, proof) in enumerate(zip(seen, proven, strict=True)):
         parts.setdefault((*other,) if proof else (rank,), []).append(rank)

@@ -202,11 +202,13 @@ def _all_native(builds: Sequence[bytes], group: Group) -> bool:
     found = {build.rstrip(b"\0").decode() for build in builds}
     if len(found - {""}) > 1:
         quoted = ", ".join(f"{build.rstrip(bytes(1)).decode() or 'none'} on rank {r}" for r, build in enumerate(builds))
-        raise CommError(f"ranks have different builds of unisono's native core: {quoted}. Install the same one for all")
+        raise CommError(
+            f"ranks have different builds of unisono's native core: {quoted}. Install the same build for all ranks"
+        )
     without = [rank for rank, build in enumerate(builds) if not build.strip(b"\0")]
     having = set(range(group.size)) - set(without)
     if without and having and group.rank == min(having):
-        text = f"rank {without[0]} has no native core, so all ranks do without it, and short calls take longer"
+        text = f"rank {without[0]} has no native core, so no rank uses it, and short calls take longer"
         warnings.warn(text, stacklevel=2)
     return not without
 

@@ -61,7 +61,7 @@ class SimTransport(ThreadTransport):
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> SimTransport:
         if here() is None and group.size > 1:
-            raise UnavailableError("simulated ranks take turns: use un.simulate(fn, nprocs) to run them")
+            raise UnavailableError("simulated ranks need the simulator: run them with un.simulate(fn, nprocs)")
         network = options.extra.get("network") or Network()
         return cls(group, control.share("sim/post", lambda: _Post(network)), options.timeout_s)._under(control)
 
@@ -147,7 +147,7 @@ class _SimWork(CountdownWork):
 def _scheduler() -> TaskScheduler:
     task = here()
     if task is None:
-        raise PeerLostError("the simulation that this rank was a part of has ended")
+        raise PeerLostError("the simulation of this rank has ended")
     return task.scheduler
 
 

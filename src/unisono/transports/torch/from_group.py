@@ -92,7 +92,7 @@ def _on_cuda(group: dist.ProcessGroup) -> bool:
 def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, data: bytes) -> list[bytes]:
     """Gather a few bytes of each rank by torch's own collective, because there is no control plane yet."""
     if len(data) >= _CARD_BYTES:
-        raise CommError(f"{len(data)} bytes do not fit on a card of {_CARD_BYTES}")
+        raise CommError(f"{len(data)} bytes do not fit in a record of {_CARD_BYTES}")
     padded = bytes([len(data)]) + data.ljust(_CARD_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
     outputs = [torch.empty_like(mine) for _ in range(size)]
@@ -105,8 +105,8 @@ def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, 
         if not isinstance(found, CommTimeoutError) and time.monotonic() < deadline:
             raise found from error
         raise CommTimeoutError(
-            f"not all of the {size} ranks of the torch group have come in time. "
-            "Are they alive, and does each of them call from_group?"
+            f"not all of the {size} ranks of the torch group joined in time. Are all of them running, and does "
+            "each of them call from_group?"
         ) from error
     raw = [ctypes.string_at(here.data_ptr(), here.numel()) for here in (t.cpu() for t in outputs)]
     return [card[1 : 1 + card[0]] for card in raw]

@@ -75,7 +75,7 @@ class _Stream:
                 return False
             (length,) = _SIZE.unpack_from(self._arrived)
             if length > _MOST_HEAD:
-                raise ValueError("a head is too long")
+                raise ValueError("a message header is too long")
             end = _SIZE.size + length
             if len(self._arrived) < end:
                 return False
@@ -168,7 +168,7 @@ class TcpMailbox(Mailbox):
         if not watch.poll(_SLICE_S * 1000):
             self.check(peer)
             if time.monotonic() > deadline:
-                raise CommTimeoutError(f"rank {peer} takes no messages. Is it stopped?", peer=peer)
+                raise CommTimeoutError(f"rank {peer} does not receive messages. Is it stopped?", peer=peer)
 
     # -- receiving -----------------------------------------------------------------------------
     def poll(self) -> list[Envelope]:

@@ -22,7 +22,7 @@ from unisono.transports.torch.gloo_sockets import Sockets
 __all__ = ["backend_of"]
 
 _LOOK_EVERY_S = 0.02
-_crew = DaemonThreadPool("unisono torch meets")
+_crew = DaemonThreadPool("unisono torch rendezvous")
 
 
 def backend_of(

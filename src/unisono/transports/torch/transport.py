@@ -255,7 +255,7 @@ class _GlooWork(Work):
         return self._error
 
     def get_future(self) -> torch.futures.Future[None]:
-        raise NotImplementedError("collectives' inner messages are waited for, not watched")
+        raise NotImplementedError("messages inside a collective have no future; call wait()")
 
 
 def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | None] | None) -> None:

@@ -39,7 +39,7 @@ def meet(
     def conclude(problems: list[CommError]) -> None:
         """Collect the errors of all ranks."""
         text = ". ".join(problem.message for problem in problems)
-        found = [text for text in control.exchange(group, "ways between hosts", text, patience_s) if text]
+        found = [text for text in control.exchange(group, "connections between hosts", text, patience_s) if text]
         if found:
             raise CommError(". ".join(found), rank=group.rank, size=group.size)
 

@@ -94,7 +94,7 @@ class HostLinks:
         late = [self._ranks[swap.host] for swap in pending]
         named = ", ".join(f"rank {self._ranks[swap.host]} at {self._where[swap.host]}" for swap in pending)
         raise CommTimeoutError(
-            f"waited {waited_s:.1f} s for a word of {named}. Is it alive, can it be reached, did it skip a call?",
+            f"waited {waited_s:.1f} s for a message from {named}. Is it alive and reachable, or did it skip a call?",
             peer=late[0],
             waited_s=waited_s,
         )

@@ -60,7 +60,7 @@ class Checkout:
     def __init__(self, source: Path, ranks: int, backend: str = "shm") -> None:
         self._source = source.resolve()
         if not (self._source / "unisono").is_dir():
-            raise ValueError(f"there is no unisono in {source}; name the src folder of a checkout")
+            raise ValueError(f"there is no unisono in {source}; pass the src folder of a checkout")
         self._stack = ExitStack()
         try:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="unisono-bench-")))
@@ -92,7 +92,7 @@ class Checkout:
                 connection = listener.accept()[0]
                 connection.settimeout(_SAMPLE_S)
                 return connection
-        raise RuntimeError(f"the ranks of {self._source} did not start; what they printed says why")
+        raise RuntimeError(f"the ranks of {self._source} did not start; their output says why")
 
     def sample(self, case: AllReduce) -> Callable[[], float]:
         """Return a sample for `interleave`: the mean seconds of a call on the slowest rank."""
@@ -108,7 +108,7 @@ class Checkout:
     def _answer(self, link: Any) -> Any:
         line = link.readline()
         if not line:
-            raise RuntimeError(f"a rank of {self._source} ended; what it printed says why")
+            raise RuntimeError(f"a rank of {self._source} ended; its output says why")
         return json.loads(line)
 
     def __enter__(self) -> Self:

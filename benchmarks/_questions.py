@@ -18,7 +18,7 @@ def parser(description: str | None, seconds: float | None = None) -> argparse.Ar
     """Return the parser of a program, with its docstring as help, and with `--seconds` where it has a default."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if seconds is not None:
-        made.add_argument("--seconds", type=float, default=seconds, help="for each line, about (%(default)s)")
+        made.add_argument("--seconds", type=float, default=seconds, help="approximate time for each line (%(default)s)")
     return made
 
 

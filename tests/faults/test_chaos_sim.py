@@ -192,7 +192,7 @@ def test_a_wrong_number_is_noticed() -> None:
     ("outcome", "said"),
     [
         (KeyError("x"), "rank 0 ended by KeyError"),
-        (CommError("something"), "does not say where it was"),
+        (CommError("something"), "has no rank or operation"),
         (None, "rank 0 has None, not 1"),
         (CommError("x", rank=0, operation="send"), None),
         (1, None),

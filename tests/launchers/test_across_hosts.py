@@ -93,7 +93,7 @@ def examined(start: Start, network: Network, *words: str) -> list[list[dict[str,
 @pytest.mark.soak
 def test_the_doctor_reduces_between_hosts(start: Start, network: Network) -> None:
     for host, (finding,) in enumerate(examined(start, network)):
-        assert finding["text"].startswith(f"this is host {host} of 2; gloo: 2 ranks sum rightly"), finding
+        assert finding["text"].startswith(f"this is host {host} of 2; gloo: 2 ranks compute the right sum"), finding
 
 
 @pytest.mark.soak

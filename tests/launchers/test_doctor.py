@@ -43,7 +43,7 @@ def test_a_check_that_hangs_is_a_cross(plant: Callable[..., None], monkeypatch: 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         plant(lambda: [ok(str(theirs.recv(1)))])
-        assert "has not ended in time" in the_problem("planted", Target(limit_s=0.1)).text
+        assert "did not end in time" in the_problem("planted", Target(limit_s=0.1)).text
         ours.send(b"x")
 
 
@@ -76,15 +76,15 @@ def test_secrets_stay_secret(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["nonsense"], "there is no check 'nonsense'; known: all_reduce, between_hosts"),
-        (["--hosts", "one"], "--hosts takes two or more"),
-        (["--hosts", "a,b", "--rank", "2"], "--rank 2 is not among 0 to 1"),
-        (["--rank", "0"], "--rank says which of --hosts this one is: give them too"),
-        (["--backend", "glue"], "there is no backend 'glue'; known: auto, gloo, mpi, nccl"),
-        (["--backend", "shm+glue"], "there is no backend 'glue'"),
-        (["--ranks", "0"], "--ranks has to be at least 1"),
-        (["--port", "0"], "--port has to be from 1"),
-        (["--timeout", "0"], "--timeout has to be a positive"),
+        (["nonsense"], "unknown check 'nonsense'; known: all_reduce, between_hosts"),
+        (["--hosts", "one"], "--hosts needs two or more"),
+        (["--hosts", "a,b", "--rank", "2"], "--rank must be from 0 to 1"),
+        (["--rank", "0"], "--rank is the index of this host in --hosts: pass --hosts too"),
+        (["--backend", "glue"], "unknown backend 'glue'; known: auto, gloo, mpi, nccl"),
+        (["--backend", "shm+glue"], "unknown backend 'glue'"),
+        (["--ranks", "0"], "--ranks must be at least 1"),
+        (["--port", "0"], "--port must be from 1"),
+        (["--timeout", "0"], "--timeout must be a positive"),
     ],
 )
 def test_refusals(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def test_dev_shm_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     from unisono.tools.doctor.checks import memory
 
     monkeypatch.setattr(memory, "_FOLDER", Path("/no/such/folder"))
-    assert "is not there" in the_problem("memory").text
+    assert "does not exist or cannot be written" in the_problem("memory").text
 
 
 # -- the native core ------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_compiled_parts_that_are_not_wanted_or_not_there(monkeypatch: pytest.Mon
     monkeypatch.delenv(NO_EXTENSIONS)
     (found,) = find("extension")
     assert found.state == "info"
-    assert "is not there: all works" in found.text
+    assert "is missing: everything works" in found.text
 
 
 # -- the host's name -------------------------------------------------------------------------------
@@ -80,9 +80,9 @@ def test_host_name_that_nobody_knows(
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
     lines = f"mount --bind {hosts} /etc/hosts\nmount --bind {tmp_path}/resolv.conf /etc/resolv.conf\nhostname "
     text = doctor("host_name", before=namespaces(f"{lines} nobody.invalid")).the_problem("host_name")
-    assert "the host name nobody.invalid leads to no address" in text
+    assert "the host name nobody.invalid has no address" in text
     text = doctor("host_name", before=namespaces(f"{lines} elsewhere")).the_problem("host_name")
-    assert "resolves to 203.0.113.9, which is no address of this host" in text
+    assert "resolves to 203.0.113.9, which is not an address of this host" in text
 
 
 # -- ports -----------------------------------------------------------------------------------------
@@ -108,19 +108,19 @@ def test_a_port_of_slurm_and_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in task(0, 2).items():
         monkeypatch.setenv(name, value)
     (found,) = find("ports")
-    assert f"port {15000 + 200505 % 16384}, where Slurm's step 200505.0 meets," in found.text
+    assert f"port {15000 + 200505 % 16384}, the rendezvous of Slurm's step 200505.0," in found.text
     with socket.create_server(("0.0.0.0", 15000 + 200505 % 16384)):
         assert "is taken by process" in the_problem("ports").text
     for name in task(0, 2):
         monkeypatch.delenv(name)
     (found,) = find("ports")
-    assert "port 29500, torchrun's own" in found.text
+    assert "port 29500, torchrun's default" in found.text
 
 
 @pytest.mark.parametrize("port", ["0", "70000", "x", "-1"])
 def test_no_port(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     monkeypatch.setenv("MASTER_PORT", port)
-    assert f"MASTER_PORT {port} is no port" in the_problem("ports").text
+    assert f"MASTER_PORT {port} is not a port" in the_problem("ports").text
 
 
 def test_the_port_of_another_host(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
@@ -160,9 +160,9 @@ def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("hosts", "words"),
     [
-        (("127.0.0.1", "nobody.invalid"), "nobody.invalid leads to no address here"),
+        (("127.0.0.1", "nobody.invalid"), "nobody.invalid has no address here"),
         (("203.0.113.8", "203.0.113.9"), "none of 203.0.113.8, 203.0.113.9 is an address of this host"),
-        (("127.0.0.1", "127.0.0.2"), "127.0.0.1 and 127.0.0.2 are all this host"),
+        (("127.0.0.1", "127.0.0.2"), "127.0.0.1 and 127.0.0.2 are all addresses of this host"),
         (("127.0.0.1", "203.0.113.9"), "127.0.0.1 is the loopback, 127.0.0.1, here"),
     ],
 )
@@ -198,4 +198,4 @@ def test_a_host_with_nothing_but_its_loopback(doctor: Callable[..., Seen]) -> No
         pytest.skip(f"this kernel or user may not make namespaces: {tried.stderr.strip()}")
     seen = doctor("interface", before=("unshare", "--net"))
     assert (seen.status, seen.findings[0]["state"]) == (0, "info")
-    assert "no network but the loopback" in seen.findings[0]["text"]
+    assert "the loopback is the only network" in seen.findings[0]["text"]

@@ -32,7 +32,11 @@ TORCHRUN = {
 @pytest.mark.parametrize(
     ("variables", "backend", "words"),
     [
-        (TORCHRUN, "mpi", "backend mpi was asked for, but torchrun has started the ranks: MPI knows nothing of them"),
+        (
+            TORCHRUN,
+            "mpi",
+            "backend mpi was requested, but torchrun has started the ranks: each of them would be an MPI world",
+        ),
         ({"RANK": "0"}, None, "RANK is known but WORLD_SIZE is not"),
         ({"WORLD_SIZE": "64"}, None, "WORLD_SIZE is known but RANK is not"),
         (TORCHRUN | {"MASTER_PORT": ""}, None, "MASTER_PORT is not set; set MASTER_ADDR to the host of rank 0"),
@@ -40,7 +44,7 @@ TORCHRUN = {
         (TORCHRUN | {"RANK": "two"}, None, "RANK is 'two', which is not a number"),
         (TORCHRUN | {"RANK": "2"}, None, "rank 2 is not among 0 to 1"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, None, "MASTER_ADDR 127.0.0.1 is the loopback, but only 1 of 2 ranks"),
-        (TORCHRUN | {"MASTER_ADDR": "nobody.invalid"}, None, "MASTER_ADDR nobody.invalid leads to no address"),
+        (TORCHRUN | {"MASTER_ADDR": "nobody.invalid"}, None, "MASTER_ADDR nobody.invalid has no address"),
     ],
 )
 def test_launchers_that_make_no_sense(
@@ -77,7 +81,7 @@ def test_under_torchrun_one_rank_examines(start: Start) -> None:
     done = start([*torchrun, "-m", "unisono", "doctor", "launcher", "--backend", "mpi", "--json"])
     out, _ = done.communicate(timeout=100)
     assert done.returncode == 1
-    assert out.count("backend mpi was asked for, but torchrun has started the ranks") == 1
+    assert out.count("backend mpi was requested, but torchrun has started the ranks") == 1
 
 
 # -- MPI -------------------------------------------------------------------------------------------
@@ -110,7 +114,7 @@ def library() -> None:
             "export PMI_RANK=0 PMI_SIZE=2",
             "does not fit: mpiexec of MPICH or Intel MPI has started 2 processes, but each of them is an MPI world",
         ),
-        ("", "started 2 processes, each in a world of one: it belongs to another MPI"),
+        ("", "started 2 processes, each an MPI world of size 1: it belongs to another MPI"),
     ],
 )
 def test_mpiexec_of_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sets: str, words: str) -> None:
@@ -143,14 +147,14 @@ def test_an_mpiexec_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "mpiexec").write_text("#!/bin/sh\nsleep 1000\n")
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert "it had not ended in time" in the_problem("mpiexec", Target(limit_s=2.0)).text
+    assert "it did not end in time" in the_problem("mpiexec", Target(limit_s=2.0)).text
 
 
 # -- ranks -----------------------------------------------------------------------------------------
 @pytest.mark.soak
 def test_two_ranks_sum_for_real() -> None:
     (found,) = find("all_reduce", Target(backend="shm", limit_s=60.0))
-    assert re.fullmatch(r"shm: 2 ranks sum rightly, about \d+ us for 8 B and \S+ ms for 1 MiB", found.text)
+    assert re.fullmatch(r"shm: 2 ranks compute the right sum, about \d+ us for 8 B and \S+ ms for 1 MiB", found.text)
 
 
 @pytest.mark.soak
@@ -171,7 +175,7 @@ def test_ranks_that_fail_are_a_cross() -> None:
 
 def test_ranks_that_do_not_end_are_a_cross() -> None:
     (found,) = tried({"shm": "wait"}, 0.01)
-    assert (found.state, "shm: it had not ended in time" in found.text) == ("problem", True)
+    assert (found.state, "shm: it did not end in time" in found.text) == ("cross", True)
 
 
 WELL = '{"backend": "x", "right": true, "size": 2, "small_s": 1e-6, "large_s": 1e-3}'
@@ -180,7 +184,7 @@ WELL = '{"backend": "x", "right": true, "size": 2, "small_s": 1e-6, "large_s": 1
 @pytest.mark.parametrize(
     ("says", "words"),
     [
-        (f"{WELL}\\n{WELL}", "x: 2 ranks sum rightly, about 1 us for 8 B"),
+        (f"{WELL}\\n{WELL}", "x: 2 ranks compute the right sum, about 1 us for 8 B"),
         (f"noise\\n{WELL}\\n{WELL.replace('true', 'false')}", "x: the sum was wrong"),
         (f'{WELL}\\n{{"backend": "x", "error": "y: z"}}', "x: y: z"),
         (WELL.replace('"x"', '"w"') + "\\nnoise", "x: exit status 0: noise"),
@@ -191,4 +195,4 @@ def test_what_ranks_say_is_believed(tmp_path: Path, says: str, words: str) -> No
     (tmp_path / "starter").chmod(0o755)
     (found,) = tried({"x": "fix"}, 20.0, before=[str(tmp_path / "starter")])
     assert words in found.text
-    assert (found.state == "ok") == ("sum rightly" in words)
+    assert (found.state == "ok") == ("compute the right sum" in words)

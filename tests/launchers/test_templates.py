@@ -28,7 +28,7 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["template", name]) == 0
         assert capsys.readouterr().out == templates()[name].read_text()
     assert main(["template", "slurmm"]) == 2
-    assert "there is no template 'slurmm'; known: kubernetes, mpirun" in capsys.readouterr().err
+    assert "unknown template 'slurmm'; known: kubernetes, mpirun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", SHELLS)

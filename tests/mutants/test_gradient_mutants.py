@@ -89,7 +89,7 @@ def replaces(model: torch.nn.Module, comm: un.Communicator) -> None:
     [
         (shares_parameters_only, "counter is"),
         (shares_what_is_trained, "frozen is"),
-        (replaces, "lies in other memory"),
+        (replaces, "is in other memory"),
     ],
 )
 def test_wrong_shares_are_killed(mutant: Averager, said: str) -> None:

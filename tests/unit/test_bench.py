@@ -205,7 +205,7 @@ def test_own_errors_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--backend", "smh"], "unknown transport 'smh'; known:"),
         (["--backend", "nccl"], "this host's memory"),
         (["--ranks", "0"], "ranks must be at least 1, not 0"),
-        (["--sizes", "8,x"], "'x' is no size"),
+        (["--sizes", "8,x"], "'x' is not a size"),
         (["--seconds", "0"], "seconds must be a positive number"),
         (["--dtype", "float"], "unknown dtype 'float'; known: float16"),
         (["--op", "mean"], "unknown reduce operation 'mean'; known: sum"),
@@ -215,7 +215,7 @@ def test_own_errors_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--against", "gloo,gloo"], "names a peer twice"),
         (["--against", "gloo", "--dtype", "int16"], "gloo does not reduce torch.int16"),
         (["--collective", "barrier", "--roofline"], "it has no roofline"),
-        (["--json", "nowhere/results.json"], "there is no directory nowhere"),
+        (["--json", "nowhere/results.json"], "the directory nowhere does not exist"),
     ],
 )
 def test_bad_input_is_one_sentence(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +265,7 @@ def test_findings() -> None:
     (over,) = bench.mean_ratio("all", results, "gloo", 30)
     assert over.found.median == pytest.approx(30.0)
     (least,) = bench.least_ratio("any", results, "gloo", 20)
-    assert str(least) == "MISSED  any, gloo/own, least (at 1048576 B): 15.00 (14.00 to 16.50), at least 20 wanted"
+    assert str(least) == "MISSED  any, gloo/own, least (at 1048576 B): 15.00 (14.00 to 16.50), at least 20 required"
     assert Finding("x", Spread(1.0, 2.0, 3.0), 2.0, most=True).met
     assert not Finding("x", Spread(1.0, 2.1, 3.0), 2.0, most=True).met
     assert bench.mean_ratio("none", [], "gloo", 30) == bench.least_ratio("none", [], "gloo", 20) == []

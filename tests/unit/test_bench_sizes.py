@@ -24,10 +24,10 @@ def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "'' is no size"),
-        ("8,,9", "'' is no size"),
+        ("", "'' is not a size"),
+        ("8,,9", "'' is not a size"),
         ("0", "positive number"),
-        ("-8", "no size"),
+        ("-8", "not a size"),
         ("4T", "K, M or G"),
         ("8:128", "first:last:\\*factor"),
         ("8:128:4", "first:last:\\*factor"),

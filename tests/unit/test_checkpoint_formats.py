@@ -217,7 +217,7 @@ def test_convert(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["checkpoint", "convert", str(saved), str(tmp_path / "x.pt")]) == 0
     assert torch.load(tmp_path / "x.pt", weights_only=True)["lr"] == 0.1
     assert main(["checkpoint", "convert", str(saved), str(tmp_path / "x.pt")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert main(["checkpoint", "convert", str(saved), str(tmp_path / "y"), "--to", "torch"]) == 0
     assert (tmp_path / "y").is_file()
 

@@ -121,12 +121,12 @@ def test_ranks_share_each_batch(ranks: int) -> None:
     ("options", "sentence"),
     [
         (["--backend", "carrier-pigeon"], r"unknown transport 'carrier-pigeon'; known: .*gloo.*thread"),
-        (["--backend", "nccl"], "--backend nccl carries tensors of GPUs only: add --device cuda"),
+        (["--backend", "nccl"], "--backend nccl supports tensors on GPUs only: add --device cuda"),
         (["--ranks", "0"], "--ranks must be at least 1, not 0"),
         (["--ranks", "1439"], "--ranks 1439 is more than the 1438 pictures to train on"),
         (["--epochs", "0"], "--epochs must be at least 1, not 0"),
         (["--seed", "-1"], "--seed must be at least 0, not -1"),
-        (["--data", "/nowhere/at/all"], "/nowhere/at/all does not exist: give a folder"),
+        (["--data", "/nowhere/at/all"], "/nowhere/at/all does not exist: pass a folder"),
     ],
 )
 def test_refused(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ def test_refused_folder(
         ({"x": np.zeros((20, 8)), "y": np.arange(20)}, "must be numbers of shape (n, height, width)"),
         ({"x": np.zeros((20, 8, 8)), "y": np.arange(19)}, "the 20 pictures need as many labels"),
         ({"x": np.zeros((20, 8, 8)), "y": np.linspace(0, 1, 20)}, "whole numbers or names, but have float64"),
-        ({"x": np.full((20, 8, 8), np.nan), "y": np.arange(20) % 2}, "no finite numbers"),
+        ({"x": np.full((20, 8, 8), np.nan), "y": np.arange(20) % 2}, "not finite numbers"),
         ({"x": np.array([[[object()]]] * 20), "y": np.arange(20)}, "allow_pickle=False"),
         ({"x": np.zeros((0, 8, 8)), "y": np.zeros(0, int)}, "(0, 8, 8)"),
     ],

@@ -87,7 +87,7 @@ def test_a_test_that_does_not_take_comm_is_told_to(inner: pytest.Pytester) -> No
     inner.makepyfile("import pytest\n@pytest.mark.ranks(2)\ndef test_it(): pass")
     result = inner.runpytest_inprocess()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*takes `comm`*"])
+    result.stdout.fnmatch_lines(["*must take `comm`*"])
 
 
 def test_a_fixture_of_the_same_name_stays_whose_it_is(inner: pytest.Pytester) -> None:

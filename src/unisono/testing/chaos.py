@@ -250,7 +250,7 @@ def named_or_right(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
             continue
         if isinstance(outcome, CommError):
             if outcome.rank is None or outcome.operation is None:
-                return f"the error of rank {rank} does not say where it was: {outcome!r}"
+                return f"the error of rank {rank} has no rank or operation: {outcome!r}"
         elif isinstance(outcome, BaseException):
             return f"rank {rank} ended by {outcome!r}"
         elif not _equal(outcome, wanted):

@@ -84,7 +84,7 @@ def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
     _check_alike(mine, comm, "the result")
     silent = given[comm.rank].clone()
     make().average(silent, comm, bucket.sizes)
-    assert _same(silent, mine), "the result is another one where nobody asks what was kept"
+    assert _same(silent, mine), "the result differs if no caller passes kept"
     if not math.isfinite(bound):
         return
     everyones = [torch.empty_like(kept) for _ in range(comm.size)]
@@ -103,7 +103,7 @@ def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
     rounding = 2 * info.eps * float(x.norm() + k.norm()) + math.sqrt(bucket.numel) * comm.size * smallest
     assert lost <= bound * (1 + 1e-6) + rounding, f"{lost:.6g} was lost, more than the declared {bound:.6g}"
     if bucket.numbers == "zero":
-        assert not mine.any(), "of nothing but zeros something was made"
+        assert not mine.any(), "the average of zeros is not zero"
 
 
 def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
@@ -125,15 +125,15 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
     # Loads only tensors, numbers, strings and containers.
     fresh.load_state_dict(torch.load(file, weights_only=True))
     for expected, step in zip(after, steps[2:], strict=True):
-        assert _same(_averaged(fresh, step, comm, bucket), expected), "it does not go on from the state that it loaded"
+        assert _same(_averaged(fresh, step, comm, bucket), expected), "it does not continue from its loaded state"
     spawned = codec.clone()
     for expected, step in zip(before, steps[:2], strict=True):
-        assert _same(_averaged(spawned, step, comm, bucket), expected), "a spawned codec does not begin anew"
+        assert _same(_averaged(spawned, step, comm, bucket), expected), "a spawned codec does not start fresh"
     try:
         make().load_state_dict({"no such": 1})
     except ValueError:
         return
-    raise AssertionError("a state of another kind was loaded without a word")
+    raise AssertionError("a state of another kind was loaded without an error")
 
 
 def check_nonfinite(make: Make, comm: Communicator, bucket: Bucket) -> None:
@@ -187,7 +187,7 @@ def check_input(make: Make, comm: Communicator, bucket: Bucket) -> None:
             codec.average(flat, comm, shapes, kept)
         except (TypeError, ValueError):
             continue
-        raise AssertionError(f"took {flat}, kept={kept}, for a bucket of {shapes} without a word")
+        raise AssertionError(f"took {flat}, kept={kept}, for a bucket of {shapes} without an error")
     _averaged(codec, good, comm, bucket)
 
 
@@ -207,7 +207,7 @@ def check_mismatch(make: Make, comm: Communicator, bucket: Bucket) -> None:
             _averaged(make(), other.contribution(comm.rank), comm, other)
         except MismatchError:
             continue
-        raise AssertionError(f"nobody saw that a rank has a parameter of shape {shapes[-1]} more")
+        raise AssertionError(f"no rank noticed that a rank has one more parameter, of shape {shapes[-1]}")
 
 
 def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 256) -> None:
@@ -266,7 +266,7 @@ def _check_alike(tensor: torch.Tensor, comm: Communicator, what: str) -> None:
     everyones = [torch.empty_like(tensor) for _ in range(comm.size)]
     comm.all_gather(everyones, tensor)
     for rank, other in enumerate(everyones):
-        assert _same(other, tensor), f"{what} is not bit for bit the same on ranks {rank} and {comm.rank}"
+        assert _same(other, tensor), f"{what} is not bit-identical on ranks {rank} and {comm.rank}"
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

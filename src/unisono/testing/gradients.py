@@ -74,4 +74,4 @@ def check_shares(share: Averager, comm: Communicator) -> None:
     for name, tensor in model.state_dict().items():
         found = tensor.unique().tolist()
         assert found in ([1.0], []), f"{name} is {found} on rank {comm.rank}, not 1.0 as on rank 0"
-        assert tensor.data_ptr() == places[name], f"{name} lies in other memory than before"
+        assert tensor.data_ptr() == places[name], f"{name} is in other memory than before"

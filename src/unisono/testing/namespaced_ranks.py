@@ -77,7 +77,7 @@ class HostRanks:
         found: list[Any] = []
         for rank in range(len(self._readers)) if ranks is None else ranks:
             reader = self._readers[rank]
-            assert reader.poll(within_s), f"rank {rank} has not come to an end within {within_s} s"
+            assert reader.poll(within_s), f"rank {rank} has not ended within {within_s} s"
             try:
                 found.append(pickle.loads(reader.recv_bytes()))
             except EOFError:
@@ -87,7 +87,7 @@ class HostRanks:
     def wait_for_word(self, within_s: float = 60.0) -> None:
         """Wait until every rank has called `send_signal`."""
         for rank, reader in enumerate(self._readers):
-            assert reader.poll(within_s), f"rank {rank} has not said a word within {within_s} s"
+            assert reader.poll(within_s), f"rank {rank} sent no signal within {within_s} s"
             assert reader.recv_bytes() == b"word", f"rank {rank} has ended early"
 
     def kill(self, *ranks: int) -> None:

@@ -146,9 +146,9 @@ def obstacle() -> str | None:
     """
     missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
     if missing:
-        return f"to make hosts of network namespaces needs {' and '.join(missing)}: install iproute2"
+        return f"hosts of network namespaces need {' and '.join(missing)}: install iproute2"
     if os.geteuid() != 0:
-        return "to make hosts of network namespaces needs root"
+        return "hosts of network namespaces need root"
     try:
         with Network(1):
             return None

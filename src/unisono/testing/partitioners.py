@@ -120,7 +120,7 @@ def check_lossless(make: Make, dataset: Any, sizes: Sequence[float], seed: int) 
         >>> check_lossless(un.data.PARTITIONERS["strided"].of, Samples(10), [0.7, 0.3], seed=0)
     """
     order, parts = _divided(make, dataset, sizes, seed)
-    assert len(parts) == len(sizes), f"{len(sizes)} parts were asked for, and {len(parts)} came"
+    assert len(parts) == len(sizes), f"{len(sizes)} parts were requested, but {len(parts)} returned"
     check_cover([order.take(part) for part in parts], len(dataset))
     for number, part in enumerate(parts):
         assert bool((part[1:] > part[:-1]).all()), f"the places of part {number} do not ascend: {part.tolist()}"
@@ -141,7 +141,7 @@ def check_same_everywhere(make: Make, dataset: Any, sizes: Sequence[float], seed
         (first, ours), (second, theirs) = (_divided(make, dataset, sizes, seed) for _ in range(2))
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         same = torch.equal(first.take(mine), second.take(other))
-        assert same, f"part {number} is one thing on one rank, and another on the next"
+        assert same, f"part {number} differs between ranks"
 
 
 def check_balance(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
@@ -208,7 +208,7 @@ def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int
     """
     with _undisturbed():
         held, again = (_held(divide, count, sizes, seed) for _ in range(2))
-    assert held == again, f"two calls alike, with seed {seed}, gave {held} and {again}"
+    assert held == again, f"two equal calls, with seed {seed}, returned {held} and {again}"
     check_cover([torch.tensor(part, dtype=torch.int64) for part in held], count)
     for rank, (part, size) in enumerate(zip(held, sizes, strict=True)):
         # Allow for rounding of the fractions.

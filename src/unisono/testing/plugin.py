@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def comm(request: pytest.FixtureRequest) -> None:
     """The communicator of the rank that runs the test, which is marked with `ranks`."""
     if request.node.get_closest_marker("ranks") is None:
-        pytest.fail("a test that takes `comm` says on how many ranks: @pytest.mark.ranks(4)", pytrace=False)
+        pytest.fail("a test that takes `comm` must declare its number of ranks: @pytest.mark.ranks(4)", pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,7 +60,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     if "comm" not in arguments:
-        pytest.fail("a test that is marked with `ranks` takes `comm`, the communicator of its rank", pytrace=False)
+        pytest.fail("a test that is marked with `ranks` must take `comm`, the communicator of its rank", pytrace=False)
     del arguments["comm"]
     test = pyfuncitem.obj
 

@@ -125,7 +125,7 @@ class PoolProcesses:
             Outcome(
                 rank,
                 error=CommTimeoutError(
-                    f"the program did not end within {limit_s:g} s on rank {rank}, and was ended; it was here:\n{stack}"
+                    f"the program did not end within {limit_s:g} s on rank {rank}, and was ended. Its stack:\n{stack}"
                 ),
             )
             for rank, stack in stacks.items()

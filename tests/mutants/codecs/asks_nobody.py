@@ -9,7 +9,7 @@ from unisono.compression import topk
 from unisono.compression.codec import check_bucket
 
 LAW = "check_mismatch"
-COMPLAINT = "nobody saw"
+COMPLAINT = "no rank noticed"
 
 
 class CODEC(topk):

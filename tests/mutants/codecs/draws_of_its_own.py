@@ -8,7 +8,7 @@ from unisono.communicator import Communicator
 from unisono.compression import randomk
 
 LAW = "check_average"
-COMPLAINT = "not bit for bit the same"
+COMPLAINT = "not bit-identical"
 
 
 class CODEC(randomk):

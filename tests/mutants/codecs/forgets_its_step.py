@@ -8,7 +8,7 @@ from typing import Any
 from unisono.compression import randomk
 
 LAW = "check_state"
-COMPLAINT = "does not go on from the state"
+COMPLAINT = "does not continue from its loaded state"
 
 
 class CODEC(randomk):

@@ -8,7 +8,7 @@ from unisono.communicator import Communicator
 from unisono.compression import int8
 
 LAW = "check_average"
-COMPLAINT = "not bit for bit the same"
+COMPLAINT = "not bit-identical"
 
 
 class CODEC(int8):

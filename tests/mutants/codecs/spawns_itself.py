@@ -7,7 +7,7 @@ from typing import Self
 from unisono.compression import error_feedback
 
 LAW = "check_state"
-COMPLAINT = "does not begin anew"
+COMPLAINT = "does not start fresh"
 
 
 class CODEC(error_feedback):

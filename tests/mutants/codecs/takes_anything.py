@@ -8,7 +8,7 @@ from unisono.communicator import Communicator
 from unisono.compression import fp16
 
 LAW = "check_input"
-COMPLAINT = "without a word"
+COMPLAINT = "without an error"
 
 
 class CODEC(fp16):

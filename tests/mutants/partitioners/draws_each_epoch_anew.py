@@ -7,7 +7,7 @@ from typing import Any
 from unisono.data import PartitionSampler
 
 LAW = "check_epochs"
-COMPLAINT = "another order when it comes again"
+COMPLAINT = "another order when it is repeated"
 
 
 class MUTANT(PartitionSampler):

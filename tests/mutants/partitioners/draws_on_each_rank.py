@@ -10,7 +10,7 @@ from unisono.data.indices import Indices
 from unisono.data.partitions.shuffled import Shuffled
 
 LAW = "check_same_everywhere"
-COMPLAINT = "one thing on one rank"
+COMPLAINT = "differs between ranks"
 
 
 class MUTANT(Shuffled):

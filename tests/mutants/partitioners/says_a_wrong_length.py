@@ -5,7 +5,7 @@ from __future__ import annotations
 from unisono.data import PartitionSampler
 
 LAW = "check_ranks"
-COMPLAINT = r"ranks say \[34, 34, 34\]"
+COMPLAINT = r"ranks report \[34, 34, 34\]"
 
 
 class MUTANT(PartitionSampler):

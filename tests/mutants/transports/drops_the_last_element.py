@@ -9,7 +9,7 @@ from unisono.core.types import Message, Send, Work
 from unisono.wrappers.base import Wrapper
 
 LAW = "long_messages_arrive"
-COMPLAINT = r"messages of \[1025, 16385, 1048579\] elements have changed"
+COMPLAINT = r"messages of \[1025, 16385, 1048579\] elements were corrupted"
 
 
 class Mutant(Wrapper):

@@ -18,7 +18,7 @@ def different_calls_are_refused_on_every_rank(world: World) -> None:
     for difference, (call, quoted) in _DIFFERENCES.items():
         for rank, said in enumerate(world.run(_program, call, size=3)):
             missing = [word for word in quoted if word not in said]
-            assert not missing, f"ranks differ in {difference}; rank {rank} said nothing of {missing}: {said}"
+            assert not missing, f"ranks differ in {difference}; rank {rank}'s error lacks {missing}: {said}"
 
 
 def _program(comm: Communicator, call: Callable[[Communicator, bool], object]) -> str:

@@ -23,7 +23,7 @@ def bad_arguments_are_refused_before_anything_is_sent(world: World) -> None:
         said_kind, said = found[index]
         assert said_kind == kind.__name__, f"{mistake}: {said_kind}, not {kind.__name__}: {said}"
         missing = [word for word in words if word not in said]
-        assert not missing, f"{mistake}: nothing of {missing} in: {said}"
+        assert not missing, f"{mistake}: {missing} is missing in: {said}"
 
 
 def a_second_thread_is_refused(world: World) -> None:

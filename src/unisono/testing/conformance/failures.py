@@ -88,7 +88,7 @@ def a_failed_rank_is_named_to_the_others(world: World) -> None:
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, collective, world.never_s, size=3, on_failure="continue")
-        assert time.monotonic() - started < world.soon_s, "the others were told late"
+        assert time.monotonic() - started < world.soon_s, "the other ranks were notified late"
         assert isinstance(ends[1], KeyError), ends
         for end in (ends[0], ends[2]):
             assert isinstance(end, PeerLostError), ends
@@ -124,7 +124,7 @@ def a_failed_rank_is_named_in_parts_too(world: World) -> None:
     world.run(together)
     started = time.monotonic()
     found = world.run(program, world.never_s, size=2, on_failure="continue")[0]
-    assert time.monotonic() - started < world.soon_s, "the other was told late"
+    assert time.monotonic() - started < world.soon_s, "the other rank was notified late"
     assert isinstance(found, list), found
     assert len(found) == 4, f"of three waits, these raised: {found}"
     for error in found:

@@ -224,7 +224,7 @@ def long_messages_arrive(world: World) -> None:
         return wrong
 
     wrong = world.run(program)[1]
-    assert not wrong, f"messages of {wrong} elements have changed on their way"
+    assert not wrong, f"messages of {wrong} elements were corrupted"
 
 
 def strided_messages_arrive(world: World) -> None:

@@ -73,7 +73,7 @@ class Settings:
         if self.algorithm is not None and self.algorithm not in known:
             raise ValueError(f"unknown {self.collective} algorithm {self.algorithm!r}; known: {', '.join(known)}")
         if self.chosen_backend == "nccl":
-            raise ValueError("the benchmark measures tensors in this host's memory; use shm, gloo or thread")
+            raise ValueError("the benchmark measures tensors in this host's memory only; use shm, gloo or thread")
         transport_named(self.chosen_backend)
         if len(set(self.against)) != len(self.against):
             raise ValueError(f"{', '.join(self.against)} names a peer twice")
@@ -82,7 +82,9 @@ class Settings:
             if obstacle is not None:
                 raise ValueError(obstacle)
         if self.started_by_mpi and transport_named(self.chosen_backend).in_process:
-            raise ValueError(f"MPI's ranks are processes, those of backend {self.backend!r} threads; use backend shm")
+            raise ValueError(
+                f"MPI's ranks are processes, but those of backend {self.backend!r} threads; use backend shm"
+            )
 
     def _check_numbers(self) -> None:
         for name, value in (("ranks", self.ranks), ("least", self.least)):

@@ -26,7 +26,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     parts = text.split(":")
     if len(parts) != 3 or parts[2][:1] not in ("*", "+"):
         raise ValueError(
-            f"{text!r} is no range of sizes; write first:last:*factor or first:last:+step, as in 8:128M:*4"
+            f"{text!r} is not a range of sizes; pass first:last:*factor or first:last:+step, as in 8:128M:*4"
         )
     size, last, step = _bytes(parts[0]), _bytes(parts[1]), _bytes(parts[2][1:])
     multiplies = parts[2][0] == "*"
@@ -46,7 +46,7 @@ def _bytes(text: str) -> int:
     size = int(found[1]) * _UNITS[found[2].upper()] if found else 0
     if size < 1:
         raise ValueError(
-            f"{text!r} is no size; write a positive number of bytes, with K, M or G for 1024, 1024², 1024³"
+            f"{text!r} is not a size; pass a positive number of bytes, with K, M or G for 1024, 1024², 1024³"
         )
     return size
 

@@ -51,7 +51,7 @@ def load(path: Path | None = None) -> Pictures:
     if path is None:
         return _digits()
     if not path.exists():
-        raise ValueError(f"{path} does not exist: give a folder with one sub-folder a class, or an .npz file")
+        raise ValueError(f"{path} does not exist: pass a folder with one sub-folder per class, or an .npz file")
     pixels, labels = read_folder(path) if path.is_dir() else read_npz(path)
     return _pictures(pixels, labels, f"pictures of {path}")
 
@@ -73,7 +73,7 @@ def _digits() -> Pictures:
     except ImportError as error:
         raise UnavailableError(
             "the handwritten digits come with scikit-learn: pip install 'unisono[demo]', "
-            "or give pictures of your own by --data"
+            "or pass your own pictures with --data"
         ) from error
     found: Any = load_digits()
     return _pictures(torch.from_numpy(found.images), found.target.tolist(), "handwritten digits")
@@ -89,6 +89,6 @@ def _pictures(pixels: torch.Tensor, labels: Sequence[Any], name: str) -> Picture
     x = pixels.to(torch.float32)
     x = x if x.dim() == 4 else x.unsqueeze(1)
     if not bool(x.isfinite().all()):
-        raise ValueError(f"the {name} have pixels that are no finite numbers; replace them")
+        raise ValueError(f"the {name} have pixels that are not finite numbers; replace them")
     x = (x - x.mean()) / x.std().clamp_min(1e-6)
     return Pictures(x.contiguous(), torch.tensor([numbers[label] for label in labels]), len(numbers), name)

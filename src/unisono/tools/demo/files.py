@@ -30,7 +30,7 @@ def read_folder(folder: Path) -> tuple[torch.Tensor, list[Any]]:
         from PIL import Image
     except ImportError as error:
         raise UnavailableError(
-            "reading an image folder needs Pillow: pip install pillow, or give an .npz file"
+            "reading an image folder needs Pillow: pip install pillow, or pass an .npz file"
         ) from error
     files = _image_files(folder, frozenset(Image.registered_extensions()))
     size: tuple[int, int] | None = None
@@ -42,7 +42,7 @@ def read_folder(folder: Path) -> tuple[torch.Tensor, list[Any]]:
                 gray = gray and image.mode in _GRAY
                 pictures.append(_pixels(image.convert("RGB").resize(size).tobytes(), size))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{file} cannot be read as an image ({error}): remove it, or save it anew") from error
+            raise ValueError(f"{file} cannot be read as an image ({error}): remove it, or save it again") from error
     pixels = torch.stack(pictures)
     return (pixels[:, :1] if gray else pixels), [name for _, name in files]
 
@@ -51,7 +51,7 @@ def _image_files(folder: Path, suffixes: frozenset[str]) -> list[tuple[Path, str
     """Return every image file with its class, in a deterministic order."""
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not classes:
-        raise ValueError(f"{folder} has no sub-folders: put the images of each class into one of its own")
+        raise ValueError(f"{folder} has no sub-folders: put the images of each class into a sub-folder")
     files = []
     for entry in classes:
         found = sorted(file for file in entry.iterdir() if file.suffix.lower() in suffixes and file.name[0] != ".")
@@ -93,8 +93,8 @@ def read_npz(path: Path) -> tuple[torch.Tensor, list[Any]]:
 def _checked(x: Any, y: Any) -> tuple[torch.Tensor, list[Any]]:
     if x.ndim not in (3, 4) or x.dtype.kind not in "buif" or 0 in x.shape:
         raise ValueError(
-            "the pictures must be numbers of shape (n, height, width), with colours as a further axis if any, "
-            f"but are {x.dtype} of shape {x.shape}"
+            "the pictures must be numbers of shape (n, height, width), with an optional axis of colours, but are "
+            f"{x.dtype} of shape {x.shape}"
         )
     if y.shape != x.shape[:1] or y.dtype.kind not in "buiUS":
         raise ValueError(

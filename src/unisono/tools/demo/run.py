@@ -83,7 +83,7 @@ def _backend(settings: Settings) -> str:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no GPU here: leave out --device cuda")
     if settings.backend == "nccl" and settings.device == "cpu":
-        raise ValueError("--backend nccl carries tensors of GPUs only: add --device cuda")
+        raise ValueError("--backend nccl supports tensors on GPUs only: add --device cuda")
     if settings.backend != "auto":
         # An unknown name is an error that lists the known ones.
         transport_named(settings.backend)
@@ -143,7 +143,7 @@ def _prove(ready: PreparedDemo, steps: int) -> bool:
 
 def _verdict(error: float) -> str:
     # The comparison must fail for NaN.
-    return "" if error <= _TOLERANCE else f": FAILED, {_TOLERANCE:.0e} is allowed"
+    return "" if error <= _TOLERANCE else f": FAILED, at most {_TOLERANCE:.0e} is allowed"
 
 
 def _ranks(count: int) -> str:

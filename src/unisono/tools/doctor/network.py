@@ -49,7 +49,7 @@ def free_port(wanted: int) -> int:
     for port in (wanted, 0):
         with contextlib.suppress(CommError), listen(ANYWHERE, port) as placeholder:
             return int(placeholder.getsockname()[1])
-    raise OSError("no port can be had")
+    raise OSError("no port is free")
 
 
 def port_owner(port: int) -> str:

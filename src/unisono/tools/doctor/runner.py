@@ -48,7 +48,7 @@ def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tupl
         thread.start()
     for name in ordered:
         threads[name].join(max(0.0, deadline - time.monotonic()))
-        yield name, found.get(name) or ([_broken(name, "has not ended in time")] if threads[name].is_alive() else [])
+        yield name, found.get(name) or ([_broken(name, "did not end in time")] if threads[name].is_alive() else [])
 
 
 def _broken(name: str, what: str) -> Finding:

@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--meet")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--size", type=int)
-    parser.add_argument("--deadline", type=float, help="as time.time() tells it; half a minute from now if not given")
+    parser.add_argument(
+        "--deadline", type=float, help="deadline in seconds of time.time(); half a minute from now if left out"
+    )
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     failed = False

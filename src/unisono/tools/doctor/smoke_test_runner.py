@@ -71,6 +71,6 @@ def _judged(backend: str, said: Sequence[dict[str, Any]], ended: CompletedRun, f
         return problem(f"{backend}: the sum was wrong", fix)
     first = said[0]
     return ok(
-        f"{backend}: {first['size']} ranks sum rightly, about {first['small_s'] * 1e6:.0f} us for 8 B and "
+        f"{backend}: {first['size']} ranks compute the right sum, about {first['small_s'] * 1e6:.0f} us for 8 B and "
         f"{first['large_s'] * 1e3:.2g} ms for 1 MiB"
     )

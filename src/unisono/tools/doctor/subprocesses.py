@@ -36,9 +36,9 @@ class CompletedRun:
     def why(self) -> str:
         """Last lines of its output, for a message."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
-        last = lines[-1] if lines else "it said nothing"
+        last = lines[-1] if lines else "it printed nothing"
         if self.status is None:
-            return f"it had not ended in time ({last})"
+            return f"it did not end in time ({last})"
         if self.status < 0:
             return f"it was ended by {signal.Signals(-self.status).name} ({last})"
         return f"exit status {self.status}: {last}"

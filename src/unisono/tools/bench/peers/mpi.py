@@ -67,7 +67,7 @@ class Mpi(Peer):
         self._mpi = library()
         self._world = self._mpi.COMM_WORLD
         if (self._world.rank, self._world.size) != (comm.rank, comm.size):
-            raise ValueError("MPI's ranks are not unisono's; start them by unisono.tools.bench.run")
+            raise ValueError("MPI's ranks are not unisono's; start them with unisono.tools.bench.run")
 
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
         mpi, world, collective = self._mpi, self._world, workload.collective

@@ -26,8 +26,10 @@ class _Rank:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options: the folder of the files, and the number of events."""
-    parser.add_argument("directory", type=Path, help="what UNISONO_EVENTS was set to")
-    parser.add_argument("--last", type=int, default=12, help="how many of all ranks' last events to list (%(default)s)")
+    parser.add_argument("directory", type=Path, help="folder that UNISONO_EVENTS named")
+    parser.add_argument(
+        "--last", type=int, default=12, help="number of last events to list, over all ranks (%(default)s)"
+    )
 
 
 def run(given: argparse.Namespace) -> int:
@@ -51,7 +53,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _ranks(directory: Path) -> list[_Rank]:
     if not directory.is_dir():
-        raise UsageError(f"{directory} is no directory; give what UNISONO_EVENTS was set to")
+        raise UsageError(f"{directory} is not a directory; pass the folder that UNISONO_EVENTS named")
     found = []
     for path in sorted(directory.glob("*.events")):
         try:
@@ -72,13 +74,13 @@ def _state(event: Event) -> str:
         return f"ended outside of any call, after {event.text} of {event.group}"
     if event.kind == "error":
         return f"failed: {event.text}"
-    return "ended in peace"
+    return "ended normally"
 
 
 def _suspect(ranks: list[_Rank]) -> str:
     """Describe the rank that stopped first, or that is behind the others."""
     first = min((rank for rank in ranks if rank.last.kind != "end"), key=lambda rank: (_failed(rank), _last_done(rank)))
-    return f"rank {first.rank}, which was the first to stop: it {_state(first.last)}"
+    return f"rank {first.rank}, the first to stop: it {_state(first.last)}"
 
 
 def _failed(rank: _Rank) -> bool:

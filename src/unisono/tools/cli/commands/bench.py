@@ -24,24 +24,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peers = ", ".join(bench.PEERS.names())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--collective", default=normal.collective, help=f"{', '.join(bench.COLLECTIVES)} (%(default)s)")
-    add("--backend", default=normal.backend, help="of unisono: shm, gloo, thread; auto is shm where it works")
-    add("--ranks", type=int, default=normal.ranks, help="how many, one thread each (%(default)s)")
+    add(
+        "--collective",
+        default=normal.collective,
+        help=f"collective to measure: {', '.join(bench.COLLECTIVES)} (%(default)s)",
+    )
+    add("--backend", default=normal.backend, help="unisono's backend: shm, gloo, thread; auto is shm where it works")
+    add("--ranks", type=int, default=normal.ranks, help="number of ranks, one thread each (%(default)s)")
     add(
         "--sizes",
         default=",".join(map(str, normal.sizes)),
-        help="of the messages in bytes: a list such as 8,4K,1M, or a range such as 8:128M:*4 (%(default)s)",
+        help="message sizes in bytes: a list such as 8,4K,1M, or a range such as 8:128M:*4 (%(default)s)",
     )
-    add("--dtype", default=normal.dtype, help="of the elements (%(default)s)")
-    add("--op", default=normal.op, help="of reductions: sum, avg, product, min, max, band, bor, bxor (%(default)s)")
-    add("--algorithm", help="native, or a schedule such as ring (what unisono chooses)")
-    add("--registered", action="store_true", help="take unisono's buffers from Communicator.empty")
-    add("--cold", action="store_true", help="rotate buffers, so that each call meets memory outside the caches")
-    add("--against", default="", metavar="PEERS", help=f"measured in the same run, between commas: {peers}")
+    add("--dtype", default=normal.dtype, help="dtype of the elements (%(default)s)")
+    add(
+        "--op",
+        default=normal.op,
+        help="operation of reductions: sum, avg, product, min, max, band, bor, bxor (%(default)s)",
+    )
+    add("--algorithm", help="native, or an algorithm such as ring (default: unisono's choice)")
+    add("--registered", action="store_true", help="allocate unisono's buffers with Communicator.empty")
+    add("--cold", action="store_true", help="rotate buffers, so that each call uses memory outside the caches")
+    add(
+        "--against", default="", metavar="PEERS", help=f"peers to measure in the same run, separated by commas: {peers}"
+    )
     add("--roofline", action="store_true", help="the same as --against roofline: all ranks copy as many bytes")
-    add("--seconds", type=float, default=normal.seconds, help="for each size, about (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write settings, machine and results there")
-    add("--plot", type=Path, metavar="FILE", help="draw bandwidths and ratios there (.png, .svg, .pdf)")
+    add("--seconds", type=float, default=normal.seconds, help="approximate time for each size (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write settings, machine and results to this file")
+    add("--plot", type=Path, metavar="FILE", help="plot bandwidths and ratios to this file (.png, .svg, .pdf)")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -53,7 +63,7 @@ def run(given: argparse.Namespace) -> int:
                 raise ValueError("a barrier has no sizes to draw; leave out --plot")
         for path in filter(None, (given.json, given.plot)):
             if not path.parent.is_dir():
-                raise ValueError(f"there is no directory {path.parent}; make it first")
+                raise ValueError(f"the directory {path.parent} does not exist; create it first")
         settings = _settings(given)
     results = bench.run(settings, shown=True)
     print(bench.summary(results))

@@ -20,18 +20,20 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions and their arguments."""
     actions = parser.add_subparsers(title="actions", dest="action", metavar="show|verify|diff|convert", required=True)
-    show = actions.add_parser("show", help="list what is in it")
+    show = actions.add_parser("show", help="list the tensors of a checkpoint")
     show.add_argument("path", metavar="PATH")
-    verify = actions.add_parser("verify", help="compare every byte with what was saved; 1 if it is damaged")
+    verify = actions.add_parser(
+        "verify", help="compare every byte with its digest; exit with 1 if the checkpoint is damaged"
+    )
     verify.add_argument("path", metavar="PATH")
-    diff = actions.add_parser("diff", help="say what two differ in; 1 if they do")
+    diff = actions.add_parser("diff", help="print the differences of two checkpoints; exit with 1 if there are any")
     diff.add_argument("path", metavar="PATH")
     diff.add_argument("other", metavar="OTHER")
     other = actions.add_parser("convert", help="read any known format, and write another")
     other.add_argument("path", metavar="PATH")
     other.add_argument("target", metavar="TARGET", type=Path)
-    other.add_argument("--to", choices=FORMATS.names(), help="the format, if TARGET's name does not say it")
-    other.add_argument("--trusted", action="store_true", help="let pickles in PATH run their code")
+    other.add_argument("--to", choices=FORMATS.names(), help="format to write, if TARGET's name does not imply it")
+    other.add_argument("--trusted", action="store_true", help="allow pickles in PATH to run code")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -70,7 +72,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 def _convert(given: argparse.Namespace) -> int:
     if given.target.exists():
-        raise UsageError(f"{given.target} is there already; give another name")
+        raise UsageError(f"{given.target} exists already; pass another name")
     convert(given.path, given.target, to=given.to, trusted=given.trusted)
     print(f"written: {given.target}")
     return 0

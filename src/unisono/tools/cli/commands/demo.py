@@ -15,18 +15,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.demo.Settings`."""
     normal = Settings()
     add = parser.add_argument
-    add("--ranks", type=int, default=normal.ranks, help="how many (%(default)s)")
-    add("--backend", default=normal.backend, help="shm, gloo, thread, ...; auto is the best one here")
+    add("--ranks", type=int, default=normal.ranks, help="number of ranks (%(default)s)")
+    add("--backend", default=normal.backend, help="shm, gloo, thread, ...; auto chooses the best available backend")
     add("--epochs", type=int, default=normal.epochs, help="passes over the pictures (%(default)s)")
     add(
         "--data",
         type=Path,
         metavar="PATH",
-        help="an own folder with a sub-folder of images for each class, or an "
-        ".npz file of arrays x and y, or images and labels",
+        help="folder with a sub-folder of images for each class, or .npz file with arrays x and y, or images and "
+        "labels",
     )
-    add("--device", choices=("cpu", "cuda"), default=normal.device, help="where to train (%(default)s)")
-    add("--seed", type=int, default=normal.seed, help="of weights, partitions and order (%(default)s)")
+    add("--device", choices=("cpu", "cuda"), default=normal.device, help="device to train on (%(default)s)")
+    add("--seed", type=int, default=normal.seed, help="seed of weights, partitions and order (%(default)s)")
 
 
 def run(given: argparse.Namespace) -> int:

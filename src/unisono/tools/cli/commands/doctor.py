@@ -22,14 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.doctor.Target`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("checks", nargs="*", metavar="CHECK", help=f"only these: {', '.join(CHECKS.names())}")
-    add("--backend", help="what your program passes to un.init, such as mpi; only what that needs is examined")
-    add("--ranks", type=int, metavar="N", help="how many you want on this host (what the launcher says)")
-    add("--hosts", default="", metavar="A,B", help="names or addresses; run the same command on each of them")
-    add("--rank", type=int, metavar="I", help="which of the hosts this one is, from 0 (found out by its addresses)")
-    add("--port", type=int, default=PORT, help="of the first host, where they meet (%(default)s)")
-    add("--timeout", type=float, default=60.0, metavar="S", help="seconds for all of it (%(default)s)")
-    add("--json", action="store_true", help="print it for programs")
+    add("checks", nargs="*", metavar="CHECK", help=f"checks to run (all if left out):  {', '.join(CHECKS.names())}")
+    add("--backend", help="backend that your program passes to un.init, such as mpi; only its needs are checked")
+    add("--ranks", type=int, metavar="N", help="number of ranks on this host (default: the launcher's)")
+    add("--hosts", default="", metavar="A,B", help="host names or addresses; run the same command on each host")
+    add("--rank", type=int, metavar="I", help="index of this host in --hosts, from 0 (default: found by its addresses)")
+    add("--port", type=int, default=PORT, help="port of the first host for the rendezvous (%(default)s)")
+    add("--timeout", type=float, default=60.0, metavar="S", help="timeout of all checks, in seconds (%(default)s)")
+    add("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(as_json(found), indent=2))
     else:
-        print(f"\n{problems or 'Nothing'} to mend. To paste into an issue:\n\n{for_issue(found)}")
+        print(f"\n{problems or 'No'} problems found. To paste into an issue:\n\n{for_issue(found)}")
     return 1 if problems else 0
 
 
@@ -60,27 +60,27 @@ def _target(given: argparse.Namespace) -> Target:
     hosts = tuple(host.strip() for host in given.hosts.split(",") if host.strip())
     unknown = [name for name in given.checks if name not in CHECKS]
     if unknown:
-        raise UsageError(f"there is no check {unknown[0]!r}; known: {', '.join(CHECKS.names())}")
+        raise UsageError(f"unknown check {unknown[0]!r}; known: {', '.join(CHECKS.names())}")
     backends = _backends()
     unknown = [name for name in (given.backend or "auto").split("+") if backends and name not in backends]
     if unknown:
         raise UsageError(
-            f"there is no backend {unknown[0]!r}; known: {', '.join(backends)}, and two of them as in shm+gloo"
+            f"unknown backend {unknown[0]!r}; known: {', '.join(backends)}, and two of them as in shm+gloo"
         )
     if given.hosts and len(hosts) < 2:
-        raise UsageError("--hosts takes two or more, with commas between them: --hosts 10.1.1.20,10.1.1.21")
+        raise UsageError("--hosts needs two or more hosts, separated by commas: --hosts 10.1.1.20,10.1.1.21")
     if given.rank is not None and not hosts:
         raise UsageError(
-            "--rank says which of --hosts this one is: give them too; for how many ranks, there is --ranks"
+            "--rank is the index of this host in --hosts: pass --hosts too (the number of ranks is --ranks)"
         )
     if given.rank is not None and not 0 <= given.rank < len(hosts):
-        raise UsageError(f"--rank {given.rank} is not among 0 to {len(hosts) - 1}, the numbers of --hosts")
+        raise UsageError(f"--rank must be from 0 to {len(hosts) - 1}, an index of --hosts, not {given.rank}")
     if given.ranks is not None and given.ranks < 1:
-        raise UsageError(f"--ranks has to be at least 1, not {given.ranks}")
+        raise UsageError(f"--ranks must be at least 1, not {given.ranks}")
     if not 0 < given.port < 65536:
-        raise UsageError(f"--port has to be from 1 to 65535, not {given.port}")
+        raise UsageError(f"--port must be from 1 to 65535, not {given.port}")
     if not given.timeout > 0:
-        raise UsageError(f"--timeout has to be a positive number of seconds, not {given.timeout}")
+        raise UsageError(f"--timeout must be a positive number of seconds, not {given.timeout}")
     return Target(given.backend, given.ranks, hosts, given.rank, given.port, given.timeout)
 
 

@@ -16,9 +16,9 @@ _REACH_WITHIN_S = 5.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: the job to query."""
-    parser.add_argument("pid", type=int, help="a process of the job: any rank, or the one that launched them")
-    parser.add_argument("--patience", type=float, default=0.5, help="seconds that a rank may take to answer")
-    parser.add_argument("--stacks", action="store_true", help="the whole stack of each rank")
+    parser.add_argument("pid", type=int, help="pid of a process of the job: any rank, or the launching process")
+    parser.add_argument("--patience", type=float, default=0.5, help="seconds to wait for a rank's answer (%(default)s)")
+    parser.add_argument("--stacks", action="store_true", help="print the whole stack of each rank")
 
 
 def run(given: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ def templates() -> dict[str, Traversable]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument: the name of the template."""
-    parser.add_argument("name", nargs="?", help=f"{', '.join(sorted(templates()))}; their list if left out")
+    parser.add_argument("name", nargs="?", help=f"{', '.join(sorted(templates()))}; lists them if left out")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -37,5 +37,5 @@ def run(given: argparse.Namespace) -> int:
     elif given.name in known:
         print(known[given.name].read_text(), end="")
     else:
-        raise UsageError(f"there is no template {given.name!r}; known: {', '.join(sorted(known))}")
+        raise UsageError(f"unknown template {given.name!r}; known: {', '.join(sorted(known))}")
     return 0

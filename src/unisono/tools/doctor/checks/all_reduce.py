@@ -52,7 +52,7 @@ def _launched(target: Target, limit_s: float) -> list[Finding]:
 
 def _no_nccl() -> str | None:
     count = load_torch().cuda.device_count()
-    return None if count >= 2 else f"for it wants a GPU for each rank, and there is {count or 'none'}"
+    return None if count >= 2 else f"because it needs a GPU for each rank, and there is {count or 'none'}"
 
 
 def _mpi(limit_s: float) -> list[Finding]:

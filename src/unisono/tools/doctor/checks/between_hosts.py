@@ -23,7 +23,7 @@ def check(target: Target) -> Iterator[Finding]:
     found = {host: addresses(host) for host in target.hosts}
     unknown = [host for host, places in found.items() if not places]
     if unknown:
-        yield problem(f"{unknown[0]} leads to no address here", f"getent hosts {unknown[0]}   # or give its address")
+        yield problem(f"{unknown[0]} has no address here", f"getent hosts {unknown[0]}   # or give its address")
         return
     rank = _own_number(target, found)
     if isinstance(rank, Finding):
@@ -55,7 +55,7 @@ def _own_number(target: Target, found: dict[str, list[str]]) -> int | Finding:
         return own[0]
     command = f"unisono doctor --hosts {','.join(target.hosts)} --rank 0   # and 1, ... on the others"
     if own:
-        return problem(f"{' and '.join(target.hosts[rank] for rank in own)} are all this host", command)
+        return problem(f"{' and '.join(target.hosts[rank] for rank in own)} are all addresses of this host", command)
     here = ", ".join(own_addresses())
     return problem(f"none of {', '.join(target.hosts)} is an address of this host, which has {here}", command)
 

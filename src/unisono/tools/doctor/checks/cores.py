@@ -27,8 +27,8 @@ def check(target: Target) -> Iterator[Finding]:
     if ranks > count:
         by = f" by {launch.by}" if target.ranks is None and launch.by else ""
         yield problem(
-            f"{ranks} ranks on this host{by}, more ranks than cores ({count} {why}): they take turns, each wait costs "
-            "milliseconds, and all get slower",
+            f"{ranks} ranks on this host{by}, more ranks than cores ({count} {why}): they take turns, each wait "
+            "costs milliseconds, and all ranks get slower",
             f"torchrun --nproc-per-node {count} train.py   # no more than {count} rank(s) on this host",
         )
         return

@@ -13,13 +13,13 @@ from unisono.tools.doctor.target import Target
 __all__ = ["ORDER", "check"]
 
 ORDER = 11
-_COST = "all works, and without it short calls on shared memory take ten times as long"
+_COST = "everything works without it, but short calls on shared memory take ten times as long"
 
 
 def check(_target: Target) -> Iterator[Finding]:
     """Look for the native core."""
     if native() is not None:
-        yield ok("the native core of shared memory is there")
+        yield ok("the native core of shared memory is installed")
     elif os.environ.get(NO_EXTENSIONS):
         yield info(
             f"{NO_EXTENSIONS} is set: {_COST}",
@@ -27,7 +27,7 @@ def check(_target: Target) -> Iterator[Finding]:
         )
     else:
         yield info(
-            f"the native core of shared memory is not there: {_COST}",
+            f"the native core of shared memory is missing: {_COST}",
             f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir --no-binary unisono unisono   "
-            "# where a C++ compiler and Python's headers are",
+            "# needs a C++ compiler and Python's headers",
         )

@@ -23,6 +23,6 @@ def check(target: Target) -> Iterator[Finding]:
         yield ok("torch has it")
     else:
         yield problem(
-            "this torch was built without gloo; ranks of one host can use shm, those of several cannot meet",
+            "this torch was built without gloo; ranks of one host can use shm, those of several hosts cannot connect",
             f"{sys.executable} -m pip install --force-reinstall torch",
         )

@@ -14,8 +14,8 @@ __all__ = ["ORDER", "check"]
 
 ORDER = 50
 _WHY = (
-    "torchrun gives that address to the ranks of other hosts, which then find nobody there "
-    "(ranks of this host alone do not mind)"
+    "torchrun gives that address to the ranks of other hosts, which cannot reach this host there (ranks on this "
+    "host only are not affected)"
 )
 
 
@@ -25,12 +25,13 @@ def check(_target: Target) -> Iterator[Finding]:
     found = addresses(name)
     own = address_outward() or next((address for address in own_addresses() if not is_loopback(address)), None)
     if not found:
-        yield problem(f"the host name {name} leads to no address; mpirun and torchrun look it up", _entry(name, own))
+        yield problem(f"the host name {name} has no address; mpirun and torchrun look it up", _entry(name, own))
     elif all(map(is_loopback, found)):
         yield problem(f"the host name {name} resolves to the loopback, {', '.join(found)}: {_WHY}", _entry(name, own))
     elif not any(is_own(address) for address in found):
         yield problem(
-            f"the host name {name} resolves to {', '.join(found)}, which is no address of this host", _entry(name, own)
+            f"the host name {name} resolves to {', '.join(found)}, which is not an address of this host",
+            _entry(name, own),
         )
     else:
         yield ok(f"{name} is {', '.join(found)}")

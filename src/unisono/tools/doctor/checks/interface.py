@@ -44,9 +44,9 @@ def _way(target: Target) -> Finding:
     try:
         address = address_towards(towards[0]) if towards else address_outward()
     except OSError as error:
-        return problem(f"there is no way from here to {master} ({towards[0]}): {error}", f"ping -c 1 {towards[0]}")
+        return problem(f"there is no route from here to {master} ({towards[0]}): {error}", f"ping -c 1 {towards[0]}")
     if address is None:
-        return info("there is no network but the loopback: ranks of this host only")
+        return info("the loopback is the only network: ranks on this host only")
     name = interface_of(address)
     where = f" to {master}" if towards else " outward"
     return ok(f"{address}{f' of {name}' if name else ''} is the way{where}")

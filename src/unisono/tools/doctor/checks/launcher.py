@@ -78,11 +78,11 @@ def _master(launch: MpiLauncher) -> Iterator[Finding]:
     found = addresses(host)
     several = launch.size is not None and launch.local_size is not None and launch.local_size < launch.size
     if not found:
-        yield problem(f"MASTER_ADDR {host} leads to no address", f"getent hosts {host}   # then export MASTER_ADDR=...")
+        yield problem(f"MASTER_ADDR {host} has no address", f"getent hosts {host}   # then export MASTER_ADDR=...")
     elif several and all(map(is_loopback, found)):
         yield problem(
             f"MASTER_ADDR {host} is the loopback, but only {launch.local_size} of {launch.size} ranks are on this "
-            "host: the others would look for rank 0 on their own",
+            "host: the others would look for rank 0 on their own hosts",
             "export MASTER_ADDR=ADDRESS   # of the host of rank 0; under torchrun: --master-addr ADDRESS",
         )
 
@@ -90,8 +90,8 @@ def _master(launch: MpiLauncher) -> Iterator[Finding]:
 def _backend(target: Target, launch: MpiLauncher) -> Iterator[Finding]:
     if "mpi" in (target.backend or "").split("+") and launch.by in BY_VARIABLES:
         yield problem(
-            f"backend mpi was asked for, but {launch.by} has started the ranks: MPI knows nothing of them, and would "
-            "be a world of one in each",
+            f"backend mpi was requested, but {launch.by} has started the ranks: each of them would be an MPI world "
+            "of size 1",
             f"mpirun -n {launch.size or 2} python train.py   # or keep {launch.by}, and say un.init('gloo')",
         )
 
@@ -104,7 +104,7 @@ def _words(launch: MpiLauncher) -> str:
 
 def _remarks(target: Target, launch: MpiLauncher) -> Iterator[Finding]:
     if launch.by == "torchrun" and target.backend is None:
-        yield info("under torchrun every backend but mpi can be used; ranks for mpi are started by mpirun")
+        yield info("under torchrun every backend but mpi can be used; start ranks for mpi with mpirun")
     if not launch.by and "SLURM_JOB_ID" in os.environ:
         yield info(
             f"Slurm job {os.environ['SLURM_JOB_ID']} runs no step here, so this is a world of one",
@@ -113,6 +113,6 @@ def _remarks(target: Target, launch: MpiLauncher) -> Iterator[Finding]:
     several = launch.size is not None and launch.local_size is not None and launch.local_size < launch.size
     if (several or target.hosts) and not os.environ.get("UNISONO_SECRET"):
         yield info(
-            "UNISONO_SECRET is not set: the ranks of several hosts know each other only if the hosts share your home",
+            "UNISONO_SECRET is not set: ranks on several hosts can authenticate only if the hosts share your home",
             "export UNISONO_SECRET=$(openssl rand -hex 32)   # once; then the same on every host",
         )

@@ -41,17 +41,17 @@ def _memfd() -> Finding:
         os.posix_fallocate(descriptor, 0, _TRIED_BYTES)
         mmap.mmap(descriptor, _TRIED_BYTES).close()
     except OSError as error:
-        return problem(f"{_TRIED_BYTES >> 20} MiB of a memfd cannot be had: {error}", "ulimit -v unlimited")
+        return problem(f"{_TRIED_BYTES >> 20} MiB of a memfd cannot be allocated: {error}", "ulimit -v unlimited")
     finally:
         os.close(descriptor)
-    return ok("memfd works, as backend shm needs; it takes nothing of /dev/shm")
+    return ok("memfd works, as backend shm needs; it uses no /dev/shm")
 
 
 def _folder() -> Finding:
     needs = "DataLoader workers, NCCL and Open MPI need it (backend shm does not)"
     if not os.access(_FOLDER, os.W_OK):
         return problem(
-            f"{_FOLDER} is not there, or cannot be written; {needs}", f"mount -t tmpfs -o size=2G shm {_FOLDER}"
+            f"{_FOLDER} does not exist or cannot be written; {needs}", f"mount -t tmpfs -o size=2G shm {_FOLDER}"
         )
     status = os.statvfs(_FOLDER)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize

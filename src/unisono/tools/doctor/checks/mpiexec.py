@@ -39,12 +39,12 @@ def check(target: Target) -> Iterator[Finding]:
     on_path = {path.parent: path for path in found}
     beside = find_mpirun()
     if not on_path and beside is not None:
-        yield info(f"{beside} is there, but not on the PATH", f"export PATH={Path(beside).parent}:$PATH")
+        yield info(f"{beside} exists, but is not on the PATH", f"export PATH={Path(beside).parent}:$PATH")
     elif not on_path:
         yield problem("there is neither mpiexec nor mpirun on the PATH", _install(library))
     for path in on_path.values():
         if isinstance(library, str):
-            yield info(f"{path} has nothing to start: {library}")
+            yield info(f"{path} cannot be used: {library}")
             continue
         reason = _problem(path, library, deadline)
         if reason is None:
@@ -67,7 +67,7 @@ def _problem(path: Path, library: Library, deadline: float) -> str | None:
         return f"does not fit: {refusals[0]}"
     if worlds and set(worlds) == {"1"}:
         return (
-            f"started {len(worlds)} processes, each in a world of one: it belongs to another MPI than mpi4py's "
+            f"started {len(worlds)} processes, each an MPI world of size 1: it belongs to another MPI than mpi4py's "
             f"library, {library}"
         )
     return f"cannot start two ranks of {library}: {ended.why}"
@@ -85,4 +85,4 @@ def _root(library: Library) -> str:
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     if not library.is_open_mpi or not is_root or all(name in os.environ for name in wanted):
         return ""
-    return f"; as root, say first: export {' '.join(f'{name}=1' for name in wanted)}"
+    return f"; as root, run first: export {' '.join(f'{name}=1' for name in wanted)}"

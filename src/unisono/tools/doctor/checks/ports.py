@@ -26,7 +26,7 @@ def check(_target: Target) -> Iterator[Finding]:
     port, why, mend = _meeting()
     host = os.environ.get("MASTER_ADDR", "")
     if not 0 < port < 65536:
-        yield problem(f"{why} is no port, which is a number from 1 to 65535", f"export MASTER_PORT={_USUAL}")
+        yield problem(f"{why} is not a port; a port is a number from 1 to 65535", f"export MASTER_PORT={_USUAL}")
         return
     taken = _obstacle(ANYWHERE, port)
     if taken is None and host:
@@ -34,14 +34,15 @@ def check(_target: Target) -> Iterator[Finding]:
     if taken is None:
         yield ok(f"{why} is free")
     elif taken == errno.EADDRNOTAVAIL:
-        yield info(f"{why} is for {host} to have, which is another host")
+        yield info(f"{why} belongs to {host}, which is another host")
     elif taken == errno.EACCES:
         yield problem(f"{why} is reserved for root", mend.format(free_port(_USUAL)))
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield ok(f"{why} is held by {port_owner(port)}, as it should be under torchrun")
     else:
         yield problem(
-            f"{why} is taken by {port_owner(port)}: rank 0 cannot listen there, and the others would reach a stranger",
+            f"{why} is taken by {port_owner(port)}: rank 0 cannot listen there, and the other ranks would reach "
+            "another program",
             mend.format(free_port(port + 1 if port < 65535 else 0)),
         )
 
@@ -56,8 +57,8 @@ def _meeting() -> tuple[int, str, str]:
         task = step()
         if task is not None and task.size > 1:
             port = port_of(task.job, task.number)
-            return port, f"port {port}, where Slurm's step {task.job}.{task.number} meets,", mend
-    return _USUAL, f"port {_USUAL}, torchrun's own where it is told none,", "torchrun --master-port {} ... train.py"
+            return port, f"port {port}, the rendezvous of Slurm's step {task.job}.{task.number},", mend
+    return _USUAL, f"port {_USUAL}, torchrun's default,", "torchrun --master-port {} ... train.py"
 
 
 def _obstacle(host: str, port: int) -> int | None:

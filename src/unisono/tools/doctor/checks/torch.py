@@ -28,7 +28,7 @@ def check(_target: Target) -> Iterator[Finding]:
         return
     version = torch.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        yield problem(f"torch {version} is too old; {_OLDEST[0]}.{_OLDEST[1]} and later work", fix)
+        yield problem(f"torch {version} is too old; use {_OLDEST[0]}.{_OLDEST[1]} or later", fix)
         return
     count = torch.cuda.device_count()
     gpus = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"

@@ -92,7 +92,7 @@ class Checkout:
                 connection = listener.accept()[0]
                 connection.settimeout(_SAMPLE_S)
                 return connection
-        raise RuntimeError(f"the ranks of {self._source} did not start; their output says why")
+        raise RuntimeError(f"the ranks of {self._source} did not start; see their output")
 
     def sample(self, case: AllReduce) -> Callable[[], float]:
         """Return a sample for `interleave`: the mean seconds of a call on the slowest rank."""
@@ -108,7 +108,7 @@ class Checkout:
     def _answer(self, link: Any) -> Any:
         line = link.readline()
         if not line:
-            raise RuntimeError(f"a rank of {self._source} ended; its output says why")
+            raise RuntimeError(f"a rank of {self._source} ended; see its output")
         return json.loads(line)
 
     def __enter__(self) -> Self:

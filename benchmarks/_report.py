@@ -25,7 +25,7 @@ HEAD = """\
 # Benchmarks
 
 What `make bench` measured. Ratios are medians of neighbouring samples in one run, with quartiles; every result was
-verified. A line that says MISSED did not keep its bound in that run.
+verified. A line with MISSED did not keep its bound in that run.
 
 On a virtual machine the same program can take several times as long for minutes at a time, when the host has
 put the two processors far from each other: what one processor has just written is then slow to read for the other.

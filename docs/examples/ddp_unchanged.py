@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main(backend: str = "unisono", epochs: int = 5) -> float:  # <- this name
-    """Learn on which side of a curve points lie; a number in which all weights take part."""
+    """Train a classifier of points, and return the sum of all weights."""
     dist.init_process_group(backend)
-    # The model goes with the function, before the group. After it, gloo would hang now and then: the last to
-    # go is then DDP, which waits for gloo's thread, which waits for Python, which DDP holds up.
+    # `learn` frees the model before the group is destroyed. Otherwise gloo hangs now and then: DDP, freed last,
+    # holds the GIL while it waits for gloo's thread, which needs it.
     weights = learn(epochs)
     print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {dist.get_backend()}: weights sum to {weights:.12f}")
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ from fault_rows import LATE_S, LONG_S, ODD, SHORT_S, fault, odd
 from unisono.errors import CommTimeoutError, DeadlockError
 
 
-@fault("a rank that comes too late", CommTimeoutError, within_s=SHORT_S + LATE_S)
+@fault("a rank that arrives too late", CommTimeoutError, within_s=SHORT_S + LATE_S)
 def _(comm: Any) -> None:
     if odd(comm):
         _until_broken(comm)
@@ -34,7 +34,7 @@ def _(comm: Any) -> None:
     comm.barrier(timeout=SHORT_S)
 
 
-@fault("a receive that nobody sends to", CommTimeoutError, within_s=SHORT_S + LATE_S)
+@fault("a receive without a send", CommTimeoutError, within_s=SHORT_S + LATE_S)
 def _(comm: Any) -> None:
     if comm.rank == 0:
         comm.recv(torch.ones(4), ODD, timeout=SHORT_S)
@@ -42,7 +42,7 @@ def _(comm: Any) -> None:
     comm.barrier()
 
 
-@fault("a tag that nobody sends", CommTimeoutError, within_s=SHORT_S + LATE_S)
+@fault("a receive whose tag is never sent", CommTimeoutError, within_s=SHORT_S + LATE_S)
 def _(comm: Any) -> None:
     if odd(comm):
         comm.isend(torch.ones(4), 0, tag=1)
@@ -57,9 +57,9 @@ def _(comm: Any) -> None:
     DeadlockError,
     within_s=SHORT_S + LATE_S,
     impossible={
-        "shm": "rings of 128 KiB take short messages in; see the next row",
-        "gloo": "short messages are taken in; see the next row",
-        "mpi": "short messages are taken in; see the next row",
+        "shm": "rings of 128 KiB buffer short messages; see the next row",
+        "gloo": "short messages are buffered; see the next row",
+        "mpi": "short messages are buffered; see the next row",
     },
 )
 def _(comm: Any) -> None:

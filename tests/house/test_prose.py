@@ -1,4 +1,4 @@
-"""Docstrings, comments and pages in plain technical English: the rules that a list of words can hold.
+"""Docstrings, comments, messages and pages in plain technical English: the rules that a list of words can hold.
 
 `python tests/house/test_prose.py [FOLDER]` prints what breaks them.
 """
@@ -31,13 +31,26 @@ BANNED = (
 )
 WORDS = re.compile(rf"\b({BANNED})\b", re.IGNORECASE)
 
+MESSAGES = re.compile(
+    r"\b(he|(?:has|have|had|to) come|came|told|tells?|says?|said|give (?:a|an|the|some)|wants?|no more|newcomers?|"
+    r"(?:that|another|the other) one)\b",
+    re.IGNORECASE,
+)
+"""A message names a rank, peer or buffer, and uses the field's verbs: ranks reach, publish, report, pass, request."""
+
+QUESTION = re.compile(r"[a-z]\?(?= [A-Za-z(])")
+"""A question ends its message."""
+
 FOLDERS = (
     "src/unisono",
     "src/native",
     "benchmarks",
     "docs/architecture.md",
+    "docs/backends.md",
+    "docs/examples",
     "docs/how-to",
     "docs/reference.md",
+    "docs/reliability.md",
     "docs/security.md",
     "docs/tutorial.md",
     "README.md",
@@ -64,13 +77,30 @@ def comments(text: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Each string of at least four words that documents nothing: an error, a warning, a line of a log or of help."""
+    no_message = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            no_message |= {id(part) for part in node.values}
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        if isinstance(text, str) and id(node) not in no_message and len(re.findall(r"[^\W\d_]{2,}", text)) >= 4:
+            yield node.lineno, text
+
+
 def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line, text, and whether it is a docstring that begins something."""
+    """Line, text, and whether it is a docstring that begins something.."""
     text = path.read_text()
     if path.suffix == ".py":
-        for line, found in docstrings(ast.parse(text)):
+        tree = ast.parse(text)
+        for line, found in docstrings(tree):
             yield line, found, not found.startswith("Attribute: ")
         for line, found in comments(text):
+            yield line, found, False
+        for line, found in messages(tree):
             yield line, found, False
     elif path.suffix == ".md":
         text = re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL)
@@ -84,6 +114,9 @@ def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 def faults(path: Path) -> list[str]:
     name, found = path.relative_to(ROOT), []
+    if path.suffix == ".py":
+        for line, text in messages(ast.parse(path.read_text())):
+            found += [f"{name}:{line}: {m[0]!r}" for rule in (MESSAGES, QUESTION) for m in rule.finditer(text)]
     for line, text, begins in prose(path):
         first = CLAUSES.match(text.lstrip("`* \n"))
         if begins and first:

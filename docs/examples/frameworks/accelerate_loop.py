@@ -41,7 +41,7 @@ def train(accelerator: Accelerator) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         with torch.no_grad():
-            # Without the samples that Accelerate gave twice, because 250 do not divide by the ranks.
+            # Leave out the samples that Accelerate repeated, because 250 do not divide by the ranks.
             errors = [accelerator.gather_for_metrics((model(some) - goals).square()) for some, goals in loader]
         accelerator.print(f"epoch {epoch}: error {torch.cat(errors).sum()} of {sum(map(len, errors))} samples")
     total = sum(parameter.detach().sum() for parameter in accelerator.unwrap_model(model).parameters())

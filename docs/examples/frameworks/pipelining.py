@@ -36,7 +36,7 @@ def main(backend: str) -> None:
         inputs = torch.randn(8 * ranks, 8, generator=generator)
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
-        # The first rank gives the inputs, and the last one knows what should come out, and so the loss.
+        # The first rank has the inputs; the last rank has the targets, and so the loss.
         given = (inputs,) if rank == 0 else ()
         known = {"target": inputs.sin(), "losses": losses} if rank == ranks - 1 else {}
         schedule.step(*given, **known)

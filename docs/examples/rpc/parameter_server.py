@@ -1,6 +1,6 @@
-"""An asynchronous parameter server: workers push gradients when they have them, and nobody waits for the slowest.
+"""An asynchronous parameter server: workers push gradients when they have them, and none waits for the slowest.
 
-The server gathers `batch` gradients before it makes a step, and answers all who gave them with the new parameters
+The server gathers `batch` gradients before it makes a step, and answers all their senders with the new parameters
 (batched updates, by an asynchronous function). A gradient that was computed more than `bound` steps ago is not
 taken; its worker gets the present parameters instead. That is the staleness bound of Ho et al., "More effective
 distributed ML via a stale synchronous parallel parameter server", NeurIPS 2013.
@@ -65,7 +65,7 @@ class Server:
 
     @rpc.async_execution
     def push(self, version: int, gradients: list[torch.Tensor]) -> Future[State]:
-        """Give a gradient of the parameters of some step; the answer comes when it has been taken into a new one."""
+        """Push a gradient of the parameters of some step; answered when a later step has used it."""
         with self._lock:
             age = self._version - version
             if age > self._bound:
@@ -81,9 +81,9 @@ class Server:
         return answer
 
     def finish(self) -> tuple[int, int, int]:
-        """How many steps were made, how many gradients refused, and how old the oldest was that was taken.
+        """Numbers of steps and of refused gradients, and the age of the oldest accepted gradient, in steps.
 
-        A worker that is through no longer gives: whoever waits for a batch to fill gets the present parameters.
+        A worker that has finished sends no more gradients: workers waiting for a full batch get the present parameters.
         """
         with self._lock:
             self._batch = 1
@@ -112,7 +112,7 @@ def _known(state: State) -> Future[State]:
 
 
 def work(server: rpc.RRef[Server], rank: int, seed: int, steps: int) -> None:
-    """A worker: gradients of batches of its own, on whatever parameters it got last."""
+    """A worker: gradients of batches of its own, on the latest parameters it received."""
     images, labels, _, _ = digits()
     local = model(seed)
     generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -131,7 +131,7 @@ def work(server: rpc.RRef[Server], rank: int, seed: int, steps: int) -> None:
 def run(
     comm: un.Communicator, seed: int = 0, steps: int = 400, batch: int = 1, bound: int = 8, lr: float = 0.05
 ) -> dict[str, float]:
-    """Rank 0 serves, all others work. What came of it, on rank 0."""
+    """Serve on rank 0 and train on all others. Return the results on rank 0."""
     rpc.init(comm, name=f"rank{comm.rank}")
     found: dict[str, float] = {}
     if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""A model over two ranks, as a pipeline: each batch goes through in small parts, so that both stages work at once.
+"""A model over two ranks, as a pipeline: each batch is sent in small parts, so that both stages work in parallel.
 
 Rank 0 drives: it sends a part to the first stage, and a reference to what comes out, not the values, to the
 second. Gradients find their way back by distributed autograd, and each stage's parameters are stepped where they are.
@@ -20,14 +20,14 @@ from unisono import rpc
 
 @rpc.expose
 class Stage:
-    """A part of the model, and where it lives."""
+    """Part of the model, on one rank."""
 
     def __init__(self, widths: list[int], last: bool, seed: int) -> None:
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):
             layers += [nn.Linear(before, after), nn.ReLU()]
         self._layers = nn.Sequential(*(layers[:-1] if last else layers)).double()
-        # A generator of its own: stages that are made at the same time in one process share torch's.
+        # Use a separate generator: stages created concurrently in one process share torch's.
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self._layers.parameters():
@@ -66,7 +66,7 @@ class Pipeline:
 def run(
     comm: un.Communicator, steps: int = 60, parts: int = 4, seed: int = 0, lr: float = 0.1
 ) -> tuple[list[float], float]:
-    """The losses, and the accuracy on images that were not trained on; on rank 0."""
+    """Return the losses, and the accuracy on held-out images, on rank 0."""
     rpc.init(comm, name=f"rank{comm.rank}")
     losses, accuracy = [], 0.0
     if comm.rank == 0:

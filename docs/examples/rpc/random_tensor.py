@@ -1,4 +1,4 @@
-"""The notes' program: two remote tensors, their sum here, gradients back to where they live, one step there."""
+"""The notes' program: two remote tensors, their sum here, gradients on their owners, one optimizer step there."""
 
 from __future__ import annotations
 

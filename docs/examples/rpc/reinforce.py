@@ -27,7 +27,7 @@ ROWS, COLUMNS = 6, 5
 
 
 class Environment(Protocol):
-    """What an observer needs."""
+    """Interface of an environment."""
 
     observations: int
     actions: int
@@ -57,7 +57,7 @@ class Catch:
         return self._seen(), float(down and self._ball == self._paddle), down
 
     def _seen(self) -> torch.Tensor:
-        """How far to the right the ball is, one-hot, and how high."""
+        """Horizontal offset of the ball, one-hot, and its height."""
         seen = torch.zeros(self.observations)
         seen[COLUMNS - 1 + self._ball - self._paddle] = 1.0
         seen[-1] = self._height / ROWS
@@ -90,14 +90,14 @@ def environment(name: str, seed: int) -> Environment:
 
 @rpc.expose
 class Observer:
-    """Plays. One on each rank but the agent's."""
+    """Player of an environment, on each rank but the agent's."""
 
     def __init__(self, env: str, seed: int) -> None:
         self._id = rpc.get_worker_info().id
         self._env = environment(env, 1000 * seed + self._id)
 
     def play(self, agent: rpc.RRef[Agent], episodes: int) -> list[float]:
-        """The rewards of some episodes."""
+        """Play some episodes, and return the total reward of each."""
         totals = []
         for _ in range(episodes):
             seen, total, over = self._env.reset(), 0.0, False
@@ -113,7 +113,7 @@ class Observer:
 
 @rpc.expose
 class Agent:
-    """Chooses, and learns."""
+    """Policy: chooses actions, and learns."""
 
     def __init__(self, env: str, seed: int, observers: int, lr: float) -> None:
         torch.manual_seed(seed)
@@ -133,7 +133,7 @@ class Agent:
 
     @rpc.async_execution
     def choose(self, observer: int, seen: torch.Tensor) -> Future[int]:
-        """An action; answered when all who play have asked."""
+        """Return an action, when all playing observers have sent a state."""
         answer: Future[int] = Future()
         with self._lock:
             self._asked[observer] = seen, answer
@@ -141,11 +141,11 @@ class Agent:
         return answer
 
     def reward(self, observer: int, reward: float, over: bool) -> None:
-        """What the last action brought, and whether it ended the episode."""
+        """Report the reward of the last action, and whether it ended the episode."""
         self._rewards[observer].append((reward, over))
 
     def rest(self, observer: int) -> None:
-        """This observer plays no more in this round."""
+        """Stop this observer until the next round."""
         with self._lock:
             self._playing.discard(observer)
             self._answer_if_complete()
@@ -163,7 +163,7 @@ class Agent:
             asked[k][1].set_result(int(actions[row]))
 
     def learn(self) -> None:
-        """One step with all that was played since the last one."""
+        """Make one step from all episodes since the last step."""
         returns, logs = [], []
         for k in self._everyone:
             to_come = 0.0

@@ -1,4 +1,4 @@
-"""The six collectives, one after the other: what each rank gives, and what it then holds."""
+"""The six collectives, one after the other: the tensors that each rank contributes, and its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(comm: un.Communicator) -> dict[str, list[float]]:
 
 
 def mine(comm: un.Communicator) -> torch.Tensor:
-    """What this rank gives: 1 on rank 0, 2 on rank 1, and so on."""
+    """Contribution of this rank: 1 on rank 0, 2 on rank 1, and so on."""
     return torch.tensor([comm.rank + 1.0])
 
 

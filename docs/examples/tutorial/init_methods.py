@@ -23,9 +23,9 @@ METHODS = ("env", "file", "tcp")
 
 
 def run(rank: int, ranks: int, init_method: str) -> None:
-    """One process: meet the others, and count them."""
+    """Connect this process to the others, and return their number."""
     if init_method == "env://":
-        # The environment tells rank and world size too.
+        # The environment holds rank and world size too.
         comm = un.init("gloo", init_method=init_method, timeout=60)
     else:
         comm = un.init("gloo", init_method=init_method, rank=rank, world_size=ranks, timeout=60)
@@ -55,7 +55,7 @@ def free_address() -> str:
 
 
 def main(ranks: int, method: str) -> int:
-    """How many ranks failed."""
+    """Return the number of ranks that failed."""
     context = multiprocessing.get_context("forkserver")
     # Imported once, by the server that all ranks are forked from.
     context.set_forkserver_preload(["torch"])

@@ -1,4 +1,4 @@
-"""A ring all-reduce of one's own: whole tensors travel once around, and every rank adds up what passes."""
+"""A hand-written ring all-reduce: whole tensors travel once around, and every rank adds up what passes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def all_reduce(comm: un.Communicator, given: torch.Tensor, result: torch.Tensor)
         comm.recv(incoming, left)
         total += incoming
         work.wait()
-        # What has come from the left goes on to the right; the other buffer is free again.
+        # The tensor received from the left is sent on to the right; the other buffer is free again.
         outgoing, incoming = incoming, outgoing
     result.copy_(total)
 
 
 def run(comm: un.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the ring gives, and what the library gives."""
+    """Return the ring's result and the library's."""
     tensor = torch.arange(10.0) * (comm.rank + 1)
     mine, expected = torch.empty_like(tensor), tensor.clone()
     all_reduce(comm, tensor, mine)

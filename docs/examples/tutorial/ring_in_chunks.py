@@ -37,7 +37,7 @@ def pass_on(comm: un.Communicator, outgoing: torch.Tensor, incoming: torch.Tenso
 
 
 def run(comm: un.Communicator, length: int = 1003) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the ring gives, and what the library gives."""
+    """Return the ring's result and the library's."""
     tensor = torch.arange(float(length)) * (comm.rank + 1)
     expected = tensor.clone()
     if comm.size > 1:

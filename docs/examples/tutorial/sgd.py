@@ -1,6 +1,6 @@
 """Synchronous distributed SGD: each rank trains on its part of the data, and gradients are averaged.
 
-`dataset()` draws points and asks which side of a curve they lie on; put your own there.
+`dataset()` draws points and labels them by a curve; replace it by your own.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import unisono as un
 
 
 def run(comm: un.Communicator) -> float:
-    # Every rank calls it; who is not in the list gets None.
+    # Every rank calls it; a rank that is not in the list gets None.
     group = comm.subgroup([0, 1])
     tensor = torch.ones(1)
     if group is not None:

@@ -76,7 +76,7 @@ class _Reader:
             return None
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise self._error(f"no more than {_MAX_DEPTH} nested brackets")
+            raise self._error(f"at most {_MAX_DEPTH} nested brackets")
         names = self._separated(self._choice)
         if not self._took("]"):
             raise self._error("a comma or ]")

@@ -83,8 +83,8 @@ def listen(host: str, port: int) -> socket.socket:
 def _reason(error: OSError, host: str, port: int) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"port {port} is taken by another program; choose another one "
-            "(in MASTER_PORT, or in tcp://host:port), the same on every rank, or end that program"
+            f"port {port} is taken by another program; choose another port (in MASTER_PORT, or in "
+            "tcp://host:port), the same on every rank, or end that program"
         )
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return f"{host} is not an address of this host; rank 0 must run on the host that the address names"

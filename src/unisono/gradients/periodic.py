@@ -231,7 +231,7 @@ def named_tensors(model: Model, *, buffers: bool = False) -> list[tuple[str, tor
             raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
         found.setdefault(id(tensor), (name, tensor))
     if not found:
-        raise ValueError("model has no parameters; is it an iterator that was used before? Pass the module, or a list")
+        raise ValueError("model has no parameters, or is an exhausted iterator. Pass the module, or a list")
     return list(found.values())
 
 

@@ -37,7 +37,7 @@ def register() -> None:
     if not dist.is_available():
         from unisono.errors import UnavailableError
 
-        raise UnavailableError("this build of torch has no torch.distributed; install another one")
+        raise UnavailableError("this build of torch has no torch.distributed; install another build")
     if NAME not in dist.Backend.backend_list:
         # A string of devices would be taken for a list of letters.
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

@@ -161,7 +161,7 @@ def _no_result(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcom
     if code is not None and 128 < code < 128 + signal.NSIG:
         how = f"was ended by {name_of(code - 128)}"
     else:
-        how = "ended before it could report; its output and mpirun's say why"
+        how = "ended before it could report; see its output and mpirun's"
     return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} {how}", peer=rank), reported=False)
 
 

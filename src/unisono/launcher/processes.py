@@ -121,7 +121,7 @@ def _no_result(rank: int, size: int, code: int | None) -> PeerLostError:
         how = f"was ended by {name_of(-code)}"
     else:
         how = (
-            f"ended with exit code {code} before it could report; its output says why. (A script that calls launch "
+            f"ended with exit code {code} before it could report; see its output. (A script that calls launch "
             "must do so under if __name__ == '__main__':)"
         )
     return PeerLostError(f"rank {rank} of {size} {how}", peer=rank)

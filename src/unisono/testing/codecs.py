@@ -253,7 +253,7 @@ def check_bytes(make: Make, size: int, bucket: Bucket) -> None:
     """
     sent = bytes_sent(make, size, bucket)
     said = make().wire_bytes(bucket.numel, bucket.sizes, size, bucket.dtype.itemsize)
-    assert abs(sent - said) <= 0.02 * said, f"a rank sends {sent} bytes, but wire_bytes says {said}"
+    assert abs(sent - said) <= 0.02 * said, f"a rank sends {sent} bytes, but wire_bytes is {said}"
 
 
 def _averaged(codec: Codec, contribution: torch.Tensor, comm: Communicator, bucket: Bucket) -> torch.Tensor:

@@ -24,7 +24,9 @@ class FsspecStorage:
         try:
             import fsspec
         except ImportError as error:
-            raise UnavailableError(f"{url!r} needs fsspec; pip install 'unisono[remote]', or give a path") from error
+            raise UnavailableError(
+                f"{url!r} needs fsspec; pip install 'unisono[remote]', or pass a local path"
+            ) from error
         self.where = url.rstrip("/")
         self._fs, self._root = fsspec.core.url_to_fs(self.where)
         self.name = self._root.rpartition("/")[2]

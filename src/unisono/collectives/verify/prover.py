@@ -43,9 +43,9 @@ def verify(collective: str, schedule: Algorithm, size: int) -> Cost:
     """
     counted, declared = count(collective, schedule, size), schedule.cost(size)
     if declared.rounds != counted.rounds:
-        raise _error(collective, size, f"cost says {declared.rounds} rounds; counted are {counted.rounds}")
+        raise _error(collective, size, f"cost declares {declared.rounds} rounds; counted are {counted.rounds}")
     if declared.sent != counted.sent:
-        raise _error(collective, size, f"cost says {declared.sent} of the message sent; counted are {counted.sent}")
+        raise _error(collective, size, f"cost declares {declared.sent} of the message sent; counted are {counted.sent}")
     return counted
 
 

@@ -92,7 +92,7 @@ def no_sender_keeps_the_others_out(world: World) -> None:
     for probes in (False, True):
         found = world.run(program, probes, size=4)[0]
         rounds = [sorted(found[:3]), sorted(found[3:6])]
-        assert rounds == [[1, 2, 3], [1, 2, 3]], f"the messages came from {found}"
+        assert rounds == [[1, 2, 3], [1, 2, 3]], f"the messages are from {found}"
 
 
 @_where_offered

@@ -269,4 +269,4 @@ def a_receive_that_does_not_fit_is_refused(world: World) -> None:
     floats, ints = torch.float32, torch.int32
     for sent, count, dtype in ((4, 3, floats), (4, 5, floats), (4, 5000, floats), (5000, 4, floats), (4, 4, ints)):
         said = world.run(program, sent, count, dtype)[1]
-        assert f"rank 0 sent {sent}" in said, f"a receive of {count} {dtype} for {sent} of float32 said: {said}"
+        assert f"rank 0 sent {sent}" in said, f"a receive of {count} {dtype} for {sent} of float32 raised: {said}"

@@ -23,7 +23,7 @@ def check(target: Target) -> Iterator[Finding]:
     found = {host: addresses(host) for host in target.hosts}
     unknown = [host for host, places in found.items() if not places]
     if unknown:
-        yield problem(f"{unknown[0]} has no address here", f"getent hosts {unknown[0]}   # or give its address")
+        yield problem(f"{unknown[0]} has no address here", f"getent hosts {unknown[0]}   # or pass its address")
         return
     rank = _own_number(target, found)
     if isinstance(rank, Finding):
@@ -33,7 +33,7 @@ def check(target: Target) -> Iterator[Finding]:
     if inward and len(inward) < len(found):
         yield problem(
             f"{inward[0]} is the loopback, {found[inward[0]][0]}, here: the other hosts cannot reach it there",
-            f"unisono doctor --hosts {','.join(target.hosts)}   # with addresses in the place of names",
+            f"unisono doctor --hosts {','.join(target.hosts)}   # with addresses instead of names",
         )
         return
     first = target.hosts[0]

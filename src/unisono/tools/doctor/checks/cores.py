@@ -29,7 +29,7 @@ def check(target: Target) -> Iterator[Finding]:
         yield problem(
             f"{ranks} ranks on this host{by}, more ranks than cores ({count} {why}): they take turns, each wait "
             "costs milliseconds, and all ranks get slower",
-            f"torchrun --nproc-per-node {count} train.py   # no more than {count} rank(s) on this host",
+            f"torchrun --nproc-per-node {count} train.py   # at most {count} rank(s) on this host",
         )
         return
     yield ok(f"{count} {why}, for {ranks} rank(s)")

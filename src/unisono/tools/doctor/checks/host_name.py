@@ -44,5 +44,5 @@ def _entry(name: str, own: str | None) -> str:
     entries = f'"127.0.0.1 localhost" "{own} {name}"'
     return (
         f'hosts=$(grep -vw {name} /etc/hosts); printf "%s\\n" "$hosts" {entries} > /etc/hosts'
-        f"   # as root; or leave the file, and say: torchrun --local-addr {own} ..."
+        f"   # as root; or leave the file, and run: torchrun --local-addr {own} ..."
     )

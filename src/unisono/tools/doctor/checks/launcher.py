@@ -92,7 +92,7 @@ def _backend(target: Target, launch: MpiLauncher) -> Iterator[Finding]:
         yield problem(
             f"backend mpi was requested, but {launch.by} has started the ranks: each of them would be an MPI world "
             "of size 1",
-            f"mpirun -n {launch.size or 2} python train.py   # or keep {launch.by}, and say un.init('gloo')",
+            f"mpirun -n {launch.size or 2} python train.py   # or keep {launch.by}, and call un.init('gloo')",
         )
 
 

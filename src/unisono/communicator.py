@@ -89,7 +89,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         for rank, card in enumerate(cards):
             if card[2:] != cards[0][2:]:
                 raise MismatchError(
-                    f"rank 0 was made with (checks, chunk_bytes, check) = {tuple(cards[0][2:])}, "
+                    f"rank 0 was created with (checks, chunk_bytes, check) = {tuple(cards[0][2:])}, "
                     f"rank {rank} with {tuple(card[2:])}; they must be equal",
                     rank=group.rank,
                     size=group.size,
@@ -272,4 +272,4 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         return f"<Communicator {self.backend} rank {self.rank} of {self.size}>"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Communicator lives in one process; make one in each rank by init or launch")
+        raise TypeError("a Communicator belongs to one process; create a Communicator in each rank with init or launch")

@@ -131,7 +131,7 @@ def test_a_communicator_does_not_keep_agents_that_are_closed() -> None:
 
 def test_names_are_different() -> None:
     def program(comm: un.Communicator) -> Any:
-        with pytest.raises(ValueError, match="several ranks gave the name 'same'"):
+        with pytest.raises(ValueError, match="several ranks passed the name 'same'"):
             rpc.init(comm, "same")
         rpc.shutdown()
         rpc.init(comm, f"other{comm.rank}")

@@ -265,7 +265,7 @@ def test_findings() -> None:
     (over,) = bench.mean_ratio("all", results, "gloo", 30)
     assert over.found.median == pytest.approx(30.0)
     (least,) = bench.least_ratio("any", results, "gloo", 20)
-    assert str(least) == "MISSED  any, gloo/own, least (at 1048576 B): 15.00 (14.00 to 16.50), at least 20 required"
+    assert str(least) == "MISSED  any, gloo/own, least (at 1048576 B): 15.00 (14.00 to 16.50), at least 20 wanted"
     assert Finding("x", Spread(1.0, 2.0, 3.0), 2.0, most=True).met
     assert not Finding("x", Spread(1.0, 2.1, 3.0), 2.0, most=True).met
     assert bench.mean_ratio("none", [], "gloo", 30) == bench.least_ratio("none", [], "gloo", 20) == []

@@ -83,7 +83,7 @@ def test_a_last_batch_that_was_dropped_is_told_of() -> None:
     loader = DataLoader(range(22), batch_size=4, sampler=sampler, drop_last=True)
     for batch in loader:
         sampler.advance(len(batch))
-    with pytest.warns(EpochWarning, match="epoch 0 goes on with 3 samples not committed"):
+    with pytest.warns(EpochWarning, match="epoch 0 continues with 3 samples not committed"):
         assert list(loader) == []
     sampler.set_epoch(1)
     assert len(list(loader)) == 2

@@ -231,7 +231,7 @@ def test_a_copy_is_as_good_and_a_state_dict_can_be_saved() -> None:
         assert twin.weight is not norm.weight
         twin(torch.full((1, 2), float(comm.rank)))
         torch.save(norm.state_dict(), io.BytesIO())
-        with pytest.raises(TypeError, match="a Communicator lives in one process"):
+        with pytest.raises(TypeError, match="a Communicator belongs to one process"):
             pickle.dumps(norm)
         assert norm.running_mean[0] == 0
         return twin.running_mean[0].item()

@@ -29,7 +29,7 @@ def check_form(handler: Callable[..., Any], verb: str, arguments: Sequence[objec
         >>> check_form(on_add, "add", ["count", "2"])
         Traceback (most recent call last):
             ...
-        TypeError: amount of the request 'add' is no str
+        TypeError: amount of the request 'add' cannot be a str
     """
     tests = _tests(getattr(handler, "__func__", handler))
     if len(arguments) > len(tests):

@@ -84,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):
             total, mean, variance = _statistics(input, comm)
             if total == 1:
                 raise ValueError(
-                    f"one value per channel on all {comm.size} ranks together has no variance; give larger batches"
+                    f"one value per channel on all {comm.size} ranks together has no variance; use larger batches"
                 )
             if self.track_running_stats and total:
                 self._track(total, mean, variance)

@@ -69,7 +69,7 @@ class Agent:
         if len(self._ranks) < self.size:
             self.box.close()
             twice = [name for name, count in Counter(cards).items() if count > 1]
-            raise ValueError(f"several ranks gave the name {twice[0]!r} to rpc.init; each needs a name of its own")
+            raise ValueError(f"several ranks passed the name {twice[0]!r} to rpc.init; each rank needs its own name")
         self._ranks.update({info.id: info.id for info in self.infos})
         self._ranks.update({info: info.id for info in self.infos})
         self.closed = False

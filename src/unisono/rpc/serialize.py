@@ -89,7 +89,7 @@ def unpack(agent: Agent, mail: Envelope, context: int, message: int, at: int, co
         if at != len(view):
             raise ValueError(f"{len(view) - at} bytes follow its end")
     except IndexError:
-        raise ValueError(f"rank {peer} sent bytes that hold no call: they end too early") from None
+        raise ValueError(f"rank {peer} sent a call that ends too early") from None
     except (Exception, SystemExit) as error:
         # A pickle may even raise an exit, which must not end the thread that receives.
         raise ValueError(f"what rank {peer} sent cannot be read here: {error}") from error

@@ -42,7 +42,7 @@ class Finding:
     def __str__(self) -> str:
         single = self.found.low == self.found.high
         found = f"{self.found.median:.2f}" if single else f"{self.found:.2f}"
-        bound = f"at {'most' if self.most else 'least'} {self.bound:g} required"
+        bound = f"at {'most' if self.most else 'least'} {self.bound:g} wanted"
         return f"{'met' if self.met else 'MISSED':<7} {self.what}: {found}, {bound}"
 
 

@@ -103,15 +103,15 @@ def names() -> Any:
     info = rpc.get_worker_info("worker1")
     assert rpc.rpc_sync(info, add, (1,)) == rpc.rpc_sync(1, add, (1,)) == rpc.rpc_sync("worker1", add, (1,)) == 2
     assert rpc.rpc_sync("worker0", add, (1,)) == 2
-    with pytest.raises(ValueError, match=r"no rank 'worker7'.*'worker0' \(0\), 'worker1' \(1\)"):
+    with pytest.raises(ValueError, match=r"unknown rank 'worker7'.*'worker0' \(0\), 'worker1' \(1\)"):
         rpc.rpc_sync("worker7", add, (1,))
-    with pytest.raises(ValueError, match=r"no rank \[1\]"):
+    with pytest.raises(ValueError, match=r"unknown rank \[1\]"):
         rpc.rpc_sync([1], add)  # type: ignore[arg-type]  # wrong on purpose
     for timeout in (0, -1.0, float("nan")):
         for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
             with pytest.raises(ValueError, match="timeout must be a positive"):
                 call(1, add, (1,), timeout=timeout)
-    with pytest.raises(ValueError, match="no rank 2"):
+    with pytest.raises(ValueError, match="unknown rank 2"):
         rpc.rpc_async(2, add, (1,))
     with pytest.raises(TypeError, match=r"\[0\]\['a'\] is a .*lock"):
         rpc.rpc_sync(1, echo, ({"a": threading.Lock()},))

@@ -65,4 +65,4 @@ def test_a_state_of_other_buckets_is_refused_if_a_codec_remembers_something(code
         if codec is None:
             assert said == "2"
         else:
-            assert "one is '3.bias' to '2.weight' there, and '3.bias' to '1.bias' here" in said
+            assert "a bucket is '3.bias' to '2.weight' in the state, '3.bias' to '1.bias' in the averager" in said

@@ -219,7 +219,7 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "has another size": lambda whole: whole["files"][0].__setitem__(1, 1 << 40),
     "is listed twice": lambda whole: whole["files"].append(whole["files"][0]),
     "other digests than blocks": lambda whole: whole["tensors"]["model.bias"]["pieces"][0].__setitem__(3, []),
-    "other ranks than states": lambda whole: whole.update(ranks=3),
+    "the number of ranks differs": lambda whole: whole.update(ranks=3),
 }
 
 

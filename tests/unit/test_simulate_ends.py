@@ -139,7 +139,7 @@ def test_what_blocks_for_real_is_found_out() -> None:
     timer = threading.Timer(0.5, free.set)
     timer.start()
     scheduler.start(wait_for_real, "task", 0, main=True)
-    with pytest.raises(CommTimeoutError, match=r"task has let nobody else run for 0 s(.|\n)*wait_for_real"):
+    with pytest.raises(CommTimeoutError, match=r"task has blocked all other tasks for 0 s(.|\n)*wait_for_real"):
         scheduler.run()
     assert blocked.is_set()
     timer.join()

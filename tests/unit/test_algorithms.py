@@ -135,7 +135,7 @@ def test_one_new_file_is_found_and_proved(new_file: Path) -> None:
 def test_one_new_file_that_is_wrong_is_found_out(new_file: Path) -> None:
     assert ring.__file__ is not None
     new_file.write_text(Path(ring.__file__).read_text().replace("2 * (size - 1), F", "size, F"))
-    with pytest.raises(AlgorithmError, match="all_reduce: among 5 ranks cost says 5 rounds; counted are 8"):
+    with pytest.raises(AlgorithmError, match="all_reduce: among 5 ranks cost declares 5 rounds; counted are 8"):
         verify("all_reduce", ALGORITHMS["all_reduce"]["fresh"], 5)
 
 
@@ -175,7 +175,7 @@ def test_count_ignores_the_claim() -> None:
             return Cost(0, Fraction(0))
 
     assert count("all_reduce", Modest(), 4) == ring.cost(4)
-    with pytest.raises(AlgorithmError, match="cost says 0 rounds; counted are 6"):
+    with pytest.raises(AlgorithmError, match="cost declares 0 rounds; counted are 6"):
         verify("all_reduce", Modest(), 4)
 
 

@@ -11,7 +11,7 @@ from unisono.collectives.algorithms.step import Cost
 __all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"cost says 1 of the message sent; counted are 2"
+COMPLAINT = r"cost declares 1 of the message sent; counted are 2"
 
 
 def cost(size: int) -> Cost:

@@ -9,7 +9,7 @@ from unisono.collectives.algorithms.step import Cost
 __all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"cost says 1 rounds; counted are 2"
+COMPLAINT = r"cost declares 1 rounds; counted are 2"
 
 
 def cost(size: int) -> Cost:

@@ -10,7 +10,7 @@ from unisono.collectives.algorithms.step import Move, Step
 __all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
 
 COLLECTIVE = "gather"
-COMPLAINT = r"the run from 2 to 4 is not one of 3 chunks"
+COMPLAINT = r"chunks 2 to 4 are out of range for 3 chunks"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

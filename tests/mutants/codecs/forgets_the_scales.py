@@ -5,7 +5,7 @@ from __future__ import annotations
 from unisono.compression import int8
 
 LAW = "check_bytes"
-COMPLAINT = "but wire_bytes says"
+COMPLAINT = "but wire_bytes is"
 
 
 class CODEC(int8):

@@ -8,7 +8,7 @@ from unisono.communicator import Communicator
 from unisono.compression import int8
 
 LAW = "check_bytes"
-COMPLAINT = "but wire_bytes says"
+COMPLAINT = "but wire_bytes is"
 
 
 class CODEC(int8):

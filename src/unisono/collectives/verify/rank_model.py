@@ -103,7 +103,7 @@ class RankModel:
             if not 0 <= move.peer < self.size or move.peer == self.rank:
                 raise self.error(f"peer {move.peer} is not another of the {self.size} ranks")
             if not 0 <= move.start < move.stop <= len(self.chunks):
-                raise self.error(f"the run from {move.start} to {move.stop} is not one of {len(self.chunks)} chunks")
+                raise self.error(f"chunks {move.start} to {move.stop} are out of range for {len(self.chunks)} chunks")
         if len(self.sends) < len(step.send) or len(self.recvs) < len(step.recv):
             raise self.error(
                 "two moves have the same peer and direction; a step allows one send to and one receive from each peer"

@@ -103,11 +103,8 @@ class PartitionSampler(Sampler[Any]):
         through = again or (current.complete and current.taken > current.start)
         if (through or current.ended) and self.shuffle and self._asked is None and not self._warned:
             self._warned = True
-            what = (
-                "begins again, in the same order"
-                if through
-                else f"continues with {self.remaining} samples not committed"
-            )
+            left = f"continues with {self.remaining} samples not committed"
+            what = "begins again, in the same order" if through else left
             text = f"epoch {self.epoch} {what}: call set_epoch(epoch) before each epoch"
             warnings.warn(text, EpochWarning, stacklevel=2)
         if through:

@@ -37,11 +37,11 @@ def check_ranks(make: MakeSampler, dataset: Any, ranks: int) -> None:
     samplers = [make(dataset, num_replicas=ranks, rank=rank) for rank in range(ranks)]
     lengths = [len(sampler) for sampler in samplers]
     held = [list(sampler) for sampler in samplers]
-    assert [len(part) for part in held] == lengths, f"ranks say {lengths}, and give {[len(part) for part in held]}"
+    assert [len(part) for part in held] == lengths, f"ranks report {lengths}, but yield {[len(part) for part in held]}"
     check_cover([torch.tensor(part, dtype=torch.int64) for part in held], len(dataset))
     for sampler, part in zip(samplers, held, strict=True):
         sampler.set_epoch(0)
-        assert list(sampler) == part, "the same epoch comes in another order"
+        assert list(sampler) == part, "the same epoch has another order"
 
 
 def check_epochs(make: MakeSampler, dataset: Any) -> None:
@@ -61,7 +61,7 @@ def check_epochs(make: MakeSampler, dataset: Any) -> None:
     for epoch in (0, 1, 0):
         sampler.set_epoch(epoch)
         orders.append(list(sampler))
-    assert orders[0] == orders[2], "epoch 0 has another order when it comes again"
+    assert orders[0] == orders[2], "epoch 0 has another order when it is repeated"
     assert orders[0] != orders[1], "epochs 0 and 1 have the same order"
     assert orders[0] != list(other), "seeds 0 and 1 have the same order"
 

@@ -34,7 +34,7 @@ class KilledError(Exception):
         ...     except KilledError as error:
         ...         return str(error)
         >>> un.launch(program, 2, "thread", wrap=lambda inner: Faulty(inner, seed=1, kill_at=1, ranks=[1]))[1]
-        'rank 1 of 2 was killed at its post 1, as asked'
+        'rank 1 of 2 was killed at its post 1, as configured'
     """
 
 

@@ -19,6 +19,7 @@ from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
+from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import MismatchError
 from unisono.host.network import host_identity
@@ -110,7 +111,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         cls,
         group: dist.ProcessGroup | None = None,
         *,
-        timeout: float = 300.0,
+        timeout: Timeout = 300.0,
         check: Check = "auto",
         chunk_bytes: int = 2 << 20,
     ) -> Communicator:
@@ -121,7 +122,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
 
         Args:
             group: As created by `dist.init_process_group` or `dist.new_group`; None is the default group.
-            timeout: Seconds for every operation that does not set its own.
+            timeout: Default of every operation: seconds or a `timedelta`.
             check: As for `init`.
             chunk_bytes: As for `init`.
 
@@ -132,7 +133,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         """
         from unisono.transports.torch.from_group import adopt
 
-        return cls._owning(*adopt(group, resolve_timeout(timeout, timeout), chunk_bytes), check)
+        return cls._owning(*adopt(group, resolve_timeout(timeout), chunk_bytes), check)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dim: str | int | None = None, **options: Any) -> Communicator:
@@ -141,7 +142,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
 
     @classmethod
     def from_mpi(
-        cls, comm: Any, *, timeout: float = 300.0, check: Check = "auto", chunk_bytes: int = 2 << 20
+        cls, comm: Any, *, timeout: Timeout = 300.0, check: Check = "auto", chunk_bytes: int = 2 << 20
     ) -> Communicator:
         """Return a communicator of the ranks of an MPI communicator of another owner; unisono never frees that.
 
@@ -150,7 +151,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
 
         Args:
             comm: A communicator of mpi4py, such as `MPI.COMM_WORLD`, or a part of it; no intercommunicator.
-            timeout: Seconds for every operation that does not set its own.
+            timeout: Default of every operation: seconds or a `timedelta`.
             check: As for `init`.
             chunk_bytes: As for `init`.
 
@@ -160,7 +161,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         """
         from unisono.transports.mpi.from_comm import adopt
 
-        return cls._owning(*adopt(comm, resolve_timeout(timeout, timeout), chunk_bytes), check)
+        return cls._owning(*adopt(comm, resolve_timeout(timeout), chunk_bytes), check)
 
     @classmethod
     def _owning(

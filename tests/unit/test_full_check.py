@@ -32,10 +32,10 @@ class Flips(Wrapper):
     def begin(self, *arguments: Any) -> None:
         super().begin(*arguments)
 
-    def end(self, fingerprint: Any, call: CollectiveCall, timeout: float) -> None:
+    def end(self, fingerprint: Any, call: CollectiveCall, timeout_s: float) -> None:
         if self.rank == 1 and call.outputs:
             call.outputs[-1].view(torch.uint8)[-1] ^= 64
-        super().end(fingerprint, call, timeout)
+        super().end(fingerprint, call, timeout_s)
 
 
 def lists(comm: Any, like: torch.Tensor) -> list[torch.Tensor]:

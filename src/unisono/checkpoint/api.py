@@ -16,6 +16,7 @@ from unisono.checkpoint.saver import Progress, Snapshot, commit, prepare
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.tensor_loader import LoadOptions
 from unisono.checkpoint.verification import last_good
+from unisono.core.types import Timeout
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
@@ -31,7 +32,7 @@ def save(
     comm: Communicator | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Save a state. On return, the checkpoint is complete and would survive a loss of power.
@@ -46,7 +47,8 @@ def save(
             `torch.Generator`, `GradientAverager` and codecs are per rank; so are values wrapped in `PerRank`.
         comm: The ranks that save together; None is this process alone.
         extra: Plain values to store in the manifest, for readers of the checkpoint.
-        timeout: Seconds to wait in each phase for the slowest rank; the communicator's if None.
+        timeout: Limit of the wait for the slowest rank in each phase: seconds or a `timedelta`; the communicator's if
+            None.
         progress: Called with the bytes that this rank has written, and with the total that it has to write.
 
     Raises:
@@ -76,7 +78,7 @@ def write(
     comm: Communicator | None,
     *,
     extra: Mapping[str, Any] | None,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
     progress: Progress | None = None,
     newest: Callable[[], int] = int,
 ) -> None:
@@ -94,7 +96,7 @@ def async_save(
     comm: Communicator | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
     progress: Progress | None = None,
 ) -> SaveHandle:
     """Save as `save` does, but return when this rank's share is copied: training continues during the write.
@@ -130,7 +132,7 @@ def start(
     comm: Communicator | None,
     *,
     extra: Mapping[str, Any] | None,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
     progress: Progress | None = None,
     newest: Callable[[], int] = int,
     after: Callable[[], None] | None = None,
@@ -173,7 +175,7 @@ def load(
     *,
     strict: bool = True,
     check: bool | Literal["first"] = True,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
     progress: Progress | None = None,
 ) -> Any:
     """Load a checkpoint into a state, in place, and return the state.

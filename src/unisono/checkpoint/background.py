@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from unisono.checkpoint.errors import CheckpointError
+from unisono.core.types import Timeout
+from unisono.core.work import resolve_timeout
 from unisono.errors import CommTimeoutError, MismatchError
 
 if TYPE_CHECKING:
@@ -55,19 +57,20 @@ class SaveHandle:
             # Frees the copy of the state.
             self._work = None
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         """Wait until the checkpoint is published on all ranks; raise the error if it is not.
 
         Args:
-            timeout: Seconds; None waits without limit.
+            timeout: Seconds or a `timedelta`; None waits without limit.
 
         Raises:
             CheckpointError, MismatchError, TypeError: As `save`.
             CommTimeoutError: The save is still in progress.
         """
-        self._thread.join(timeout)
+        limit = None if timeout is None else resolve_timeout(timeout)
+        self._thread.join(limit)
         if self._thread.is_alive():
-            raise CommTimeoutError(f"the save of {self.path} is still running after {timeout:g} s", waited_s=timeout)
+            raise CommTimeoutError(f"the save of {self.path} is still running after {limit:g} s", waited_s=limit)
         if self._error is not None:
             raise self._error
 
@@ -75,7 +78,7 @@ class SaveHandle:
         """Return whether the save has ended, with or without an error."""
         return not self._thread.is_alive()
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
+    def exception(self, timeout: Timeout | None = None) -> BaseException | None:
         """Wait as `wait` does, but return the error of the save.
 
         Args:

@@ -14,6 +14,7 @@ from unisono.checkpoint.errors import (
     StateError,
     StorageError,
 )
+from unisono.core.types import Timeout
 from unisono.errors import CommError, MismatchError
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ class CollectiveScope:
         comm: Theirs, or None.
         operation: What messages call it: "save".
         path: The checkpoint.
-        timeout: Seconds that ranks wait for the slowest of them in each phase; the communicator's if None.
+        timeout: Limit of the wait for the slowest rank in each phase; the communicator's if None.
     """
 
     def __init__(
-        self, comm: Communicator | None, operation: str, path: str | None = None, timeout: float | None = None
+        self, comm: Communicator | None, operation: str, path: str | None = None, timeout: Timeout | None = None
     ) -> None:
         self.comm, self._operation, self._path, self._timeout = comm, operation, path, timeout
         self.rank, self.size = (comm.rank, comm.size) if comm is not None else (0, 1)

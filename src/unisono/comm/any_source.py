@@ -11,8 +11,8 @@ import torch
 
 from unisono.comm.engine import Engine
 from unisono.core.threads import DaemonThreadPool
-from unisono.core.types import Work
-from unisono.core.work import Completion
+from unisono.core.types import Timeout, Work
+from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
 __all__ = ["AnySource", "Matching"]
@@ -119,8 +119,8 @@ class Matching(Work):
         failed.complete(error)
         self._begun = failed
 
-    def wait(self, timeout: float | None = None) -> None:
-        started, limit = time.monotonic(), self._timeout_s if timeout is None else timeout
+    def wait(self, timeout: Timeout | None = None) -> None:
+        started, limit = time.monotonic(), resolve_timeout(timeout, self._timeout_s)
         while (begun := self._served()) is None:
             waited = time.monotonic() - started
             if waited >= limit:

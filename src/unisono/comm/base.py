@@ -9,6 +9,7 @@ import torch
 from unisono.collectives.arguments import check_rank
 from unisono.comm.engine import Engine
 from unisono.core.tensors import check_tensor
+from unisono.core.types import Timeout
 from unisono.errors import CommError
 
 __all__ = ["Async", "Blocking", "CommunicatorBase"]
@@ -19,7 +20,7 @@ class Blocking(TypedDict, total=False):
 
     algorithm: str | None
     async_op: Literal[False]
-    timeout: float | None
+    timeout: Timeout | None
 
 
 class Async(TypedDict, total=False):
@@ -27,7 +28,7 @@ class Async(TypedDict, total=False):
 
     algorithm: str | None
     async_op: Required[Literal[True]]
-    timeout: float | None
+    timeout: Timeout | None
 
 
 class CommunicatorBase:

@@ -34,7 +34,7 @@ from unisono.core.reduce_op import parse_op
 from unisono.core.tensors import Staging
 from unisono.core.threads import SerialWorker
 from unisono.core.transport import Options, Transport
-from unisono.core.types import Work
+from unisono.core.types import Timeout, Work
 from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import ClosedError, CommError
 from unisono.wrappers.trace import SINK
@@ -80,9 +80,6 @@ class Engine(CommunicatorState, FastPathCalls):
         self._dropped.atexit = False
 
     # -- collectives ---------------------------------------------------------------------------
-    def _patience(self, timeout: float) -> float:
-        return resolve_timeout(timeout, 0.0)
-
     def staging(self) -> Staging:
         """Return the staging that makes a call's tensors one-dimensional and contiguous."""
         away = self.transport.host_staged
@@ -97,7 +94,7 @@ class Engine(CommunicatorState, FastPathCalls):
         root: int | None,
         algorithm: str | None,
         async_op: bool,
-        timeout: float | None,
+        timeout: Timeout | None,
         splits: Splits = (None, None),
     ) -> Work | None:
         self.enter(what.name)
@@ -123,7 +120,7 @@ class Engine(CommunicatorState, FastPathCalls):
     ) -> Fingerprint:
         return fingerprint_of(self._plan(what, output, input, op, root), self._calls + 1, NATIVE)
 
-    def run(self, plan: Plan, algorithm: str | None, async_op: bool, timeout: float | None) -> Work | None:
+    def run(self, plan: Plan, algorithm: str | None, async_op: bool, timeout: Timeout | None) -> Work | None:
         """Execute a plan now, or soon; return None when it is done, or else the work in flight."""
         job = self._prepare(plan, algorithm, timeout)
         if async_op and job.algorithm == NATIVE and job.transport.overlaps and not self._pending:
@@ -143,7 +140,7 @@ class Engine(CommunicatorState, FastPathCalls):
         work.wait()
         return None
 
-    def _prepare(self, plan: Plan, algorithm: str | None, timeout: float | None) -> CollectiveRequest:
+    def _prepare(self, plan: Plan, algorithm: str | None, timeout: Timeout | None) -> CollectiveRequest:
         limit = resolve_timeout(timeout, self.options.timeout_s)
         if get_ident() in self._inside:
             outer = format_call(self.activity.now) if self.activity.now else "another collective"

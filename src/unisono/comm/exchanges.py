@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from unisono.comm.base import Async, Blocking, CommunicatorBase
 from unisono.core.collective import COLLECTIVES
-from unisono.core.types import Work
+from unisono.core.types import Timeout, Work
 from unisono.errors import MismatchError
 
 __all__ = ["ExchangeMixin"]
@@ -37,7 +37,7 @@ class ExchangeMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Receive the tensor of rank r into `tensor_list[r]` on every rank.
 
@@ -65,13 +65,13 @@ class ExchangeMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """As `all_gather`, into one tensor of p times `input`'s elements, rank 0's first."""
         return self._engine.collective(_ALL_GATHER_SINGLE, output, input, None, None, algorithm, async_op, timeout)
 
     def all_gather_v(
-        self, tensor: torch.Tensor, *, algorithm: str | None = None, timeout: float | None = None
+        self, tensor: torch.Tensor, *, algorithm: str | None = None, timeout: Timeout | None = None
     ) -> list[torch.Tensor]:
         """Return the tensors of all ranks, in the order of ranks. No rank needs to know the others' lengths.
 
@@ -80,7 +80,7 @@ class ExchangeMixin(CommunicatorBase):
         Args:
             tensor: Of at most 16 dimensions, of which the first may differ between ranks.
             algorithm: As for `all_reduce`, of all_gather.
-            timeout: Seconds for each of the two; the communicator's if None.
+            timeout: Seconds or a `timedelta`, for each of the two; the communicator's if None.
 
         Returns:
             New contiguous tensors, one for each rank.
@@ -130,7 +130,7 @@ class ExchangeMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Receive `input_list[r]` of rank s into `output_list[s]` on rank r.
 
@@ -174,7 +174,7 @@ class ExchangeMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """As `all_to_all`, with rows of one tensor: split along dimension 0, evenly or by the given sizes."""
         what, splits = _ALL_TO_ALL_SINGLE, (output_split_sizes, input_split_sizes)

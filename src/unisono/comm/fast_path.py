@@ -16,13 +16,14 @@ from torch.autograd.graph import increment_version
 from unisono.comm.state import ANY_THREAD, refuses
 from unisono.core.fast_path import FastPath, Status, Tensors
 from unisono.core.flight_recorder import Activity, CallRecord
+from unisono.core.work import resolve_timeout
 
 if TYPE_CHECKING:
     from unisono.collectives.arguments import Splits
     from unisono.core.collective import Collective
     from unisono.core.failure import Cause
     from unisono.core.fingerprint import Fingerprint
-    from unisono.core.types import Work
+    from unisono.core.types import Timeout, Work
 
 __all__ = ["FastPathCalls"]
 
@@ -57,7 +58,7 @@ class FastPathCalls:
         root: int | None,
         algorithm: str | None,
         async_op: bool,
-        timeout: float | None,
+        timeout: Timeout | None,
         /,
     ) -> Work | None:
         """Make a call with the caller's arguments, on the fast path if it is blocking and needs nothing else.
@@ -71,7 +72,7 @@ class FastPathCalls:
         if general or busy:
             return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
         assert fast is not None
-        limit = self._limit_s if timeout is None else self._patience(timeout)
+        limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         caller, activity = _getframe(2), self.activity
         detail = str(op or "") if root is None else f"root {root}"
         # The caller's record keeps no object alive, and is resolved to a line only on request.
@@ -101,14 +102,14 @@ class FastPathCalls:
             return None
         return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
 
-    def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: float | None, /) -> bool:
+    def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: Timeout | None, /) -> bool:
         """Send or receive ("send", "recv") on the fast path; return False, with no effect, if it needs more."""
         fast, here = self.fast_path, get_ident()
         if fast is None or self.owner != here or self._inside or self._broken is not None or self.closed:
             return False
         if self._sink.get() is not None or not fast.takes(tensor, peer, tag):
             return False
-        limit = self._limit_s if timeout is None else self._patience(timeout)
+        limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         caller, activity = _getframe(2), self.activity
         detail = f"{'to' if name == 'send' else 'from'} rank {peer}{f', tag {tag}' if tag else ''}"
         noted = name, None, f"{detail}, {tensor.nbytes} B", (caller.f_code, caller.f_lasti)
@@ -147,14 +148,10 @@ class FastPathCalls:
         root: int | None,
         algorithm: str | None,
         async_op: bool,
-        timeout: float | None,
+        timeout: Timeout | None,
         splits: Splits = (None, None),
     ) -> Work | None:
         """Make a call by a plan; as `collective`."""
-        raise NotImplementedError
-
-    def _patience(self, timeout: float) -> float:
-        """Return the timeout of a call with this argument in seconds; raise if it is not a timeout."""
         raise NotImplementedError
 
     def _fingerprint(

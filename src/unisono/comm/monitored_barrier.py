@@ -5,6 +5,7 @@ from __future__ import annotations
 from unisono.comm.base import CommunicatorBase
 from unisono.core.call_site import call_site
 from unisono.core.control import ControlPlane
+from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError
 
@@ -17,14 +18,14 @@ class MonitoredBarrierMixin(CommunicatorBase):
     _control: ControlPlane
     _barriers: int
 
-    def monitored_barrier(self, timeout: float | None = None) -> None:
+    def monitored_barrier(self, timeout: Timeout | None = None) -> None:
         """Run a barrier over the control plane; on timeout, name every missing rank and its current location.
 
         Collective. Sends nothing over the backend, so it works where the backend is suspect. `barrier` also names
         missing ranks; this one costs more (a round trip to the control plane), and finds all of them in one call.
 
         Args:
-            timeout: Seconds; the communicator's if None.
+            timeout: Seconds or a `timedelta`; the communicator's if None.
 
         Raises:
             CommTimeoutError: Ranks are missing: raised on every rank that has joined, with each one's activity.

@@ -15,7 +15,7 @@ from unisono.core.call_site import call_site
 from unisono.core.flight_recorder import CallRecord, PendingMessage
 from unisono.core.tensors import Staging, check_apart
 from unisono.core.transport import Transport
-from unisono.core.types import MAX_TAG, Message, Recv, Send, Work
+from unisono.core.types import MAX_TAG, Message, Recv, Send, Timeout, Work
 from unisono.core.work import Completion, format_bytes, resolve_timeout
 from unisono.wrappers.trace import traced
 
@@ -25,7 +25,7 @@ __all__ = ["PointToPointMixin"]
 class PointToPointMixin(CommunicatorBase):
     """Point-to-point calls: send, recv and their variants."""
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: Timeout | None = None) -> None:
         """Send a tensor to rank `dst`; return when it may be changed again.
 
         Do not rely on buffering: two ranks that both send before they receive may deadlock.
@@ -35,7 +35,7 @@ class PointToPointMixin(CommunicatorBase):
             tensor: Any shape, strides and dtype. The receiver's has as many elements, of the same dtype.
             dst: Another rank.
             tag: 0 to 2**24 - 1; messages match by tag, and in order within a tag.
-            timeout: Seconds; the communicator's if None.
+            timeout: Seconds or a `timedelta`; the communicator's if None.
 
         Raises:
             CommTimeoutError: The message was not received in time. The communicator is broken then.
@@ -51,10 +51,12 @@ class PointToPointMixin(CommunicatorBase):
         """
         if self._engine.try_message("send", tensor, dst, tag, timeout):
             return
-        resolve_timeout(timeout, 0.0)
+        resolve_timeout(timeout)
         self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
 
-    def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: float | None = None) -> int:
+    def recv(
+        self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None
+    ) -> int:
         """Receive a tensor in place, and return the rank that sent it. Otherwise as `send`.
 
         Args:
@@ -77,12 +79,12 @@ class PointToPointMixin(CommunicatorBase):
         """
         if src is not None and self._engine.try_message("recv", tensor, src, tag, timeout):
             return src
-        resolve_timeout(timeout, 0.0)
+        resolve_timeout(timeout)
         work = self._receive("recv", tensor, src, tag)
         work.wait_or_break(timeout)
         return work.source_rank()
 
-    def probe(self, src: int | None = None, tag: int = 0, *, timeout: float | None = None) -> int:
+    def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
         """Wait for a message without a posted receive, and return the rank that sent it.
 
         Does not receive it: the next receive from that rank, of this tag, gets the message.
@@ -90,7 +92,7 @@ class PointToPointMixin(CommunicatorBase):
         Args:
             src: Another rank; any of them if None.
             tag: Of the message.
-            timeout: Seconds; the communicator's if None. The communicator stays in use if it is over.
+            timeout: Seconds or a `timedelta`; the communicator's if None. It stays usable after a timeout.
 
         Example:
             >>> def program(comm):
@@ -141,10 +143,10 @@ class PointToPointMixin(CommunicatorBase):
         *,
         sendtag: int = 0,
         recvtag: int = 0,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> None:
         """Send one tensor and receive another at the same time; cannot deadlock in a ring of ranks."""
-        resolve_timeout(timeout, 0.0)
+        resolve_timeout(timeout)
         self._check_tensor(recv_tensor, "recv_tensor", written=True)
         self._check_tensor(send_tensor, "send_tensor")
         check_apart([("recv_tensor", recv_tensor)], [("send_tensor", send_tensor)])

@@ -10,7 +10,7 @@ import torch
 
 from unisono.comm.engine import Engine
 from unisono.core.flight_recorder import CallRecord, PendingMessage
-from unisono.core.types import Work
+from unisono.core.types import Timeout, Work
 from unisono.core.work import resolve_timeout
 from unisono.diagnostics.hang_report import with_hang_report
 from unisono.errors import CommError, CommTimeoutError
@@ -35,13 +35,13 @@ class PointToPointWork(Work):
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         if timeout is None:
             return self.wait_or_break(None)
-        timeout = resolve_timeout(timeout, timeout)
+        limit = resolve_timeout(timeout)
         with self._seen():
             try:
-                self._inner.wait(timeout)
+                self._inner.wait(limit)
             except CommTimeoutError as error:
                 # The message may still arrive: a wait with an explicit timeout does not break the communicator.
                 raise self._located(with_hang_report(error, self._engine.control, self._engine.group)) from None
@@ -49,7 +49,7 @@ class PointToPointWork(Work):
                 raise self._failed(error) from error
         self._finish()
 
-    def wait_or_break(self, timeout: float | None) -> None:
+    def wait_or_break(self, timeout: Timeout | None) -> None:
         """Wait; any failure, a timeout too, breaks the communicator."""
         with self._seen():
             try:

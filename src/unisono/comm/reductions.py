@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from unisono.comm.base import Async, Blocking, CommunicatorBase
 from unisono.core.collective import COLLECTIVES
-from unisono.core.types import ReduceOp, Work
+from unisono.core.types import ReduceOp, Timeout, Work
 
 __all__ = ["ReductionMixin"]
 
@@ -32,7 +32,7 @@ class ReductionMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Replace every rank's tensor by the sum (or `op`) of all ranks' tensors, bitwise identical on all ranks.
 
@@ -45,7 +45,7 @@ class ReductionMixin(CommunicatorBase):
                 where the backend has it, or None: native, else the fastest by its cost. "fewest_bytes":
                 native, else the algorithm that sends least.
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
-            timeout: Seconds; the communicator's if None.
+            timeout: Seconds or a `timedelta`; the communicator's if None.
 
         Raises:
             MismatchError: Ranks disagree on operation, op, dtype, n or algorithm; no data moved.
@@ -76,7 +76,7 @@ class ReductionMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Replace rank `dst`'s tensor by the sum (or `op`) of all ranks' tensors; the others stay unchanged.
 
@@ -112,7 +112,7 @@ class ReductionMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Write the sum (or `op`) of every rank's `input_list[r]` to `output` on rank r.
 
@@ -145,7 +145,7 @@ class ReductionMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """As `reduce_scatter`, of one input: p times as many elements as `output`, the first part for rank 0."""
         return self._engine.collective(_REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, async_op, timeout)
@@ -155,7 +155,7 @@ class ReductionMixin(CommunicatorBase):
     @overload
     def barrier(self, **how: Unpack[Async]) -> Work: ...
     def barrier(
-        self, *, algorithm: str | None = None, async_op: bool = False, timeout: float | None = None
+        self, *, algorithm: str | None = None, async_op: bool = False, timeout: Timeout | None = None
     ) -> Work | None:
         """Wait until every rank has reached the barrier. Collective. Cost: ceil(log2 p) rounds of one byte."""
         return self._engine.collective(_BARRIER, None, None, None, None, algorithm, async_op, timeout)

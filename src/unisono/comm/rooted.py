@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from unisono.comm.base import Async, Blocking, CommunicatorBase
 from unisono.core.collective import COLLECTIVES
-from unisono.core.types import Work
+from unisono.core.types import Timeout, Work
 
 __all__ = ["RootedMixin"]
 
@@ -31,7 +31,7 @@ class RootedMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Replace every rank's tensor by rank `src`'s.
 
@@ -63,7 +63,7 @@ class RootedMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Receive `scatter_list[r]` of rank `src` into `tensor` on rank r; the other ranks pass no list.
 
@@ -95,7 +95,7 @@ class RootedMixin(CommunicatorBase):
         *,
         algorithm: str | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Receive the tensor of rank r into `gather_list[r]` on rank `dst`; the other ranks pass no list.
 

@@ -13,6 +13,7 @@ from unisono.core.control import ControlPlane
 from unisono.core.failure import to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
+from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
 from unisono.wrappers.consistency import Checked
@@ -133,7 +134,7 @@ class SubgroupMixin(CommunicatorBase):
         return transport.inner if isinstance(transport, Checked) else transport
 
     # -- after a failure -----------------------------------------------------------------------
-    def rebuild(self, *, grow: int = 0, timeout: float | None = None) -> Self:
+    def rebuild(self, *, grow: int = 0, timeout: Timeout | None = None) -> Self:
         """Return a new communicator of the remaining ranks, renumbered in their old order, and of newcomers.
 
         Collective over the live ranks: each calls it when a call has failed, or all at the same point of the
@@ -143,7 +144,7 @@ class SubgroupMixin(CommunicatorBase):
 
         Args:
             grow: Number of newcomers, by `unisono.join`, to wait for and admit; they get the last ranks.
-            timeout: Seconds (the communicator's if None) within which the others join. A live rank that has not
+            timeout: Time (the communicator's timeout if None) within which the others join. A live rank that has not
                 joined by then (a stopped process, say) is excluded permanently, and gets `AbortedError` there.
 
         Raises:

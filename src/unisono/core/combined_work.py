@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from unisono.core.types import Work
-from unisono.core.work import Completion
+from unisono.core.types import Timeout, Work
+from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import CommTimeoutError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ChainedWork(Work):
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         try:
             self._inner.wait(timeout)
         except Exception as error:
@@ -103,8 +103,8 @@ class WorkGroup(Work):
     def __init__(self, works: Sequence[Work], timeout_s: float | None = None, poll_s: float | None = None) -> None:
         self._works, self._timeout_s, self._poll_s = tuple(works), timeout_s, poll_s
 
-    def wait(self, timeout: float | None = None) -> None:
-        limit = self._timeout_s if timeout is None else timeout
+    def wait(self, timeout: Timeout | None = None) -> None:
+        limit = self._timeout_s if timeout is None else resolve_timeout(timeout)
         deadline = None if limit is None else time.monotonic() + limit
         for number, work in enumerate(self._works, 1):
             self._wait_for(work, self._works[number:], deadline)

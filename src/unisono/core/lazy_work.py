@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from unisono.core.threads import DaemonThreadPool
-from unisono.core.types import Work
+from unisono.core.types import Timeout, Work
 from unisono.core.work import Completion, resolve_timeout, timeout_error
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Deferred(Work):
         self._error: BaseException | None = None
         self._told: Completion | None = None
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         limit = resolve_timeout(timeout, self._timeout_s)
         if timeout is not None and self._ready is not None:
             self._look(self._ready, limit)

@@ -125,7 +125,7 @@ class Transport(ABC):
         return Capabilities(cls.devices, cls.host_staged, cls.native)
 
     @classmethod
-    def shm_peers(cls, group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
+    def shm_peers(cls, group: Group, control: ControlPlane, timeout_s: float) -> tuple[tuple[int, ...], ...]:
         """Return the proven parts of a group in which `connect` works: all of it, unless limited to one host.
 
         Collective, over the control plane; the ranks have joined the group there.
@@ -219,22 +219,22 @@ class Transport(ABC):
             os.kill(os.getpid(), signal.SIGKILL)
         raise error
 
-    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
         """Prepare a collective before any data moves. Nothing by default.
 
         Args:
             fingerprint: Description of this rank's call.
-            timeout: Seconds to wait for the other ranks.
+            timeout_s: Seconds to wait for the other ranks.
 
         Raises:
             MismatchError: Ranks call with different fingerprints; only where `checks` is set.
         """
 
-    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout: float) -> None:
+    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout_s: float) -> None:
         """Finish a collective when all data has moved. Nothing by default.
 
         Args:
-            fingerprint, timeout: As for `begin`.
+            fingerprint, timeout_s: As for `begin`.
             call: The call, with its results.
 
         Raises:

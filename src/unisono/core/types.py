@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COLLECTIVE_TAG", "MAX_TAG", "CollectiveCall", "Message", "Recv", "ReduceOp", "Send", "Work"]
+__all__ = ["COLLECTIVE_TAG", "MAX_TAG", "CollectiveCall", "Message", "Recv", "ReduceOp", "Send", "Timeout", "Work"]
 
 COLLECTIVE_TAG = -1
 """The channel of collectives. Users' tags start at 0, so the two never match each other."""
 
 MAX_TAG = 2**24 - 1
 """Largest tag that a user may pass: every transport with tags supports it."""
+
+Timeout = float | timedelta
+"""A timeout as a caller passes it: a number of seconds, or a `datetime.timedelta`; at most 1e9 s."""
 
 
 class ReduceOp(StrEnum):
@@ -103,13 +107,13 @@ class Work(ABC):
     """Handle of an operation in flight, as returned by every transport and every asynchronous call."""
 
     @abstractmethod
-    def wait(self, timeout: float | None = None) -> None:
-        """Return when it is done; raise its error, or `CommTimeoutError` after `timeout` seconds.
+    def wait(self, timeout: Timeout | None = None) -> None:
+        """Return when it is done; raise its error, or `CommTimeoutError` after `timeout`.
 
         A wait that timed out may be repeated. Without `timeout`, the group's default holds.
         """
 
-    def wait_received(self, timeout: float | None = None) -> None:
+    def wait_received(self, timeout: Timeout | None = None) -> None:
         """Return when all receives have completed; sends may still be in flight. Same as `wait` by default."""
         self.wait(timeout)
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from unisono.core.types import Message, Recv, Work
+from unisono.core.types import Message, Recv, Timeout, Work
 from unisono.errors import CommTimeoutError, MismatchError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = [
     "describe",
     "elements",
     "format_bytes",
+    "positive_timeout",
     "resolve_timeout",
     "size_error",
     "timeout_error",
@@ -61,7 +62,7 @@ class Completion(Work):
             callback()
         return True
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         limit = resolve_timeout(timeout, self.timeout_s)
         if not self._done.is_set():
             started = time.monotonic()
@@ -116,25 +117,40 @@ class CountdownWork(Completion):
             self.complete()
 
 
-def resolve_timeout(timeout: float | None, usual_s: float) -> float:
-    """Return the timeout of a wait in seconds: the given one, or the usual one.
+def resolve_timeout(timeout: Timeout | None, default_s: float = 0.0) -> float:
+    """Return the timeout of a wait in seconds: the given one, or the default if it is None.
 
     Raises:
-        TypeError: It is not a number; a timedelta has `total_seconds()`.
-        ValueError: It is negative, or more than 1e9, such as infinity.
+        TypeError: It is neither a number of seconds nor a timedelta.
+        ValueError: It is negative, or more than 1e9 seconds, such as infinity.
 
     Example:
-        >>> resolve_timeout(None, 300.0), resolve_timeout(5, 300.0)
-        (300.0, 5)
+        >>> resolve_timeout(None, 300.0), resolve_timeout(5, 300.0), resolve_timeout(timedelta(minutes=1), 300.0)
+        (300.0, 5, 60.0)
     """
     if timeout is None:
-        return usual_s
-    if not isinstance(timeout, Real):
-        hint = "; pass its total_seconds()" if isinstance(timeout, timedelta) else ""
-        raise TypeError(f"timeout must be a number of seconds, not a {type(timeout).__name__}{hint}")
-    if not 0 <= timeout <= _LONGEST_S:
+        return default_s
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+        raise TypeError(f"timeout must be a number of seconds or a timedelta, not a {type(timeout).__name__}")
+    if not 0 <= seconds <= _LONGEST_S:
         raise ValueError(f"timeout must be from 0 to 1e9 seconds, not {timeout!r}")
-    return timeout
+    return seconds
+
+
+def positive_timeout(timeout: Timeout) -> float:
+    """Return the timeout in seconds, as `resolve_timeout`; raise `ValueError` also if it is 0.
+
+    Example:
+        >>> positive_timeout(timedelta(seconds=0))
+        Traceback (most recent call last):
+        ...
+        ValueError: timeout must be a positive number of seconds or a timedelta, not datetime.timedelta(0)
+    """
+    seconds = resolve_timeout(timeout)
+    if not seconds > 0:
+        raise ValueError(f"timeout must be a positive number of seconds or a timedelta, not {timeout!r}")
+    return seconds
 
 
 def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutError:
@@ -195,15 +211,15 @@ def format_bytes(nbytes: int) -> str:
     return f"{size:.1f} {unit}"
 
 
-def wait_any(works: Sequence[Work], timeout: float | None = None) -> int:
+def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
     """Wait for the first work to end, and return its index.
 
-    Needs nothing of a transport but `get_future`. Raises `CommTimeoutError` after `timeout` seconds,
+    Needs nothing of a transport but `get_future`. Raises `CommTimeoutError` after `timeout`,
     and `ValueError` for no works. It does not raise the work's own error: call its `wait`.
     """
     if not works:
         raise ValueError("wait_any needs at least one work")
-    limit = None if timeout is None else resolve_timeout(timeout, timeout)
+    limit = None if timeout is None else resolve_timeout(timeout)
     for index, work in enumerate(works):
         if work.is_completed():
             return index
@@ -217,4 +233,4 @@ def wait_any(works: Sequence[Work], timeout: float | None = None) -> int:
     try:
         return ended.get(timeout=limit)
     except queue.Empty:
-        raise CommTimeoutError(f"waited {timeout} s for any of {len(works)} works", waited_s=timeout) from None
+        raise CommTimeoutError(f"waited {limit} s for any of {len(works)} works", waited_s=limit) from None

@@ -17,8 +17,10 @@ from unisono.control.secret import find_secret
 from unisono.core.failure import to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options
+from unisono.core.types import Timeout
+from unisono.core.work import positive_timeout
 from unisono.errors import AbortedError, CommError, MismatchError
-from unisono.launcher.api import TIMEOUT_S, Wrap, check_timeout
+from unisono.launcher.api import TIMEOUT_S, Wrap
 from unisono.transports.hierarchical import transport_named
 
 __all__ = ["join"]
@@ -30,7 +32,7 @@ def join(
     init_method: str | None = None,
     *,
     pid: int | None = None,
-    timeout: float = TIMEOUT_S,
+    timeout: Timeout = TIMEOUT_S,
     device: str | torch.device | None = None,
     secret: str | bytes | None = None,
     wrap: Wrap | None = None,
@@ -43,7 +45,7 @@ def join(
         init_method: As the job's ranks gave it to `init`: "tcp://host:port" or "file:///path".
         pid: Instead of `init_method`: a process of the job on this host, of this user: any rank, or the process that
             launched the ranks.
-        timeout: Seconds to wait until the job's ranks admit this one.
+        timeout: Time until the job's ranks admit this one: seconds or a `timedelta`.
         device: As for `init`.
         secret: As for `init`; not needed with `pid` or a file.
         wrap: As for `init`.
@@ -62,13 +64,13 @@ def join(
         ...
         unisono.errors.CommError: process 1 is in no unisono job that this user may query ...
     """
-    check_timeout(timeout)
+    timeout_s = positive_timeout(timeout)
     if (init_method is None) == (pid is None):
         raise ValueError("pass either an init_method, as the job's ranks did, or the pid of one of its processes")
     address, known, host_rank = _find_running(init_method, pid, secret)
-    control = SocketControl(address, known, timeout, host_rank=host_rank)
+    control = SocketControl(address, known, timeout_s, host_rank=host_rank)
     try:
-        comm = _taken_in(control, time.monotonic() + timeout, device, wrap)
+        comm = _taken_in(control, time.monotonic() + timeout_s, device, wrap)
     except BaseException:
         control.close()
         raise

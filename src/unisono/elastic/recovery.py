@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from unisono.communicator import Communicator
+from unisono.core.types import Timeout
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
 __all__ = ["Recovery"]
@@ -89,7 +90,7 @@ class Recovery:
         for sampler in self._samplers.values():
             sampler.advance(samples)
 
-    def recover(self, *, grow: int = 0, timeout: float | None = None) -> Communicator:
+    def recover(self, *, grow: int = 0, timeout: Timeout | None = None) -> Communicator:
         """Resume with the survivors (and `grow` newcomers). Collective over them; restart iteration over samplers.
 
         Call it from the `except CommError` around a step, or on all ranks at one place to admit newcomers. Ranks

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from unisono.control.process_exit import CLOSE_HANDLES, when_process_ends
 from unisono.core.threads import DaemonThreadPool
+from unisono.core.types import Timeout
 from unisono.core.work import Completion
 from unisono.errors import CommTimeoutError
 
@@ -37,7 +38,7 @@ class _Task(Completion):
             error = raised
         self.complete(error)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         # A waiter with its own limit must not run jobs that may take longer.
         if timeout is None and not self.is_completed():
             self._line.hurry(self)

@@ -13,7 +13,8 @@ from unisono import bootstrap
 from unisono.communicator import Check, Communicator
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
-from unisono.core.work import resolve_timeout
+from unisono.core.types import Timeout
+from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
 from unisono.host.network import why_no_shm
@@ -23,7 +24,7 @@ from unisono.launcher.threads import run_threads
 from unisono.launcher.topology import choose_backend, discover, validate_hosts
 from unisono.transports.hierarchical import transport_named
 
-__all__ = ["CHUNK_BYTES", "TIMEOUT_S", "Wrap", "check_timeout", "init", "launch"]
+__all__ = ["CHUNK_BYTES", "TIMEOUT_S", "Wrap", "init", "launch"]
 
 _log = logging.getLogger("unisono")
 
@@ -39,7 +40,7 @@ def init(
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
-    timeout: float = TIMEOUT_S,
+    timeout: Timeout = TIMEOUT_S,
     device: str | torch.device | None = None,
     secret: str | bytes | None = None,
     check: Check = "auto",
@@ -59,7 +60,7 @@ def init(
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank, world_size: This process's rank, and the number of ranks; from the environment if None.
-        timeout: Seconds for joining, and the default for every operation.
+        timeout: For joining, and the default of every operation: seconds or a `datetime.timedelta`.
         device: Device of this rank's tensors; if None, with nccl "cuda:<local rank>", modulo the visible GPUs;
             else "cpu".
         secret: Key by which ranks authenticate each other. If None, the variable
@@ -83,16 +84,17 @@ def init(
         >>> comm.close()
     """
     show_errors()
-    _check_common(timeout, chunk_bytes)
+    timeout_s = positive_timeout(timeout)
+    _check_chunk_bytes(chunk_bytes)
     if backend != "auto":
         transport_named(backend)
-    place = bootstrap.find(init_method, rank, world_size, timeout, secret)
+    place = bootstrap.find(init_method, rank, world_size, timeout_s, secret)
     show_errors(place.rank, place.size)
     try:
-        around = discover(place, interface, timeout)
+        around = discover(place, interface, timeout_s)
         name = choose_backend(around.sharing, gpus=around.gpus, network=place.network) if backend == "auto" else backend
         local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
-        options = _options(name, device, local_rank, timeout, chunk_bytes, around.address)
+        options = _options(name, device, local_rank, timeout_s, chunk_bytes, around.address)
         if backend == "auto":
             options = replace(options, hosts=around.sharing)
         _log.info("unisono: %s, backend %s, reached at %s (%s)", place.source, name, around.address, around.interface)
@@ -101,7 +103,7 @@ def init(
             raise ValueError(
                 f"ranks of backend {name!r} live in one process: start them with launch(fn, {place.size}, {name!r})"
             )
-        around.prepare(name, place, timeout)
+        around.prepare(name, place, timeout_s)
         transport = kind.connect(Group.world(place.rank, place.size, place.name), place.control, options)
         comm = Communicator(wrap(transport) if wrap else transport, place.control, options, check=check)
     except BaseException as error:
@@ -120,7 +122,7 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    timeout: float = TIMEOUT_S,
+    timeout: Timeout = TIMEOUT_S,
     on_failure: Literal["end", "continue"] = "end",
     check: Check = "auto",
     device: str | torch.device | None = None,
@@ -143,7 +145,7 @@ def launch(
         backend: A transport's name; "auto" is nccl where each rank has a GPU, else shared memory ("gloo"
             where the platform has none).
         args, kwargs: Passed on to `fn`; pickled for ranks that are processes.
-        timeout: The default of every operation of the communicator, in seconds; not of the whole run.
+        timeout: Default of every operation of the communicator (seconds or a `timedelta`); not of the whole run.
         on_failure: "end": after a rank's exception the others have 3 s to end by their own error, then
             are ended, and the first error is raised here, with that rank's traceback before it.
             "continue": the results of the survivors are returned; a failed rank's entry is its error.
@@ -162,7 +164,8 @@ def launch(
         [0, 10, 20]
     """
     show_errors()
-    _check_common(timeout, chunk_bytes)
+    timeout_s = positive_timeout(timeout)
+    _check_chunk_bytes(chunk_bytes)
     if not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
     if threads is not None and (not isinstance(threads, int) or threads < 1):
@@ -176,7 +179,7 @@ def launch(
     if why_no_shm() is not None:
         sharing = tuple((rank,) for rank in range(nprocs))
     name = choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs) if backend == "auto" else backend
-    options = replace(_options(name, device, None, timeout, chunk_bytes, "127.0.0.1"), hosts=given)
+    options = replace(_options(name, device, None, timeout_s, chunk_bytes, "127.0.0.1"), hosts=given)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
     return _run(job, nprocs, on_failure, threads, seed)
 
@@ -202,14 +205,7 @@ def _run(
     return conclude(ended, nprocs, on_failure)
 
 
-def check_timeout(timeout: float) -> None:
-    """Raise unless it is a positive number of seconds."""
-    if not resolve_timeout(timeout, 0.0) > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-
-
-def _check_common(timeout: float, chunk_bytes: int) -> None:
-    check_timeout(timeout)
+def _check_chunk_bytes(chunk_bytes: int) -> None:
     if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be a positive int, not {chunk_bytes!r}")
 
@@ -218,7 +214,7 @@ def _options(
     backend: str,
     device: str | torch.device | None,
     local_rank: int | None,
-    timeout: float,
+    timeout_s: float,
     chunk_bytes: int,
     address: str,
 ) -> Options:
@@ -229,4 +225,4 @@ def _options(
         chosen = "cuda" if local_rank is None else f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
     else:
         chosen = "cpu"
-    return Options(backend, chosen, timeout, address, chunk_bytes)
+    return Options(backend, chosen, timeout_s, address, chunk_bytes)

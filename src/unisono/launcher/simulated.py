@@ -18,6 +18,8 @@ from unisono.communicator import Check
 from unisono.control.simulated import SimulatedHub
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
+from unisono.core.types import Timeout
+from unisono.core.work import positive_timeout
 from unisono.errors import CommError
 from unisono.launcher.job import GRACE_S, Job, Outcome, conclude
 from unisono.simulation import EndedError, Scheduler, interposed, unpatched
@@ -60,7 +62,7 @@ def simulate(
     network: Network | None = None,
     faults: Mapping[str, Any] | None = None,
     preempt: float = 0.0,
-    timeout: float = 300.0,
+    timeout: Timeout = 300.0,
     on_failure: Literal["end", "continue"] = "end",
     check: Check = "auto",
     chunk_bytes: int = 2 << 20,
@@ -88,7 +90,7 @@ def simulate(
         faults: Arguments of `unisono.testing.Faulty`, which then wraps each rank's transport, inside of `wrap`.
         preempt: Chance that the seed also switches ranks at a lock that is free: to find races between a check and
             the lock.
-        timeout, on_failure, check, chunk_bytes, wrap: As for `launch`; the timeout in virtual seconds.
+        timeout, on_failure, check, chunk_bytes, wrap: As for `launch`; the timeout is of virtual time.
         backend: "sim", or another transport with threads as ranks.
 
     Raises:
@@ -108,8 +110,7 @@ def simulate(
     """
     if not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    timeout_s = positive_timeout(timeout)
     if not 0 <= preempt <= 1:
         raise ValueError(f"preempt must be a probability from 0 to 1, not {preempt!r}")
     transport = TRANSPORTS[backend]
@@ -119,7 +120,7 @@ def simulate(
         )
     chosen = seed_of(seed)
     whole = wrap if faults is None else partial(_faulty, seed=chosen, faults=dict(faults), wrap=wrap)
-    options = Options(backend, timeout_s=timeout, chunk_bytes=chunk_bytes, extra={"network": network or Network()})
+    options = Options(backend, timeout_s=timeout_s, chunk_bytes=chunk_bytes, extra={"network": network or Network()})
     job = Job(fn, tuple(args), dict(kwargs or {}), transport, options, check, whole)
     return run_simulated(job, nprocs, on_failure, chosen, preempt)
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from unisono.communicator import Communicator
 from unisono.control.process_exit import close_at_exit
+from unisono.core.types import Timeout
+from unisono.core.work import resolve_timeout
 from unisono.errors import CommError, CommTimeoutError
 from unisono.rpc.autograd.contexts import Contexts
 from unisono.rpc.client import Client
@@ -59,11 +61,11 @@ class Agent:
     rref_class: type[RRef[Any]] = RRef
 
     def __init__(
-        self, comm: Communicator, name: str, timeout: float, trusted: bool, expose: Iterable[Any], workers: int
+        self, comm: Communicator, name: str, timeout_s: float, trusted: bool, expose: Iterable[Any], workers: int
     ) -> None:
         self.exposed = ExportTable(trusted, expose)
         self.box, cards = comm.mailbox(name)
-        self.rank, self.size, self.name, self.timeout = comm.rank, comm.size, name, timeout
+        self.rank, self.size, self.name, self.timeout = comm.rank, comm.size, name, timeout_s
         self.infos = [WorkerInfo(card, rank) for rank, card in enumerate(cards)]
         self._ranks: dict[Any, int] = {info.name: info.id for info in self.infos}
         if len(self._ranks) < self.size:
@@ -99,21 +101,21 @@ class Agent:
 
     # -- calls ---------------------------------------------------------------------------------
     def rpc_sync(
-        self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float | None = None
+        self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: Timeout | None = None
     ) -> Any:
         """See `unisono.rpc.rpc_sync`."""
         target, given = self.caller.target(func, args)
         return self.caller.call(self.rank_of(to), target, None, given, kwargs, timeout)
 
     def rpc_async(
-        self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float | None = None
+        self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: Timeout | None = None
     ) -> CallFuture:
         """See `unisono.rpc.rpc_async`."""
         target, given = self.caller.target(func, args)
         return self.caller.start(self.rank_of(to), target, None, given, kwargs, timeout)
 
     def remote(
-        self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float | None = None
+        self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: Timeout | None = None
     ) -> RRef[Any]:
         """See `unisono.rpc.remote`."""
         target, given = self.caller.target(func, args)
@@ -143,12 +145,12 @@ class Agent:
         thread.start()
         return thread
 
-    def wait_known(self, outcome: OwnedValue, timeout: float | None) -> None:
+    def wait_known(self, outcome: OwnedValue, timeout: Timeout | None) -> None:
         """Wait for an object of this rank that is being created."""
-        limit, known = self.timeout if timeout is None else timeout, threading.Event()
+        limit, known = resolve_timeout(timeout, self.timeout), threading.Event()
         outcome.when_known(known.set)
         with self.workers.not_counted():
-            if not known.wait(min(limit, threading.TIMEOUT_MAX)):
+            if not known.wait(limit):
                 raise CommTimeoutError(
                     f"waited {limit:.1f} s for an object that is still being created", waited_s=limit
                 )
@@ -161,7 +163,7 @@ class Agent:
         """Ranks that still serve calls."""
         return [rank for rank in range(self.size) if rank not in self.office.gone and rank not in self.box.lost]
 
-    def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
+    def shutdown(self, graceful: bool = True, timeout: Timeout | None = None) -> None:
         """See `unisono.rpc.shutdown`."""
         if graceful and not self.closed:
             if self.serving.runs_here():

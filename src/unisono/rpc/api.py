@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from unisono.communicator import Communicator
+from unisono.core.types import Timeout
+from unisono.core.work import positive_timeout
 from unisono.rpc.agent import TIMEOUT_S, Agent, WorkerInfo
 from unisono.rpc.context import current_agent, find_agent, leave_agent, set_agent
 from unisono.rpc.pending_calls import CallFuture
@@ -20,7 +22,7 @@ def init(
     comm: Communicator,
     name: str | None = None,
     *,
-    timeout: float = TIMEOUT_S,
+    timeout: Timeout = TIMEOUT_S,
     trusted: bool = False,
     expose: Iterable[Any] = (),
     workers: int = 16,
@@ -35,7 +37,7 @@ def init(
     Args:
         comm: Any communicator, including one made by `split`. Closing it ends the agent.
         name: Name of this rank for callers, besides its number; "rank0", "rank1", ... if None.
-        timeout: Default timeout of a call, in seconds.
+        timeout: Default of every call: seconds or a `timedelta`.
         trusted: Let peers call anything importable here and send pickled values, which allows them to run
             arbitrary code. Otherwise only exposed functions can be called.
         expose: Functions and classes to expose on this rank only.
@@ -57,11 +59,10 @@ def init(
     chosen = f"rank{comm.rank}" if name is None else name
     if not isinstance(chosen, str) or not chosen:
         raise ValueError(f"name must be a non-empty str, not {name!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    timeout_s = positive_timeout(timeout)
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers!r}")
-    agent = Agent(comm, chosen, timeout, trusted, expose, workers)
+    agent = Agent(comm, chosen, timeout_s, trusted, expose, workers)
     set_agent(agent)
     return agent
 
@@ -71,7 +72,7 @@ def rpc_sync(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
 ) -> Any:
     """Call a function on another rank, and return its result.
 
@@ -80,7 +81,7 @@ def rpc_sync(
         func: Exposed there by `expose`. Only its name is sent.
         args: Plain values, containers, dataclasses, tensors, `RRef`s, exposed functions.
         kwargs: Same types as `args`.
-        timeout: Seconds; the agent's if None.
+        timeout: Seconds or a `timedelta`; the agent's if None.
 
     Raises:
         Exception: What the function raised: of the same class where that is known here, with the remote
@@ -102,7 +103,7 @@ def rpc_async(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
 ) -> CallFuture:
     """Call like `rpc_sync`, but return a `torch.futures.Future` immediately, which also has `cancel()`.
 
@@ -117,7 +118,7 @@ def remote(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
 ) -> RRef[Any]:
     """Call like `rpc_async`, but keep the result on the callee: return an `RRef` to it immediately.
 
@@ -131,14 +132,14 @@ def get_worker_info(name: _To | None = None) -> WorkerInfo:
     return current_agent().get_worker_info(name)
 
 
-def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
+def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:
     """End this rank's agent. No effect if there is none.
 
     Args:
         graceful: Keep serving until every living rank has called this and all calls are done, including the
             callbacks of their futures. Otherwise end immediately; pending calls fail.
-        timeout: Seconds to wait for the other ranks before raising `CommTimeoutError`; no limit if None. Dead ranks
-            are not waited for.
+        timeout: Limit (seconds or a `timedelta`) of the wait for the other ranks; no limit if None. Dead ranks are
+            not waited for.
 
     Raises:
         CommTimeoutError: Not all ranks were done in time; this agent keeps running.

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.core.mailbox import Envelope
+from unisono.core.types import Timeout
+from unisono.core.work import positive_timeout
 from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.rpc import protocol
 from unisono.rpc.context import context, request
@@ -62,7 +64,7 @@ class Client:
             return "@call", (func, *args)
         return name, tuple(args)
 
-    def call(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> Any:
+    def call(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> Any:
         """Call a function, or a method of the object of this key, and wait for the result."""
         agent = self._agent
         call = PendingCall(self._calls.number(), peer, target, self._patience(timeout))
@@ -74,14 +76,14 @@ class Client:
                 self.give_up(call, call.late())
         return self._result(call)
 
-    def start(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> CallFuture:
+    def start(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> CallFuture:
         """Start a call and return its future immediately."""
         call = self._with_future(peer, target, timeout)
         self._request(call, protocol.REQUEST, (target, key, args, kwargs or {}))
         assert call.future is not None
         return call.future
 
-    def make(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: float | None) -> RRef[Any]:
+    def make(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> RRef[Any]:
         """Start a call that leaves its result on the callee."""
         call = self._with_future(peer, target, timeout)
         references = self._agent.references
@@ -97,7 +99,7 @@ class Client:
             raise
         return references.reference(peer, new, call.future)
 
-    def _with_future(self, peer: int, target: str, timeout: float | None) -> PendingCall:
+    def _with_future(self, peer: int, target: str, timeout: Timeout | None) -> PendingCall:
         agent, future = self._agent, CallFuture()
         call = PendingCall(self._calls.number(), peer, target, self._patience(timeout), future)
 
@@ -108,14 +110,8 @@ class Client:
         future._attend, future._cancel = attend, lambda: self.give_up(call, call.cancelled())
         return call
 
-    def _patience(self, timeout: float | None) -> float:
-        if timeout is None:
-            return self._agent.timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-            raise TypeError(f"timeout must be a number of seconds, or None, not {timeout!r}")
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, or None, not {timeout!r}")
-        return timeout
+    def _patience(self, timeout: Timeout | None) -> float:
+        return self._agent.timeout if timeout is None else positive_timeout(timeout)
 
     def _request(self, call: PendingCall, kind: int, values: Sequence[object]) -> None:
         agent, peer = self._agent, call.peer

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from unisono.core.types import Timeout
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc.context import current_agent
 from unisono.rpc.message import MessageWriter
@@ -106,11 +107,11 @@ class RRef(Generic[T]):
         """Return whether the owner is known to count this reference."""
         return self._confirmation is None or self._confirmation.done()
 
-    def to_here(self, timeout: float | None = None) -> T:
+    def to_here(self, timeout: Timeout | None = None) -> T:
         """Return a copy of the object (the object itself on its owner). Waits until it exists.
 
         Args:
-            timeout: In seconds; the agent's if None.
+            timeout: Seconds or a `timedelta`; the agent's if None.
 
         Raises:
             Exception: Raised by the function that was to create it.
@@ -127,15 +128,15 @@ class RRef(Generic[T]):
             raise RuntimeError(f"only the owner, {self.owner_name()!r}, has the object: use to_here() for a copy")
         return cast(T, self._agent.references.wait(self._key, None))
 
-    def rpc_sync(self, timeout: float | None = None) -> Any:
+    def rpc_sync(self, timeout: Timeout | None = None) -> Any:
         """Return a proxy that runs methods on the object's owner and waits for them: `ref.rpc_sync().step(3)`."""
         return _Proxy(self, self._agent.caller.call, timeout)
 
-    def rpc_async(self, timeout: float | None = None) -> Any:
+    def rpc_async(self, timeout: Timeout | None = None) -> Any:
         """Return a proxy like `rpc_sync`, with methods that return futures."""
         return _Proxy(self, self._agent.caller.start, timeout)
 
-    def remote(self, timeout: float | None = None) -> Any:
+    def remote(self, timeout: Timeout | None = None) -> Any:
         """Return a proxy like `rpc_sync`, with methods that return references to their results."""
         return _Proxy(self, self._agent.caller.make, timeout)
 
@@ -174,7 +175,7 @@ class _Proxy:
 
     __slots__ = ("_call", "_rref", "_timeout")
 
-    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: float | None) -> None:
+    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: Timeout | None) -> None:
         self._rref, self._call, self._timeout = rref, call, timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -251,11 +252,11 @@ class RRefContext:
             raise PeerLostError("the object was freed: every rank that was known to refer to it has died or dropped it")
         return outcome
 
-    def wait(self, key: Key, timeout: float | None) -> Any:
+    def wait(self, key: Key, timeout: Timeout | None) -> Any:
         """Return the value of an object of this rank."""
         return self.value_of(self.outcome(key), timeout)
 
-    def value_of(self, outcome: OwnedValue, timeout: float | None) -> Any:
+    def value_of(self, outcome: OwnedValue, timeout: Timeout | None) -> Any:
         """Wait for an outcome and return its value; the object need not be referenced any more."""
         if not outcome.known:
             self._agent.wait_known(outcome, timeout)

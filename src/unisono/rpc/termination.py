@@ -13,6 +13,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from unisono import serialization
+from unisono.core.types import Timeout
+from unisono.core.work import resolve_timeout
 from unisono.errors import CommError, CommTimeoutError
 from unisono.rpc.protocol import CLOSE, CONFIRM, HEADER, IDLE, NO_CONTEXT
 
@@ -43,12 +45,13 @@ class TerminationDetector:
         self._told: tuple[int, int, _Report] | None = None
         self._reports: dict[int, dict[int, _Report]] = {}
 
-    def wait(self, timeout: float | None) -> None:
+    def wait(self, timeout: Timeout | None) -> None:
         """Wait until all ranks are done. Raises CommTimeoutError if that takes too long; all then continue."""
         self._agent.caller.leave_callback()
         self._wanted = True
         self._summon()
-        limit = None if timeout is None else time.monotonic() + timeout
+        limit_s = None if timeout is None else resolve_timeout(timeout)
+        limit = None if limit_s is None else time.monotonic() + limit_s
         pause = _SHORTEST_S
         with self._agent.workers.not_counted():
             while not self._ended.wait(pause if limit is None else min(pause, max(limit - time.monotonic(), 0))):
@@ -57,9 +60,9 @@ class TerminationDetector:
                 if limit is not None and time.monotonic() >= limit:
                     self._wanted = False
                     raise CommTimeoutError(
-                        f"waited {timeout:.1f} s in rpc.shutdown for all ranks to finish their calls"
+                        f"waited {limit_s:.1f} s in rpc.shutdown for all ranks to finish their calls"
                         f"{self._missing()}. Did every rank call shutdown?",
-                        waited_s=timeout,
+                        waited_s=limit_s,
                     )
 
     def _missing(self) -> str:

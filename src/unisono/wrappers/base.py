@@ -53,11 +53,11 @@ class Wrapper(Transport):
     def iprobe(self, peer: int, tag: int) -> bool:
         return self.inner.iprobe(peer, tag)
 
-    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
-        self.inner.begin(fingerprint, timeout)
+    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
+        self.inner.begin(fingerprint, timeout_s)
 
-    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout: float) -> None:
-        self.inner.end(fingerprint, call, timeout)
+    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout_s: float) -> None:
+        self.inner.end(fingerprint, call, timeout_s)
 
     def supports(self, call: CollectiveCall) -> bool:
         return call.name in self.native and self.inner.supports(call)

@@ -38,29 +38,29 @@ class Checked(Wrapper):
     def wrap_child(self, inner: Transport) -> Checked:
         return Checked(inner, self._control, full=self.full)
 
-    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
         topic = _topic(fingerprint)
         if fingerprint.sends or fingerprint.receives:
-            values = self._control.exchange(self.group, topic, fingerprint.values(), timeout)
+            values = self._control.exchange(self.group, topic, fingerprint.values(), timeout_s)
         else:
             compared = fingerprint.compared(shapes=self.full)
-            if self._control.agree(self.group, topic, compared, timeout) is None:
-                return super().begin(fingerprint, timeout)
-            values = self._control.exchange(self.group, f"{topic} in full", fingerprint.values(), timeout)
+            if self._control.agree(self.group, topic, compared, timeout_s) is None:
+                return super().begin(fingerprint, timeout_s)
+            values = self._control.exchange(self.group, f"{topic} in full", fingerprint.values(), timeout_s)
         problem = explain([Fingerprint(*value) for value in values], shapes=self.full)
         if problem:
             raise MismatchError(f"{problem}. Nothing was sent")
-        return super().begin(fingerprint, timeout)
+        return super().begin(fingerprint, timeout_s)
 
-    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout: float) -> None:
-        super().end(fingerprint, call, timeout)
+    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout_s: float) -> None:
+        super().end(fingerprint, call, timeout_s)
         what = FAMILIES[call.name]
         # The hash of a sum cannot be known beforehand: it is compared where all ranks hold the sum.
         if not self.full or not what.moves or (what.reduces and not what.same_everywhere):
             return
         given = [digest(tensor) for tensor in call.inputs]
         taken = [digest(tensor) for tensor in call.outputs]
-        rows = self._control.exchange(self.group, f"{_topic(fingerprint)}, its results", (given, taken), timeout)
+        rows = self._control.exchange(self.group, f"{_topic(fingerprint)}, its results", (given, taken), timeout_s)
         found = _other_than_most(rows) if what.reduces else _other_than_sent(what, rows, call.root or 0)
         if found is not None:
             source, target = found

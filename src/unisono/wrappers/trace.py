@@ -70,9 +70,9 @@ class Traced(Wrapper):
     def wrap_child(self, inner: Transport) -> Traced:
         return Traced(inner, self._sink)
 
-    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
         start = time.perf_counter()
-        self.inner.begin(fingerprint, timeout)
+        self.inner.begin(fingerprint, timeout_s)
         detail = {"call": fingerprint.call, "algorithm": fingerprint.algorithm, "site": fingerprint.site}
         self._tell("begin", fingerprint.operation, start, time.perf_counter(), 0, detail)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from unisono import rpc
+from unisono.core.types import Timeout
 from unisono.interop.torch_rpc.constants import UNSET_RPC_TIMEOUT, seconds
 from unisono.interop.torch_rpc.dist_autograd import checked
 from unisono.interop.torch_rpc.errors import ArgumentError, as_runtime_error
@@ -39,16 +40,16 @@ class RRef(rpc.RRef[T]):
         except TypeError as error:
             raise RuntimeError(str(error)) from error
 
-    def to_here(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> T:
+    def to_here(self, timeout: Timeout | None = UNSET_RPC_TIMEOUT) -> T:
         return super().to_here(seconds(timeout))
 
-    def rpc_sync(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: Timeout | None = UNSET_RPC_TIMEOUT) -> Any:
         return super().rpc_sync(seconds(timeout))
 
-    def rpc_async(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_async(self, timeout: Timeout | None = UNSET_RPC_TIMEOUT) -> Any:
         return super().rpc_async(seconds(timeout))
 
-    def remote(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: Timeout | None = UNSET_RPC_TIMEOUT) -> Any:
         return _Remote(self, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
@@ -66,7 +67,7 @@ class RRef(rpc.RRef[T]):
 class _Remote:
     """Methods of an object of another rank; results stay there. As in torch, first check that the method exists."""
 
-    def __init__(self, rref: RRef[Any], timeout: float | None) -> None:
+    def __init__(self, rref: RRef[Any], timeout: Timeout | None) -> None:
         self._rref, self._timeout = rref, seconds(timeout)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

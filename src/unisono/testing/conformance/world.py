@@ -10,6 +10,8 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.core.transport import Transport
+from unisono.core.types import Timeout
+from unisono.core.work import resolve_timeout
 from unisono.testing.pools import pool
 from unisono.testing.ranks import TIMEOUT_S
 
@@ -23,7 +25,7 @@ class World:
     Attributes:
         backend: A transport's name.
         wrap: Applied to the transport of each rank.
-        timeout: Seconds for one operation.
+        timeout: For one operation: seconds or a `timedelta`.
         chunk_bytes: Largest message of a schedule; small, so that short tensors are chunked, too.
         hosts: Grouping of the four ranks into hosts; all share this one if None.
         device: Device of the tensors, as for `launch`; the backend's default if None.
@@ -35,7 +37,7 @@ class World:
 
     backend: str = "thread"
     wrap: Callable[[Transport], Transport] | None = None
-    timeout: float = TIMEOUT_S
+    timeout: Timeout = TIMEOUT_S
     chunk_bytes: int = 4096
     hosts: tuple[tuple[int, ...], ...] | None = None
     device: str | None = None
@@ -43,12 +45,12 @@ class World:
     @property
     def soon_s(self) -> float:
         """Seconds in which any operation that need not wait has long completed."""
-        return self.timeout / 2
+        return resolve_timeout(self.timeout) / 2
 
     @property
     def never_s(self) -> float:
         """Seconds for a wait that another event must end: longer than `soon_s`, shorter than any other wait."""
-        return 0.9 * self.timeout
+        return 0.9 * resolve_timeout(self.timeout)
 
     def run(
         self, fn: Callable[..., Any], *args: Any, size: int = 2, on_failure: Literal["end", "continue"] = "end"

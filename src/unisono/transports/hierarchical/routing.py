@@ -34,9 +34,9 @@ class RankMappedTransport(Wrapper):
     def wrap_child(self, inner: Transport) -> RankMappedTransport:
         return RankMappedTransport(inner, range(inner.size))
 
-    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
         try:
-            super().begin(fingerprint, timeout)
+            super().begin(fingerprint, timeout_s)
         except CommError as error:
             raise self.told(error) from error
 

@@ -121,12 +121,12 @@ class Hierarchical(Transport):
         return super().empty(shape, dtype) if self.inner is None else self.inner.empty(shape, dtype)
 
     # -- collectives ---------------------------------------------------------------------------
-    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
         """Compare a call that runs by a schedule. A native call is compared with its own first packet."""
         self._now = fingerprint
         if fingerprint.algorithm != "native":
-            with self._told_of(timeout):
-                self._agreement.agree(fingerprint, time.monotonic() + timeout)
+            with self._told_of(timeout_s):
+                self._agreement.agree(fingerprint, time.monotonic() + timeout_s)
 
     def collective(self, call: CollectiveCall) -> Work:
         fingerprint = self._now

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from unisono.core.threads import DaemonThreadPool
-from unisono.core.types import COLLECTIVE_TAG, Message, Recv
-from unisono.core.work import CountdownWork, timeout_error
+from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Timeout
+from unisono.core.work import CountdownWork, resolve_timeout, timeout_error
 from unisono.errors import CommError, PeerLostError
 from unisono.host.mpi_library import poll_until
 from unisono.transports.mpi.communicators import MpiCommunicators
@@ -169,10 +169,10 @@ class Posted(CountdownWork):
         with self._moving, self._all.comms.turn:
             self.keep()
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         if not self._done.is_set():
             started = time.monotonic()
-            limit = self.timeout_s if timeout is None else timeout
+            limit = resolve_timeout(timeout, self.timeout_s)
             try:
                 spins = self._all.spins_for(sum(message.tensor.nbytes for message in self._messages))
                 over = poll_until(self.move, started + limit, self._look, spins)

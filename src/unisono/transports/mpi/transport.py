@@ -134,8 +134,8 @@ class MpiTransport(Transport):
         return False
 
     # -- collectives ---------------------------------------------------------------------------
-    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
-        self._fingerprint, deadline = fingerprint, time.monotonic() + timeout
+    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
+        self._fingerprint, deadline = fingerprint, time.monotonic() + timeout_s
         word, sends, receives = hash_of(fingerprint.compared()[1:]), fingerprint.sends, fingerprint.receives
         if sends or receives:
             rows = self._agreement.rows_of(sends, receives)

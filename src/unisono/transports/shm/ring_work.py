@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from unisono.core.threads import DaemonThreadPool
-from unisono.core.types import Message
+from unisono.core.types import Message, Timeout
 from unisono.core.work import CountdownWork, resolve_timeout, timeout_error
 from unisono.errors import CommError, CommTimeoutError
 
@@ -38,7 +38,7 @@ class RingWork(CountdownWork):
         self._move, self._check, self._seen_through = move, check, False
         super().__init__(timeout_s, messages)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         if not self._done.is_set():
             started, limit = time.monotonic(), resolve_timeout(timeout, self.timeout_s)
             try:

@@ -109,8 +109,8 @@ class ShmTransport(Transport):
         return cls(group, control, options, spare=cores() >= group.size * (torch.get_num_threads() + 1))
 
     @classmethod
-    def shm_peers(cls, group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
-        return neighbours(group, control, timeout)
+    def shm_peers(cls, group: Group, control: ControlPlane, timeout_s: float) -> tuple[tuple[int, ...], ...]:
+        return neighbours(group, control, timeout_s)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._arenas.empty(shape, dtype)
@@ -136,10 +136,10 @@ class ShmTransport(Transport):
         return found
 
     # -- collectives ---------------------------------------------------------------------------
-    def begin(self, fingerprint: Fingerprint, timeout: float) -> None:
+    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
         """Compare a schedule in a separate round. Native calls are compared in their first round, at no cost."""
         self._fingerprint = fingerprint
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout_s
         if fingerprint.algorithm == "native":
             return
         digest, pairs = hash_of(fingerprint.compared()[1:]), [*fingerprint.sends, *fingerprint.receives]

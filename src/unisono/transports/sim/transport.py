@@ -10,7 +10,7 @@ from unisono.control.simulated import SimulatedControl
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.transport import Options
-from unisono.core.types import Message, Send, Work
+from unisono.core.types import Message, Send, Timeout, Work
 from unisono.core.work import CountdownWork, describe, format_bytes
 from unisono.errors import ClosedError, PeerLostError, UnavailableError
 from unisono.simulation import EndedError, TaskScheduler, here, waiting
@@ -136,7 +136,7 @@ class SimTransport(ThreadTransport):
 class _SimWork(CountdownWork):
     """Work that describes what it waits for; a waiting rank lets others run."""
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         task = here()
         if task is not None:
             task.scheduler.pause()

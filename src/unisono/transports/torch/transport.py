@@ -19,8 +19,8 @@ from unisono.core.group import Group
 from unisono.core.mailbox import Mailbox
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Capabilities, Options, Transport
-from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Work
-from unisono.core.work import Completion
+from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Timeout, Work
+from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import ClosedError, CommError
 from unisono.transports.torch.collectives import NATIVE, carries, start
 from unisono.transports.torch.errors import translated
@@ -224,19 +224,19 @@ class _GlooWork(Work):
         self._works, self._timeout_s, self._broken = works, timeout_s, broken
         self._error: BaseException | None = None
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         self._wait(timeout, self._works)
         self._works = []
 
-    def wait_received(self, timeout: float | None = None) -> None:
+    def wait_received(self, timeout: Timeout | None = None) -> None:
         self._wait(timeout, [item for item in self._works if isinstance(item[0], Recv)])
         self._works = [item for item in self._works if not isinstance(item[0], Recv)]
 
-    def _wait(self, timeout: float | None, works: Sequence[tuple[Message | None, Any]]) -> None:
+    def _wait(self, timeout: Timeout | None, works: Sequence[tuple[Message | None, Any]]) -> None:
         if self._error is not None:
             raise self._error
         started = time.monotonic()
-        deadline = started + (self._timeout_s if timeout is None else timeout)
+        deadline = started + resolve_timeout(timeout, self._timeout_s)
         for message, work in works:
             try:
                 _wait_for(work, deadline, None if message is not None else self._broken)

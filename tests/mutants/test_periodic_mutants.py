@@ -13,8 +13,9 @@ import torch
 from loading import load
 from verdict import complaint
 
+from unisono.checkpoint import divergence
 from unisono.errors import CommError
-from unisono.gradients import diloco, divergence_guard, gossip, local_sgd, periodic, sync_batch_norm, topology
+from unisono.gradients import diloco, gossip, local_sgd, periodic, sync_batch_norm, topology
 
 UNIT = Path(__file__).parents[1] / "unit"
 Patch = pytest.MonkeyPatch
@@ -161,19 +162,19 @@ def waits_for_all(patch: Patch) -> None:
 
 
 def hashes_without_places(patch: Patch) -> None:
-    patch.setattr(divergence_guard, "_keys", lambda: torch.tensor([3]).expand(1 << 16))
+    patch.setattr(divergence, "_keys", lambda: torch.tensor([3]).expand(1 << 16))
     unit("divergence_guard").test_the_hash_sees_places_and_pairs()
 
 
 def hashes_by_even_keys(patch: Patch) -> None:
     """Words of 64 bits times keys of 64: two signs that change cancel out."""
-    right = divergence_guard._keys()
-    patch.setattr(divergence_guard, "_keys", lambda: right << 33)
+    right = divergence._keys()
+    patch.setattr(divergence, "_keys", lambda: right << 33)
     unit("divergence_guard").test_the_hash_sees_places_and_pairs()
 
 
 def hashes_chunks_alike(patch: Patch) -> None:
-    patch.setattr(divergence_guard, "_odd", lambda source: 1)
+    patch.setattr(divergence, "_odd", lambda source: 1)
     unit("divergence_guard").test_the_hash_of_long_tensors(65537)
 
 
@@ -181,7 +182,7 @@ def hashes_values(patch: Patch) -> None:
     """Numbers, not bits."""
     patch.setattr(
         unit("divergence_guard"),
-        "hash_of",
+        "tensor_hash",
         lambda t: (t.double() * torch.arange(1, t.numel() + 1)).sum().to(torch.int64),
     )
     unit("divergence_guard").test_equal_bits_are_equal_and_zeros_are_not()
@@ -190,11 +191,11 @@ def hashes_values(patch: Patch) -> None:
 def blames_the_others(patch: Patch) -> None:
     """Takes rank 0 for right."""
 
-    def sides(hashes: list[int]) -> str:
+    def odd_ranks(hashes: list[int]) -> str | None:
         odd = [str(rank) for rank, value in enumerate(hashes) if value != hashes[0]]
-        return f"ranks {', '.join(odd)} differ from rank 0"
+        return f"ranks {', '.join(odd)} differ from rank 0" if odd else None
 
-    patch.setattr(divergence_guard, "_sides", sides)
+    patch.setattr(divergence, "odd_ranks", odd_ranks)
     unit("divergence_guard").test_who_differs([2.0, 1.0, 1.0, 1.0], "rank 0 differs from ranks 1, 2, 3 (by up to 1)")
 
 

@@ -12,7 +12,6 @@ import torch
 
 import unisono as un
 from unisono.errors import MismatchError
-from unisono.gradients.divergence_guard import assert_in_sync
 from unisono.gradients.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from unisono.testing import run_ranks
 
@@ -189,7 +188,7 @@ def test_a_converted_network_trains_as_one_rank_does() -> None:
         net = convert_sync_batchnorm(network(), comm)
         mine = inputs.split(counts, dim=1)[comm.rank]
         found = train(net, mine, lambda: un.average_gradients(net, comm), comm.size / sum(counts))
-        assert_in_sync(net, comm, buffers=True)
+        un.checkpoint.assert_in_sync(net, comm)
         return found
 
     wanted = train(network(), inputs, lambda: None, 1 / sum(counts))

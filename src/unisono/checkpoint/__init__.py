@@ -11,6 +11,7 @@ from unisono.checkpoint.archive import Archive, open_archive
 from unisono.checkpoint.background import SaveHandle
 from unisono.checkpoint.checkpointer import Checkpointer
 from unisono.checkpoint.conversion import convert
+from unisono.checkpoint.divergence import assert_in_sync
 from unisono.checkpoint.errors import (
     CheckpointError,
     CorruptError,
@@ -22,7 +23,7 @@ from unisono.checkpoint.errors import (
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.state import RNG, PerRank
 from unisono.checkpoint.storage import Storage
-from unisono.checkpoint.synchronize import assert_in_sync, sync
+from unisono.checkpoint.synchronize import sync
 from unisono.checkpoint.verification import latest, verify
 
 __all__ = [

@@ -20,7 +20,7 @@ from unisono.errors import CommError, MismatchError
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["CollectiveScope"]
+__all__ = ["CollectiveScope", "odd_ranks"]
 
 _KINDS: dict[str, type[CommError]] = {
     kind.__name__: kind
@@ -92,7 +92,7 @@ class CollectiveScope:
             return
         found = self.comm.all_gather_object(describe())
         names = dict.fromkeys(name for one in found for name in one)
-        wrong = {name: s for name in names if (s := _sides([one.get(name, "(absent)") for one in found]))}
+        wrong = {name: s for name in names if (s := _with_values([one.get(name, "(absent)") for one in found]))}
         shown = [f"{name!r}: {side}" for name, side in list(wrong.items())[:4]]
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise MismatchError(
@@ -148,17 +148,34 @@ def _reason(error: OSError) -> str:
     return f"{error.strerror or error}{where}"
 
 
-def _sides(values: Sequence[Any]) -> str | None:
-    """Return text that names the ranks that differ from the majority; None if all are equal."""
-    sides: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        sides.setdefault(str(value), []).append(rank)
+def odd_ranks(values: Sequence[Any]) -> str | None:
+    """Return text that names the ranks that differ from the majority; None if all are equal.
+
+    Example:
+        >>> odd_ranks([1, 1, 3, 1]), odd_ranks([2, 2])
+        ('rank 2 differs from ranks 0, 1, 3', None)
+    """
+    sides = _sides(values)
     if len(sides) == 1:
         return None
     most = max(sides.values(), key=len)
     odd = sorted(rank for group in sides.values() if group is not most for rank in group)
-    told = [f"{value[:50]} on {_ranks(ranks)}" for value, ranks in list(sides.items())[:3]]
-    return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(most)} ({'; '.join(told)})"
+    return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(most)}"
+
+
+def _with_values(values: Sequence[Any]) -> str | None:
+    """Return the text of `odd_ranks` with the values."""
+    odd = odd_ranks(values)
+    told = [f"{str(value)[:50]} on {_ranks(ranks)}" for value, ranks in list(_sides(values).items())[:3]]
+    return odd and f"{odd} ({'; '.join(told)})"
+
+
+def _sides(values: Sequence[Any]) -> dict[str, list[int]]:
+    """Return the ranks of each value, as text."""
+    sides: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        sides.setdefault(str(value), []).append(rank)
+    return sides
 
 
 def _ranks(ranks: Sequence[int]) -> str:

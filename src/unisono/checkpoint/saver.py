@@ -21,13 +21,13 @@ from unisono.checkpoint.dtypes import as_bytes, dtype_of, memory_of, name_of
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import FILE, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
 from unisono.checkpoint.sharding import Slice, shares
-from unisono.checkpoint.state import capture
+from unisono.checkpoint.state import Captured, capture
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.tree import Node
 from unisono.checkpoint.tree_utils import leaves
 from unisono.checkpoint.writer import Shard, write_file
 
-__all__ = ["Progress", "Snapshot", "commit", "prepare"]
+__all__ = ["Progress", "Snapshot", "commit", "outline", "prepare"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has processed, and with its total."""
@@ -71,6 +71,16 @@ class Snapshot:
         }
 
 
+def outline(captured: Captured) -> Snapshot:
+    """Return a snapshot with the structure of a state, without digests of its tensors."""
+    return Snapshot(
+        captured.tree,
+        {name: _entry(tensor) for name, tensor in captured.tensors.items()},
+        list(captured.own_trees),
+        {name: _entry(tensor) for name, tensor in captured.own_tensors.items()},
+    )
+
+
 def prepare(state: Any, rank: int, size: int, *, copy: bool) -> Snapshot:
     """Take a state apart, compute the digests to compare, and select this rank's share.
 
@@ -82,12 +92,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> Snapshot:
     Cost: reads all of the state if there are several ranks; with `copy`, copies 1/size of it.
     """
     captured = capture(state, rank)
-    snapshot = Snapshot(
-        captured.tree,
-        {name: _entry(tensor) for name, tensor in captured.tensors.items()},
-        list(captured.own_trees),
-        {name: _entry(tensor) for name, tensor in captured.own_tensors.items()},
-    )
+    snapshot = outline(captured)
     slices: dict[str, list[tuple[int, Slice]]] = {name: [] for name in captured.tensors}
     # By name: a dict may have been filled in another order on another rank.
     plan = shares(sorted((name, e.nbytes, e.dtype.itemsize) for name, e in snapshot.entries.items()), size)

@@ -1,4 +1,4 @@
-"""Transfer of state between ranks without files: to new ranks, and to find ranks that differ."""
+"""Transfer of state between ranks without files: to ranks that joined later, or that have diverged."""
 
 from __future__ import annotations
 
@@ -14,42 +14,13 @@ from unisono.checkpoint.dtypes import as_bytes, dtype_of, name_of
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.map_location import Destination
 from unisono.checkpoint.restore import Restorer
-from unisono.checkpoint.saver import Snapshot, prepare
 from unisono.checkpoint.state import capture
 from unisono.checkpoint.tree import Node, names_in, tag_of
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["assert_in_sync", "sync"]
-
-
-def assert_in_sync(state: Any, comm: Communicator) -> None:
-    """Raise on every rank unless all hold the same state, bit for bit. Collective.
-
-    Args:
-        state: As for `save`. Values that are `PerRank`, or always per rank, may differ.
-        comm: The ranks to compare.
-
-    Raises:
-        MismatchError: A tensor, number or string differs; names it and the ranks.
-        TypeError: As `save`.
-
-    Cost: reads the state once, and gathers 32 bytes a rank.
-
-    Example:
-        >>> def program(comm):
-        ...     un.checkpoint.assert_in_sync({"w": torch.ones(2), "lr": 0.1 * comm.rank}, comm)
-        >>> un.launch(program, 2, "thread")
-        Traceback (most recent call last):
-        ...
-        unisono.errors.MismatchError: ...'lr': rank 1 differs from rank 0 (0.0 on rank 0; 0.1 on rank 1)...
-    """
-    team = CollectiveScope(comm, "assert_in_sync")
-    made: list[Snapshot] = []
-    team.all_or_none(lambda: made.append(prepare(state, comm.rank, comm.size, copy=False)))
-    told = "un.checkpoint.sync(state, comm) makes them equal"
-    team.compare(made[0].fingerprint, made[0].describe, told)
+__all__ = ["sync"]
 
 
 def sync(state: Any, comm: Communicator, src: int = 0) -> Any:

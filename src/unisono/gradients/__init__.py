@@ -6,7 +6,7 @@ from unisono.gradients.average import average_gradients, broadcast_parameters
 from unisono.gradients.averager import GradientAverager
 from unisono.gradients.bucket_plan import plan_buckets
 from unisono.gradients.diloco import DiLoCo
-from unisono.gradients.divergence_guard import DivergenceGuard, assert_in_sync
+from unisono.gradients.divergence_guard import DivergenceGuard
 from unisono.gradients.gossip import Gossip
 from unisono.gradients.local_sgd import LocalSGD
 from unisono.gradients.nan_guard import NanGuard, assert_finite
@@ -22,7 +22,6 @@ __all__ = [
     "NanGuard",
     "SyncBatchNorm",
     "assert_finite",
-    "assert_in_sync",
     "average_gradients",
     "broadcast_parameters",
     "convert_sync_batchnorm",

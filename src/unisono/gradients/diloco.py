@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from unisono.checkpoint.divergence import assert_equal_tensors
 from unisono.communicator import Communicator
-from unisono.gradients.divergence_guard import assert_in_sync
 from unisono.gradients.periodic import Model, PeriodicAction, Schedule, named_tensors, over_buckets
 
 __all__ = ["DiLoCo"]
@@ -85,7 +85,8 @@ class DiLoCo(PeriodicAction):
         facts = [("outer", made), ("bucket_cap_mb", str(bucket_cap_mb))]
         super().__init__(named, comm, every, facts=facts)
         try:
-            assert_in_sync(named, self._comm)
+            advice = "un.broadcast_parameters(model, comm) makes them equal"
+            assert_equal_tensors(named, self._comm, "parameters differ between ranks", advice)
         except Exception:
             # Whatever it was is raised again; the line that was opened must not stay open.
             self._comm.close()

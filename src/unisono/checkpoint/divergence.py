@@ -1,0 +1,139 @@
+"""Detection of ranks whose state differs, bit for bit, for the price of reading it once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.checkpoint.collective import CollectiveScope, odd_ranks
+from unisono.checkpoint.saver import Snapshot, outline
+from unisono.checkpoint.state import Captured, capture
+from unisono.errors import MismatchError
+
+if TYPE_CHECKING:
+    from unisono.communicator import Communicator
+
+__all__ = ["assert_equal_tensors", "assert_in_sync", "tensor_hash"]
+
+_CHUNK = 1 << 16
+_NAMED = 4
+# Words of 32 bits at most: products with odd keys of 64 bits then keep a trace of every bit.
+_WORD = {1: torch.uint8, 2: torch.int16}
+
+
+def assert_in_sync(state: Any, comm: Communicator) -> None:
+    """Raise on every rank unless all hold the same state, bit for bit. Collective.
+
+    NaNs of the same bits are equal; 0.0 and -0.0 are not.
+
+    Args:
+        state: As for `save`: a module with its buffers, a list of tensors, a dict of these and of optimizers.
+            Values that are `PerRank`, or always per rank, may differ.
+        comm: The ranks to compare.
+
+    Raises:
+        MismatchError: A tensor, number or string differs; names it and the ranks.
+        TypeError: A value in the state cannot be compared, on any rank.
+
+    Cost: reads the state once, where it is (about 1 ns for 4 bytes on one core), and gathers 72 bytes a rank. A
+    single changed element is always detected; changes of several cancel out with probability 2**-32.
+
+    Example:
+        >>> def program(comm):
+        ...     un.checkpoint.assert_in_sync({"w": torch.ones(2), "lr": 0.1 * comm.rank}, comm)
+        >>> un.launch(program, 2, "thread")
+        Traceback (most recent call last):
+        ...
+        unisono.errors.MismatchError: ...'lr': rank 1 differs from rank 0 (0.0 on rank 0; 0.1 on rank 1)...
+    """
+    team, advice = CollectiveScope(comm, "assert_in_sync"), "un.checkpoint.sync(state, comm) makes them equal"
+    made: list[tuple[Captured, Snapshot]] = []
+
+    def take_apart() -> None:
+        captured = capture(state, comm.rank)
+        made.append((captured, outline(captured)))
+
+    team.all_or_none(take_apart)
+    captured, snapshot = made[0]
+    team.compare(snapshot.fingerprint, snapshot.describe, advice)
+    # By name: a dict may have been filled in another order on another rank.
+    assert_equal_tensors(sorted(captured.tensors.items()), comm, "the state differs between ranks", advice)
+
+
+def assert_equal_tensors(
+    named: Sequence[tuple[str, torch.Tensor]], comm: Communicator, complaint: str, advice: str
+) -> None:
+    """Raise `MismatchError` on every rank unless all hold the same elements, bit for bit. Collective.
+
+    Args:
+        named: Tensors with their names: the same names, shapes and dtypes on all ranks.
+        comm: The ranks to compare.
+        complaint, advice: First and last words of the error.
+    """
+    if not named:
+        return
+    with torch.no_grad():
+        own = torch.stack([tensor_hash(tensor).to(comm.device) for _, tensor in named])
+        digest = tensor_hash(own).view(1)
+        digests = digest.new_empty(comm.size)
+        comm.all_gather_single(digests, digest)
+        if bool((digests == digests[0]).all()):
+            return
+        table = own.new_empty((comm.size, len(named)))
+        comm.all_gather_single(table, own)
+        odd = [odd_ranks(column.tolist()) for column in table.t()]
+        wrong = [(name, tensor, ranks) for (name, tensor), ranks in zip(named, odd, strict=True) if ranks]
+        told = [f"{name!r}: {ranks} ({_distance(comm, tensor)})" for name, tensor, ranks in wrong[:_NAMED]]
+    more = f"; and {len(wrong) - _NAMED} more, the last of them {wrong[-1][0]!r}" if len(wrong) > _NAMED else ""
+    raise MismatchError(f"{complaint}: {'; '.join(told)}{more}. {advice}", rank=comm.rank, size=comm.size)
+
+
+def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """Return 64 bits that depend on every bit of a tensor and on its place: a 0-d int64 tensor on the same device.
+
+    It is multilinear (Lemire and Kaser: Strongly universal string hashing is fast, 2014): the sum of words
+    times odd keys, modulo 2**64. Strides do not matter, the order of elements does.
+
+    Example:
+        >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+        >>> tensor_hash(one) == tensor_hash(one.clone()), tensor_hash(one) == tensor_hash(other)
+        (tensor(True), tensor(False))
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if not tensor.numel():
+        return total
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Unlike view(-1), this has stride 1 also where there is only one element: else it cannot be viewed as words.
+    flat = whole.as_strided((whole.numel(),), (1,))
+    words = flat.view(_WORD.get(flat.itemsize, torch.int32))
+    keys = _keys().to(tensor.device)
+    turns = random.Random(_CHUNK)
+    for chunk in words.split(_CHUNK):
+        # Integers wrap around, which is the modulus.
+        total += (chunk * keys[: chunk.numel()]).sum() * _odd(turns)
+    return total
+
+
+def _distance(comm: Communicator, tensor: torch.Tensor) -> str:
+    """Return text with the largest difference between ranks in one element."""
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    low, high = (values.detach().double().clone() for _ in range(2))
+    comm.all_reduce(low, "min")
+    comm.all_reduce(high, "max")
+    distance = (high - low).abs().max().item()
+    return f"by up to {distance:.3g}" if distance else "equal as numbers, in other bits"
+
+
+@cache
+def _keys() -> torch.Tensor:
+    # Python's generator gives the same numbers in every version, and on every rank.
+    source = random.Random(1)
+    return torch.tensor([_odd(source) for _ in range(_CHUNK)])
+
+
+def _odd(source: random.Random) -> int:
+    return source.getrandbits(64) - (1 << 63) | 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 
@@ -12,11 +12,9 @@ from unisono.comm.engine import Engine
 from unisono.comm.mailbox import MailboxMixin
 from unisono.comm.monitored_barrier import MonitoredBarrierMixin
 from unisono.comm.objects import ObjectMixin
-from unisono.comm.state import ANY_THREAD, FailureRelay
+from unisono.comm.state import FailureRelay
 from unisono.comm.subgroups import SubgroupMixin
-from unisono.comm.teardown import CLOSE_S
 from unisono.core.control import ControlPlane
-from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
@@ -26,8 +24,6 @@ from unisono.host.network import host_identity
 from unisono.wrappers.consistency import Checked
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -173,7 +169,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         except BaseException:
             release()
             raise
-        made.on_close(release)
+        made.after_close(release)
         return made
 
     @property
@@ -187,17 +183,6 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         transport = self._engine.transport
         return transport.overlaps or transport.background
 
-    # -- life ----------------------------------------------------------------------------------
-    def release_thread(self) -> None:
-        """Release the communicator from its thread: the next thread that uses it owns it."""
-        self._engine.own("hand_over")
-        self._engine.owner = None
-
-    def allow_any_thread(self) -> None:
-        """Allow every thread to use it from now on. The caller ensures that only one is in a collective at a time."""
-        self._engine.own("share")
-        self._engine.owner = ANY_THREAD
-
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return an uninitialised tensor in memory that this backend reduces best. Collective: the same on every rank.
 
@@ -205,69 +190,6 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         """
         self._engine.enter("empty")
         return self._engine.transport.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
-
-    def abort(self, reason: str = "the program asked for it") -> None:
-        """End every wait on every rank with `AbortedError`, and break the communicator. Callable from any thread."""
-        if not self._engine.closed:
-            cause = Cause("AbortedError", self.rank, f"rank {self.rank} aborted the communicator: {reason}")
-            self._engine.on_failure(self._control.report_failure(self._engine.group, cause))
-
-    def close(self) -> None:
-        """Release all resources, also those of sub-communicators. Every rank calls it when it is done. Idempotent.
-
-        Waits up to a second for the other ranks, so that nothing in flight is cut off; and before that, for background
-        saves, which end immediately if the communicator is broken. A communicator without references to it, its
-        sub-communicators or its unfinished works is closed in the background.
-        """
-        if self._successor is not None:
-            self._finish()
-            for part in self._open_parts():
-                part._close(0.0)
-            self._successor.close()
-        if not self._engine.closed:
-            self._finish()
-            self._close(CLOSE_S)
-
-    def _finish(self) -> None:
-        """Wait for background users to finish, while the communicator still works."""
-        if self._successor is not None:
-            self._successor._finish()
-        while self._before_close:
-            self._before_close.pop()()
-        for part in self._open_parts():
-            part._finish()
-
-    def _close(self, patience: float) -> None:
-        self._engine.close(patience)
-        for part in self._open_parts():
-            part._close(0.0)
-        self._engine.ending.finish()
-
-    def _fail(self, error: BaseException) -> None:
-        """Report this rank's error to the ranks that wait for it, also in the sub-communicators."""
-        if self._successor is not None:
-            return self._successor._fail(error)
-        self._engine.report_failure(error, "the program")
-        for part in self._open_parts():
-            part._fail(error)
-        self._engine.ending.fail(error)
-
-    def _open_parts(self) -> list[Communicator]:
-        return [part for ref in self._parts if (part := ref()) is not None and not part._engine.closed]
-
-    def on_close(self, action: Callable[[], None], *, first: bool = False) -> None:
-        """Register an action for the end of `close`; or, with `first`, for its start, while the communicator works."""
-        (self._before_close if first else self._engine.ending.closers).append(action)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception):
-            self._fail(error)
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Communicator {self.backend} rank {self.rank} of {self.size}>"

@@ -66,6 +66,6 @@ def test_old_names_are_gone() -> None:
 
 
 def test_definitions_are_found() -> None:
-    found = definitions(ROOT / "src/unisono/communicator.py", "communicator")
-    assert {"communicator.Communicator", "communicator.Communicator.close"} <= found
-    assert any(re.fullmatch(r"communicator\.Communicator\.on_close\(\w+\)", name) for name in found)
+    found = definitions(ROOT / "src/unisono/comm/lifecycle.py", "comm.lifecycle")
+    assert {"comm.lifecycle.LifecycleMixin", "comm.lifecycle.LifecycleMixin.close"} <= found
+    assert any(re.fullmatch(r"comm\.lifecycle\.LifecycleMixin\.before_close\(\w+\)", name) for name in found)

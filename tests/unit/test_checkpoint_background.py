@@ -107,7 +107,7 @@ def test_close_waits_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         now = comm.rebuild() if which == "rebuilt" else comm
         if comm.rank == 0:
             # The writes begin when this rank is closing.
-            now.on_close(closing.set, first=True)
+            now.before_close(closing.set)
         now.close()
         done.append(saving.done() and saving.exception() is None)
 

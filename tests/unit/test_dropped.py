@@ -40,7 +40,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
     def on_hub(rank: int) -> un.Communicator:
         control = hub.control()
         comm = un.Communicator(ThreadTransport.connect(Group.world(rank, 2), control, options), control, options)
-        comm.on_close(control.close)
+        comm.after_close(control.close)
         return comm
 
     return on_hub

@@ -106,7 +106,7 @@ class _SaveQueue:
         self.twin = comm.dup()
         self.twin.allow_any_thread()
         self.last: SaveHandle | None = None
-        comm.on_close(self._finish, first=True)
+        comm.before_close(self._finish)
 
     def _finish(self) -> None:
         """Wait for the last save before the communicator closes. Its error has been logged, and `wait` raises it."""

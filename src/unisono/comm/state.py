@@ -80,7 +80,7 @@ class CommunicatorState:
         if self.owner not in (here, ANY_THREAD):
             error = CommError(
                 f"this communicator belongs to another thread than {threading.current_thread().name!r}; "
-                "call hand_over() there first, or use dup() for a second communicator"
+                "call release_thread() there first, or use dup() for a second communicator"
             )
             raise self.with_context(error, operation)
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, overload
 
 from unisono import serialization
-from unisono.comm.base import CommunicatorBase
-from unisono.core.control import ControlPlane
+from unisono.comm.lifecycle import LifecycleMixin
 from unisono.core.failure import to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
@@ -21,16 +20,12 @@ from unisono.wrappers.consistency import Checked
 __all__ = ["SubgroupMixin"]
 
 
-class SubgroupMixin(CommunicatorBase):
+class SubgroupMixin(LifecycleMixin):
     """Creation of communicators: split and its variants, and rebuild."""
 
-    _control: ControlPlane
     _options: Options
     _splits: int
     _rebuilds: int
-    _parts: list[weakref.ref[Any]]
-    _before_close: list[Callable[[], None]]
-    _successor: Any
 
     @overload
     def split(self, color: int, key: int = ...) -> Self: ...

@@ -74,7 +74,7 @@ def join(
     except BaseException:
         control.close()
         raise
-    comm.on_close(control.close)
+    comm.after_close(control.close)
     return comm
 
 

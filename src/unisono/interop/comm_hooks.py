@@ -70,7 +70,7 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
             return done
         return _in_thread(thread, lambda: _average(chosen, flat, own, sizes))
 
-    comm.on_close(lambda: thread.shutdown(wait=True))
+    comm.after_close(lambda: thread.shutdown(wait=True))
     # Torch compares them with types, where this module has text.
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
     hook.__name__ = hook.__qualname__ = f"unisono.{pattern.name}"

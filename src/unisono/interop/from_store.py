@@ -116,7 +116,7 @@ def _joined(
     connected = TRANSPORTS[transport].connect(group, control, options)
     comm = Communicator(connected, control, options, check=wishes.check)
     comm.allow_any_thread()
-    comm.on_close(release)
+    comm.after_close(release)
     return Connection(comm, control, group)
 
 

@@ -111,7 +111,7 @@ def init(
         if isinstance(error, CommError):
             error.locate(rank=place.rank, size=place.size, operation="init")
         raise
-    comm.on_close(place.close)
+    comm.after_close(place.close)
     return comm
 
 

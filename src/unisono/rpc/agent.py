@@ -92,7 +92,7 @@ class Agent:
         register(self)
         close_at_exit(self)
         # The communicator may outlive a closed agent for long, and must not keep its objects alive.
-        comm.on_close(partial(_close, weakref.ref(self)))
+        comm.after_close(partial(_close, weakref.ref(self)))
         # Last, because other ranks may be calling already.
         self.receiver.start()
 

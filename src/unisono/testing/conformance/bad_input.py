@@ -41,8 +41,8 @@ def a_second_thread_is_refused(world: World) -> None:
             else:
                 said.append("no error")
 
-        for hand_over in (False, True):
-            if hand_over:
+        for released in (False, True):
+            if released:
                 comm.release_thread()
             thread = threading.Thread(target=other)
             thread.start()
@@ -52,7 +52,7 @@ def a_second_thread_is_refused(world: World) -> None:
     for said in world.run(program, on_failure="continue"):
         assert isinstance(said, list), said
         assert "another thread" in said[0], said
-        assert "hand_over" in said[0], said
+        assert "release_thread" in said[0], said
         assert said[1] == "no error", said
 
 

@@ -15,13 +15,14 @@ def train(comm, out):
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10)).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=numbers)
-    un.GradientAverager(model.to(comm.device), comm)
+    averager = un.GradientAverager(model.to(comm.device), comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x, y = (part[comm.rank :: comm.size].to(comm.device) for part in (images, classes))
     for _ in range(20):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
+    averager.remove()
     if comm.rank == 0:
         torch.save(model.state_dict(), out)
 

@@ -65,7 +65,7 @@ class GradientAverager(AveragerPasses):
     Example:
         >>> def program(comm):
         ...     model = torch.nn.Linear(2, 1, bias=False)
-        ...     un.GradientAverager(model, comm)
+        ...     averager = un.GradientAverager(model, comm)
         ...     model(torch.full((1, 2), float(comm.rank))).sum().backward()
         ...     return model.weight.grad.tolist()
         >>> un.launch(program, nprocs=3, backend="thread")

@@ -54,6 +54,13 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         backend: Name of the transport, such as "gloo".
         device: Default device of tensors.
         hosts: For each host, the ranks on it.
+
+    Example:
+        >>> with un.init() as comm:
+        ...     t = torch.ones(3)
+        ...     comm.all_reduce(t)
+        ...     comm, t.tolist()
+        (<Communicator thread rank 0 of 1>, [1.0, 1.0, 1.0])
     """
 
     def __init__(self, transport: Transport, control: ControlPlane, options: Options, *, check: Check = "auto") -> None:
@@ -126,6 +133,17 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
             TypeError, ValueError: It is not a group, or this process is not in it.
             CommError: Its backend cannot be wrapped.
             CommTimeoutError: Not all members have called it in time.
+
+        Example:
+            >>> import tempfile, torch.distributed as dist
+            >>> dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+            >>> with un.Communicator.from_group() as comm:
+            ...     print(comm)
+            <Communicator gloo rank 0 of 1>
+            >>> with un.Communicator.from_mesh(dist.init_device_mesh("cpu", (1,))) as comm:
+            ...     print(comm)
+            <Communicator gloo rank 0 of 1>
+            >>> dist.destroy_process_group()
         """
         from unisono.transports.torch.from_group import adopt
 
@@ -133,7 +151,13 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dim: str | int | None = None, **options: Any) -> Communicator:
-        """Return a communicator on one dimension of a torch `DeviceMesh`; see `from_group`."""
+        """Return a communicator on one dimension of a torch `DeviceMesh`; see `from_group`.
+
+        Args:
+            mesh: As created by `torch.distributed.init_device_mesh`.
+            dim: Name or number of the dimension; may be None if there is only one.
+            options: Arguments of `from_group`.
+        """
         return cls.from_group(mesh.get_group(dim), **options)
 
     @classmethod
@@ -187,6 +211,18 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         """Return an uninitialised tensor in memory that this backend reduces best. Collective: the same on every rank.
 
         The memory stays valid as long as a tensor on it exists, also after `close`.
+
+        Args:
+            shape: Sizes of the dimensions, or the number of elements.
+            dtype: Of the elements.
+
+        Example:
+            >>> def program(comm):
+            ...     t = comm.empty((2, 3)).fill_(comm.rank)
+            ...     comm.all_reduce(t)
+            ...     return t.sum().item()
+            >>> un.launch(program, nprocs=3, backend="shm")
+            [18.0, 18.0, 18.0]
         """
         self._engine.enter("empty")
         return self._engine.transport.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)

@@ -26,12 +26,16 @@ class CommError(RuntimeError):
     The code that raises it passes the fields it knows; the layers above add where it happened with
     :meth:`locate`, and the text is formatted only when it is read.
 
-    Attributes:
+    Args:
+        message: The text without the place.
         rank, size, group: The rank that raised, and the size and name of its group.
         operation, call: The operation's name and its number in the group, counted from 1.
         peer: The rank of the same group that caused it, if there is one.
         nbytes: Bytes of the message in question.
         waited_s: Seconds waited before giving up.
+
+    Attributes:
+        message, rank, size, group, operation, call, peer, nbytes, waited_s: The arguments; None if unknown.
 
     Example:
         >>> print(CommError("nobody answered", rank=2, size=8, operation="all_reduce", call=17))
@@ -59,7 +63,17 @@ class CommError(RuntimeError):
         self.peer, self.nbytes, self.waited_s = peer, nbytes, waited_s
 
     def locate(self, **known: Any) -> Self:
-        """Fill in fields that are still unset, and return the error itself."""
+        """Fill in attributes that are still unset.
+
+        Args:
+            known: Values by the attributes' names.
+
+        Returns: The error itself.
+
+        Example:
+            >>> print(CommError("nobody answered", rank=2).locate(rank=0, size=8, operation="barrier"))
+            rank 2 of 8, barrier: nobody answered
+        """
         for name, value in known.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -85,18 +99,43 @@ def _rebuild(kind: type[CommError], message: str, fields: dict[str, Any]) -> Com
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """A wait ended at its timeout; the message names the missing ranks."""
+    """A wait ended at its timeout; the message names the missing ranks.
+
+    Example:
+        >>> import time
+        >>> un.simulate(lambda comm: comm.barrier(timeout=1.0) if comm.rank == 0 else time.sleep(5), 2)
+        Traceback (most recent call last):
+        ...
+        unisono.errors.CommTimeoutError: rank 0 of 2, barrier #1 of world: timed out: ...rank 1...
+    """
 
     # As programs look for it that were written for torch.
     _beginning = "timed out: "
 
 
 class PeerLostError(CommError, ConnectionError):
-    """Another rank died, left, or failed by an exception of its own."""
+    """Another rank died, left, or failed by an exception of its own.
+
+    Example:
+        >>> def program(comm):
+        ...     if comm.rank == 1:
+        ...         raise KeyError("no such sample")
+        ...     comm.barrier()
+        >>> lost, failed = un.launch(program, 2, "thread", on_failure="continue")
+        >>> isinstance(lost, un.errors.PeerLostError), lost.peer, failed
+        (True, 1, KeyError('no such sample'))
+    """
 
 
 class MismatchError(CommError, ValueError):
-    """Ranks called different operations, or the same one with arguments that do not fit together."""
+    """Ranks called different operations, or the same one with arguments that do not fit together.
+
+    Example:
+        >>> un.launch(lambda comm: comm.all_reduce(torch.ones(1 + comm.rank)), 2, "thread")
+        Traceback (most recent call last):
+        ...
+        unisono.errors.MismatchError: rank ... of 2, all_reduce #1 of world: ranks differ in counts: ...
+    """
 
 
 class CorruptedError(CommError):
@@ -104,19 +143,51 @@ class CorruptedError(CommError):
 
 
 class NotFiniteError(CommError, ArithmeticError):
-    """A rank holds a NaN or an infinity instead of a finite number; the message names the rank and the place."""
+    """A rank holds a NaN or an infinity instead of a finite number; the message names the rank and the place.
+
+    Example:
+        >>> un.launch(lambda comm: un.gradients.assert_finite([torch.tensor([1.0, 0.0]).log()], comm), 2, "thread")
+        Traceback (most recent call last):
+        ...
+        unisono.errors.NotFiniteError: ...
+    """
 
 
 class DeadlockError(CommTimeoutError):
-    """A wait ended at its timeout, and ranks wait for each other in a cycle; the message names them."""
+    """A wait ended at its timeout, and ranks wait for each other in a cycle; the message names them.
+
+    Example:
+        >>> un.simulate(lambda comm: comm.recv(torch.zeros(1), src=1 - comm.rank), 2)
+        Traceback (most recent call last):
+        ...
+        unisono.errors.DeadlockError: rank ... of 2, recv ...
+    """
 
 
 class AbortedError(CommError):
-    """The communicator was aborted on purpose, by this rank or another."""
+    """The communicator was aborted on purpose, by this rank or another.
+
+    Example:
+        >>> def program(comm):
+        ...     comm.abort("no more data") if comm.rank == 0 else comm.barrier()
+        >>> un.launch(program, 2, "thread")
+        Traceback (most recent call last):
+        ...
+        unisono.errors.AbortedError: rank 1 of 2, barrier... of world: rank 0 aborted the communicator: no more data
+    """
 
 
 class ClosedError(CommError):
-    """The communicator was closed before this call."""
+    """The communicator was closed before this call.
+
+    Example:
+        >>> comm = un.init()
+        >>> comm.close()
+        >>> comm.barrier()
+        Traceback (most recent call last):
+        ...
+        unisono.errors.ClosedError: rank 0 of 1, barrier ...: the communicator is closed...
+    """
 
 
 class UnavailableError(CommError, ImportError):

@@ -48,7 +48,7 @@ class CommunicatorBase:
         return self._engine.group.size
 
     def exception(self) -> CommError | None:
-        """The first cause of failure; None while calls can be made."""
+        """Return the first cause of failure, without raising it; None while calls can be made."""
         try:
             self._engine.check("exception")
         except CommError as error:

@@ -42,6 +42,14 @@ class ExchangeMixin(CommunicatorBase):
         """Receive the tensor of rank r into `tensor_list[r]` on every rank.
 
         Collective. Ranks' tensors may differ in length, as all ranks' lists do alike.
+
+        Args:
+            tensor_list: One tensor a rank, of any shape and strides; entry r has as many elements as rank r's tensor.
+            tensor: This rank's tensor, of the same dtype.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
         Cost: (p-1)/p of the list's bytes sent by each rank.
 
         Example:
@@ -67,7 +75,23 @@ class ExchangeMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """As `all_gather`, into one tensor of p times `input`'s elements, rank 0's first."""
+        """Receive the tensors of all ranks into one tensor, rank 0's first. Otherwise as `all_gather`.
+
+        Args:
+            output: Any shape and strides, with p times as many elements as `input`, and of its dtype.
+            input: This rank's tensor: any shape and strides, as many elements on every rank.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Example:
+            >>> def program(comm):
+            ...     out = torch.zeros(2, 2)
+            ...     comm.all_gather_single(out, torch.tensor([1.0, 2.0]) + 10 * comm.rank)
+            ...     return out.tolist()
+            >>> un.launch(program, nprocs=2, backend="thread")[0]
+            [[1.0, 2.0], [11.0, 12.0]]
+        """
         return self._engine.collective(_ALL_GATHER_SINGLE, output, input, None, None, algorithm, async_op, timeout)
 
     def all_gather_v(
@@ -135,6 +159,14 @@ class ExchangeMixin(CommunicatorBase):
         """Receive `input_list[r]` of rank s into `output_list[s]` on rank r.
 
         Collective. Lengths are free, as long as both ends of each pair agree.
+
+        Args:
+            output_list: One tensor a rank, of any shape and strides; entry s has as many elements as rank s sends here.
+            input_list: One tensor a rank, of the same dtype; entry r is sent to rank r.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
         Cost: (p-1)/p of the inputs' bytes sent by each rank.
 
         Example:
@@ -176,7 +208,25 @@ class ExchangeMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """As `all_to_all`, with rows of one tensor: split along dimension 0, evenly or by the given sizes."""
+        """Exchange rows of one tensor: each rank sends a part of `input` to every rank. Otherwise as `all_to_all`.
+
+        Args:
+            output: Any shape with at least one dimension; the rows of rank 0 come first.
+            input: Of the same dtype; its first rows are sent to rank 0.
+            output_split_sizes: Rows of `output` from each rank; equal parts if None.
+            input_split_sizes: Rows of `input` for each rank; equal parts if None.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Example:
+            >>> def program(comm):
+            ...     mine, out = torch.arange(3) + 10 * comm.rank, torch.zeros(2 + comm.rank * 2, dtype=torch.int64)
+            ...     comm.all_to_all_single(out, mine, [1 + comm.rank] * 2, [1, 2])
+            ...     return out.tolist()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [[0, 10], [1, 2, 11, 12]]
+        """
         what, splits = _ALL_TO_ALL_SINGLE, (output_split_sizes, input_split_sizes)
         if splits == (None, None):
             return self._engine.collective(what, output, input, None, None, algorithm, async_op, timeout)

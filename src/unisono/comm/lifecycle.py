@@ -92,6 +92,10 @@ class LifecycleMixin(CommunicatorBase):
         Waits up to a second for the other ranks, so that nothing in flight is cut off; and before that, for background
         saves, which end immediately if the communicator is broken. A communicator without references to it, its
         sub-communicators or its unfinished works is closed in the background.
+
+        Example:
+            >>> comm = un.init()
+            >>> comm.close()
         """
         if self._successor is not None:
             self._finish()

@@ -36,6 +36,14 @@ class MailboxMixin(CommunicatorBase):
             CommTimeoutError: Not all ranks joined.
 
         Cost: a few exchanges over the control plane, and one request for each other rank.
+
+        Example:
+            >>> def program(comm):
+            ...     box, names = comm.mailbox(f"worker {comm.rank}")
+            ...     box.close()
+            ...     return names
+            >>> un.launch(program, nprocs=2, backend="thread")[0]
+            ['worker 0', 'worker 1']
         """
         self._engine.enter("mailbox")
         self._mailboxes += 1

@@ -12,7 +12,7 @@ import torch
 
 from unisono import serialization
 from unisono.comm.exchanges import ExchangeMixin
-from unisono.comm.point_to_point import PointToPointMixin
+from unisono.comm.probe import ProbeMixin
 from unisono.comm.reductions import ReductionMixin
 from unisono.comm.rooted import RootedMixin
 from unisono.core.failure import text_of
@@ -24,7 +24,7 @@ _REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueErro
 """Exceptions to raise where an error arrives instead of a value."""
 
 
-class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin):
+class ObjectMixin(ProbeMixin, RootedMixin, ExchangeMixin, ReductionMixin):
     """Collective: every rank of the group calls each of these, in the same order.
 
     Values are None, bool, numbers, strings, bytes, containers, dataclasses, enums and tensors (see
@@ -38,7 +38,16 @@ class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin)
     """
 
     def broadcast_object(self, obj: Any = None, src: int = 0, *, trusted: bool = False) -> Any:
-        """Return rank `src`'s value on every rank.
+        """Return rank `src`'s value on every rank. Collective.
+
+        Args:
+            obj: The value on rank `src`: None, bool, number, string, bytes, container, dataclass, enum or tensor.
+            src: The rank that sends.
+            trusted: Send anything that cloudpickle supports, which lets peers run code here. The same on all ranks.
+
+        Raises:
+            TypeError: The value cannot be sent; raised on all ranks.
+            ValueError: A rank sent a pickled value, and this rank did not pass `trusted=True`.
 
         Example:
             >>> un.launch(lambda comm: comm.broadcast_object({"lr": 0.1 + comm.rank}), nprocs=2, backend="thread")
@@ -55,7 +64,14 @@ class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin)
         return obj if self.rank == src else _decode(buffer, trusted)
 
     def all_gather_object(self, obj: Any, *, trusted: bool = False) -> list[Any]:
-        """Return every rank's value, in order of rank, on every rank.
+        """Return every rank's value, in order of rank, on every rank. Collective.
+
+        Args:
+            obj: This rank's value, as for `broadcast_object`.
+            trusted: As for `broadcast_object`.
+
+        Raises:
+            TypeError, ValueError: As `broadcast_object`.
 
         Example:
             >>> un.launch(lambda comm: comm.all_gather_object(comm.rank * "x"), nprocs=3, backend="thread")[0]
@@ -70,7 +86,20 @@ class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin)
         return [_decode(b, trusted) for b in buffers]
 
     def gather_object(self, obj: Any, dst: int = 0, *, trusted: bool = False) -> list[Any] | None:
-        """Return every rank's value, in order of rank, on rank `dst`; None on the other ranks."""
+        """Return every rank's value, in order of rank, on rank `dst`; None on the other ranks. Collective.
+
+        Args:
+            obj: This rank's value, as for `broadcast_object`.
+            dst: The rank that receives.
+            trusted: As for `broadcast_object`.
+
+        Raises:
+            TypeError, ValueError: As `broadcast_object`, on rank `dst` and on the rank of the value.
+
+        Example:
+            >>> un.launch(lambda comm: comm.gather_object({"rank": comm.rank}, dst=1), nprocs=2, backend="thread")
+            [None, [{'rank': 0}, {'rank': 1}]]
+        """
         self._engine.enter("gather_object")
         self._check_rank(dst, "dst")
         data = self._encode(obj, trusted)
@@ -84,10 +113,22 @@ class ObjectMixin(PointToPointMixin, RootedMixin, ExchangeMixin, ReductionMixin)
         return [_decode(part, trusted) for part in collected.split(counts)] if here else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False) -> Any:
-        """Return entry r of rank `src`'s list on rank r; the other ranks pass no list.
+        """Return entry r of rank `src`'s list on rank r; the other ranks pass no list. Collective.
+
+        Args:
+            objs: On rank `src`, one value a rank, as for `broadcast_object`; else None.
+            src: The rank that sends.
+            trusted: As for `broadcast_object`.
 
         Raises:
+            TypeError: A value cannot be sent; raised on all ranks.
             ValueError: The list does not have one value for each rank; raised on all ranks.
+
+        Example:
+            >>> def program(comm):
+            ...     return comm.scatter_object(["first", "second"] if comm.rank == 0 else None)
+            >>> un.launch(program, nprocs=2, backend="thread")
+            ['first', 'second']
         """
         self._engine.enter("scatter_object")
         self._check_rank(src, "src")

@@ -16,7 +16,7 @@ from unisono.core.flight_recorder import CallRecord, PendingMessage
 from unisono.core.tensors import Staging, check_apart
 from unisono.core.transport import Transport
 from unisono.core.types import MAX_TAG, Message, Recv, Send, Timeout, Work
-from unisono.core.work import Completion, format_bytes, resolve_timeout
+from unisono.core.work import format_bytes, resolve_timeout
 from unisono.wrappers.trace import traced
 
 __all__ = ["PointToPointMixin"]
@@ -65,6 +65,8 @@ class PointToPointMixin(CommunicatorBase):
             tag: As for `send`.
             timeout: As for `send`.
 
+        Returns: The sender's rank.
+
         Raises:
             ValueError: `src` is None on a backend that cannot report which ranks have sent, such as nccl.
 
@@ -84,46 +86,23 @@ class PointToPointMixin(CommunicatorBase):
         work.wait_or_break(timeout)
         return work.source_rank()
 
-    def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
-        """Wait for a message without a posted receive, and return the rank that sent it.
-
-        Does not receive it: the next receive from that rank, of this tag, gets the message.
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
+        """Start a send. The tensor must not change until the work's `wait` has returned.
 
         Args:
-            src: Another rank; any of them if None.
-            tag: Of the message.
-            timeout: Seconds or a `timedelta`; the communicator's if None. It stays usable after a timeout.
+            tensor, dst, tag: As for `send`.
+
+        Returns: The work in flight.
 
         Example:
             >>> def program(comm):
-            ...     if comm.rank > 0:
-            ...         return comm.send(torch.arange(comm.rank), dst=0)
-            ...     for _ in range(comm.size - 1):
-            ...         src = comm.probe()
-            ...         comm.recv(torch.zeros(src, dtype=torch.int64), src)
-            ...     return comm.iprobe()
-            >>> un.launch(program, nprocs=3, backend="thread")
-            [None, None, None]
+            ...     t = torch.full((2,), 7.0) if comm.rank == 0 else torch.zeros(2)
+            ...     work = comm.isend(t, dst=1) if comm.rank == 0 else comm.irecv(t, src=0)
+            ...     work.wait()
+            ...     return t.tolist(), work.source_rank()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [([7.0, 7.0], -1), ([7.0, 7.0], 0)]
         """
-        limit = resolve_timeout(timeout, self._engine.options.timeout_s)
-        work = self._probed("probe", src, tag)
-        try:
-            work.wait(limit)
-        finally:
-            work.cancel()
-        return work.source_rank()
-
-    def iprobe(self, src: int | None = None, tag: int = 0) -> int | None:
-        """As `probe`, without waiting: None if there is no message now."""
-        work = self._probed("iprobe", src, tag)
-        if not work.is_completed():
-            work.cancel()
-            return None
-        work.wait(0.0)
-        return work.source_rank()
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
-        """Start a send. The tensor must not change until the work's `wait` has returned."""
         return self._post("isend", [Send(tensor, dst, tag)])
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
@@ -131,6 +110,11 @@ class PointToPointMixin(CommunicatorBase):
 
         From any rank if `src` is None; the work's `source_rank` is the sender then. Such receives match, in the
         order of calls, the messages from ranks that no other receive names.
+
+        Args:
+            tensor, src, tag: As for `recv`.
+
+        Returns: The work in flight.
         """
         return self._receive("irecv", tensor, src, tag)
 
@@ -145,7 +129,21 @@ class PointToPointMixin(CommunicatorBase):
         recvtag: int = 0,
         timeout: Timeout | None = None,
     ) -> None:
-        """Send one tensor and receive another at the same time; cannot deadlock in a ring of ranks."""
+        """Send one tensor and receive another at the same time; cannot deadlock in a ring of ranks.
+
+        Args:
+            send_tensor, dst, sendtag: As for `send`.
+            recv_tensor, src, recvtag: As for `recv`; memory that `send_tensor` does not use, and a rank, not None.
+            timeout: As for `send`, for both messages.
+
+        Example:
+            >>> def program(comm):
+            ...     mine, other = torch.tensor([comm.rank]), torch.zeros(1, dtype=torch.int64)
+            ...     comm.sendrecv(mine, (comm.rank + 1) % comm.size, other, (comm.rank - 1) % comm.size)
+            ...     return other.item()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [2, 0, 1]
+        """
         resolve_timeout(timeout)
         self._check_tensor(recv_tensor, "recv_tensor", written=True)
         self._check_tensor(send_tensor, "send_tensor")
@@ -155,9 +153,25 @@ class PointToPointMixin(CommunicatorBase):
         )
 
     def batch_isend_irecv(self, messages: Sequence[Message]) -> list[Work]:
-        """Start many messages in one call (`unisono.core.types.Send` and `Recv`); return one work for all of them.
+        """Start many messages in one call.
 
-        The list has one element, as that of torch's function of the same name with nccl.
+        Args:
+            messages: At least one `unisono.core.types.Send` or `Recv`, each with a tensor, a peer and a tag.
+
+        Returns: A list of one work for all messages, as torch's function of the same name with nccl.
+
+        Raises:
+            TypeError: The list is empty, or has other elements.
+
+        Example:
+            >>> from unisono.core.types import Recv, Send
+            >>> def program(comm):
+            ...     mine, other = torch.tensor([comm.rank]), torch.zeros(1, dtype=torch.int64)
+            ...     [work] = comm.batch_isend_irecv([Send(mine, 1 - comm.rank), Recv(other, 1 - comm.rank)])
+            ...     work.wait()
+            ...     return other.item()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [1, 0]
         """
         messages = list(messages)
         if not messages or not all(isinstance(m, Send | Recv) for m in messages):
@@ -192,12 +206,6 @@ class PointToPointMixin(CommunicatorBase):
             tag, None, lambda peer: self._start(transport, [Recv(buffer, peer, tag)], staging)[1]
         )
         return PointToPointWork(self._engine, noted, (), work, staging.after)
-
-    def _probed(self, operation: str, src: int | None, tag: int) -> PointToPointWork:
-        self._engine.enter(operation)
-        self._check_source(src, tag)
-        noted = operation, None, f"tag {tag}", call_site()
-        return PointToPointWork(self._engine, noted, (), self._any_source.join(tag, src, _done), [])
 
     @cached_property
     def _any_source(self) -> AnySource:
@@ -247,10 +255,3 @@ def _detail(messages: Sequence[Message]) -> str:
     way = f"{'from' if isinstance(first, Recv) else 'to'} {peer}"
     tag = f", tag {first.tag}" if first.tag else ""
     return f"{way}{tag}, {format_bytes(first.tensor.nbytes)}{f', and {more} more' if more else ''}"
-
-
-def _done(_peer: int) -> Work:
-    """Return a completed work: a probed message needs no further action."""
-    done = Completion(0.0)
-    done.complete()
-    return done

@@ -47,6 +47,8 @@ class ReductionMixin(CommunicatorBase):
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
+        Returns: None when the call is done; with `async_op`, the `Work` in flight.
+
         Raises:
             MismatchError: Ranks disagree on operation, op, dtype, n or algorithm; no data moved.
             ValueError: Unsupported by `op`, memory that overlaps itself, an unknown algorithm.
@@ -80,7 +82,17 @@ class ReductionMixin(CommunicatorBase):
     ) -> Work | None:
         """Replace rank `dst`'s tensor by the sum (or `op`) of all ranks' tensors; the others stay unchanged.
 
-        Collective. In place on `dst`. Cost: ceil(log2 p) rounds. Otherwise as `all_reduce`.
+        Collective. In place on `dst`.
+
+        Args:
+            tensor: As for `all_reduce`.
+            dst: The rank that gets the result.
+            op: As for `all_reduce`.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -116,8 +128,17 @@ class ReductionMixin(CommunicatorBase):
     ) -> Work | None:
         """Write the sum (or `op`) of every rank's `input_list[r]` to `output` on rank r.
 
-        Collective. One input a rank; they may differ in length, as all ranks' lists do alike.
-        Cost: (p-1)/p of the inputs' bytes sent by each rank, and one copy of the inputs, which stay.
+        Collective. Inputs may differ in length, as all ranks' lists do alike; they stay unchanged.
+
+        Args:
+            output: Any shape and strides, with as many elements as every rank's input for this rank.
+            input_list: One tensor a rank, of the same dtype.
+            op: As for `all_reduce`.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: (p-1)/p of the inputs' bytes sent by each rank, and one copy of the inputs.
 
         Example:
             >>> def program(comm):
@@ -147,7 +168,24 @@ class ReductionMixin(CommunicatorBase):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """As `reduce_scatter`, of one input: p times as many elements as `output`, the first part for rank 0."""
+        """Write this rank's part of the sum (or `op`) of every rank's `input` to `output`. Else as `reduce_scatter`.
+
+        Args:
+            output: Any shape and strides, with as many elements on every rank.
+            input: Of the same dtype, with p times as many elements; the first part is for rank 0.
+            op: As for `all_reduce`.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Example:
+            >>> def program(comm):
+            ...     out = torch.zeros(2)
+            ...     comm.reduce_scatter_single(out, torch.arange(4.0))
+            ...     return out.tolist()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [[0.0, 2.0], [4.0, 6.0]]
+        """
         return self._engine.collective(_REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, async_op, timeout)
 
     @overload
@@ -157,5 +195,13 @@ class ReductionMixin(CommunicatorBase):
     def barrier(
         self, *, algorithm: str | None = None, async_op: bool = False, timeout: Timeout | None = None
     ) -> Work | None:
-        """Wait until every rank has reached the barrier. Collective. Cost: ceil(log2 p) rounds of one byte."""
+        """Wait until every rank has reached the barrier. Collective.
+
+        Args:
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: ceil(log2 p) rounds of one byte.
+        """
         return self._engine.collective(_BARRIER, None, None, None, None, algorithm, async_op, timeout)

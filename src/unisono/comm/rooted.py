@@ -35,7 +35,16 @@ class RootedMixin(CommunicatorBase):
     ) -> Work | None:
         """Replace every rank's tensor by rank `src`'s.
 
-        Collective. In place. n elements on every rank. Cost: ceil(log2 p) rounds. Errors as `all_reduce`.
+        Collective. In place. Errors as `all_reduce`.
+
+        Args:
+            tensor: Any shape and strides, with as many elements of the same dtype on every rank.
+            src: The rank whose tensor is sent.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -67,7 +76,17 @@ class RootedMixin(CommunicatorBase):
     ) -> Work | None:
         """Receive `scatter_list[r]` of rank `src` into `tensor` on rank r; the other ranks pass no list.
 
-        Collective. n elements on every rank and in every entry. Cost: ceil(log2 p) rounds.
+        Collective.
+
+        Args:
+            tensor: Any shape and strides, with as many elements on every rank.
+            scatter_list: On rank `src`, one tensor a rank, each with as many elements, of the same dtype; else None.
+            src: The rank that sends.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -99,7 +118,17 @@ class RootedMixin(CommunicatorBase):
     ) -> Work | None:
         """Receive the tensor of rank r into `gather_list[r]` on rank `dst`; the other ranks pass no list.
 
-        Collective. n elements on every rank and in every entry. Cost: ceil(log2 p) rounds.
+        Collective.
+
+        Args:
+            tensor: Any shape and strides, with as many elements on every rank.
+            gather_list: On rank `dst`, one tensor a rank, each with as many elements, of the same dtype; else None.
+            dst: The rank that receives.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):

@@ -37,6 +37,16 @@ class SubgroupMixin(LifecycleMixin):
         Collective over this communicator. Equal keys keep the order of ranks. A rank with `color=None` joins
         none, and gets None. Subgroups can be used concurrently with each other and with their parent.
 
+        Args:
+            color: Number of the group to join; None joins none.
+            key: Position among the ranks of the same color.
+
+        Returns:
+            The communicator of this rank's color; None if `color` is None.
+
+        Raises:
+            TypeError: `color` or `key` is not an int.
+
         Cost: two exchanges over the control plane; no torch group is registered.
 
         Example:
@@ -93,6 +103,22 @@ class SubgroupMixin(LifecycleMixin):
         """Return a communicator of these ranks, in the order of the list; None on the other ranks.
 
         Collective over this communicator: every rank calls it, with the same list.
+
+        Args:
+            ranks: Different ranks of this communicator, at least one.
+
+        Raises:
+            MismatchError: Ranks passed different lists.
+            ValueError: The list is empty, names a rank twice, or names one that does not exist.
+
+        Cost: as `split`, and one exchange more.
+
+        Example:
+            >>> def program(comm):
+            ...     part = comm.subgroup([2, 0])
+            ...     return None if part is None else part.rank
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [1, None, 0]
         """
         self._engine.enter("subgroup")
         ranks = list(ranks)
@@ -118,6 +144,13 @@ class SubgroupMixin(LifecycleMixin):
         Args:
             check: As for `init`; None is as this one was made. "off" is for a library that has
                 agreed with all ranks on what it is going to call.
+
+        Example:
+            >>> def program(comm):
+            ...     with comm.dup() as second:
+            ...         return second.rank == comm.rank
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [True, True]
         """
         twin = self._split(0, self.rank, check or self._check)
         assert twin is not None

@@ -116,12 +116,27 @@ class Transport(ABC):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> Self:
-        """Connect to the group's other members, which all call this; return when messages can be posted."""
+        """Connect to the group's other members, which all call this; return when messages can be posted.
+
+        Args:
+            group: The ranks to connect, and this rank's number.
+            control: This rank's handle to the control plane.
+            options: Device, default timeout and address of this rank, and further options of the backend.
+
+        Returns: The connected transport.
+
+        Raises:
+            UnavailableError: The transport only wraps others.
+        """
         raise UnavailableError(f"{cls.__name__} can wrap other transports, but cannot be started by name")
 
     @classmethod
     def declared(cls, backend: str) -> Capabilities:
-        """Return the capabilities under this name, for transports that have several names."""
+        """Return the capabilities under this name, for transports that have several names.
+
+        Args:
+            backend: Name of the backend, such as "gloo".
+        """
         return Capabilities(cls.devices, cls.host_staged, cls.native)
 
     @classmethod
@@ -129,15 +144,21 @@ class Transport(ABC):
         """Return the proven parts of a group in which `connect` works: all of it, unless limited to one host.
 
         Collective, over the control plane; the ranks have joined the group there.
+
+        Args:
+            group, control: As for `connect`.
+            timeout_s: Seconds to wait for the other ranks.
         """
         return (tuple(range(group.size)),)
 
     @property
     def rank(self) -> int:
+        """This rank's number in the group."""
         return self.group.rank
 
     @property
     def size(self) -> int:
+        """Number of ranks of the group."""
         return self.group.size
 
     @abstractmethod
@@ -180,6 +201,9 @@ class Transport(ABC):
 
         `group` consists of this transport's own members. None, on all ranks, if the transport has no faster way than
         messages that are posted on a `split`.
+
+        Args:
+            group: All or some of this transport's ranks.
         """
         return None
 

@@ -104,17 +104,36 @@ class CollectiveCall:
 
 
 class Work(ABC):
-    """Handle of an operation in flight, as returned by every transport and every asynchronous call."""
+    """Handle of an operation in flight, as returned by every transport and every asynchronous call.
+
+    Example:
+        >>> def program(comm):
+        ...     t = torch.ones(2)
+        ...     work = comm.all_reduce(t, async_op=True)
+        ...     work.wait_received(), work.wait()
+        ...     done = work.get_future().done()
+        ...     return t.tolist(), done, work.is_completed(), work.exception(), work.source_rank(), work.cancel()
+        >>> un.launch(program, nprocs=2, backend="thread")[0]
+        ([2.0, 2.0], True, True, None, -1, False)
+    """
 
     @abstractmethod
     def wait(self, timeout: Timeout | None = None) -> None:
-        """Return when it is done; raise its error, or `CommTimeoutError` after `timeout`.
+        """Return when it is done; raise its error.
 
-        A wait that timed out may be repeated. Without `timeout`, the group's default holds.
+        Args:
+            timeout: Seconds or a `timedelta`; the group's default if None.
+
+        Raises:
+            CommTimeoutError: It was not done in time; the wait may be repeated.
         """
 
     def wait_received(self, timeout: Timeout | None = None) -> None:
-        """Return when all receives have completed; sends may still be in flight. Same as `wait` by default."""
+        """Return when all receives have completed; sends may still be in flight. Same as `wait` by default.
+
+        Args:
+            timeout: As for `wait`.
+        """
         self.wait(timeout)
 
     @abstractmethod
@@ -134,5 +153,8 @@ class Work(ABC):
         return -1
 
     def cancel(self) -> bool:
-        """Request cancellation; return whether it was still possible. By default it never is."""
+        """Request cancellation. By default it is never possible.
+
+        Returns: Whether it was still possible.
+        """
         return False

@@ -72,6 +72,8 @@ def init(
             variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one on the route to the
             first rank. The choice is logged.
 
+    Returns: The communicator of all ranks, to be closed by the caller; `with` does it.
+
     Raises:
         ValueError: An unknown backend, interface or init method, or inconsistent numbers.
         CommTimeoutError: The first rank cannot be reached, or ranks are missing.
@@ -154,6 +156,8 @@ def launch(
         hosts: Groups of ranks to treat as one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
             to test programs for several hosts.
         seed: With backend "sim": seed of the scheduling order. UNISONO_SEED, or 0, if None.
+
+    Returns: What `fn` returned on each rank, in the order of ranks.
 
     Raises:
         Exception: What the first failing rank raised.

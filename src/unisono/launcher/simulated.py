@@ -93,6 +93,8 @@ def simulate(
         timeout, on_failure, check, chunk_bytes, wrap: As for `launch`; the timeout is of virtual time.
         backend: "sim", or another transport with threads as ranks.
 
+    Returns: The results of all ranks, the virtual time, and the trace.
+
     Raises:
         Exception: What the first failing rank raised; a note names the seed.
 

@@ -1,4 +1,4 @@
-"""Names in the table of words.toml are gone: files, classes, functions, attributes and parameters."""
+"""Names in the table of words.toml are gone: files, classes, functions, attributes, parameters; C++ identifiers."""
 
 from __future__ import annotations
 
@@ -63,6 +63,14 @@ def test_old_names_are_gone() -> None:
         print(name, "->", WORDS["names"].get(name) or WORDS["files"].get(name), WORDS["kept"].get(name, "(no reason)"))
     assert len(remaining) <= MOST
     assert set(remaining) <= set(WORDS["kept"])
+
+
+def test_old_native_names_are_gone() -> None:
+    found: set[str] = set()
+    for path in (ROOT / "src/native").rglob("*.[ch]pp"):
+        code = re.sub(r"//.*", "", path.read_text())
+        found |= {name for name in re.findall(r"[A-Za-z_]\w*", code) if name in WORDS["native"]}
+    assert not found, {name: WORDS["native"][name] for name in found}
 
 
 def test_definitions_are_found() -> None:

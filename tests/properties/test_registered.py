@@ -78,7 +78,9 @@ def lifetimes(comm: un.Communicator) -> list[int]:
         comm.barrier()
         gc.collect()
         arenas = {
-            line.partition("unisono")[2] for line in Path("/proc/self/maps").read_text().splitlines() if "arena" in line
+            line.partition("unisono")[2]
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "unisono segment" in line
         }
         comm.barrier()
         return len(arenas)
@@ -109,7 +111,7 @@ def outlived(comm: un.Communicator) -> list[int]:
     def mapped() -> int:
         gc.collect()
         lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "unisono" in line]
-        return len({line.split(maxsplit=5)[4] for line in lines if "arena" not in line})
+        return len({line.split(maxsplit=5)[4] for line in lines if "unisono segment" not in line})
 
     kept, found = [], []
     for _ in range(3):

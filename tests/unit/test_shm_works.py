@@ -23,7 +23,7 @@ from unisono.core.group import Group
 from unisono.errors import CommError, MismatchError, PeerLostError
 from unisono.testing import pool
 from unisono.transports.shm.barrier import SharedBarrier
-from unisono.transports.shm.segment import PAGE_BYTES, meet
+from unisono.transports.shm.segment import PAGE_BYTES, map_shared
 
 
 def forsaken(comm: un.Communicator) -> list[str]:
@@ -102,7 +102,7 @@ def outlives_the_memory(comm: un.Communicator) -> str:
         control.exchange(group, "memory: of the dead", (PAGE_BYTES, card, None), 20.0)
         control.get("never", 20.0)
     with pytest.raises(CommError) as caught:
-        meet(group, cast("ControlPlane", Deadly(control, pid)), "of the dead", PAGE_BYTES, 20.0, mmap.mmap)
+        map_shared(group, cast("ControlPlane", Deadly(control, pid)), "of the dead", PAGE_BYTES, 20.0, mmap.mmap)
     return type(caught.value).__name__
 
 
@@ -156,7 +156,7 @@ def _count(folder: str) -> int:
 
 
 def _maps() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:unisono arena")
+    return Path("/proc/self/maps").read_text().count("memfd:unisono segment")
 
 
 def test_registered_memory_leaves_nothing_behind() -> None:

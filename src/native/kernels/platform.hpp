@@ -1,4 +1,4 @@
-// Platform-dependent code: pauses, non-temporal stores, half floats, futexes, clocks.
+// Platform-dependent code: spin-wait hints, non-temporal stores, half floats, futexes, clocks.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace unisono {
 
-inline void pause_processor() {
+inline void cpu_relax() {
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
@@ -31,21 +31,21 @@ inline double monotonic_s() {
     return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-inline void futex_wait(const void* word, uint32_t seen, long nanoseconds) {
+inline void futex_wait(const void* word, uint32_t expected, long nanoseconds) {
     const timespec limit{0, nanoseconds};
-    syscall(SYS_futex, word, FUTEX_WAIT, seen, &limit, nullptr, 0);
+    syscall(SYS_futex, word, FUTEX_WAIT, expected, &limit, nullptr, 0);
 }
 
 inline void futex_wake(const void* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
 
 // A copy that does not load the target's lines into this processor's caches. The fence precedes any store that
 // notifies other ranks of the copy, because non-temporal stores are not ordered otherwise.
-inline void copy_past_caches(char* to, const char* from, size_t nbytes) {
+inline void copy_non_temporal(char* to, const char* from, size_t nbytes) {
 #if defined(__x86_64__)
-    size_t ahead = -reinterpret_cast<uintptr_t>(to) & 15;
-    ahead = ahead < nbytes ? ahead : nbytes;
-    std::memcpy(to, from, ahead);
-    to += ahead, from += ahead, nbytes -= ahead;
+    size_t head = -reinterpret_cast<uintptr_t>(to) & 15;
+    head = head < nbytes ? head : nbytes;
+    std::memcpy(to, from, head);
+    to += head, from += head, nbytes -= head;
     for (; nbytes >= 64; to += 64, from += 64, nbytes -= 64) {
         const auto* source = reinterpret_cast<const __m128i*>(from);
         auto* target = reinterpret_cast<__m128i*>(to);
@@ -61,39 +61,40 @@ inline void copy_past_caches(char* to, const char* from, size_t nbytes) {
     std::memcpy(to, from, nbytes);
 }
 
-// Eight floats per instruction, if the processor has such lanes: 16-bit floats are slow one by one.
+// Eight floats per instruction, if the processor has such instructions: 16-bit floats are slow one by one.
 #if defined(__x86_64__)
-#define UNISONO_WIDE __attribute__((target("avx2,f16c")))
+#define UNISONO_AVX2 __attribute__((target("avx2,f16c")))
 
-inline bool has_lanes() {
-    static const bool found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-    return found;
+inline bool has_avx2() {
+    static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    return supported;
 }
 
-using Lanes = __m256;
+using FloatVector = __m256;
 
-UNISONO_WIDE inline Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
-UNISONO_WIDE inline Lanes multiply(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
+UNISONO_AVX2 inline FloatVector add(FloatVector a, FloatVector b) { return _mm256_add_ps(a, b); }
+UNISONO_AVX2 inline FloatVector multiply(FloatVector a, FloatVector b) { return _mm256_mul_ps(a, b); }
 // Returns the NaN if there is one; the processor's own instruction drops a NaN in the first operand.
-UNISONO_WIDE inline Lanes minimum(Lanes a, Lanes b) {
+UNISONO_AVX2 inline FloatVector minimum(FloatVector a, FloatVector b) {
     return _mm256_blendv_ps(_mm256_min_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
-UNISONO_WIDE inline Lanes maximum(Lanes a, Lanes b) {
+UNISONO_AVX2 inline FloatVector maximum(FloatVector a, FloatVector b) {
     return _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
 
-UNISONO_WIDE inline Lanes load_float16(const uint16_t* from) {
+UNISONO_AVX2 inline FloatVector load_float16(const uint16_t* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
-UNISONO_WIDE inline void store_float16(uint16_t* to, Lanes values) {
+UNISONO_AVX2 inline void store_float16(uint16_t* to, FloatVector values) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
 }
-UNISONO_WIDE inline Lanes load_bfloat16(const uint16_t* from) {
+UNISONO_AVX2 inline FloatVector load_bfloat16(const uint16_t* from) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
-UNISONO_WIDE inline void store_bfloat16(uint16_t* to, Lanes values) {
-    const __m256i bits = _mm256_castps_si256(values), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+UNISONO_AVX2 inline void store_bfloat16(uint16_t* to, FloatVector values) {
+    const __m256i bits = _mm256_castps_si256(values);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
     const __m256i chosen = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7FC0), nan);

@@ -1,4 +1,4 @@
-// Barrier in shared memory: counters and marks, each written by one rank only, and the waits for them.
+// Barrier in shared memory: counters and signatures, each written by one rank only, and the waits for them.
 #pragma once
 
 #include <atomic>
@@ -12,31 +12,31 @@ using Word = std::atomic<uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8);
 
 // Layout of each rank's four lines of 64 bytes, as in transports/shm/barrier.py.
-inline constexpr int kStride = 32;
-enum Place { kArrived = 0, kReduced = 1, kLeft = 2, kMarks = 8, kAsleep = 24, kBell = 25 };
+inline constexpr int kWordsPerRank = 32;
+enum Field { kArrived = 0, kReduced = 1, kLeft = 2, kSignatures = 8, kSleeping = 24, kWakeups = 25 };
 
-enum class Status { ok, differs, late, left, aborted, interrupted, refused };
+enum class Status { ok, mismatch, timeout, peer_left, aborted, interrupted, unsupported };
 
 // Words that ranks compare in the first round of a call; the last word is published, but not compared.
-struct Mark {
+struct Signature {
     uint64_t words[4];
 };
 
 // Callbacks of a waiting thread.
-struct Patience {
-    // Called before a long wait.
-    virtual void settle() {}
-    // Whether the caller wants the wait to end, for example because of a signal.
+struct WaitCallbacks {
+    // Called before a wait that may sleep.
+    virtual void before_sleep() {}
+    // Whether the caller ends the wait, for example because of a signal.
     virtual bool interrupted() { return false; }
-    virtual ~Patience() = default;
+    virtual ~WaitCallbacks() = default;
 };
 
-class Board {
+class SharedBarrier {
   public:
     const int rank, size;
 
-    Board(Word* words, int rank, int size, bool crowded)
-        : rank(rank), size(size), words_(words), spin_s_(crowded ? 0 : kSpinS) {}
+    SharedBarrier(Word* words, int rank, int size, bool oversubscribed)
+        : rank(rank), size(size), words_(words), spin_s_(oversubscribed ? 0 : kSpinS) {}
 
     // The number of the last round in which this rank arrived. Only this rank's thread writes it.
     uint64_t round() const { return own(kArrived).load(std::memory_order_relaxed); }
@@ -45,47 +45,47 @@ class Board {
     int missing() const { return missing_; }
     double waited_s() const { return waited_s_; }
 
-    // From any thread: ends every wait of this rank, now and later.
+    // From any thread: ends every present and future wait of this rank.
     void abort() {
         aborted_.store(true, std::memory_order_release);
-        ring(rank);
+        wake(rank);
     }
 
     // Publishes that this rank's part of the next round is staged, and waits for the others' parts. Release and acquire
-    // of the counter order the part, and the mark, before it.
-    Status arrive(const Mark* mark, double deadline, Patience& patience) {
+    // of the counter order the part, and the signature, before it.
+    Status arrive_and_wait(const Signature* signature, double deadline, WaitCallbacks& callbacks) {
         const uint64_t number = round() + 1;
-        const int place = kMarks + 8 * static_cast<int>(number & 1);
-        if (mark)
-            for (int n = 0; n < 4; n++) own(place + n).store(mark->words[n], std::memory_order_relaxed);
-        tell(kArrived, number);
-        const Status status = wait_for_all(kArrived, number, deadline, patience);
-        if (status != Status::ok || !mark) return status;
+        const int field = kSignatures + 8 * static_cast<int>(number & 1);
+        if (signature)
+            for (int n = 0; n < 4; n++) own(field + n).store(signature->words[n], std::memory_order_relaxed);
+        publish(kArrived, number);
+        const Status status = wait_for_all(kArrived, number, deadline, callbacks);
+        if (status != Status::ok || !signature) return status;
         for (int r = 0; r < size; r++)
             for (int n = 0; n < 3; n++)
-                if (at(r, place + n).load(std::memory_order_relaxed) != mark->words[n]) return Status::differs;
+                if (at(r, field + n).load(std::memory_order_relaxed) != signature->words[n]) return Status::mismatch;
         return Status::ok;
     }
 
-    // The last word of a rank's mark in this round. It stays until that rank arrives in the round after the next one,
-    // which requires that this rank arrives in the next one.
-    uint64_t extra(int of) const {
-        return at(of, kMarks + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
+    // The last word of a rank's signature in this round. It remains until that rank arrives in the round after the next
+    // one, which requires that this rank arrives in the next one.
+    uint64_t payload(int rank) const {
+        return at(rank, kSignatures + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
     }
 
     // Publishes that this rank's share is reduced.
-    uint64_t tell_reduced() {
+    uint64_t publish_reduced() {
         const uint64_t number = own(kReduced).load(std::memory_order_relaxed) + 1;
-        tell(kReduced, number);
+        publish(kReduced, number);
         return number;
     }
 
-    Status wait_for_all(Place counter, uint64_t number, double deadline, Patience& patience) {
+    Status wait_for_all(Field counter, uint64_t number, double deadline, WaitCallbacks& callbacks) {
         for (int r = 0; r < size; r++) {
             if (r == rank) continue;
             const Word& word = at(r, counter);
             const auto ready = [&] { return word.load(std::memory_order_acquire) >= number; };
-            const Status status = wait_until(ready, r, deadline, patience);
+            const Status status = wait_until(ready, r, deadline, callbacks);
             if (status != Status::ok) return status;
         }
         return Status::ok;
@@ -94,74 +94,75 @@ class Board {
     // Waits until a condition holds that depends on one rank: polls for a moment, yields the processor some times,
     // and then sleeps until woken, 2 ms at most, so that nothing depends on the wake-up.
     template <class Ready>
-    Status wait_until(const Ready& ready, int on, double deadline, Patience& patience) {
+    Status wait_until(const Ready& ready, int peer, double deadline, WaitCallbacks& callbacks) {
         if (ready()) return Status::ok;
         if (spin_s_ > 0) {
             const double end = monotonic_s() + spin_s_;
             do {
-                for (int n = 0; n < kSpins; n++, pause_processor())
+                for (int n = 0; n < kSpins; n++, cpu_relax())
                     if (ready()) return Status::ok;
                 // The other rank may be waiting for this processor.
                 sched_yield();
             } while (monotonic_s() < end);
         }
-        const double began = monotonic_s();
-        patience.settle();
+        const double start = monotonic_s();
+        callbacks.before_sleep();
         for (int n = 0; n < kYields; n++) {
             sched_yield();
             if (ready()) return Status::ok;
         }
         while (!ready()) {
             if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
-            // The rank may have arrived before it left.
-            if (at(on, kLeft).load(std::memory_order_acquire) && !ready()) return failed(Status::left, on, began);
-            if (monotonic_s() > deadline) return failed(Status::late, on, began);
-            if (patience.interrupted()) return Status::interrupted;
+            // The peer may have arrived before it left.
+            if (at(peer, kLeft).load(std::memory_order_acquire) && !ready())
+                return record_failure(Status::peer_left, peer, start);
+            if (monotonic_s() > deadline) return record_failure(Status::timeout, peer, start);
+            if (callbacks.interrupted()) return Status::interrupted;
             sleep(ready);
         }
         return Status::ok;
     }
 
     // Wakes a rank if it sleeps.
-    void ring(int of) {
-        if (!at(of, kAsleep).load(std::memory_order_relaxed)) return;
-        Word& bell = at(of, kBell);
-        bell.store((bell.load(std::memory_order_relaxed) + 1) & UINT32_MAX, std::memory_order_release);
-        futex_wake(&bell);
+    void wake(int rank) {
+        if (!at(rank, kSleeping).load(std::memory_order_relaxed)) return;
+        Word& wakeups = at(rank, kWakeups);
+        wakeups.store((wakeups.load(std::memory_order_relaxed) + 1) & UINT32_MAX, std::memory_order_release);
+        futex_wake(&wakeups);
     }
 
   private:
     static constexpr double kSpinS = 20e-6;
     static constexpr int kSpins = 64, kYields = 100;
-    static constexpr long kNapNs = 2'000'000;
+    static constexpr long kSleepNs = 2'000'000;
 
-    Word& at(int of, int place) const { return words_[of * kStride + place]; }
-    Word& own(int place) const { return at(rank, place); }
+    Word& at(int rank, int field) const { return words_[rank * kWordsPerRank + field]; }
+    Word& own(int field) const { return at(rank, field); }
 
-    void tell(Place counter, uint64_t number) {
+    void publish(Field counter, uint64_t number) {
         own(counter).store(number, std::memory_order_release);
         // A rank that falls asleep sets its flag, and then reads the counter; this one writes the counter, and then
-        // reads the flag. Without a full fence on both sides each could miss the other, for the length of a nap.
+        // reads the flag. Without a full fence on both sides each could miss the other, for the length of a sleep.
         std::atomic_thread_fence(std::memory_order_seq_cst);
         for (int r = 0; r < size; r++)
-            if (r != rank) ring(r);
+            if (r != rank) wake(r);
     }
 
-    Status failed(Status status, int on, double began) {
-        missing_ = on;
-        waited_s_ = monotonic_s() - began;
+    Status record_failure(Status status, int peer, double start) {
+        missing_ = peer;
+        waited_s_ = monotonic_s() - start;
         return status;
     }
 
     template <class Ready>
     void sleep(const Ready& ready) {
-        Word& bell = own(kBell);
-        const uint64_t heard = bell.load(std::memory_order_relaxed);
-        own(kAsleep).store(1, std::memory_order_relaxed);
+        Word& wakeups = own(kWakeups);
+        const uint64_t seen = wakeups.load(std::memory_order_relaxed);
+        own(kSleeping).store(1, std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);
         if (!ready() && !aborted_.load(std::memory_order_acquire))
-            futex_wait(&bell, static_cast<uint32_t>(heard), kNapNs);
-        own(kAsleep).store(0, std::memory_order_relaxed);
+            futex_wait(&wakeups, static_cast<uint32_t>(seen), kSleepNs);
+        own(kSleeping).store(0, std::memory_order_relaxed);
     }
 
     Word* const words_;

@@ -81,7 +81,7 @@ class FastPathCalls:
         self._inside.add(here)
         try:
             status = fast.collective(what, output, input, op, root, activity.since + limit)
-            if status is Status.DIFFERS:
+            if status is Status.MISMATCH:
                 fast.mismatch(self._fingerprint(what, output, input, op, root))
             if status is Status.OK:
                 # Transports write past torch's functions.

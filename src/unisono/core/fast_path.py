@@ -22,11 +22,11 @@ class Status(IntEnum):
     """Status of a native call, with the numbers of src/native/shm/barrier.hpp."""
 
     OK = 0
-    DIFFERS = 1
-    LATE = 2
-    LEFT = 3
+    MISMATCH = 1
+    TIMEOUT = 2
+    PEER_LEFT = 3
     ABORTED = 4
-    REFUSED = 6
+    UNSUPPORTED = 6
 
 
 class FastPath(Protocol):
@@ -39,7 +39,7 @@ class FastPath(Protocol):
     def collective(
         self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None, deadline: float
     ) -> Status:
-        """Make the call. `REFUSED`, with no effect, if it needs the general path; `DIFFERS` if ranks' calls differ.
+        """Make the call. `UNSUPPORTED`, with no effect, if it needs the general path; `MISMATCH` if ranks' calls differ.
 
         Args:
             what: The collective.
@@ -59,5 +59,5 @@ class FastPath(Protocol):
         ...
 
     def message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """Send or receive ("send", "recv") a tensor; return `REFUSED`, with no effect, if it needs the general path."""
+        """Send or receive ("send", "recv") a tensor; return `UNSUPPORTED`, with no effect, if it needs the general path."""
         ...

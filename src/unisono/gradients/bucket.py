@@ -250,7 +250,7 @@ def _copy(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
     lengths = list(map(_length, both))
     if core is not None and plain and lengths[: len(places)] == lengths[len(places) :]:
         addresses = list(map(torch.Tensor.data_ptr, both))
-        core.copy(addresses[: len(places)], addresses[len(places) :], lengths[: len(places)])
+        core.copy_gradients(addresses[: len(places)], addresses[len(places) :], lengths[: len(places)])
     else:
         torch._foreach_copy_(places, grads)
 

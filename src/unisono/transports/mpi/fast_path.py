@@ -49,22 +49,22 @@ class MpiFastPath:
     def collective(self, what: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float) -> Status:
         """As of `FastPath`."""
         if what.root is not None and not (type(root) is int and 0 <= root < self._size):
-            return Status.REFUSED
+            return Status.UNSUPPORTED
         if not what.moves:
             word = hash_of((what.name, ReduceOp.BOR.value, None, None, (), None, "native"))
-            return Status.OK if self._agreement.check(word, deadline) else Status.DIFFERS
+            return Status.OK if self._agreement.check(word, deadline) else Status.MISMATCH
         if not (what.in_place or what.packed):
-            return Status.REFUSED
+            return Status.UNSUPPORTED
         writes = what.writes(self._rank, root)
         target = as_flat(output, what.output, written=writes)
         source = target if what.in_place else as_flat(input, what.input)
         if target is None or source is None or not self._fits(what, target, source, input, output):
-            return Status.REFUSED
+            return Status.UNSUPPORTED
         operation, dtype = None, str(target.dtype).removeprefix("torch.")
         if what.reduces:
             operation = _OPS.get(op) if isinstance(op, str) else None
             if operation is None or not reducible(target.dtype, operation) or prepares(target.dtype, operation):
-                return Status.REFUSED
+                return Status.UNSUPPORTED
             check_reducible(operation, target.dtype)
         read, written = _parts(source, what.scatters, self._size), _parts(target, what.gathers, self._size)
         call = self._call(what, target, source, operation, root, read, written)
@@ -72,7 +72,7 @@ class MpiFastPath:
         word = hash_of((what.name, operation and operation.value, root, dtype, counts, "cpu", "native"))
         rows = self._agreement.rows_of(read, written) if what.pairwise else 0
         if not self._agreement.check(word, deadline, rows):
-            return Status.DIFFERS
+            return Status.MISMATCH
         self._run(call, deadline)
         if writes and target is not output:
             copy_back(output, target)
@@ -84,7 +84,7 @@ class MpiFastPath:
 
     def message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
         """As of `FastPath`."""
-        return Status.REFUSED
+        return Status.UNSUPPORTED
 
     def _fits(
         self, what: Collective, target: torch.Tensor, source: torch.Tensor, input: torch.Tensor, output: torch.Tensor

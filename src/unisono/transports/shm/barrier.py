@@ -1,9 +1,7 @@
-"""Barrier in shared memory: counters and marks, each written by one rank only."""
+"""Barrier in shared memory: counters and signatures, each written by one rank only."""
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +9,7 @@ from collections.abc import Callable, Sequence
 from unisono.core.failure import left_error
 from unisono.errors import CommTimeoutError
 from unisono.host.cpu_count import cores
+from unisono.transports.shm.futex import futex_wait, futex_wake
 
 __all__ = ["SharedBarrier", "missing_ranks_error"]
 
@@ -18,23 +17,12 @@ _LINE = 8
 _LINES = 4
 _STRIDE = _LINE * _LINES
 _ARRIVED, _REDUCED, _LEFT = 0, 1, 2
-_MARKS = (1 * _LINE, 2 * _LINE)
-_ASLEEP, _BELL = 3 * _LINE, 3 * _LINE + 1
+_SIGNATURES = (1 * _LINE, 2 * _LINE)
+_SLEEPING, _WAKEUPS = 3 * _LINE, 3 * _LINE + 1
 
 _SPINS = 200
 _YIELDS = 100
-_NAP_S = 0.002
-_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
-_ALL = 0x7FFFFFFF
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
-_NAP = _Timespec(0, int(_NAP_S * 1e9))
+_SLEEP_S = 0.002
 
 
 def missing_ranks_error(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
@@ -50,24 +38,23 @@ class SharedBarrier:
     """Counters of every rank, 256 bytes each, and the wait for them.
 
     A rank writes only its own counters, as aligned 64-bit words, which x86 stores atomically and in
-    order. `barrier` counts rounds: a rank that has arrived in round n has finished reading what the others
+    order. `arrive_and_wait` counts rounds: a rank that has arrived in round n has finished reading what the others
     wrote for round n - 1, so two buffers used in turn need no further synchronization. An arrival
-    carries a few words, the mark, that describe what the rank is about to do.
+    carries a few words, the signature, that describe what the rank is about to do.
 
     Waiting: poll some hundred times, then yield the processor, then sleep until woken (at
     most 2 ms, so that nothing depends on the wake-up).
 
     Args:
         words: The memory as 64-bit words.
-        address: Of its first byte.
+        address: Address of its first byte.
         rank: This rank.
         size: Number of ranks.
-        crowded: Whether there are more ranks than processors: then a wait yields immediately.
     """
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Memory that a board of `size` ranks takes."""
+        """Memory that a barrier of `size` ranks takes."""
         return size * _STRIDE * 8
 
     def __init__(self, words: memoryview, address: int, rank: int, size: int) -> None:
@@ -84,36 +71,36 @@ class SharedBarrier:
         """The number of the last round; the native core counts in the same words."""
         return self._words[self._own]
 
-    def barrier(
+    def arrive_and_wait(
         self,
         deadline: float,
-        mark: tuple[int, int, int, int] | None = None,
+        signature: tuple[int, int, int, int] | None = None,
     ) -> bool:
         """Publish that this rank's part of the next round is staged, and wait for the parts of all other ranks.
 
-        Returns whether any rank's mark differs from this one's in its first three words.
+        Returns whether any rank's signature differs from this one's in its first three words.
         """
         words, own = self._words, self._own
         number = self.round + 1
-        if mark is None:
+        if signature is None:
             words[own] = number
             self._wait(_ARRIVED, number, deadline)
             return False
-        offset = _MARKS[number & 1]
-        place = own + offset
-        words[place], words[place + 1], words[place + 2], words[place + 3] = mark
+        offset = _SIGNATURES[number & 1]
+        index = own + offset
+        words[index], words[index + 1], words[index + 2], words[index + 3] = signature
         words[own] = number
         self._wait(_ARRIVED, number, deadline)
-        first, second, third, _ = mark
+        first, second, third, _ = signature
         for base in self._bases:
-            place = base + offset
-            if words[place] != first or words[place + 1] != second or words[place + 2] != third:
+            index = base + offset
+            if words[index] != first or words[index + 1] != second or words[index + 2] != third:
                 return True
         return False
 
     def payloads(self) -> list[int]:
-        """The fourth word of each rank's mark of this round."""
-        words, offset = self._words, _MARKS[self.round & 1] + 3
+        """The fourth word of each rank's signature of this round."""
+        words, offset = self._words, _SIGNATURES[self.round & 1] + 3
         return [words[base + offset] for base in self._base]
 
     def reduce_barrier(self, deadline: float) -> None:
@@ -125,21 +112,21 @@ class SharedBarrier:
         """Wake sleeping ranks, and wait until the counter of every rank has reached a number."""
         words = self._words
         for base in self._bases:
-            if words[base + _ASLEEP]:
+            if words[base + _SLEEPING]:
                 self.wake(base // _STRIDE)
         for base in self._bases:
-            place = base + counter
-            if words[place] >= number:
+            index = base + counter
+            if words[index] >= number:
                 continue
             spins = self._spins
-            while words[place] < number and spins:
+            while words[index] < number and spins:
                 spins -= 1
-            if words[place] < number:
-                self._wait_for(base // _STRIDE, place, number, deadline)
+            if words[index] < number:
+                self._wait_for(base // _STRIDE, index, number, deadline)
 
-    def _wait_for(self, rank: int, place: int, number: int, deadline: float) -> None:
+    def _wait_for(self, rank: int, index: int, number: int, deadline: float) -> None:
         words = self._words
-        self.wait_until(lambda: words[place] >= number, deadline, lambda: [rank])
+        self.wait_until(lambda: words[index] >= number, deadline, lambda: [rank])
 
     # -- waiting -------------------------------------------------------------------------------
     def wait_until(
@@ -161,14 +148,11 @@ class SharedBarrier:
             self.check(ready, missing)
             if time.monotonic() > deadline:
                 raise missing_ranks_error(time.monotonic() - started, missing())
-            heard = words[own + _BELL]
-            words[own + _ASLEEP] = 1
+            seen = words[own + _WAKEUPS]
+            words[own + _SLEEPING] = 1
             if not ready():
-                address = ctypes.c_void_p(self._address + (own + _BELL) * 8)
-                _libc.syscall(
-                    _SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(heard & 0xFFFFFFFF), ctypes.byref(_NAP), None, 0
-                )
-            words[own + _ASLEEP] = 0
+                futex_wait(self._address + (own + _WAKEUPS) * 8, seen, _SLEEP_S)
+            words[own + _SLEEPING] = 0
 
     def check(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Raise if the wait cannot succeed: the cause of an abort, or the loss of a missing rank."""
@@ -188,7 +172,6 @@ class SharedBarrier:
     def wake(self, rank: int) -> None:
         """Wake one rank if it sleeps."""
         base = self._base[rank]
-        if self._words[base + _ASLEEP]:
-            self._words[base + _BELL] = (self._words[base + _BELL] + 1) & 0xFFFFFFFF
-            address = ctypes.c_void_p(self._address + (base + _BELL) * 8)
-            _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL, None, None, 0)
+        if self._words[base + _SLEEPING]:
+            self._words[base + _WAKEUPS] = (self._words[base + _WAKEUPS] + 1) & 0xFFFFFFFF
+            futex_wake(self._address + (base + _WAKEUPS) * 8)

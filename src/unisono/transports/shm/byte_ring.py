@@ -47,9 +47,9 @@ class Ring:
         counts, data = self._counts, self._data
         size, written = len(data), counts[_WRITTEN] + self._held
         step = min(len(content), size - written + counts[_READ], size // 4)
-        place = written % size
-        first = min(step, size - place)
-        data[place : place + first] = content[:first]
+        offset = written % size
+        first = min(step, size - offset)
+        data[offset : offset + first] = content[:first]
         if first < step:
             data[: step - first] = content[first:step]
         written += step
@@ -65,11 +65,11 @@ class Ring:
     def peek(self) -> memoryview:
         """Return what is available in one piece, whole lines; it stays in the ring."""
         counts = self._counts
-        place = counts[_READ] % len(self._data)
-        return self._data[place : place + counts[_WRITTEN] - counts[_READ]]
+        offset = counts[_READ] % len(self._data)
+        return self._data[offset : offset + counts[_WRITTEN] - counts[_READ]]
 
     def skip(self, nbytes: int) -> None:
-        """Take a part of so many bytes out of the ring."""
+        """Remove a part of this many bytes from the ring."""
         read = self._counts[_READ] + nbytes
         self._counts[_READ] = read + -read % _LINE_BYTES
 
@@ -78,9 +78,9 @@ class Ring:
         counts, data = self._counts, self._data
         size, read = len(data), counts[_READ]
         step = min(len(into), counts[_WRITTEN] - read, size // 4)
-        place = read % size
-        first = min(step, size - place)
-        into[:first] = data[place : place + first]
+        offset = read % size
+        first = min(step, size - offset)
+        into[:first] = data[offset : offset + first]
         if first < step:
             into[first:step] = data[: step - first]
         read += step

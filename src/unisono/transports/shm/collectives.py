@@ -17,87 +17,92 @@ class ShmCollectives(Reductions):
     """The collectives of one group."""
 
     # -- movements, as bytes -------------------------------------------------------------------
-    def barrier(self, mark: Signature, deadline: float) -> None:
-        self.first(mark, deadline)
+    def barrier(self, signature: Signature, deadline: float) -> None:
+        self.first(signature, deadline)
 
-    def broadcast(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
+    def broadcast(self, call: CollectiveCall, signature: Signature, deadline: float) -> None:
         target, root = call.outputs[0].view(torch.uint8), root_of(call)
         for start in range(0, max(1, target.numel()), self.stage_bytes):
             part = target[start : start + self.stage_bytes]
-            view = self.views(self._next_half(), torch.uint8, part.numel())[root]
+            view = self.views(self._next_stage(), torch.uint8, part.numel())[root]
             if self.rank == root:
                 view.copy_(part)
-            self._arrive(mark if start == 0 else None, deadline)
+            self._arrive(signature if start == 0 else None, deadline)
             if self.rank != root:
                 part.copy_(view)
 
-    def all_gather(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
-        self._collect(call.inputs[0], call.outputs, range(self.size), mark, deadline, read=True)
+    def all_gather(self, call: CollectiveCall, signature: Signature, deadline: float) -> None:
+        self._gather_chunks(call.inputs[0], call.outputs, range(self.size), signature, deadline, read=True)
 
-    def gather(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
-        here = self.rank == root_of(call)
-        self._collect(
-            call.inputs[0], call.outputs, range(self.size) if here else range(0), mark, deadline, read=not here
+    def gather(self, call: CollectiveCall, signature: Signature, deadline: float) -> None:
+        is_root = self.rank == root_of(call)
+        self._gather_chunks(
+            call.inputs[0],
+            call.outputs,
+            range(self.size) if is_root else range(0),
+            signature,
+            deadline,
+            read=not is_root,
         )
 
-    def _collect(
+    def _gather_chunks(
         self,
         source: torch.Tensor,
         targets: Sequence[torch.Tensor],
         ranks: range,
-        mark: Signature,
+        signature: Signature,
         deadline: float,
         *,
         read: bool,
     ) -> None:
         """Stage this rank's tensor chunk by chunk if others read it, and copy out what this rank receives."""
-        given = source.view(torch.uint8)
-        taken = [t.view(torch.uint8) for t in targets]
-        longest = max([given.numel(), *(t.numel() for t in taken)])
+        content = source.view(torch.uint8)
+        results = [t.view(torch.uint8) for t in targets]
+        longest = max([content.numel(), *(t.numel() for t in results)])
         for start in range(0, max(1, longest), self.stage_bytes):
-            half = self._next_half()
-            part = given[start : start + self.stage_bytes]
+            index = self._next_stage()
+            part = content[start : start + self.stage_bytes]
             if read and part.numel():
-                self.stages[self.rank][half][: part.numel()].copy_(part)
-            self._arrive(mark if start == 0 else None, deadline)
+                self.stages[self.rank][index][: part.numel()].copy_(part)
+            self._arrive(signature if start == 0 else None, deadline)
             for r in ranks:
-                into = taken[r][start : start + self.stage_bytes]
+                into = results[r][start : start + self.stage_bytes]
                 if into.numel():
-                    into.copy_(part if r == self.rank else self.stages[r][half][: into.numel()])
+                    into.copy_(part if r == self.rank else self.stages[r][index][: into.numel()])
 
-    def scatter(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
+    def scatter(self, call: CollectiveCall, signature: Signature, deadline: float) -> None:
         target, root = call.outputs[0].view(torch.uint8), root_of(call)
         sources = [t.view(torch.uint8) for t in call.inputs]
         piece = self.piece(1)
         for start in range(0, max(1, target.numel()), piece):
-            stage = self.stages[root][self._next_half()]
-            self._lay_pieces(stage, sources, start, piece)
-            self._arrive(mark if start == 0 else None, deadline)
+            stage = self.stages[root][self._next_stage()]
+            self._stage_pieces(stage, sources, start, piece)
+            self._arrive(signature if start == 0 else None, deadline)
             part = target[start : start + piece]
             if self.rank == root:
                 part.copy_(sources[root][start : start + piece])
             else:
                 part.copy_(stage[self.rank * piece : self.rank * piece + part.numel()])
 
-    def _lay_pieces(self, stage: torch.Tensor, sources: Sequence[torch.Tensor], start: int, piece: int) -> None:
+    def _stage_pieces(self, stage: torch.Tensor, sources: Sequence[torch.Tensor], start: int, piece: int) -> None:
         """Stage a piece for each other rank."""
-        for r, given in enumerate(sources):
-            part = given[start : start + piece]
+        for r, content in enumerate(sources):
+            part = content[start : start + piece]
             if r != self.rank and part.numel():
                 stage[r * piece : r * piece + part.numel()].copy_(part)
 
-    def all_to_all(self, call: CollectiveCall, mark: Signature, deadline: float) -> None:
+    def all_to_all(self, call: CollectiveCall, signature: Signature, deadline: float) -> None:
         """Exchange rows, which may be uneven. If all rows are equally long, the first round has their first pieces."""
         sources = [t.view(torch.uint8) for t in call.inputs]
         targets = [t.view(torch.uint8) for t in call.outputs]
         counts = [t.numel() for t in (*call.inputs, *call.outputs)]
-        piece, level = self.piece(1), counts[0] + 1 if len(set(counts)) == 1 else 0
-        half = self._next_half()
-        if level:
-            self._lay_pieces(self.stages[self.rank][half], sources, 0, piece)
-        self.first((*mark[:3], level), deadline)
-        if level and self._board.payloads() == [level] * self.size:
-            self._take_pieces(half, sources, targets, 0, piece)
+        piece, payload = self.piece(1), counts[0] + 1 if len(set(counts)) == 1 else 0
+        index = self._next_stage()
+        if payload:
+            self._stage_pieces(self.stages[self.rank][index], sources, 0, piece)
+        self.first((*signature[:3], payload), deadline)
+        if payload and self._barrier.payloads() == [payload] * self.size:
+            self._copy_out_pieces(index, sources, targets, 0, piece)
             self._exchange(sources, targets, piece, counts[0] * call.inputs[0].element_size(), deadline)
         else:
             self.ragged_all_to_all(call, deadline)
@@ -120,37 +125,37 @@ class ShmCollectives(Reductions):
         """Exchange the pieces of all pairs of ranks, from byte `start` on."""
         piece = self.piece(1)
         for at in range(start, longest, piece):
-            half = self._next_half()
-            self._lay_pieces(self.stages[self.rank][half], sources, at, piece)
-            self._board.barrier(deadline)
-            self._take_pieces(half, sources, targets, at, piece)
+            index = self._next_stage()
+            self._stage_pieces(self.stages[self.rank][index], sources, at, piece)
+            self._barrier.arrive_and_wait(deadline)
+            self._copy_out_pieces(index, sources, targets, at, piece)
 
-    def _take_pieces(
-        self, half: int, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], start: int, piece: int
+    def _copy_out_pieces(
+        self, index: int, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], start: int, piece: int
     ) -> None:
-        place = self.rank * piece
+        low = self.rank * piece
         for r, target in enumerate(targets):
             part = target[start : start + piece]
             if r == self.rank:
                 part.copy_(sources[r][start : start + piece])
             elif part.numel():
-                part.copy_(self.stages[r][half][place : place + part.numel()])
+                part.copy_(self.stages[r][index][low : low + part.numel()])
 
-    def check_pairs(self, own: Sequence[int], mark: Signature, deadline: float) -> None:
+    def check_pairs(self, own: Sequence[int], signature: Signature, deadline: float) -> None:
         """Compare what ranks are about to do, and what each rank sends with what its peer expects.
 
         Args:
             own: Number of elements that this rank sends to each rank, and then those that it expects.
-            mark, deadline: Of this separate round.
+            signature, deadline: Signature and deadline of this separate round.
         """
-        self.first(mark, deadline)
+        self.first(signature, deadline)
         self._longest_row(own, deadline)
 
     def _longest_row(self, own: Sequence[int], deadline: float) -> int:
         """Return the largest number of elements that any rank sends to another one, after comparing."""
-        views, size = self.views(self._next_half(), torch.int64, len(own)), self.size
+        views, size = self.views(self._next_stage(), torch.int64, len(own)), self.size
         views[self.rank].copy_(torch.tensor(own, dtype=torch.int64, device="cpu"))
-        self._board.barrier(deadline)
+        self._barrier.arrive_and_wait(deadline)
         rows: list[list[int]] = [view.tolist() for view in views]
         if any(rows[a][b] != rows[b][size + a] for a in range(size) for b in range(size)):
             self._differ()

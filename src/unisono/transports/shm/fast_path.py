@@ -28,10 +28,10 @@ class ShmFastPath:
 
     Args:
         module: The native core.
-        board: The counters that the core shares with Python.
-        words, stages, rings: The addresses of the counters, of two stages per rank, and of the rings for messages.
-        stage_bytes: The length of a stage.
-        crowded: Whether there are more ranks than processors: then a wait yields immediately.
+        barrier: The counters that the core shares with Python.
+        words, stages, rings: Addresses of the counters, of two staging buffers per rank, and of the message rings.
+        stage_bytes: The length of a staging buffer.
+        oversubscribed: Whether there are more ranks than processors: then a wait yields immediately.
         queues: The memory of the rings.
         mismatch: Raises the error of ranks with different calls.
     """
@@ -39,32 +39,32 @@ class ShmFastPath:
     def __init__(
         self,
         module: Any,
-        board: SharedBarrier,
+        barrier: SharedBarrier,
         words: int,
         stages: int,
         rings: int,
         stage_bytes: int,
-        crowded: bool,
+        oversubscribed: bool,
         queues: memoryview,
         mismatch: Callable[[Fingerprint], NoReturn],
     ) -> None:
         known = [(str(dtype).removeprefix("torch."), dtype.itemsize) for dtype in DTYPES]
-        self.core = module.Core(words, stages, rings, stage_bytes, board.rank, board.size, crowded, known)
-        self.mismatch, self.rings = mismatch, MessageRings(board, queues, self.core)
-        self._board, self._rank, self._size = board, board.rank, board.size
+        self.core = module.Core(words, stages, rings, stage_bytes, barrier.rank, barrier.size, oversubscribed, known)
+        self.mismatch, self.rings = mismatch, MessageRings(barrier, queues, self.core)
+        self._barrier, self._rank, self._size = barrier, barrier.rank, barrier.size
 
     # -- calls as the caller made them ---------------------------------------------------------------
     def collective(self, what: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float) -> Status:
         """As of `FastPath`."""
         if what.root is not None and not (type(root) is int and 0 <= root < self._size):
-            return Status.REFUSED
+            return Status.UNSUPPORTED
         operation, root = 0, -1 if root is None else root
         if not what.moves:
             return self._ended(self.core.call(what.number, _OF_BARRIER, 0, root, 0, 0, 0, 0, deadline))
         if what.reduces:
             operation = OP_CODES.get(op, 0) if type(op) in _OPS else 0
             if not operation:
-                return Status.REFUSED
+                return Status.UNSUPPORTED
         sides = self._single if what.packed or what.in_place else self._lists
         return sides(what, output, input, operation, root, deadline)
 
@@ -73,16 +73,16 @@ class ShmFastPath:
         written = root < 0 or (self._rank == root) == (what.root == "dst")
         target, address, count = as_flat(output, what.output, written=written), 0, 0
         if target is None:
-            return Status.REFUSED
+            return Status.UNSUPPORTED
         if what.packed:
             source = as_flat(input, what.input)
             if source is None or source.dtype is not target.dtype:
-                return Status.REFUSED
+                return Status.UNSUPPORTED
             # Each rank's part is some of the rows; the core checks lengths.
             if what.pairwise and not (
                 input.dim() and output.dim() and input.shape[0] % self._size == 0 == output.shape[0] % self._size
             ):
-                return Status.REFUSED
+                return Status.UNSUPPORTED
             address, count = source.data_ptr(), source.numel()
         dtype = DTYPE_CODES[target.dtype]
         status = self.core.call(
@@ -100,20 +100,20 @@ class ShmFastPath:
         ):
             tensors = (given,) if not many else () if given is None and what.root is not None else given
             if type(tensors) not in (tuple, list):
-                return Status.REFUSED
+                return Status.UNSUPPORTED
             flat: list[torch.Tensor] = []
             for index, tensor in enumerate(tensors):
                 found = as_flat(tensor, name, index if many else None, written=written)
                 if found is None or (dtype is not None and found.dtype is not dtype):
-                    return Status.REFUSED
+                    return Status.UNSUPPORTED
                 dtype = found.dtype
                 flat.append(found)
             flats.append((flat, tensors))
         if dtype is None:
-            return Status.REFUSED
+            return Status.UNSUPPORTED
         (targets, outputs), (sources, _) = flats
-        places = *_memory(targets), *_memory(sources)
-        status = self.core.call_lists(what.number, operation, DTYPE_CODES[dtype], root, *places, True, deadline)
+        memory = *_memory(targets), *_memory(sources)
+        status = self.core.call_lists(what.number, operation, DTYPE_CODES[dtype], root, *memory, True, deadline)
         if status == Status.OK:
             for tensor, result in zip(outputs, targets, strict=True):
                 if result is not tensor:
@@ -122,12 +122,12 @@ class ShmFastPath:
 
     # -- calls of the general path -------------------------------------------------------------------
     def carry(self, call: CollectiveCall, deadline: float) -> Status:
-        """Run a call as a transport receives it; `REFUSED`, with nothing done, if there is no kernel for it."""
+        """Run a call as a transport receives it; `UNSUPPORTED`, with nothing done, if there is no kernel for it."""
         tensors = (*call.inputs, *call.outputs)
         number, operation = FAMILIES[call.name].number, 0 if call.requested_op is None else OP_CODES[call.requested_op]
         root, dtype = -1 if call.root is None else call.root, DTYPE_CODES[tensors[0].dtype] if tensors else 0
-        places = *_memory(call.outputs), *_memory(call.inputs)
-        return self._ended(self.core.call_lists(number, operation, dtype, root, *places, False, deadline))
+        memory = *_memory(call.outputs), *_memory(call.inputs)
+        return self._ended(self.core.call_lists(number, operation, dtype, root, *memory, False, deadline))
 
     def compare(self, digest: int, counts: Sequence[int], deadline: float) -> Status:
         """Compare a hash in a separate round, and, if there are any counts, what ranks send each other."""
@@ -151,7 +151,7 @@ class ShmFastPath:
         rings, receives = self.rings, name == "recv"
         flat = as_flat(tensor, "tensor", written=receives)
         if flat is None or (receives and tag in rings.early[peer]):
-            return Status.REFUSED
+            return Status.UNSUPPORTED
         move = self.core.receive if receives else self.core.send
         with rings.lock:
             rings.held = True
@@ -172,15 +172,15 @@ class ShmFastPath:
         """Return how a call has ended, or raise its error."""
         if status == Status.OK:
             return Status.OK
-        if status in (Status.REFUSED, Status.DIFFERS):
+        if status in (Status.UNSUPPORTED, Status.MISMATCH):
             return Status(status)
         missing = self.core.missing
-        if status == Status.LATE:
+        if status == Status.TIMEOUT:
             raise missing_ranks_error(self.core.waited_s, [missing])
-        if status == Status.LEFT:
+        if status == Status.PEER_LEFT:
             raise left_error(missing)
-        if status == Status.ABORTED and self._board.broken is not None:
-            raise self._board.broken
+        if status == Status.ABORTED and self._barrier.broken is not None:
+            raise self._barrier.broken
         raise RuntimeError(f"the native core ended a call with status {status}")
 
 

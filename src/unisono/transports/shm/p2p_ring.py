@@ -84,14 +84,14 @@ class _Incoming:
     Attributes:
         pending: Number of receives that are not done, plus one while an early message is read.
         early: Messages that arrived before their receive, by tag.
-        sought: The tag that is probed for, if any.
+        probed: The tag that is probed for, if any.
     """
 
     def __init__(self, ring: Ring, peer: int, rank: int) -> None:
         self._ring, self._peer, self._rank, self.pending = ring, peer, rank, 0
         self._posted: dict[int, deque[tuple[Recv, CountdownWork]]] = {}
         self.early: dict[int, deque[torch.Tensor]] = {}
-        self.sought: int | None = None
+        self.probed: int | None = None
         self._tag = 0
         self._target: torch.Tensor | None = None
         self._rest = memoryview(b"")
@@ -119,7 +119,7 @@ class _Incoming:
     def move(self) -> bool:
         """Read as much as there are receives for; return whether anything was."""
         moved = False
-        while (self.pending or self.sought is not None) and self._ring.available:
+        while (self.pending or self.probed is not None) and self._ring.available:
             if self._target is None and not self._begin():
                 break
             moved = True
@@ -131,8 +131,8 @@ class _Incoming:
         return moved
 
     def _begin(self) -> bool:
-        """Read a header, and choose where the message goes; False if it is the one sought, which stays in the ring."""
-        if not self._posted and self._next_tag() == self.sought:
+        """Read a header, and choose where the message goes; False if it is the one probed, which stays in the ring."""
+        if not self._posted and self._next_tag() == self.probed:
             return False
         tag, numel, code = _HEADER.unpack_from(self._ring.peek())
         self._ring.skip(_HEADER.size)
@@ -140,7 +140,7 @@ class _Incoming:
         if tag in self._posted:
             self._end = _next(self._posted, tag)
         else:
-            # A later message, of another tag, is waited for or sought: this one has to step aside.
+            # A later message, of another tag, is waited for or probed: this one is stored in `early`.
             self._end, self.pending = None, self.pending + 1
         target = None if self._end is None else self._end[0].tensor
         if target is None or target.dtype is not dtype or target.numel() != numel:
@@ -181,7 +181,7 @@ class _Incoming:
         return tag in self.early or (self._target is None and self._ring.available > 0 and self._next_tag() == tag)
 
 
-_End = _Outgoing | _Incoming
+_RingEnd = _Outgoing | _Incoming
 
 
 def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
@@ -197,7 +197,7 @@ class MessageRings:
     """All messages of one rank. A waiting thread moves those of all peers; there is no helper thread.
 
     Args:
-        board: For waiting and waking without the core, and for failures.
+        barrier: For waiting and waking without the core, and for failures.
         memory: The part of the shared memory that holds the rings.
         core: The native core, or None.
 
@@ -213,22 +213,22 @@ class MessageRings:
         """Memory that the rings of `size` ranks take."""
         return nbytes_of(size, _RING_BYTES)
 
-    def __init__(self, board: SharedBarrier, memory: memoryview, core: Any) -> None:
-        self._board, self._core = board, core
-        self._wake: Callable[[int], object] = board.wake if core is None else core.wake
+    def __init__(self, barrier: SharedBarrier, memory: memoryview, core: Any) -> None:
+        self._barrier, self._core = barrier, core
+        self._wake: Callable[[int], object] = barrier.wake if core is None else core.wake
         self.lock, self.idle, self.held = threading.RLock(), True, False
-        outgoing, incoming = rings_of(board.rank, board.size, memory, _RING_BYTES)
+        outgoing, incoming = rings_of(barrier.rank, barrier.size, memory, _RING_BYTES)
         self._out = [_Outgoing(ring) for ring in outgoing]
-        self._in = [_Incoming(ring, peer, board.rank) for peer, ring in enumerate(incoming)]
-        self._sending: dict[int, _End] = {}
-        self._receiving: dict[int, _End] = {}
+        self._in = [_Incoming(ring, peer, barrier.rank) for peer, ring in enumerate(incoming)]
+        self._sending: dict[int, _RingEnd] = {}
+        self._receiving: dict[int, _RingEnd] = {}
         self.early = [end.early for end in self._in]
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
         """Start messages, and move them as far as possible. A thread that waits for the work moves the rest."""
         work = RingWork(timeout_s, batch, self.wait, self.check)
-        if self._board.broken is not None:
-            work.complete(self._board.broken)
+        if self._barrier.broken is not None:
+            work.complete(self._barrier.broken)
             return work
         with self.lock:
             if self.held:
@@ -247,16 +247,16 @@ class MessageRings:
     def pending(self) -> list[CountdownWork]:
         """The works that are not done."""
         with self.lock:
-            ends: list[_End] = [*self._out, *self._in]
+            ends: list[_RingEnd] = [*self._out, *self._in]
             return [work for end in ends for work in end.works()]
 
     def holds(self, peer: int, tag: int) -> bool:
         """Move what can be moved. Return whether a message with this tag has arrived that no receive waits for."""
         with self.lock:
             self._receiving[peer] = end = self._in[peer]
-            end.sought = tag
+            end.probed = tag
             self.move()
-            end.sought = None
+            end.probed = None
             return end.holds(tag)
 
     def move(self) -> bool:
@@ -279,20 +279,20 @@ class MessageRings:
         Raises as `SharedBarrier.wait_until`.
         """
         if self._core is None:
-            self._board.wait_until(lambda: self.move() or done(), deadline, missing)
+            self._barrier.wait_until(lambda: self.move() or done(), deadline, missing)
             return
-        # Another thread may move the messages that this one waits for: its moves are counted.
-        moves, started = self._core.moves, time.monotonic()
+        # Another thread may move the messages that this one waits for: the core counts its steps.
+        progress, started = self._core.progress, time.monotonic()
         if done():
             return
         limit = min(deadline, started + _SLICE_S)
-        self._core.wait_rings(list(self._sending), list(self._receiving), moves, limit)
+        self._core.wait_for_messages(list(self._sending), list(self._receiving), progress, limit)
         if not self.move() and not done():
-            self._board.check(lambda: self.move() or done(), missing)
+            self._barrier.check(lambda: self.move() or done(), missing)
             if time.monotonic() > deadline:
                 raise missing_ranks_error(time.monotonic() - started, missing())
 
     def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Move what can be moved. Raise as `SharedBarrier.check` if the rest cannot complete."""
         if not self.move() and not done():
-            self._board.check(lambda: self.move() or done(), missing)
+            self._barrier.check(lambda: self.move() or done(), missing)

@@ -14,14 +14,14 @@ from unisono.errors import CommError, CommTimeoutError
 
 __all__ = ["RingWork"]
 
-_FOREVER_S = 1e9
+_NO_TIMEOUT_S = 1e9
 
 _Done = Callable[[], bool]
 _Missing = Callable[[], Sequence[int]]
 _Move = Callable[[float, _Done, _Missing], None]
 _Check = Callable[[_Done, _Missing], None]
 
-_crew = DaemonThreadPool("unisono shared memory")
+_threads = DaemonThreadPool("unisono shared memory")
 
 
 class RingWork(CountdownWork):
@@ -35,7 +35,7 @@ class RingWork(CountdownWork):
     """
 
     def __init__(self, timeout_s: float, messages: Sequence[Message], move: _Move, check: _Check) -> None:
-        self._move, self._check, self._seen_through = move, check, False
+        self._move, self._check, self._is_waited_for = move, check, False
         super().__init__(timeout_s, messages)
 
     def wait(self, timeout: Timeout | None = None) -> None:
@@ -59,14 +59,14 @@ class RingWork(CountdownWork):
 
     def get_future(self) -> torch.futures.Future[None]:
         with self._lock:
-            first, self._seen_through = not self._seen_through, True
+            first, self._is_waited_for = not self._is_waited_for, True
         if first and not self._done.is_set():
-            _crew.run(self._see_through)
+            _threads.run(self._complete_in_background)
         return super().get_future()
 
-    def _see_through(self) -> None:
+    def _complete_in_background(self) -> None:
         try:
-            self.wait(_FOREVER_S)
+            self.wait(_NO_TIMEOUT_S)
         except CommError as error:
             # There is no caller to raise it in; the future reports it.
             self.complete(error)

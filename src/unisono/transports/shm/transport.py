@@ -30,8 +30,8 @@ from unisono.transports.shm.collectives import ShmCollectives
 from unisono.transports.shm.fast_path import ShmFastPath
 from unisono.transports.shm.mailbox import ShmMailbox
 from unisono.transports.shm.p2p_ring import MessageRings
-from unisono.transports.shm.segment import PAGE_BYTES, meet, neighbours
-from unisono.transports.shm.signature import mark_of
+from unisono.transports.shm.segment import PAGE_BYTES, map_shared, neighbours
+from unisono.transports.shm.signature import signature_of
 from unisono.transports.shm.symmetric_memory import SymmetricMemory
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 __all__ = ["TRANSPORT", "ShmTransport"]
 
 _STAGE_BYTES = 1 << 20
-_QUOTE_S = 10.0
-_CARDS = 64
-_CARD = struct.Struct("<?15s")
-"""Entry of a rank in the page that proves to be the right one: whether there is a spare core, and the build of the
+_MISMATCH_TIMEOUT_S = 10.0
+_INFOS = 64
+_INFO = struct.Struct("<?15s")
+"""Entry of a rank in the first page: whether there is a spare core, and the build of the
 native core, if any."""
 
 
 class ShmTransport(Transport):
-    """Transport in shared memory of one group: a barrier, two stages per rank, and rings for messages.
+    """Transport in shared memory of one group: a barrier, two staging buffers per rank, and rings for messages.
 
     Memory of p ranks: 2 MiB for each rank and 128 KiB for each ordered pair, allocated on first
     touch, and freed with the last process; messages of any length pass through it.
@@ -68,35 +68,35 @@ class ShmTransport(Transport):
         self._fingerprint: Fingerprint | None = None
         self._native: ShmFastPath | None = None
         module, size = native(), group.size
-        board = -(-(_CARDS + _CARD.size * size) // PAGE_BYTES) * PAGE_BYTES
-        stages = board + -(-SharedBarrier.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
+        barrier = -(-(_INFOS + _INFO.size * size) // PAGE_BYTES) * PAGE_BYTES
+        stages = barrier + -(-SharedBarrier.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
         rings = stages + size * 2 * _STAGE_BYTES
 
         def mapped(descriptor: int, nbytes: int) -> mmap.mmap:
             memory = mmap.mmap(descriptor, nbytes)
             build = "" if module is None else module.BUILD
-            _CARD.pack_into(memory, _CARDS + _CARD.size * group.rank, spare, build.encode()[:15])
+            _INFO.pack_into(memory, _INFOS + _INFO.size * group.rank, spare, build.encode()[:15])
             return memory
 
-        memory = meet(group, control, "memory", rings + MessageRings.nbytes(size), options.timeout_s, mapped)
-        said = [_CARD.unpack_from(memory, _CARDS + _CARD.size * rank) for rank in range(size)]
-        self.background = all(spares for spares, _ in said)
+        memory = map_shared(group, control, "memory", rings + MessageRings.nbytes(size), options.timeout_s, mapped)
+        infos = [_INFO.unpack_from(memory, _INFOS + _INFO.size * rank) for rank in range(size)]
+        self.background = all(spares for spares, _ in infos)
         with torch.inference_mode(mode=False):
             words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
-        self._board = SharedBarrier(words[board // 8 : stages // 8], data.data_ptr() + board, group.rank, size)
+        self._barrier = SharedBarrier(words[barrier // 8 : stages // 8], data.data_ptr() + barrier, group.rank, size)
         # Memory is unmapped when its last user is freed, so no reference cycle may contain this object.
-        differ = _weakly(self._differ)
+        differ = _weak_method(self._differ)
         queues, core = memoryview(memory)[rings:], None
-        if module is not None and _all_native([build for _, build in said], group):
+        if module is not None and _all_native([build for _, build in infos], group):
             begin = data.data_ptr()
-            where = begin + board, begin + stages, begin + rings
-            self._native = ShmFastPath(module, self._board, *where, _STAGE_BYTES, size > cores(), queues, differ)
+            where = begin + barrier, begin + stages, begin + rings
+            self._native = ShmFastPath(module, self._barrier, *where, _STAGE_BYTES, size > cores(), queues, differ)
             self.fast_path, core = self._native, self._native.core
-        self._rings = MessageRings(self._board, queues, None) if self._native is None else self._native.rings
-        self._arenas = SymmetricMemory(group, control, options.timeout_s, core)
-        halves = data[stages:rings].view(size, 2, _STAGE_BYTES)
-        pairs = [(half[0], half[1]) for half in halves]
-        self._rounds = ShmCollectives(self._board, pairs, self._arenas, differ)
+        self._rings = MessageRings(self._barrier, queues, None) if self._native is None else self._native.rings
+        self._symmetric = SymmetricMemory(group, control, options.timeout_s, core)
+        buffers = data[stages:rings].view(size, 2, _STAGE_BYTES)
+        pairs = [(pair[0], pair[1]) for pair in buffers]
+        self._collectives = ShmCollectives(self._barrier, pairs, self._symmetric, differ)
         self._memory = memory
 
     @classmethod
@@ -104,7 +104,7 @@ class ShmTransport(Transport):
         obstacle = why_no_shm()
         if obstacle is not None:
             raise UnavailableError(obstacle)
-        # The communicator reports failures; only members of the group can meet in memory.
+        # The communicator reports failures; only members of the group can share memory.
         control.join(group)
         return cls(group, control, options, spare=cores() >= group.size * (torch.get_num_threads() + 1))
 
@@ -113,7 +113,7 @@ class ShmTransport(Transport):
         return neighbours(group, control, timeout_s)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._arenas.empty(shape, dtype)
+        return self._symmetric.empty(shape, dtype)
 
     def split(self, group: Group) -> ShmTransport:
         # The part does not know whether ranks outside it compute, too.
@@ -132,7 +132,7 @@ class ShmTransport(Transport):
 
         found = here()
         if not found:
-            self._board.check(here, lambda: [peer])
+            self._barrier.check(here, lambda: [peer])
         return found
 
     # -- collectives ---------------------------------------------------------------------------
@@ -144,12 +144,12 @@ class ShmTransport(Transport):
             return
         digest, pairs = hash_of(fingerprint.compared()[1:]), [*fingerprint.sends, *fingerprint.receives]
         if self._native is not None:
-            if self._native.compare(digest, pairs, deadline) is Status.DIFFERS:
+            if self._native.compare(digest, pairs, deadline) is Status.MISMATCH:
                 self._differ()
         elif pairs:
-            self._rounds.check_pairs(pairs, (digest, 0, 0, 0), deadline)
+            self._collectives.check_pairs(pairs, (digest, 0, 0, 0), deadline)
         else:
-            self._rounds.barrier((digest, 0, 0, 0), deadline)
+            self._collectives.barrier((digest, 0, 0, 0), deadline)
 
     def collective(self, call: CollectiveCall) -> Work:
         return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
@@ -157,40 +157,40 @@ class ShmTransport(Transport):
     def _run(self, call: CollectiveCall, deadline: float) -> None:
         if self._native is not None:
             status = self._native.carry(call, deadline)
-            if status is Status.DIFFERS:
+            if status is Status.MISMATCH:
                 self._differ()
             if status is Status.OK:
                 return
-        rounds, mark = self._rounds, mark_of(call)
+        collectives, signature = self._collectives, signature_of(call)
         if call.name == "all_reduce":
-            rounds.all_reduce(call.outputs[0], call.op or ReduceOp.SUM, mark, deadline)
+            collectives.all_reduce(call.outputs[0], call.op or ReduceOp.SUM, signature, deadline)
         elif call.name == "barrier":
-            rounds.barrier(mark, deadline)
+            collectives.barrier(signature, deadline)
         else:
-            getattr(rounds, call.name)(call, mark, deadline)
+            getattr(collectives, call.name)(call, signature, deadline)
 
     def _differ(self, fingerprint: Fingerprint | None = None) -> NoReturn:
-        """Raise the error of ranks with different marks, quoting the call of each. All ranks see the difference."""
+        """Raise the error of ranks with different signatures, quoting the call of each. All ranks raise it."""
         mine = fingerprint or self._fingerprint
         assert mine is not None
-        topic, patience = f"mismatch in round {self._board.round}", min(self._options.timeout_s, _QUOTE_S)
+        topic, timeout = f"mismatch in round {self._barrier.round}", min(self._options.timeout_s, _MISMATCH_TIMEOUT_S)
         # Calls of the fast path are not numbered here; the rounds have shown that all ranks are at the same call.
-        values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), patience)
+        values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), timeout)
         problem = explain([Fingerprint(*value) for value in values])
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
 
     # -- end -----------------------------------------------------------------------------------
     def leave(self) -> None:
-        if self._board.broken is None:
-            self._board.leave()
+        if self._barrier.broken is None:
+            self._barrier.leave()
 
     def close(self) -> None:
         self.leave()
         self.abort(ClosedError("the communicator is closed"))
 
     def abort(self, cause: BaseException) -> None:
-        if self._board.broken is None:
-            self._board.broken = cause
+        if self._barrier.broken is None:
+            self._barrier.broken = cause
             if self._native is not None:
                 self._native.abort()
         for work in () if self._rings.idle else self._rings.pending():
@@ -213,14 +213,14 @@ def _all_native(builds: Sequence[bytes], group: Group) -> bool:
     return not without
 
 
-def _weakly(method: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+def _weak_method(method: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     """Return a function that calls a method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
-    def call(*given: Any) -> NoReturn:
+    def call(*args: Any) -> NoReturn:
         found = reference()
         if found is not None:
-            found(*given)
+            found(*args)
         raise ClosedError("the communicator is closed")
 
     return call

@@ -10,12 +10,15 @@ namespace unisono {
 
 // From this size on, stores bypass the caches: other ranks last accessed these lines, their cores may share no cache
 // with this one, and the data does not stay in this core's cache until it is reduced.
-inline constexpr int64_t kPastBytes = 256 << 10;
+inline constexpr int64_t kNonTemporalBytes = 256 << 10;
 
-inline void copy_gradient(char* place, const char* gradient, size_t nbytes, bool past) {
+inline void copy_gradient(char* destination, const char* gradient, size_t nbytes, bool non_temporal) {
     // The gradient may be there already, since an earlier step.
-    if (place == gradient || !nbytes) return;
-    past ? copy_past_caches(place, gradient, nbytes) : static_cast<void>(std::memcpy(place, gradient, nbytes));
+    if (destination == gradient || !nbytes) return;
+    if (non_temporal)
+        copy_non_temporal(destination, gradient, nbytes);
+    else
+        std::memcpy(destination, gradient, nbytes);
 }
 
 }  // namespace unisono

@@ -7,37 +7,37 @@
 #include <string_view>
 #include <type_traits>
 
-#include "kernels/halves.hpp"
+#include "kernels/half_precision.hpp"
 
 namespace unisono {
 
 // A block summed in one step stays in the nearest cache. Longer copies take a separate path, which is slow to start.
 inline constexpr size_t kBlockBytes = 2048;
 
-enum class Op { sum, product, min, max, band, bor, bxor };
+enum class ReduceOp { sum, product, min, max, band, bor, bxor };
 
-template <Op op, class T>
-inline T combined(T a, T b) {
+template <ReduceOp op, class T>
+inline T apply(T a, T b) {
     if constexpr (std::is_same_v<T, bool>) {
-        if constexpr (op == Op::sum || op == Op::max || op == Op::bor) return a | b;
-        if constexpr (op == Op::product || op == Op::min || op == Op::band) return a & b;
+        if constexpr (op == ReduceOp::sum || op == ReduceOp::max || op == ReduceOp::bor) return a | b;
+        if constexpr (op == ReduceOp::product || op == ReduceOp::min || op == ReduceOp::band) return a & b;
         return a ^ b;
-    } else if constexpr (op == Op::min) {
+    } else if constexpr (op == ReduceOp::min) {
         // A NaN on either side is the result, as in torch.minimum.
         return a < b || a != a ? a : b;
-    } else if constexpr (op == Op::max) {
+    } else if constexpr (op == ReduceOp::max) {
         return a > b || a != a ? a : b;
     } else if constexpr (std::is_integral_v<T>) {
         // Integers wrap. Types shorter than int would be promoted to signed int, and its overflow is undefined.
         using Wide = std::conditional_t<sizeof(T) < sizeof(uint32_t), uint32_t, std::make_unsigned_t<T>>;
         const auto x = static_cast<Wide>(a), y = static_cast<Wide>(b);
-        if constexpr (op == Op::sum) return static_cast<T>(x + y);
-        if constexpr (op == Op::product) return static_cast<T>(x * y);
-        if constexpr (op == Op::band) return static_cast<T>(x & y);
-        if constexpr (op == Op::bor) return static_cast<T>(x | y);
+        if constexpr (op == ReduceOp::sum) return static_cast<T>(x + y);
+        if constexpr (op == ReduceOp::product) return static_cast<T>(x * y);
+        if constexpr (op == ReduceOp::band) return static_cast<T>(x & y);
+        if constexpr (op == ReduceOp::bor) return static_cast<T>(x | y);
         return static_cast<T>(x ^ y);
     } else {
-        if constexpr (op == Op::sum) return a + b;
+        if constexpr (op == ReduceOp::sum) return a + b;
         return a * b;
     }
 }
@@ -45,40 +45,40 @@ inline T combined(T a, T b) {
 // `to` may be `a` or `b`, but shares no memory with them otherwise.
 using Kernel = void (*)(const char* a, const char* b, char* to, size_t count);
 
-template <Op op, class T>
+template <ReduceOp op, class T>
 void combine_elements(const char* a, const char* b, char* to, size_t count) {
     const auto* low = reinterpret_cast<const T*>(a);
     const auto* high = reinterpret_cast<const T*>(b);
     auto* out = reinterpret_cast<T*>(to);
 #pragma GCC ivdep
-    for (size_t n = 0; n < count; n++) out[n] = combined<op, T>(low[n], high[n]);
+    for (size_t n = 0; n < count; n++) out[n] = apply<op, T>(low[n], high[n]);
 }
 
-#ifdef UNISONO_WIDE
+#ifdef UNISONO_AVX2
 // Returns the number of elements done: all but the last few.
-template <Op op, class Half>
-UNISONO_WIDE size_t combine_lanes(const char* a, const char* b, char* to, size_t count) {
+template <ReduceOp op, class Half>
+UNISONO_AVX2 size_t combine_vectors(const char* a, const char* b, char* to, size_t count) {
     const auto* low = reinterpret_cast<const uint16_t*>(a);
     const auto* high = reinterpret_cast<const uint16_t*>(b);
     size_t n = 0;
     for (; n + 8 <= count; n += 8) {
-        const Lanes x = Half::load(low + n), y = Half::load(high + n);
-        Lanes z;
-        if constexpr (op == Op::sum) z = add(x, y);
-        if constexpr (op == Op::product) z = multiply(x, y);
-        if constexpr (op == Op::min) z = minimum(x, y);
-        if constexpr (op == Op::max) z = maximum(x, y);
+        const FloatVector x = Half::load(low + n), y = Half::load(high + n);
+        FloatVector z;
+        if constexpr (op == ReduceOp::sum) z = add(x, y);
+        if constexpr (op == ReduceOp::product) z = multiply(x, y);
+        if constexpr (op == ReduceOp::min) z = minimum(x, y);
+        if constexpr (op == ReduceOp::max) z = maximum(x, y);
         Half::store(reinterpret_cast<uint16_t*>(to) + n, z);
     }
     return n;
 }
 #endif
 
-template <Op op, class Half>
+template <ReduceOp op, class Half>
 void combine_halves(const char* a, const char* b, char* to, size_t count) {
-#ifdef UNISONO_WIDE
-    if (has_lanes()) {
-        const size_t done = combine_lanes<op, Half>(a, b, to, count);
+#ifdef UNISONO_AVX2
+    if (has_avx2()) {
+        const size_t done = combine_vectors<op, Half>(a, b, to, count);
         a += 2 * done, b += 2 * done, to += 2 * done, count -= done;
     }
 #endif
@@ -88,7 +88,7 @@ void combine_halves(const char* a, const char* b, char* to, size_t count) {
         const size_t length = std::min(step, count - n);
         Half::widen(reinterpret_cast<const uint16_t*>(a) + n, low, length);
         Half::widen(reinterpret_cast<const uint16_t*>(b) + n, high, length);
-        for (size_t i = 0; i < length; i++) low[i] = combined<op, float>(low[i], high[i]);
+        for (size_t i = 0; i < length; i++) low[i] = apply<op, float>(low[i], high[i]);
         Half::narrow(low, reinterpret_cast<uint16_t*>(to) + n, length);
     }
 }
@@ -107,13 +107,13 @@ void divide_elements(char* at, size_t count, int64_t divisor) {
 template <class Half>
 void divide_halves(char* at, size_t count, int64_t divisor) {
     constexpr size_t step = 256;
-    float wide[step];
+    float widened[step];
     for (size_t n = 0; n < count; n += step) {
         const size_t length = std::min(step, count - n);
         auto* values = reinterpret_cast<uint16_t*>(at) + n;
-        Half::widen(values, wide, length);
-        divide_elements<float>(reinterpret_cast<char*>(wide), length, divisor);
-        Half::narrow(wide, values, length);
+        Half::widen(values, widened, length);
+        divide_elements<float>(reinterpret_cast<char*>(widened), length, divisor);
+        Half::narrow(widened, values, length);
     }
 }
 
@@ -128,62 +128,62 @@ struct Reduction {
 };
 
 template <class T>
-Reduction elements(Op op) {
+Reduction elements(ReduceOp op) {
     if constexpr (std::is_floating_point_v<T>) {
-        if (op == Op::sum) return {combine_elements<Op::sum, T>, sizeof(T), nullptr, divide_elements<T>};
+        if (op == ReduceOp::sum) return {combine_elements<ReduceOp::sum, T>, sizeof(T), nullptr, divide_elements<T>};
     } else {
-        if (op == Op::sum) return {combine_elements<Op::sum, T>, sizeof(T)};
-        if (op == Op::band) return {combine_elements<Op::band, T>, sizeof(T)};
-        if (op == Op::bor) return {combine_elements<Op::bor, T>, sizeof(T)};
-        if (op == Op::bxor) return {combine_elements<Op::bxor, T>, sizeof(T)};
+        if (op == ReduceOp::sum) return {combine_elements<ReduceOp::sum, T>, sizeof(T)};
+        if (op == ReduceOp::band) return {combine_elements<ReduceOp::band, T>, sizeof(T)};
+        if (op == ReduceOp::bor) return {combine_elements<ReduceOp::bor, T>, sizeof(T)};
+        if (op == ReduceOp::bxor) return {combine_elements<ReduceOp::bxor, T>, sizeof(T)};
     }
-    if (op == Op::product) return {combine_elements<Op::product, T>, sizeof(T)};
-    if (op == Op::min) return {combine_elements<Op::min, T>, sizeof(T)};
-    if (op == Op::max) return {combine_elements<Op::max, T>, sizeof(T)};
+    if (op == ReduceOp::product) return {combine_elements<ReduceOp::product, T>, sizeof(T)};
+    if (op == ReduceOp::min) return {combine_elements<ReduceOp::min, T>, sizeof(T)};
+    if (op == ReduceOp::max) return {combine_elements<ReduceOp::max, T>, sizeof(T)};
     return {};
 }
 
 template <class Half>
-Reduction halves(Op op) {
-    if (op == Op::sum) return {combine_halves<Op::sum, Half>, 2, divide_halves<Half>};
-    if (op == Op::product) return {combine_halves<Op::product, Half>, 2};
-    if (op == Op::min) return {combine_halves<Op::min, Half>, 2};
-    if (op == Op::max) return {combine_halves<Op::max, Half>, 2};
+Reduction halves(ReduceOp op) {
+    if (op == ReduceOp::sum) return {combine_halves<ReduceOp::sum, Half>, 2, divide_halves<Half>};
+    if (op == ReduceOp::product) return {combine_halves<ReduceOp::product, Half>, 2};
+    if (op == ReduceOp::min) return {combine_halves<ReduceOp::min, Half>, 2};
+    if (op == ReduceOp::max) return {combine_halves<ReduceOp::max, Half>, 2};
     return {};
 }
 
 // Complex sums and averages are computed by parts; `to` may be `a` or `b`.
-template <class Part>
+template <class Real>
 void sum_complex(const char* a, const char* b, char* to, size_t count) {
-    combine_elements<Op::sum, Part>(a, b, to, 2 * count);
+    combine_elements<ReduceOp::sum, Real>(a, b, to, 2 * count);
 }
 
-template <class Part>
+template <class Real>
 void multiply_complex(const char* a, const char* b, char* to, size_t count) {
-    const auto* low = reinterpret_cast<const Part*>(a);
-    const auto* high = reinterpret_cast<const Part*>(b);
-    auto* out = reinterpret_cast<Part*>(to);
+    const auto* low = reinterpret_cast<const Real*>(a);
+    const auto* high = reinterpret_cast<const Real*>(b);
+    auto* out = reinterpret_cast<Real*>(to);
     for (size_t n = 0; n < 2 * count; n += 2) {
-        const Part real = low[n] * high[n] - low[n + 1] * high[n + 1];
-        const Part imaginary = low[n] * high[n + 1] + low[n + 1] * high[n];
+        const Real real = low[n] * high[n] - low[n + 1] * high[n + 1];
+        const Real imaginary = low[n] * high[n + 1] + low[n + 1] * high[n];
         out[n] = real, out[n + 1] = imaginary;
     }
 }
 
-template <class Part>
+template <class Real>
 void divide_complex(char* at, size_t count, int64_t divisor) {
-    divide_elements<Part>(at, 2 * count, divisor);
+    divide_elements<Real>(at, 2 * count, divisor);
 }
 
-template <class Part>
-Reduction complexes(Op op) {
-    if (op == Op::sum) return {sum_complex<Part>, 2 * sizeof(Part), nullptr, divide_complex<Part>};
-    if (op == Op::product) return {multiply_complex<Part>, 2 * sizeof(Part)};
+template <class Real>
+Reduction complexes(ReduceOp op) {
+    if (op == ReduceOp::sum) return {sum_complex<Real>, 2 * sizeof(Real), nullptr, divide_complex<Real>};
+    if (op == ReduceOp::product) return {multiply_complex<Real>, 2 * sizeof(Real)};
     return {};
 }
 
 // Keyed by torch's names of dtypes, without "torch."; returns no kernel if there is none.
-inline Reduction reduction_of(std::string_view dtype, Op op) {
+inline Reduction reduction_of(std::string_view dtype, ReduceOp op) {
     if (dtype == "float32") return elements<float>(op);
     if (dtype == "float64") return elements<double>(op);
     if (dtype == "float16") return halves<Float16>(op);

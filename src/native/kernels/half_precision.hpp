@@ -22,9 +22,9 @@ inline uint32_t bits_of_float(float value) {
 }
 
 struct BFloat16 {
-#ifdef UNISONO_WIDE
-    UNISONO_WIDE static Lanes load(const uint16_t* from) { return load_bfloat16(from); }
-    UNISONO_WIDE static void store(uint16_t* to, Lanes values) { store_bfloat16(to, values); }
+#ifdef UNISONO_AVX2
+    UNISONO_AVX2 static FloatVector load(const uint16_t* from) { return load_bfloat16(from); }
+    UNISONO_AVX2 static void store(uint16_t* to, FloatVector values) { store_bfloat16(to, values); }
 #endif
     static void widen(const uint16_t* from, float* to, size_t count) {
         for (size_t n = 0; n < count; n++) to[n] = float_of_bits(static_cast<uint32_t>(from[n]) << 16);
@@ -39,36 +39,36 @@ struct BFloat16 {
 };
 
 struct Float16 {
-#ifdef UNISONO_WIDE
-    UNISONO_WIDE static Lanes load(const uint16_t* from) { return load_float16(from); }
-    UNISONO_WIDE static void store(uint16_t* to, Lanes values) { store_float16(to, values); }
+#ifdef UNISONO_AVX2
+    UNISONO_AVX2 static FloatVector load(const uint16_t* from) { return load_float16(from); }
+    UNISONO_AVX2 static void store(uint16_t* to, FloatVector values) { store_float16(to, values); }
 #endif
     static void widen(const uint16_t* from, float* to, size_t count) {
-        for (size_t n = 0; n < count; n++) to[n] = wide(from[n]);
+        for (size_t n = 0; n < count; n++) to[n] = to_float(from[n]);
     }
     static void narrow(const float* from, uint16_t* to, size_t count) {
-        for (size_t n = 0; n < count; n++) to[n] = narrowed(from[n]);
+        for (size_t n = 0; n < count; n++) to[n] = from_float(from[n]);
     }
 
-    static float wide(uint16_t half) {
-        const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7FFF;
+    static float to_float(uint16_t half) {
+        const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, magnitude = half & 0x7FFF;
         // Below the least normal number: its bits count multiples of 2**-24, so the product is exact.
-        if (rest < 0x400) return float_of_bits(bits_of_float(static_cast<float>(rest) * 0x1p-24f) | sign);
-        const uint32_t exponent = rest < 0x7C00 ? rest + (112 << 10) : rest + (224 << 10);
-        return float_of_bits(exponent << 13 | sign | (rest > 0x7C00 ? 0x400000 : 0));
+        if (magnitude < 0x400) return float_of_bits(bits_of_float(static_cast<float>(magnitude) * 0x1p-24f) | sign);
+        const uint32_t exponent = magnitude < 0x7C00 ? magnitude + (112 << 10) : magnitude + (224 << 10);
+        return float_of_bits(exponent << 13 | sign | (magnitude > 0x7C00 ? 0x400000 : 0));
     }
 
-    static uint16_t narrowed(float value) {
-        const uint32_t bits = bits_of_float(value), rest = bits & 0x7FFFFFFF;
+    static uint16_t from_float(float value) {
+        const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7FFFFFFF;
         const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
-        if (rest > 0x7F800000) return sign | 0x7E00;
+        if (magnitude > 0x7F800000) return sign | 0x7E00;
         // Infinity from 65520 on, which is halfway between the largest half and the next one.
-        if (rest >= 0x477FF000) return sign | 0x7C00;
-        if (rest < 0x38800000) {
+        if (magnitude >= 0x477FF000) return sign | 0x7C00;
+        if (magnitude < 0x38800000) {
             // The addition of 0.5 leaves multiples of 2**-24 in the last bits, rounded by the processor.
-            return sign | static_cast<uint16_t>(bits_of_float(float_of_bits(rest) + 0.5f) - bits_of_float(0.5f));
+            return sign | static_cast<uint16_t>(bits_of_float(float_of_bits(magnitude) + 0.5f) - bits_of_float(0.5f));
         }
-        return sign | static_cast<uint16_t>((rest - (112 << 23) + 0xFFF + (rest >> 13 & 1)) >> 13);
+        return sign | static_cast<uint16_t>((magnitude - (112 << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13);
     }
 };
 

@@ -1,0 +1,74 @@
+// Copies to memory that other ranks read, and reductions into it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "kernels/reduce_kernels.hpp"
+#include "kernels/platform.hpp"
+
+namespace unisono {
+
+// Lines that another rank has read are slow to write if its core shares no cache with this one: ten times as slow as
+// non-temporal stores to memory. If the cores do share a cache, such stores cost the readers more than they save. The
+// faster one changes as the system moves ranks from core to core, so each rank times its copies.
+class StageWriter {
+  public:
+    void copy(char* to, const char* from, size_t nbytes) {
+        if (nbytes < kMinTimedBytes) {
+            if (nbytes) std::memcpy(to, from, nbytes);
+            return;
+        }
+        const unsigned count = ++count_;
+        // The slower kind of store is tried at the 1st, 2nd, 4th, 8th ... copy, and then every 256th.
+        const bool probe = count % kProbeInterval == 0 || (count & (count - 1)) == 0;
+        const bool non_temporal = non_temporal_is_faster() != probe;
+        double& cost = non_temporal ? non_temporal_s_ : temporal_s_;
+        const double start = monotonic_s();
+        (non_temporal ? copy_non_temporal : copy_temporal)(to, from, nbytes);
+        const double measured = (monotonic_s() - start) / static_cast<double>(nbytes);
+        // A single slow copy may have been interrupted.
+        cost = cost > 0 && measured > 2 * cost ? 2 * cost : measured;
+    }
+
+    // Reduces rows in their order, block by block, to any number of targets, which may include rows.
+    // `shared_target` is memory that other ranks read; the result is divided by the divisor, if it is not 1.
+    void reduce(const Reduction& reduction, const std::vector<const char*>& rows, size_t count, int64_t divisor,
+                const std::vector<char*>& targets, char* shared_target) const {
+        alignas(64) char block[kBlockBytes];
+        const size_t step = kBlockBytes / reduction.width;
+        const bool non_temporal = non_temporal_is_faster();
+        const bool direct = !shared_target && can_accumulate_in_place(rows, targets);
+        for (size_t n = 0; n < count; n += step) {
+            const size_t length = std::min(step, count - n);
+            const size_t at = n * reduction.width, nbytes = length * reduction.width;
+            char* sum = direct ? targets[0] + at : block;
+            if (rows.size() == 1) std::memmove(sum, rows[0] + at, nbytes);
+            for (size_t r = 1; r < rows.size(); r++)
+                reduction.kernel(r == 1 ? rows[0] + at : sum, rows[r] + at, sum, length);
+            if (divisor != 1) reduction.divide(sum, length, divisor);
+            for (size_t t = direct; t < targets.size(); t++) std::memcpy(targets[t] + at, sum, nbytes);
+            if (shared_target) (non_temporal ? copy_non_temporal : copy_temporal)(shared_target + at, sum, nbytes);
+        }
+    }
+
+  private:
+    static constexpr size_t kMinTimedBytes = 1 << 12;
+    static constexpr double kSlowdown = 3;
+    static constexpr unsigned kProbeInterval = 256;
+
+    // Whether the sum may accumulate in the first target: that is not a row read after the first two.
+    static bool can_accumulate_in_place(const std::vector<const char*>& rows, const std::vector<char*>& targets) {
+        if (targets.empty()) return false;
+        return rows.size() < 3 || std::find(rows.begin() + 2, rows.end(), targets[0]) == rows.end();
+    }
+    static void copy_temporal(char* to, const char* from, size_t nbytes) { std::memcpy(to, from, nbytes); }
+    bool non_temporal_is_faster() const { return temporal_s_ > kSlowdown * non_temporal_s_; }
+
+    double temporal_s_ = 0, non_temporal_s_ = 0;
+    unsigned count_ = 0;
+};
+
+}  // namespace unisono

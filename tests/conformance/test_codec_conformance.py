@@ -27,22 +27,22 @@ BUCKETS = st.builds(
 @example(size=3, bucket=Bucket([()], torch.float16, "huge"))
 @example(size=2, bucket=Bucket([], torch.float32))
 @settings(max_examples=max(5, settings.default.max_examples // 10))
-def test_laws(name: str, size: int, bucket: Bucket) -> None:
+def test_conformance(name: str, size: int, bucket: Bucket) -> None:
     check_codec(CODECS[name], size, bucket)
 
 
 @pytest.mark.parametrize("numbers", ["sparse", pytest.param("normal", marks=pytest.mark.soak)])
 # Each of them in `make soak`.
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (i % 2)) for i, n in enumerate(NAMES)])
-def test_feedback_converges(name: str, numbers: str) -> None:
+def test_error_feedback_converges(name: str, numbers: str) -> None:
     bucket = Bucket([(8, 5)], torch.float64, numbers, seed=3)
     run_ranks(lambda comm: check_feedback(CODECS[name], comm, bucket), 3)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_of_a_long_bucket(name: str) -> None:
+def test_compressed_size_of_a_long_bucket(name: str) -> None:
     check_bytes(CODECS[name], 4, Bucket([(300, 500), (777,)]))
 
 
-def test_there_are_codecs() -> None:
+def test_codecs_are_registered() -> None:
     assert {"fp16", "bf16", "int8", "topk", "randomk", "powersgd", "onebit", "error_feedback"} <= set(NAMES)

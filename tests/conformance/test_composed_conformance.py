@@ -40,7 +40,7 @@ SAMPLE = (
 @pytest.mark.parametrize(
     "law", [pytest.param(law, marks=() if law.__name__ in SAMPLE else pytest.mark.soak) for law in LAWS]
 )
-def test_shared_memory_and_gloo(law: Law) -> None:
+def test_shm_and_gloo(law: Law) -> None:
     law(THREE_HOSTS)
 
 

@@ -65,11 +65,11 @@ for _name in sorted(set(TRANSPORTS.names()) - MISSING.keys()):
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_a_transport_that_is_not_here_says_how_to_get_it(name: str) -> None:
+def test_unavailable_transport_names_its_remedy(name: str) -> None:
     assert re.search("use |pip install|needs a GPU", MISSING[name]), MISSING[name]
 
 
-def test_these_are_always_here() -> None:
+def test_builtin_transports_are_available() -> None:
     assert not {"thread", "sim", "gloo"} & MISSING.keys()
     assert {"TestThread", "TestSim", "TestGloo"} <= globals().keys()
 

@@ -87,31 +87,31 @@ def summed(comm: un.Communicator) -> tuple[str, list[float]]:
     return comm.backend, t.tolist()
 
 
-def test_it_carries_what_is_sent() -> None:
+def test_entry_point_transport_delivers() -> None:
     courier = TRANSPORTS["courier"]
     courier.carried.clear()  # type: ignore[attr-defined]  # of the temporary module
     assert run_ranks(summed, 2, "courier") == [("courier", [3.0] * 3)] * 2
     assert {rank for rank, _ in courier.carried} == {0, 1}  # type: ignore[attr-defined]
 
 
-def test_it_is_among_the_known_names() -> None:
+def test_entry_point_name_is_listed() -> None:
     assert {"courier", "thread", "shm"} <= set(TRANSPORTS.names())
     with pytest.raises(ValueError, match=r"unknown transport 'pigeon'; known: courier, "):
         TRANSPORTS["pigeon"]
 
 
-def test_a_name_of_this_package_is_not_taken_over() -> None:
+def test_entry_point_cannot_replace_a_builtin() -> None:
     assert TRANSPORTS["thread"] is ThreadTransport
     with pytest.raises(ValueError, match="'courier' exists already"):
         TRANSPORTS.register("courier", ThreadTransport)
 
 
-def test_an_entry_point_that_leads_nowhere_says_so() -> None:
+def test_broken_entry_point_is_an_error() -> None:
     with pytest.raises(AttributeError, match="Missing"):
         TRANSPORTS["lost"]
 
 
-def test_an_algorithm_is_found_in_the_same_way() -> None:
+def test_algorithm_is_found_by_entry_point() -> None:
     def program(comm: un.Communicator) -> list[float]:
         t = torch.full((3,), comm.rank + 1.0)
         comm.all_reduce(t, algorithm="someones")
@@ -120,7 +120,7 @@ def test_an_algorithm_is_found_in_the_same_way() -> None:
     assert run_ranks(program, 2, "thread") == [[3.0] * 3] * 2
 
 
-def test_a_fresh_process_needs_nothing_but_the_path(installed: Path) -> None:
+def test_fresh_process_finds_the_entry_point(installed: Path) -> None:
     path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -36,14 +36,14 @@ FEW = max(5, settings.default.max_examples // 5)
 @example(count=3, sizes=[0.1] * 10, seed=0, kinds=2)
 @example(count=0, sizes=[1.0], seed=0, kinds=1)
 @settings(max_examples=FEW)
-def test_a_division(name: str, count: int, sizes: list[float], seed: int, kinds: int) -> None:
+def test_partition_conformance(name: str, count: int, sizes: list[float], seed: int, kinds: int) -> None:
     check_partitioner(PARTITIONERS[name].of, Samples(count, seed % 1000, kinds), sizes, seed)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(count=counts, ranks=paths, data=st.data(), seed=st.integers(0, 2**70), kinds=kinds)
 @settings(max_examples=FEW)
-def test_going_on_with_other_ranks(
+def test_resumes_on_another_number_of_ranks(
     name: str, count: int, ranks: list[int], data: st.DataObject, seed: int, kinds: int
 ) -> None:
     exact = st.floats(0, 1).map(lambda share: [share] * MOST)
@@ -55,7 +55,7 @@ def test_going_on_with_other_ranks(
 @pytest.mark.parametrize("name", NAMES)
 @given(count=st.integers(0, 200), ranks=paths, data=st.data())
 @settings(max_examples=FEW)
-def test_states_go_on_with_other_ranks(name: str, count: int, ranks: list[int], data: st.DataObject) -> None:
+def test_states_resume_on_another_number_of_ranks(name: str, count: int, ranks: list[int], data: st.DataObject) -> None:
     taken = [data.draw(st.lists(st.floats(0, 1), min_size=parts, max_size=parts)) for parts in ranks[:-1]]
     check_states(partial(PartitionSampler, partition=name), Samples(count), ranks, taken)
 
@@ -63,7 +63,9 @@ def test_states_go_on_with_other_ranks(name: str, count: int, ranks: list[int], 
 @pytest.mark.parametrize("name", IN_TURNS)
 @given(count=st.integers(0, 200), ranks=paths, data=st.data())
 @settings(max_examples=FEW)
-def test_one_order_for_any_ranks(name: str, count: int, ranks: list[int], data: st.DataObject) -> None:
+def test_order_is_independent_of_the_number_of_ranks(
+    name: str, count: int, ranks: list[int], data: st.DataObject
+) -> None:
     done = [data.draw(st.integers(0, count)) for _ in ranks[:-1]]
     check_global_order(partial(PartitionSampler, partition=name), Samples(count), ranks, done)
 
@@ -71,20 +73,20 @@ def test_one_order_for_any_ranks(name: str, count: int, ranks: list[int], data: 
 @pytest.mark.parametrize("name", NAMES)
 @given(count=st.integers(0, 300), ranks=st.integers(1, MOST))
 @settings(max_examples=FEW)
-def test_samplers_of_all_ranks(name: str, count: int, ranks: int) -> None:
+def test_samplers_cover_the_dataset(name: str, count: int, ranks: int) -> None:
     check_ranks(partial(PartitionSampler, partition=name), Samples(count), ranks)
 
 
 @pytest.mark.parametrize("shuffled", [50, 5000])
 @pytest.mark.parametrize("name", SHUFFLING)
-def test_epochs_have_orders_of_their_own(name: str, shuffled: int) -> None:
+def test_epochs_differ_in_order(name: str, shuffled: int) -> None:
     check_epochs(partial(PartitionSampler, partition=name), Samples(shuffled))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("parts", range(1, MOST + 1))
-def test_every_number_of_parts(name: str, parts: int) -> None:
+def test_any_number_of_parts(name: str, parts: int) -> None:
     for count in (0, 1, parts - 1, parts, parts + 1, 1000, 100_000):
         check_partitioner(PARTITIONERS[name].of, Samples(count), [1 / parts] * parts, seed=parts)
         for other in range(1, MOST + 1):
@@ -92,7 +94,7 @@ def test_every_number_of_parts(name: str, parts: int) -> None:
                 check_resume(PARTITIONERS[name].of, Samples(count), [parts, other], [[0.4] * parts], seed=other)
 
 
-def test_there_are_partitioners() -> None:
+def test_partitioners_are_registered() -> None:
     assert {"contiguous", "strided", "shuffled", "weighted", "stratified", "dirichlet", "grouped", "balanced"} <= set(
         NAMES
     )

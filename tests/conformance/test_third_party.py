@@ -100,7 +100,7 @@ class TestPostal(TransportLaws):
     backend = "postal"
 
 
-def test_it_is_offered_by_name() -> None:
+def test_third_party_transport_is_registered_by_name() -> None:
     def program(comm: un.Communicator) -> str:
         return comm.backend
 
@@ -109,6 +109,6 @@ def test_it_is_offered_by_name() -> None:
         run_ranks(program, 2, "pigeon")
 
 
-def test_a_name_is_given_once() -> None:
+def test_duplicate_name_is_rejected() -> None:
     with pytest.raises(ValueError, match="'postal' exists already"):
         TRANSPORTS.register("postal", PostalTransport)

@@ -48,7 +48,7 @@ def own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s == 0 else pytest.mark.soak) for s in SEEDS])
-def test_kill_9(seed: int, backend: str) -> None:
+def test_sigkill(seed: int, backend: str) -> None:
     un.launch(lambda comm: None, 1, backend)
     before = held()
     chaos(seed, backend)
@@ -80,14 +80,14 @@ def make_and_close(comm: Any, count: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_many_groups_leave_nothing(backend: str, count: int) -> None:
+def test_many_groups_leak_nothing(backend: str, count: int) -> None:
     for _ in range(max(1, count // 100)):
         for keys, more in pool(backend, 2).run(make_and_close, min(count, 100)):
             assert keys <= 0, f"{keys} keys are left"
             assert not more, f"{count} groups have left {more}"
 
 
-def test_a_hub_forgets_what_was_shared_by_a_group_that_is_over() -> None:
+def test_closed_group_frees_its_state_in_the_hub() -> None:
     def program(comm: Any) -> None:
         for number in range(3):
             part = comm.dup()

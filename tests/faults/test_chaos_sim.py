@@ -48,14 +48,14 @@ def training(comm: un.Communicator, hooks: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("hooks", [False, True])
-def test_training_ends_right_or_by_name(hooks: bool) -> None:
+def test_training_is_correct_or_names_the_failure(hooks: bool) -> None:
     endings = chaos.check(training, RANKS, hooks, seeds=range(10))
     assert endings.total() == 10
     assert endings["right"] >= 3
 
 
 @pytest.mark.soak
-def test_a_thousand_runs() -> None:
+def test_thousand_seeds() -> None:
     started = time.monotonic()
     endings: Counter[str] = Counter()
     for hooks, first in ((False, 1000), (True, 2000)):
@@ -69,21 +69,21 @@ def test_a_thousand_runs() -> None:
     assert all(kind in met for kind in ("CorruptedError", "KilledError", "PeerLostError", "DeadlockError"))
 
 
-def test_the_weights_are_those_of_one_rank() -> None:
+def test_weights_equal_those_of_one_rank() -> None:
     """What runs are compared with is right itself."""
     apart, alone = un.simulate(training, RANKS, (False,)).results[0], un.simulate(training, 1, (False,)).results[0]
     assert (apart - alone).abs().max() < 1e-10
     assert torch.equal(apart, un.launch(training, RANKS, "thread", (False,))[0])
 
 
-def test_a_seed_plays_again() -> None:
+def test_seed_is_reproducible() -> None:
     runs = [chaos.run(training, RANKS, 10, False) for _ in range(2)]
     assert runs[0].trace == runs[1].trace
     assert (runs[0].ending, runs[0].time_s, runs[0].weather) == (runs[1].ending, runs[1].time_s, runs[1].weather)
 
 
 @pytest.mark.soak
-def test_another_process_runs_a_seed_the_same_way() -> None:
+def test_seed_is_reproducible_in_another_process() -> None:
     """Where nothing is shared, and strings have other hashes."""
     code = "import test_chaos_sim as t; print(*(t.chaos.run(t.training, 3, s, True).digest for s in range(12)))"
     digests = {
@@ -142,7 +142,7 @@ def nearly(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
 
 
 @pytest.mark.parametrize("hooks", [False, True])
-def test_training_goes_on_with_the_survivors(hooks: bool) -> None:
+def test_survivors_continue_training(hooks: bool) -> None:
     endings = chaos.check(recovering, 4, hooks, seeds=range(4), judge=nearly)
     assert endings.total() == 4
     # A rank was killed, and all others came to the right weights.
@@ -154,7 +154,7 @@ def test_training_goes_on_with_the_survivors(hooks: bool) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("hooks", [False, True])
-def test_training_goes_on_many_times(hooks: bool) -> None:
+def test_survivors_continue_training_repeatedly(hooks: bool) -> None:
     endings = chaos.check(recovering, 4, hooks, seeds=range(3000, 3250), judge=nearly)
     print(f"\n{dict(endings.most_common())}")
     assert endings["right"] >= 125
@@ -181,7 +181,7 @@ class Spoiling(Wrapper):
         return self.inner.post(batch)
 
 
-def test_a_wrong_number_is_noticed() -> None:
+def test_wrong_result_is_detected() -> None:
     calm = un.simulate(training, RANKS, (False,)).results
     spoilt = un.simulate(training, RANKS, (False,), wrap=Spoiling).results
     assert chaos.named_or_right(calm, calm) is None
@@ -198,12 +198,12 @@ def test_a_wrong_number_is_noticed() -> None:
         (1, None),
     ],
 )
-def test_the_judge(outcome: Any, said: str | None) -> None:
+def test_verdict_of_outcomes(outcome: Any, said: str | None) -> None:
     found = chaos.named_or_right([outcome], [1])
     assert found is None if said is None else said in (found or "")
 
 
-def test_a_failure_tells_the_seed_and_the_weather() -> None:
+def test_failure_reports_seed_and_fault_plan() -> None:
     with pytest.raises(chaos.ChaosError, match=r"seed 3: rank 0 ended by KeyError(.|\n)*FaultPlan\(network=Network"):
         chaos.check(_raises_in_bad_weather, 2, seeds=[3])
 
@@ -215,7 +215,7 @@ def _raises_in_bad_weather(comm: un.Communicator) -> int:
     return 1
 
 
-def test_what_does_not_follow_from_the_seed_is_noticed() -> None:
+def test_nondeterminism_is_detected() -> None:
     calls: list[int] = []
 
     def program(comm: un.Communicator) -> None:
@@ -227,7 +227,7 @@ def test_what_does_not_follow_from_the_seed_is_noticed() -> None:
         chaos.check(program, 2, seeds=range(100, 140))
 
 
-def test_weather_differs() -> None:
+def test_fault_plans_differ() -> None:
     drawn = [chaos.weather(seed, 3) for seed in range(200)]
     kinds = {name for one in drawn for name in one.faults}
     assert kinds >= {"drop", "delay", "duplicate", "reorder", "corrupt", "kill_at", "freeze_at", "slow_bytes_per_s"}

@@ -239,7 +239,7 @@ def check(name: str, told: list[str]) -> None:
         assert any(place in line for line in about), f"rank {rank} was not told of {place}, but:\n{text}"
 
 
-def test_there_are_twenty() -> None:
+def test_at_least_twenty_hangs() -> None:
     assert len(BUGS) == 20
 
 
@@ -249,11 +249,11 @@ def sampled(every: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", sampled(3))
-def test_the_report_names_rank_and_line_among_threads(name: str) -> None:
+def test_report_names_rank_and_line_with_threads(name: str) -> None:
     check(name, run_ranks(hang, 3, "thread", name))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("name", sampled(11))
-def test_the_report_names_rank_and_line_among_processes(name: str, backend: str) -> None:
+def test_report_names_rank_and_line_with_processes(name: str, backend: str) -> None:
     check(name, pool(backend, 3).run(hang, name))

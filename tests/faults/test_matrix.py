@@ -55,18 +55,18 @@ def test_cell(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", [soaked(name) for name in JOBS if "mpi" in HERE])
-def test_without_ulfm_the_job_ends(name: str) -> None:
+def test_job_ends_without_ulfm(name: str) -> None:
     cell = tried(name, JOB)
     assert not cell.wrong, "\n".join(cell.wrong)
 
 
-def test_there_are_enough_of_them() -> None:
+def test_matrix_has_enough_cells() -> None:
     assert len(FAULTS) >= 40
     for backend in SAMPLED:
         assert sum(why_not(fault, backend) is None for fault in FAULTS.values()) >= 40
 
 
-def test_the_page_has_the_matrix() -> None:
+def test_page_shows_the_matrix() -> None:
     """Its times are of the day when it was made; its rows, and what cannot be, are those of the tests."""
     page = PAGE.read_text()
     missing = [line.split(" | ")[0] for line in table({}).splitlines() if line.split(" | ")[0] not in page]

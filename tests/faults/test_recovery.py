@@ -51,14 +51,14 @@ def ends_with_an_error(comm: Any, *gone: int) -> tuple[int, int, float, str]:
 
 @pytest.mark.parametrize("backend", ["thread", *map(soaked, ["shm", "gloo"])])
 @pytest.mark.parametrize("gone", [(1,), (0, 2)])
-def test_survivors_are_numbered_anew_in_their_order(backend: str, gone: tuple[int, ...]) -> None:
+def test_rebuild_renumbers_survivors_in_order(backend: str, gone: tuple[int, ...]) -> None:
     ends = launched(ends_with_an_error, 4, backend, *gone)
     alive = [end for rank, end in enumerate(ends) if rank not in gone]
     assert [end[:3] for end in alive] == [(r, len(alive), float(len(alive))) for r in range(len(alive))]
     assert all("closed" in end[3] for end in alive)
 
 
-def test_a_group_without_a_failure_can_be_rebuilt() -> None:
+def test_rebuild_without_a_failure() -> None:
     def program(comm: Any) -> tuple[float, str]:
         new = comm.rebuild()
         return total(new), new._engine.group.name
@@ -66,7 +66,7 @@ def test_a_group_without_a_failure_can_be_rebuilt() -> None:
     assert run_ranks(program, 3) == [(3.0, "world~1")] * 3
 
 
-def test_it_can_be_rebuilt_again_and_again() -> None:
+def test_rebuild_repeatedly() -> None:
     def program(comm: Any) -> list[float]:
         totals = []
         for victim in (3, 2, 1):
@@ -83,7 +83,7 @@ def test_it_can_be_rebuilt_again_and_again() -> None:
     assert run_ranks(program, 4, "thread", on_failure="continue")[0] == [3.0, 2.0, 1.0]
 
 
-def test_a_death_during_the_rebuild() -> None:
+def test_rank_dies_during_rebuild() -> None:
     """Rank 2 goes when rank 0 has asked for the new group; rank 3 when it has asked too, but is not connected."""
 
     def program(comm: Any) -> tuple[int, float]:
@@ -103,7 +103,7 @@ def test_a_death_during_the_rebuild() -> None:
     assert ends[0] == ends[4] == (2, 2.0)
 
 
-def test_who_is_stopped_is_left_out() -> None:
+def test_rebuild_excludes_a_stopped_rank() -> None:
     def program(comm: Any) -> Any:
         pids = comm.all_gather_object(os.getpid())
         if comm.rank == 1:
@@ -154,7 +154,7 @@ comm.close()
 
 
 @pytest.mark.parametrize("backend", [soaked("shm"), soaked("gloo")])
-def test_a_newcomer_takes_the_place_of_who_has_died(backend: str) -> None:
+def test_new_rank_replaces_a_dead_one(backend: str) -> None:
     def program(comm: Any) -> tuple[int, int, float, str]:
         pid = os.getpid()
         if comm.rank == 1:
@@ -174,7 +174,7 @@ def test_a_newcomer_takes_the_place_of_who_has_died(backend: str) -> None:
     assert ends[2] == (1, 3, 3.0, "")
 
 
-def test_joining_nothing() -> None:
+def test_join_without_a_group() -> None:
     with pytest.raises(ValueError, match="either an init_method"):
         un.join()
     with pytest.raises(ValueError, match="unknown init_method"):
@@ -183,7 +183,7 @@ def test_joining_nothing() -> None:
         un.join(pid=1)
 
 
-def test_one_and_then_another_die_in_the_middle_of_an_epoch() -> None:
+def test_recovery_from_two_deaths_during_an_epoch() -> None:
     """With eight ranks in test_recoveries.py."""
     deaths = {1: ("step", 2), 2: ("step", 4)}
     ends = launched(train, 4, "shm", deaths)
@@ -196,7 +196,7 @@ def test_one_and_then_another_die_in_the_middle_of_an_epoch() -> None:
         assert max(took for took, _ in story.recoveries) < 3.0
 
 
-def test_rebuilding_and_the_first_right_sum_take_half_a_second() -> None:
+def test_rebuild_and_first_all_reduce_take_half_a_second() -> None:
     def program(comm: Any) -> float:
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -214,7 +214,7 @@ def test_rebuilding_and_the_first_right_sum_take_half_a_second() -> None:
     assert min(took) < 0.5, took
 
 
-def test_a_laggard_is_synced() -> None:
+def test_slow_rank_is_synchronized() -> None:
     """Rank 0 has committed a step that rank 1 has not."""
 
     def program(comm: Any) -> tuple[int, float, float]:
@@ -243,7 +243,7 @@ training.comm.close()
 """
 
 
-def test_a_newcomer_gets_the_model_and_its_share_of_what_is_left() -> None:
+def test_new_rank_receives_model_and_remaining_samples() -> None:
     def program(comm: Any) -> tuple[int, float, list[int], str]:
         model = torch.nn.Linear(1, 1)
         with torch.no_grad():
@@ -267,12 +267,12 @@ def test_a_newcomer_gets_the_model_and_its_share_of_what_is_left() -> None:
     assert sorted([*first[2], *second[2], *eval(samples)]) == list(range(12))
 
 
-def test_what_cannot_follow_is_refused() -> None:
+def test_rebuild_rejects_unsupported_state() -> None:
     with un.init() as comm, pytest.raises(TypeError, match="speed is a float, which has no state_dict"):
         un.elastic.Recovery(comm, speed=1.0)
 
 
-def test_no_thread_is_left_of_the_old_one() -> None:
+def test_rebuild_leaves_no_thread() -> None:
     def program(comm: Any) -> list[str]:
         comm.all_reduce(torch.ones(2), async_op=True).wait()
         comm = comm.rebuild()

@@ -34,7 +34,7 @@ def small_sums(comm: un.Communicator, rounds: int) -> int:
 
 
 @pytest.mark.parametrize("rounds", [1_000, pytest.param(100_000, marks=pytest.mark.soak)])
-def test_no_bit_is_wrong_and_nobody_hangs_on_one_core(rounds: int) -> None:
+def test_results_are_exact_on_one_core(rounds: int) -> None:
     assert un.launch(small_sums, 2, "shm", (rounds,), threads=1, timeout=30) == [0, 0]
 
 
@@ -60,7 +60,7 @@ def ten_groups(comm: un.Communicator, rounds: int) -> list[float]:
     return found
 
 
-def test_ten_groups_at_once() -> None:
+def test_ten_groups_concurrently() -> None:
     rounds = 50
     wanted = [3.0 * index * (rounds - 1) for index in range(10)]
     assert un.launch(ten_groups, 3, "shm", (rounds,), threads=1, timeout=60) == [wanted] * 3
@@ -85,7 +85,7 @@ def dies_in_a_long_sum(comm: un.Communicator) -> tuple[int | None, float]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_a_death_in_the_middle_of_100_mib(size: int) -> None:
+def test_rank_dies_during_a_message_of_100_mib(size: int) -> None:
     # The forkserver stays.
     un.launch(lambda comm: None, 1, "shm")
     before = held()

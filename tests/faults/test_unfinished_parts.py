@@ -53,17 +53,17 @@ def check(ends: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_among_threads(there: bool) -> None:
+def test_with_threads(there: bool) -> None:
     check(run_ranks(splits, 3, "thread", False, there, on_failure="continue", timeout=TIMEOUT_S))
 
 
 @pytest.mark.parametrize("there", [False, pytest.param(True, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.soak)])
-def test_among_processes(backend: str, there: bool) -> None:
+def test_with_processes(backend: str, there: bool) -> None:
     check(un.launch(splits, 3, backend, (True, there), threads=1, on_failure="continue", timeout=TIMEOUT_S))
 
 
-def test_who_is_in_no_part_may_go() -> None:
+def test_rank_outside_the_subgroup_may_leave() -> None:
     """The part is complete without it."""
 
     def program(comm: Any) -> float:
@@ -86,7 +86,7 @@ def told(out: Any, client: int) -> list[Any]:
 
 @pytest.mark.parametrize("go", ["lost", "bye"])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_part_misses_who_goes_before_it_comes(go: str, before: bool) -> None:
+def test_subgroup_names_a_rank_that_left_early(go: str, before: bool) -> None:
     """Before or after the others have come to the part; who is in no part is not missed."""
     state, out = ControlState(), []
     for client in range(4):
@@ -107,6 +107,6 @@ def test_a_part_misses_who_goes_before_it_comes(go: str, before: bool) -> None:
 
 
 @pytest.mark.parametrize("members", [[0], [0, "1"], 2, None])
-def test_members_are_as_many_numbers_as_ranks(members: Any) -> None:
+def test_members_are_distinct_ranks(members: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         ControlState().handle(1, 1, ("join", "world", 0, 2, members))

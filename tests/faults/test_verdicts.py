@@ -49,7 +49,7 @@ class Told:
         ([(6, False), (7, True)], (), ""),
     ],
 )
-def test_for_whom_a_collective_waits(calls: list[Any], missing: tuple[int, ...], verdict: str) -> None:
+def test_awaited_ranks_of_a_collective(calls: list[Any], missing: tuple[int, ...], verdict: str) -> None:
     told = Told(*calls)
     hang = hang_report(cast("ControlPlane", told), told.group)
     assert (hang.missing, hang.deadlock) == (missing, False)
@@ -69,7 +69,7 @@ def _gives_up_second(comm: Any) -> str | None:
     return str(engine.report_failure(CommTimeoutError("waited 2.0 s"), "all_reduce"))
 
 
-def test_the_second_to_give_up_is_told_what_the_first_was_told() -> None:
+def test_later_timeout_reports_the_first_verdict() -> None:
     told = run_ranks(_gives_up_second, 2, "thread")[0]
     assert told is not None
     first, *others = told.splitlines()

@@ -62,12 +62,12 @@ def test_gradients_of_many_compiled_models(block: int) -> None:
 @pytest.mark.soak
 @SIZES
 @pytest.mark.parametrize(("backend", "count"), SHORT)
-def test_the_reference_is_right(backend: str, count: int, size: int) -> None:
+def test_reference_is_correct(backend: str, count: int, size: int) -> None:
     """A failure of the fuzzer's own oracle shows here."""
     check(failures(range(count), backend, size, make=ReferenceAverager))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_faults_are_found(mutant: type[ReferenceAverager]) -> None:
+def test_mutants_are_found(mutant: type[ReferenceAverager]) -> None:
     assert next(failures(range(1000), "thread", 2, make=mutant), None) is not None

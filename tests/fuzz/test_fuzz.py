@@ -18,7 +18,7 @@ TARGETS = load_targets()
 each = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 
 
-def test_every_kind_of_reader_is_here() -> None:
+def test_every_parser_is_a_target() -> None:
     names = {target.name for target in TARGETS}
     assert names >= {
         "serialization",
@@ -34,7 +34,7 @@ def test_every_kind_of_reader_is_here() -> None:
 
 
 @each
-def test_valid_bytes_are_taken(target: Target) -> None:
+def test_valid_input_is_accepted(target: Target) -> None:
     """Else the fuzzer would only ever see the first check."""
     assert len(target.seeds) >= 2
     for seed in target.seeds:
@@ -45,20 +45,20 @@ def test_valid_bytes_are_taken(target: Target) -> None:
 @each
 @settings(max_examples=60)
 @given(random=st.randoms(use_true_random=False))
-def test_changed_bytes(target: Target, random: Random) -> None:
+def test_mutated_input(target: Target, random: Random) -> None:
     assert tried(target, hostile(random, target.seeds)) is None
 
 
 @each
 @settings(max_examples=30)
 @given(data=st.binary(max_size=300))
-def test_any_bytes(target: Target, data: bytes) -> None:
+def test_arbitrary_input(target: Target, data: bytes) -> None:
     assert tried(target, data, measured=True) is None
 
 
 @each
 @pytest.mark.soak
-def test_for_minutes(target: Target) -> None:
+def test_fuzz_for_minutes(target: Target) -> None:
     minutes = float(os.environ.get("UNISONO_FUZZ_MINUTES", "0.1"))
     count, wrong = drive(target, 60 * minutes)
     print(f"\n{target.name}: {count} inputs in {minutes:g} minutes")
@@ -79,7 +79,7 @@ def _reader(data: bytes) -> object:
 BAD = Target("bad", _reader, [b"\x06" * 40, b"\x00" * 8], (ValueError,), (1 << 20, 10))
 
 
-def test_a_crash_is_found_and_made_short() -> None:
+def test_crash_is_found_and_minimized() -> None:
     count, wrong = drive(BAD, 30.0, "fixed")
     assert count > 0
     assert wrong is not None
@@ -89,19 +89,19 @@ def test_a_crash_is_found_and_made_short() -> None:
     assert len(smaller(BAD, crash)) == 4
 
 
-def test_memory_is_watched() -> None:
+def test_memory_limit_is_enforced() -> None:
     assert "took 4" in (tried(BAD, b"\xff", measured=True) or "")
     assert tried(BAD, b"\xff") is None
     assert tried(BAD, b"", measured=True) is None
 
 
-def test_time_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter((0.0, SLOWEST_S + 1))
     monkeypatch.setattr("fuzzing.time.thread_time", lambda: next(ticks))
     assert "took 3.0 s" in (tried(BAD, b"") or "")
 
 
-def test_changes_are_of_all_kinds() -> None:
+def test_all_mutations_occur() -> None:
     made = {hostile(Random(f"y {n}"), [bytes(range(30))]) for n in range(500)}
     assert len(made) > 400
     assert {len(data) < 30 for data in made} == {True, False}

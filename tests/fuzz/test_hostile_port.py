@@ -103,7 +103,7 @@ def program(comm: un.Communicator, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.soak)])
-def test_the_job_goes_on(count: int) -> None:
+def test_job_survives_hostile_connections(count: int) -> None:
     told = pool("gloo", 2).run(program, count, size=2)[1]
     assert len(told) >= count // 2
     # Who guesses gets the server's hello and its own proof, 72 bytes, and everybody else nothing.

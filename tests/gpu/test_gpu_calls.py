@@ -29,7 +29,7 @@ def hold(place: Place, cases: list[Case]) -> None:
 
 @places
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_equals_the_reference(call: str, place: Place) -> None:
+def test_call_equals_reference(call: str, place: Place) -> None:
     """Short and long, uneven, strided, later and at once, from and to the last rank."""
     root = place.size - 1
     how: list[dict[str, Any]] = [
@@ -48,7 +48,7 @@ def test_a_call_equals_the_reference(call: str, place: Place) -> None:
 
 @places
 @pytest.mark.parametrize("call", ["all_reduce", "reduce_scatter"])
-def test_every_op_and_dtype_equals_the_reference(call: str, place: Place) -> None:
+def test_every_op_and_dtype_equals_reference(call: str, place: Place) -> None:
     assert COLLECTIVES[call].reduces
     hold(
         place,
@@ -62,7 +62,7 @@ def test_every_op_and_dtype_equals_the_reference(call: str, place: Place) -> Non
 
 
 @places
-def test_messages_objects_and_parts_arrive(place: Place) -> None:
+def test_messages_objects_and_subgroups(place: Place) -> None:
     def program(comm: un.Communicator) -> str:
         together(comm)
         part = comm.dup()
@@ -78,7 +78,7 @@ def test_messages_objects_and_parts_arrive(place: Place) -> None:
 
 
 @pytest.mark.gpu
-def test_a_rank_with_a_gpu_to_itself_takes_nccl() -> None:
+def test_exclusive_gpu_selects_nccl() -> None:
     def program(comm: un.Communicator) -> tuple[str, str, float]:
         total = numbers(comm, comm.rank + 1)
         comm.all_reduce(total)

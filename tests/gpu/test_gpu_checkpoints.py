@@ -40,7 +40,7 @@ def load(comm: un.Communicator, path: str) -> tuple[list[torch.Tensor], set[str]
 
 
 @pytest.mark.parametrize("place", ALL)
-def test_what_was_saved_is_loaded_on_either_device(place: Place, tmp_path: Path) -> None:
+def test_checkpoint_loads_on_either_device(place: Place, tmp_path: Path) -> None:
     for number, (writer, reader) in enumerate([(place, place), (place, CPU), (CPU, place)]):
         path = str(tmp_path / str(number))
         saved = writer.run(save, path)[0]
@@ -50,7 +50,7 @@ def test_what_was_saved_is_loaded_on_either_device(place: Place, tmp_path: Path)
 
 
 @pytest.mark.parametrize("place", ALL)
-def test_a_save_in_the_background_holds_what_there_was(place: Place, tmp_path: Path) -> None:
+def test_async_save_keeps_a_snapshot(place: Place, tmp_path: Path) -> None:
     def program(comm: un.Communicator, path: str) -> list[float]:
         tensor = torch.ones(1000, device=comm.device)
         handle = un.checkpoint.async_save(path, {"tensor": tensor}, comm)

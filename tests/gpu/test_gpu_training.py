@@ -60,7 +60,7 @@ def check(found: list[Weights], size: int, tolerance: float = 1e-9) -> None:
 
 
 @pytest.mark.parametrize("place", ALL)
-def test_the_averager_averages(place: Place) -> None:
+def test_averager_on_gpu(place: Place) -> None:
     def program(comm: un.Communicator) -> Weights:
         model = model_on(comm.device)
         un.GradientAverager(model, comm, bucket_cap_mb=0.001)
@@ -70,7 +70,7 @@ def test_the_averager_averages(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", ALL)
-def test_gradients_and_parameters_are_shared_in_one_call(place: Place) -> None:
+def test_gradients_and_parameters_in_one_call(place: Place) -> None:
     def program(comm: un.Communicator) -> None:
         check_averages(un.average_gradients, comm)
         check_shares(un.broadcast_parameters, comm)
@@ -79,7 +79,7 @@ def test_gradients_and_parameters_are_shared_in_one_call(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", ALL)
-def test_every_codec_averages(place: Place) -> None:
+def test_codecs_on_gpu(place: Place) -> None:
     """What each loses is a law of the codec; here that all ranks hold the same, and that it is finite."""
 
     def program(comm: un.Communicator, codec: str) -> Weights:
@@ -113,11 +113,11 @@ def backend_of(place: Place) -> str:
 
 
 @pytest.mark.parametrize("place", listed(CPU, *PAIRS, *NCCL, on_cpu=SLOW))
-def test_ddp_averages(place: Place, tmp_path: Path) -> None:
+def test_ddp_on_gpu(place: Place, tmp_path: Path) -> None:
     check(place.run(in_ddp, backend_of(place), str(tmp_path / "store"), None), place.size)
 
 
 @pytest.mark.parametrize("place", listed(CPU, *PAIRS, on_cpu=SLOW))
-def test_ddp_averages_by_a_codec(place: Place, tmp_path: Path) -> None:
+def test_ddp_with_a_codec(place: Place, tmp_path: Path) -> None:
     codec = un.compression.bf16
     check(place.run(in_ddp, backend_of(place), str(tmp_path / "store"), codec), place.size, tolerance=0.02)

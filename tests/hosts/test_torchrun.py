@@ -69,9 +69,7 @@ def undisturbed(size: int, backend: str, hosts: list[list[int]], folder: Path) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("way", "per_host"), [(numbered, 1), (met, 2)])
-def test_a_killed_worker_is_restarted_and_training_resumes(
-    network: Network, tmp_path: Path, way: Way, per_host: int
-) -> None:
+def test_killed_worker_restarts_and_training_resumes(network: Network, tmp_path: Path, way: Way, per_host: int) -> None:
     (tmp_path / "alone").mkdir()
     hosts = [list(range(per_host)), list(range(per_host, 2 * per_host))]
     backend = "gloo" if per_host == 1 else "shm+gloo"

@@ -49,7 +49,7 @@ def tour(comm: un.Communicator) -> dict[str, Any]:
     return found
 
 
-def test_auto_is_shared_memory_inside_and_gloo_between(network: Network) -> None:
+def test_auto_selects_shm_within_and_gloo_between_hosts(network: Network) -> None:
     with HostRanks(network, (2, 2), tour) as ranks:
         found = ranks.results()
     for rank, its in enumerate(found):
@@ -73,7 +73,7 @@ def summed_again_and_again(comm: un.Communicator, count: int, times: int, timeou
     return times
 
 
-def test_a_killed_rank_is_named_to_all_others(network: Network) -> None:
+def test_killed_rank_is_reported_to_all_others(network: Network) -> None:
     for killed, count in ((3, 1000), (0, MIB)):
         with HostRanks(network, (2, 2), summed_again_and_again, count, 10**9) as ranks:
             ranks.wait_for_word()
@@ -87,7 +87,7 @@ def test_a_killed_rank_is_named_to_all_others(network: Network) -> None:
                 assert f"rank {killed} " in str(its), its
 
 
-def test_a_lost_host_is_named(network: Network) -> None:
+def test_lost_host_is_reported(network: Network) -> None:
     with HostRanks(network, (2, 2), summed_again_and_again, MIB, 10**9) as ranks:
         ranks.wait_for_word()
         ranks.kill(2, 3)
@@ -106,14 +106,14 @@ def cut(network: Network, watched: range) -> list[Any]:
         return ranks.results(30.0, watched)
 
 
-def test_a_cut_line_ends_in_a_timeout_that_names_ranks(network: Network) -> None:
+def test_cut_link_times_out_and_names_ranks(network: Network) -> None:
     for its in cut(network, range(2)):
         assert isinstance(its, CommTimeoutError), repr(its)
         assert "for rank 2 (and 3), which have not arrived" in str(its), its
 
 
 @pytest.mark.soak
-def test_who_is_cut_off_from_the_control_plane_too_still_names_a_rank(network: Network) -> None:
+def test_rank_without_control_plane_still_names_a_rank(network: Network) -> None:
     """After the operation's second it takes ten, in which it tries to tell the others."""
     for its in cut(network, range(2, 4)):
         assert isinstance(its, CommTimeoutError), repr(its)
@@ -122,7 +122,7 @@ def test_who_is_cut_off_from_the_control_plane_too_still_names_a_rank(network: N
 
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
-def test_an_address_that_nobody_reaches_is_explained(network: Network, backend: str) -> None:
+def test_unreachable_address_is_explained(network: Network, backend: str) -> None:
     with HostRanks(network, (2, 1), summed_again_and_again, 1, 1, backend=backend, options=by_the_loopback) as ranks:
         found = ranks.results()
     for its in found:
@@ -138,7 +138,7 @@ def by_the_loopback(rank: int) -> dict[str, Any]:
     return {"interface": "lo"} if rank < 2 else {}
 
 
-def test_an_unknown_interface_lists_the_known_ones(network: Network) -> None:
+def test_unknown_interface_lists_the_known_ones(network: Network) -> None:
     with HostRanks(network, (1, 1), summed_again_and_again, 1, 1, options=lambda rank: {"interface": "ib7"}) as ranks:
         found = ranks.results()
     for its in found:

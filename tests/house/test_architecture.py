@@ -29,18 +29,18 @@ def defined(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED, ids=lambda value: value)
-def test_what_it_names_exists(file: str, name: str) -> None:
+def test_named_functions_exist(file: str, name: str) -> None:
     folder = ROOT / "src" if file.startswith("native/") else ROOT / "src/unisono"
     assert name in defined(folder / file)
 
 
-def test_it_names_a_path_of_each_kind() -> None:
+def test_page_covers_every_path() -> None:
     paths = re.findall(r"^## The path of a (\w+)$", PAGE, re.MULTILINE)
     assert paths == ["collective", "gradient", "failure", "checkpoint"]
     assert len(NAMED) >= 30
 
 
-def test_the_drawing_shows_the_layers() -> None:
+def test_drawing_shows_the_layers() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
     drawn = re.findall(r'L(\d+)\["([^"]+)"\]', PAGE)
@@ -48,6 +48,6 @@ def test_the_drawing_shows_the_layers() -> None:
     assert [int(number) for number, _ in drawn] == list(range(1, len(drawn) + 1))
 
 
-def test_it_is_short_and_measures_nothing() -> None:
+def test_page_is_short_and_has_no_measurements() -> None:
     assert len(PAGE.splitlines()) <= 200
     assert not re.search(r"\d (?:us|ms|µs)\b(?! of a wait)", PAGE)

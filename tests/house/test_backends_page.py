@@ -47,13 +47,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def test_the_page_says_what_is_declared() -> None:
+def test_page_matches_declarations() -> None:
     found = PAGE.read_text().partition(MARK)[2]
     assert found == tables(), "run python tests/house/test_backends_page.py"
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_backend_and_operation_has_its_place(device: str) -> None:
+def test_every_backend_and_operation_is_listed(device: str) -> None:
     shown_table = tables().split("### ")[1 + DEVICES.index(device)]
     head, _, *rows = [line for line in shown_table.splitlines() if line.startswith("|")]
     assert [row.split("|")[1].strip() for row in rows] == ["send, recv", *sorted(COLLECTIVES)]
@@ -64,7 +64,7 @@ def test_each_backend_and_operation_has_its_place(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gloo", "nccl", "thread", "shm", "mpi"])
-def test_a_declaration_is_what_a_transport_then_can(name: str) -> None:
+def test_declaration_matches_the_transport(name: str) -> None:
     kind = TRANSPORTS[name]
     declared = kind.declared(name)
     assert declared.host_staged <= declared.devices
@@ -72,13 +72,13 @@ def test_a_declaration_is_what_a_transport_then_can(name: str) -> None:
     assert (how(name, "all_reduce", "cpu") == "no") == ("cpu" not in declared.devices)
 
 
-def test_each_way_is_known() -> None:
+def test_every_path_is_known() -> None:
     assert how("mpi", "all_reduce", "cuda") == "native, by way of the CPU"
     assert how("thread", "all_reduce", "cpu") == "messages"
     assert how("nccl", "barrier", "cpu") == "no"
 
 
-def test_a_new_backend_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_backend_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     before = tables()
     monkeypatch.setattr(TRANSPORTS["thread"], "native", frozenset({"barrier"}))
     assert tables() != before

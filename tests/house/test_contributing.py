@@ -35,12 +35,12 @@ def program(comm: un.Communicator, folder: str) -> list[float]:
     return t.tolist()
 
 
-def test_one_file_is_one_algorithm(folder: str) -> None:
+def test_algorithm_is_one_file(folder: str) -> None:
     assert NAME in ALGORITHMS["all_reduce"].names()
     for size in (1, 2, 3, 8, 13):
         verify("all_reduce", ALGORITHMS["all_reduce"][NAME], size)
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo", "shm"])
-def test_it_runs_by_name_on_every_transport(folder: str, backend: str) -> None:
+def test_example_algorithm_runs_on_every_transport(folder: str, backend: str) -> None:
     assert un.launch(program, 3, backend, args=(folder,), timeout=30) == [[3.0 * i + 3 for i in range(11)]] * 3

@@ -56,7 +56,7 @@ def run_page(page: Path) -> int:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page(page: Path) -> None:
+def test_page_examples(page: Path) -> None:
     fences = page.read_text().count("```python")
     assert run_page(page) >= fences
 
@@ -67,7 +67,7 @@ def test_docstrings(name: str) -> None:
     assert not results.failed, f"{results.failed} of {results.attempted} lines of examples, printed above"
 
 
-def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:
+def test_wrong_example_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Some text.\n\n```python\nx = 1\n```\n\n```python\n>>> x + 1\n3\n```\n")
     with pytest.raises(SybilFailure, match=r"Expected:\n *3"):

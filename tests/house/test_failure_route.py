@@ -67,7 +67,7 @@ os._exit(0)
 """
 
 
-def test_a_lost_rank_is_named_by_few_functions(tmp_path: Path) -> None:
+def test_lost_rank_takes_few_functions(tmp_path: Path) -> None:
     start = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     ranks = [
         subprocess.Popen(

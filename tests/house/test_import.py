@@ -23,14 +23,14 @@ def imported(statement: str) -> set[str]:
     return set(run(f"{statement}\nimport sys; print(*sys.modules)").split())
 
 
-def test_import_brings_no_extras() -> None:
+def test_import_loads_no_extras() -> None:
     modules = imported("import unisono")
     assert "unisono" in modules
     extras = {"mpi4py", "hypothesis", "pytest", "_pytest", "rich", "matplotlib", "sklearn"}
     assert not modules & (extras | {"unisono.testing", "unisono.data", "unisono.tools.cli"})
 
 
-def test_import_starts_nothing() -> None:
+def test_import_starts_no_threads() -> None:
     program = """
         import threading, unisono, torch
         print(threading.active_count(), torch.cuda.is_initialized(), torch.distributed.is_initialized())
@@ -38,7 +38,7 @@ def test_import_starts_nothing() -> None:
     assert run(program).split() == ["1", "False", "False"]
 
 
-def test_import_leaves_signals_logging_and_seeds_alone() -> None:
+def test_import_changes_no_signals_logging_or_seeds() -> None:
     program = """
         import logging, os, random, signal, torch
         def look():
@@ -51,12 +51,12 @@ def test_import_leaves_signals_logging_and_seeds_alone() -> None:
     assert run(program).split() == ["True"]
 
 
-def test_sub_packages_need_no_import_of_their_own() -> None:
+def test_subpackages_are_imported_lazily() -> None:
     program = "import unisono as un; print(un.data.DataPartitioner.__name__, un.errors.CommError.__name__)"
     assert run(program).split() == ["DataPartitioner", "CommError"]
 
 
-def test_who_only_meets_others_needs_no_torch() -> None:
+def test_rendezvous_needs_no_torch() -> None:
     # Behind a bare package: the front door itself imports torch.
     folder = str(Path(unisono.__file__).parent)
     bare = f"import sys, types; p = sys.modules['unisono'] = types.ModuleType('unisono'); p.__path__ = [{folder!r}]"
@@ -65,19 +65,19 @@ def test_who_only_meets_others_needs_no_torch() -> None:
     assert not modules & {"torch", "numpy"}
 
 
-def test_pytest_plugin_costs_other_projects_nothing() -> None:
+def test_pytest_plugin_imports_nothing() -> None:
     # Every pytest run of whoever has the package installed imports the plugin.
     assert not imported("import unisono.testing.plugin") & {"torch", "hypothesis", "numpy", "unisono.launcher"}
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(unisono, "no_such_thing")
 
 
-def test_few_names_at_the_top() -> None:
+def test_top_level_names_are_few() -> None:
     functions_and_classes = [name for name in unisono.__all__ if not isinstance(getattr(unisono, name), ModuleType)]
     assert len(functions_and_classes) <= 20
 
 
-def test_dir_holds_the_public_names() -> None:
+def test_dir_lists_the_public_names() -> None:
     assert dir(unisono) == sorted(unisono.__all__)

@@ -27,7 +27,7 @@ def lint(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_floors_hold() -> None:
+def test_layers_hold() -> None:
     done = lint(ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -54,11 +54,11 @@ def spoil(root: Path, module: str, line: str) -> str:
         ("data/bad.py", "unisono.data", "unisono.core.transport"),
     ],
 )
-def test_a_wrong_import_is_noticed(tmp_path: Path, module: str, importer: str, imported: str) -> None:
+def test_forbidden_import_is_detected(tmp_path: Path, module: str, importer: str, imported: str) -> None:
     assert f"{importer} is not allowed to import {imported}" in spoil(tmp_path, module, f"import {imported}")
 
 
-def test_a_module_without_a_floor_is_noticed(tmp_path: Path) -> None:
+def test_module_without_a_layer_is_detected(tmp_path: Path) -> None:
     assert "not listed as layers: - unisono.newcomer" in spoil(tmp_path, "newcomer.py", "")
 
 

@@ -60,14 +60,14 @@ def length(node: ast.stmt) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_module_says_what_it_is(name: str) -> None:
+def test_module_has_a_docstring(name: str) -> None:
     summary = (ast.get_docstring(parse(name)) or "").split("\n\n")[0]
     assert summary, f"{name} has no docstring"
     assert summary.endswith((".", ":")), f"{name} begins with {summary!r}, which is no sentence"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("__main__.py")])
-def test_module_says_what_it_offers(name: str) -> None:
+def test_module_has_all(name: str) -> None:
     module = importlib.import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     offered: list[str] = getattr(module, "__all__", [])
     assert len(offered) == len(set(offered)), f"{name} offers a name twice"
@@ -77,7 +77,7 @@ def test_module_says_what_it_offers(name: str) -> None:
     assert not hidden, f"{name} defines {sorted(hidden)}: put them into __all__, or begin them with an underscore"
 
 
-def test_nothing_is_too_long() -> None:
+def test_files_and_functions_are_short() -> None:
     found = {entry for name in NAMES for entry in too_long(name)}
     found |= {path.name for path in (SOURCE / "native").rglob("*.?pp") if len(path.read_text().splitlines()) > MAX_FILE}
     assert not found - LONGER.keys(), f"over {MAX_FILE} lines a file or {MAX_FUNCTION} a function; split, or say why"
@@ -109,7 +109,7 @@ def test_no_package_hides_its_modules() -> None:
                     assert not hidden, f"{package} has functions named as modules: {sorted(hidden)}"
 
 
-def test_the_measures_measure() -> None:
+def test_measures_count_correctly() -> None:
     assert defined(parse("unisono/core/types.py")) >= {"Send", "COLLECTIVE_TAG", "Message"}
     assert "T" not in defined(parse("unisono/core/registry.py"))
     function = ast.parse('def f():\n    """Two\n    lines."""\n    return 1\n').body[0]

@@ -20,7 +20,7 @@ def test_version_is_the_same_everywhere() -> None:
     assert unisono.__version__ == PROJECT["version"]
 
 
-def test_changelog_has_a_place_for_what_is_new() -> None:
+def test_changelog_has_an_unreleased_section() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert re.search(r"^## \[Unreleased\]$", text, re.MULTILINE)
 
@@ -28,7 +28,7 @@ def test_changelog_has_a_place_for_what_is_new() -> None:
 @pytest.mark.parametrize(
     ("name", "target"), [*PROJECT["scripts"].items(), *PROJECT["entry-points"]["pytest11"].items()]
 )
-def test_entry_points_lead_somewhere(name: str, target: str) -> None:
+def test_entry_points_resolve(name: str, target: str) -> None:
     assert EntryPoint(name, target, group="").load()
 
 
@@ -44,7 +44,7 @@ def test_every_tool_is_pinned() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     links = re.findall(r"\]\((?!https?://|mailto:|#)([^)#\s]+)", page.read_text())
     broken = [link for link in links if not (page.parent / link).exists()]
     assert not broken, f"{page.relative_to(ROOT)} links to {broken}"
@@ -54,7 +54,7 @@ def test_pages_were_found() -> None:
     assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= {page.name for page in PAGES}
 
 
-def test_errors_are_what_the_pages_say_of_them() -> None:
+def test_errors_match_the_pages() -> None:
     errors = unisono.errors
     row = re.compile(r"^\| `(\w+Error)` \|(.*)$", re.MULTILINE)
     reference = (ROOT / "docs/reference.md").read_text().partition("## `unisono.errors`")[2].partition("\n## ")[0]

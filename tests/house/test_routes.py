@@ -113,7 +113,7 @@ def too_many(comm: un.Communicator) -> list[str]:
     return found
 
 
-def test_a_call_runs_few_functions() -> None:
+def test_call_runs_few_functions() -> None:
     assert un.launch(too_many, 2, "shm", timeout=30) == [[], []]
 
 
@@ -132,7 +132,7 @@ def of_backward(comm: un.Communicator) -> list[tuple[int, int]]:
     return found
 
 
-def test_a_backward_pass_runs_few_functions() -> None:
+def test_backward_pass_runs_few_functions() -> None:
     for passes in un.launch(of_backward, 2, "shm", timeout=30):
         for functions, files in passes:
             assert (functions <= MOST_OF_A_PASS, files <= MOST_FILES_OF_A_PASS) == (True, True), passes

@@ -55,7 +55,7 @@ def outcomes(ranks: int, folder: Path) -> list[dict[str, str]]:
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_what_passes_on_gloo_passes_here(ranks: int, tmp_path: Path) -> None:
+def test_c10d_tests_pass_as_on_gloo(ranks: int, tmp_path: Path) -> None:
     on_gloo, here = outcomes(ranks, tmp_path)
     passing = {name for name, outcome in on_gloo.items() if outcome == "passed"}
     remaining = {name: here[name] for name in passing if here[name] != "passed"}

@@ -107,22 +107,22 @@ def test_gradients_are_the_means(found: list[dict[str, Any]]) -> None:
     assert 1e-4 < away(found, "int8 buckets 1", "plain 1") < 5e-2
 
 
-def test_shapes_are_those_of_the_parameters(found: list[dict[str, Any]]) -> None:
+def test_shapes_equal_those_of_the_parameters(found: list[dict[str, Any]]) -> None:
     # Of one sample a rank, each matrix of gradients is a sum of two products: powersgd of rank 2 loses nothing.
     assert away(found, "powersgd one sample", "plain one sample") < 1e-4
 
 
-def test_training_with_feedback_comes_near(found: list[dict[str, Any]]) -> None:
+def test_training_with_feedback_converges(found: list[dict[str, Any]]) -> None:
     start = torch.cat([p.detach().flatten() for p in model().parameters()])
     near, plain = (torch.cat([t.flatten() for t in found[0][way][6:]]) for way in ("onebit 60", "plain 60"))
     assert (near - plain).norm() < (plain - start).norm() / 2
 
 
-def test_an_error_comes_out_of_backward(found: list[dict[str, Any]]) -> None:
+def test_error_is_raised_by_backward(found: list[dict[str, Any]]) -> None:
     assert all("no luck today" in rank["fails"] for rank in found)
     assert all("keep it open as long as DDP trains" in rank["closed"] for rank in found)
 
 
-def test_a_wrong_name_is_an_error_at_once() -> None:
+def test_unknown_name_is_rejected_immediately() -> None:
     with un.init() as comm, pytest.raises(ValueError, match="unknown codec 'int9'; known: bf16"):
         comm_hooks.averaging("int9", comm)

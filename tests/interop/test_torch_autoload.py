@@ -31,21 +31,21 @@ def run(first: str, autoload: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("first", ["", "import unisono.interop"])
-def test_a_program_without_an_import_of_ours_has_the_backend(first: str) -> None:
+def test_backend_is_available_without_an_import(first: str) -> None:
     ended = run(first, "1")
     assert ended.stdout.strip() == STUB, ended.stderr
 
 
-def test_an_import_registers_the_backend_where_torch_may_load_none() -> None:
+def test_import_registers_the_backend_without_autoload() -> None:
     ended = run("import unisono.interop", "0")
     assert ended.stdout.strip() == STUB, ended.stderr
 
 
-def test_any_module_of_ours_may_be_imported_before_torch() -> None:
+def test_every_module_can_be_imported_before_torch() -> None:
     assert run("import unisono.interop.group, unisono.interop.torch_rpc", "1").stdout.startswith("6.0")
 
 
-def test_the_entry_point_is_installed() -> None:
+def test_entry_point_is_installed() -> None:
     (ours,) = entry_points(group="torch.backends", name="unisono")
     assert ours.load() is torch_backend.autoload
 
@@ -54,7 +54,7 @@ def refused(*_: object, **__: object) -> None:
     raise TypeError("another signature")
 
 
-def test_a_failure_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist.Backend, "backend_list", [])
     monkeypatch.setattr(dist.Backend, "register_backend", refused)
     with pytest.warns(RuntimeWarning, match="another signature") as caught:
@@ -65,7 +65,7 @@ def test_a_failure_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_backend.autoload()
 
 
-def test_a_torch_without_distributed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_distributed_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_available", lambda: False)
     monkeypatch.setattr(dist.Backend, "register_backend", refused)
     torch_backend.autoload()

@@ -59,7 +59,7 @@ def beyond() -> list[list[float]]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_what_gloo_refuses_or_gets_wrong(tmp_path: Path, transport: str) -> None:
+def test_differences_from_gloo(tmp_path: Path, transport: str) -> None:
     first, second = on_ranks(beyond, 2, tmp_path, transport=transport)
     assert first[0] == second[0] == [0.0, 1.0, 1.0]
     assert (first[1], second[1]) == ([10.0], [1.0, 1.0, 11.0, 11.0, 11.0])
@@ -90,7 +90,7 @@ def gets_a_history_meanwhile() -> list[float]:
     return row.tolist()
 
 
-def test_a_tensor_may_get_a_history_while_its_call_waits(tmp_path: Path) -> None:
+def test_tensor_may_enter_autograd_during_its_call(tmp_path: Path) -> None:
     assert on_ranks(gets_a_history_meanwhile, 2, tmp_path) == [[0.0, 0.0, 1.0, 1.0]] * 2
 
 
@@ -117,7 +117,7 @@ def both_profiled() -> tuple[object, object]:
     return profiled(dist.group.WORLD), profiled(dist.new_group(backend="gloo"))
 
 
-def test_the_profiler_shows_each_collective_as_on_gloo(tmp_path: Path) -> None:
+def test_profiler_shows_collectives_as_on_gloo(tmp_path: Path) -> None:
     for ours, theirs in on_ranks(both_profiled, 2, tmp_path):
         assert ours == theirs
         assert ours.count(("all_reduce", [[4]])) == 2

@@ -41,7 +41,7 @@ def run(comm: un.Communicator, path: str, ports: dict[str, int]) -> tuple[list[f
 
 
 @pytest.mark.soak
-def test_an_unchanged_program_learns_the_same() -> None:
+def test_unchanged_program_trains_equally() -> None:
     with reserved_ports(2) as (here, there):
         given = (str(EXAMPLE), {"unisono": here, "gloo": there})
         (first, alive), (second, also_alive) = un.launch(run, 2, "shm", given, timeout=30)
@@ -53,7 +53,7 @@ def test_an_unchanged_program_learns_the_same() -> None:
 
 
 @pytest.mark.soak
-def test_torchrun_starts_it() -> None:
+def test_runs_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     with reserved_ports(1) as (port,):
         ended = subprocess.run(

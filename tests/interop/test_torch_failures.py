@@ -32,7 +32,7 @@ def mismatches() -> list[str]:
     return [message(lambda call=call: call(dist.new_group(timeout=timedelta(seconds=5)))) for call in calls]
 
 
-def test_calls_that_differ_are_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_mismatched_calls_fail_on_every_rank(tmp_path: Path) -> None:
     for said in on_ranks(mismatches, 2, tmp_path):
         assert [text.split(":")[0] for text in said] == ["MismatchError"] * 5
         assert [
@@ -59,7 +59,7 @@ def late() -> list[str]:
     return said
 
 
-def test_who_does_not_come_is_named_in_time(tmp_path: Path) -> None:
+def test_missing_rank_is_named_before_the_timeout(tmp_path: Path) -> None:
     said = on_ranks(late, 2, tmp_path)[0]
     assert [bool(re.search(r"waited \d\.\d s for rank 1", text)) for text in said] == [True] * 3
     assert [text.split(":")[0] for text in said] == ["CommTimeoutError", "CommTimeoutError", "RuntimeError"]
@@ -77,7 +77,7 @@ def monitored(limit: timedelta) -> str:
 
 
 @pytest.mark.parametrize("limit", [SHORT, timedelta(0)])
-def test_a_monitored_barrier_names_all_who_have_not_come(limit: timedelta, tmp_path: Path) -> None:
+def test_monitored_barrier_names_all_missing_ranks(limit: timedelta, tmp_path: Path) -> None:
     said = on_ranks(monitored, 3, tmp_path, limit)[0]
     assert "rank 1 (and 2)" in said
     assert f"waited {limit.total_seconds():.1f} s" in said
@@ -93,7 +93,7 @@ def dies() -> list[object]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_rank_that_dies_is_named_to_the_others(tmp_path: Path, transport: str) -> None:
+def test_dead_rank_is_reported_to_the_others(tmp_path: Path, transport: str) -> None:
     found, dead = on_ranks(dies, 2, tmp_path, transport=transport, on_failure="continue")
     assert isinstance(dead, un.errors.PeerLostError)
     first, barrier, waited_s = found
@@ -107,5 +107,5 @@ def leaves_without_a_word(comm: un.Communicator, path: str) -> float:
     return summed()
 
 
-def test_a_program_may_end_without_destroying_its_group(tmp_path: Path) -> None:
+def test_program_may_end_without_destroy_process_group(tmp_path: Path) -> None:
     assert un.launch(leaves_without_a_word, 2, "shm", (str(tmp_path / "store"),), timeout=20) == [11.0, 11.0]

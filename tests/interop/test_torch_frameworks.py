@@ -31,7 +31,7 @@ def printed(program: Path, ranks: int, backend: str) -> str:
     return ended.stdout.replace(backend, "the backend")
 
 
-def test_every_framework_has_its_program() -> None:
+def test_every_framework_has_a_program() -> None:
     page = Path(__file__).parents[2] / "docs" / "how-to" / "torch-backend.md"
     linked = set(re.findall(r"examples/frameworks/(\w+\.py)", page.read_text()))
     assert linked == {program.name for program in PROGRAMS}
@@ -63,6 +63,6 @@ def test_prints_what_gloo_prints(program: Path, ranks: int) -> None:
     ],
     ids=["accelerate", "trainer"],
 )
-def test_accelerate_refuses_names_that_it_does_not_know(asks: str) -> None:
+def test_accelerate_rejects_unknown_names(asks: str) -> None:
     ended = run("-c", f"import os; os.environ.update(LOCAL_RANK='0', RANK='0', WORLD_SIZE='2'); {asks}")
     assert "ValueError: Your assigned backend unisono is not available, please use gloo" in ended.stderr

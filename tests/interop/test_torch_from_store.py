@@ -47,7 +47,7 @@ def program(comm: un.Communicator, path: str, port: int, method: str, order: str
 @pytest.mark.parametrize("backend", ["gloo", "unisono"])
 @pytest.mark.parametrize("order", ["group, calls", "calls, group"])
 @pytest.mark.parametrize("method", ["env", "tcp", "file"])
-def test_a_group_and_calls_share_an_address(method: str, order: str, backend: str, tmp_path: Path) -> None:
+def test_group_and_rpc_share_an_address(method: str, order: str, backend: str, tmp_path: Path) -> None:
     with reserved_ports(1) as (port,):
         found = pool("shm", 2).run(program, str(tmp_path / "store"), port, method, order, backend)
     assert found == [(2.0, 1 + rank) for rank in range(2)]

@@ -18,7 +18,7 @@ from unisono.interop import GroupOptions, register
 from unisono.interop.torch_work import TorchWork
 
 
-def test_registering_again_is_harmless() -> None:
+def test_registration_is_idempotent() -> None:
     before = dict(dist.Backend._plugins)
     register()
     assert dist.Backend._plugins == before
@@ -31,7 +31,7 @@ def names() -> list[object]:
     return [dist.get_backend(), dist.get_backend_config(), group.group_name, group.group_desc, group.name()]
 
 
-def test_torch_knows_what_it_has(tmp_path: Path) -> None:
+def test_torch_reports_the_backend(tmp_path: Path) -> None:
     expected = ["unisono", "cpu:unisono", "0", "default_pg", "unisono"]
     assert on_ranks(names, 2, tmp_path) == [expected, expected]
 
@@ -48,7 +48,7 @@ def many_groups() -> list[float]:
     return [*sums, summed(alone), summed()]
 
 
-def test_many_groups_at_once(tmp_path: Path) -> None:
+def test_many_groups_concurrently(tmp_path: Path) -> None:
     assert on_ranks(many_groups, 3, tmp_path) == [
         [11.0, 101.0, 111.0, 1.0, 111.0],
         [11.0, 110.0, 111.0, 10.0, 111.0],
@@ -66,7 +66,7 @@ def groups_made_in_other_ways() -> list[Any]:
     return [*sums, described.group_desc, dist.get_process_group_ranks(listed), summed(described)]
 
 
-def test_groups_made_in_other_ways(tmp_path: Path) -> None:
+def test_groups_created_by_other_functions(tmp_path: Path) -> None:
     pair, alone = [101.0, 101.0, "for tests", [0, 2], 111.0], [10.0, 0.0, "for tests", [1], 111.0]
     assert on_ranks(groups_made_in_other_ways, 3, tmp_path) == [pair, alone, pair]
 
@@ -144,7 +144,7 @@ def again_and_again(comm: un.Communicator, folder: str) -> list[float]:
     return sums
 
 
-def test_a_group_may_be_made_again(tmp_path: Path) -> None:
+def test_group_may_be_recreated(tmp_path: Path) -> None:
     assert un.launch(again_and_again, 2, "shm", (str(tmp_path),), timeout=20) == [[11.0] * 3] * 2
 
 
@@ -159,7 +159,7 @@ def alone() -> list[float]:
     return [t.sum().item(), parts[0].sum().item()]
 
 
-def test_a_world_of_one(tmp_path: Path) -> None:
+def test_single_rank(tmp_path: Path) -> None:
     assert on_ranks(alone, 1, tmp_path) == [[2.0, 2.0]]
 
 
@@ -202,7 +202,7 @@ def with_another_device(comm: un.Communicator, path: str) -> list[object]:
     return [*sums, devices, sorted(NOTES, key=len)]
 
 
-def test_another_backend_carries_another_device(tmp_path: Path) -> None:
+def test_other_device_uses_another_backend(tmp_path: Path) -> None:
     notes = [["allreduce", "shutdown"], ["allreduce", "allreduce", "allgather", "shutdown"]]
     expected = [11.0, 11.0, ["cpu", "meta"], notes]
     assert un.launch(with_another_device, 2, "shm", (str(tmp_path / "store"),), timeout=20) == [expected] * 2
@@ -227,7 +227,7 @@ def wrong() -> list[str]:
     ]
 
 
-def test_wrong_arguments_end_in_a_sentence(tmp_path: Path) -> None:
+def test_wrong_arguments_have_a_clear_error(tmp_path: Path) -> None:
     for said in on_ranks(wrong, 2, tmp_path):
         wanted = [
             "name a backend for it too",
@@ -259,6 +259,6 @@ def wishes(comm: un.Communicator, path: str, transports: list[str]) -> str:
     ("transports", "said"),
     [(["shm", "gloo"], "MismatchError: .*rank 0: 'shm'; rank 1: 'gloo'"), (["glue"] * 2, "unknown transport 'glue'")],
 )
-def test_wishes_must_be_equal_and_known(tmp_path: Path, transports: list[str], said: str) -> None:
+def test_options_must_be_equal_and_known(tmp_path: Path, transports: list[str], said: str) -> None:
     for text in un.launch(wishes, 2, "shm", (str(tmp_path / "store"), transports), timeout=20):
         assert re.search(said, text), text

@@ -121,7 +121,7 @@ def trained() -> list[list[float]]:
     return [moved, [local.grad.item(), kept.item()]]
 
 
-def test_gradients_and_steps(tmp_path: Path) -> None:
+def test_gradients_and_optimizer_steps(tmp_path: Path) -> None:
     moved, kept = of(trained, tmp_path)
     assert moved == pytest.approx([-0.05] * 9)
     assert kept == [3.0, 5.0]
@@ -157,7 +157,7 @@ def is_training(ref: rpc.RRef[nn.Module]) -> bool:
     return ref.local_value().training
 
 
-def test_the_mode_of_a_remote_module_is_set_where_it_is(tmp_path: Path) -> None:
+def test_remote_module_train_mode_is_set_on_its_owner(tmp_path: Path) -> None:
     assert of(modes, tmp_path) == [False, True]
 
 
@@ -194,7 +194,7 @@ def test_remote_module(tmp_path: Path) -> None:
     assert "parameters" in found["refused"]
 
 
-def test_every_public_name_of_torch_is_there() -> None:
+def test_every_public_name_of_torch_exists() -> None:
     wanted = {
         "BackendType", "RRef", "RpcBackendOptions", "TensorPipeRpcBackendOptions", "WorkerInfo", "functions",
         "get_worker_info", "init_rpc", "remote", "rpc_async", "rpc_sync", "shutdown", "is_available", "constants",

@@ -92,7 +92,7 @@ def _in_context(action: Callable[[int], object]) -> None:
         action(number)
 
 
-def test_errors_are_of_the_classes_that_torch_raises(tmp_path: Path) -> None:
+def test_errors_have_the_classes_of_torch(tmp_path: Path) -> None:
     found = of(errors, tmp_path)
     for name in ("sync", "async", "remote"):
         assert "ValueError" in found[name]
@@ -125,7 +125,7 @@ def test_errors_are_of_the_classes_that_torch_raises(tmp_path: Path) -> None:
     assert "'int' object has no attribute 'missing'" in found["no method"]
 
 
-def test_a_backend_and_options_are_of_the_classes_that_torch_wants() -> None:
+def test_backend_and_options_have_the_classes_of_torch() -> None:
     with pytest.raises(TypeError, match="Could not infer backend for options"):
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions())
     with pytest.raises(TypeError, match="must be a member of BackendType"):

@@ -38,7 +38,7 @@ def test_no_test_is_listed_twice() -> None:
     assert len(LISTED) == len(set(LISTED))
 
 
-def test_torchs_test_of_the_optimizer_passes() -> None:
+def test_torch_optimizer_test_passes() -> None:
     assert failures("DistOptimizerTest.test_dist_optim") == (1, {})
 
 
@@ -60,7 +60,7 @@ def test_torchs_test_of_the_optimizer_passes() -> None:
         ("ThreeWorkersRemoteModuleTest", 1),
     ],
 )
-def test_torchs_tests_pass_but_for_those_that_are_listed(suite: str, passing: int) -> None:
+def test_torch_tests_pass_except_the_listed(suite: str, passing: int) -> None:
     passed, failed = failures(suite)
     listed = {test for test in LISTED if test.split(".")[0] == suite}
     assert {test: failed[test] for test in failed.keys() - listed} == {}

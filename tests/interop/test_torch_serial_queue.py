@@ -9,7 +9,7 @@ import pytest
 from unisono.interop.serial_queue import SerialQueue
 
 
-def test_jobs_are_done_in_order_one_at_a_time() -> None:
+def test_jobs_run_in_order_one_at_a_time() -> None:
     line, done = SerialQueue("test"), list[int]()
     gate = threading.Event()
     first = line.start(lambda: gate.wait(10))
@@ -22,13 +22,13 @@ def test_jobs_are_done_in_order_one_at_a_time() -> None:
     assert all(work.is_completed() for work in works)
 
 
-def test_an_empty_line_needs_no_thread() -> None:
+def test_empty_queue_needs_no_thread() -> None:
     line, found = SerialQueue("test"), list[int]()
     line.run(lambda: found.append(threading.get_ident()))
     assert found == [threading.get_ident()]
 
 
-def test_what_waits_behind_a_caller_is_done_after_it() -> None:
+def test_queued_jobs_run_after_the_caller() -> None:
     line, done = SerialQueue("test"), list[str]()
     work = []
 
@@ -43,7 +43,7 @@ def test_what_waits_behind_a_caller_is_done_after_it() -> None:
     assert done == ["caller", "behind"]
 
 
-def test_errors_go_to_who_waits_and_nowhere_else() -> None:
+def test_errors_reach_only_the_waiter() -> None:
     line = SerialQueue("test")
 
     def fail() -> None:
@@ -59,7 +59,7 @@ def test_errors_go_to_who_waits_and_nowhere_else() -> None:
     assert after == [1]
 
 
-def test_a_callback_goes_before_what_waits() -> None:
+def test_callback_runs_before_queued_jobs() -> None:
     line, done = SerialQueue("test"), list[str]()
     gate = threading.Event()
 
@@ -75,7 +75,7 @@ def test_a_callback_goes_before_what_waits() -> None:
     assert done == ["called and waited for", "called", "waiting"]
 
 
-def test_finishing_has_a_limit() -> None:
+def test_finish_has_a_timeout() -> None:
     line, gate = SerialQueue("test"), threading.Event()
     assert line.finish(0.0)
     line.start(lambda: gate.wait(10))

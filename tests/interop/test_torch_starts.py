@@ -93,7 +93,7 @@ def launched(comm: un.Communicator, folder: Path, ports: list[int]) -> list[list
 
 
 @pytest.mark.soak
-def test_processes_of_torch_multiprocessing(tmp_path: Path) -> None:
+def test_torch_multiprocessing(tmp_path: Path) -> None:
     with reserved_ports(len(WAYS)) as ports:
         multiprocessing.spawn(spawned, (2, tmp_path, ports), nprocs=2)
     for rank in range(2):
@@ -101,7 +101,7 @@ def test_processes_of_torch_multiprocessing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_processes_of_launch(tmp_path: Path, size: int) -> None:
+def test_launch_processes(tmp_path: Path, size: int) -> None:
     with reserved_ports(len(WAYS)) as ports:
         found = un.launch(launched, size, "shm", (tmp_path, ports), timeout=20)
     assert found == [expected(rank, size) for rank in range(size)]
@@ -116,7 +116,7 @@ def ends_without_waiting(rank: int, size: int, file: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_process_may_end_before_its_collectives(tmp_path: Path) -> None:
+def test_process_may_end_before_its_collectives(tmp_path: Path) -> None:
     """A thread that came back from gloo after the interpreter's end would end the process by SIGABRT."""
     started = multiprocessing.spawn(ends_without_waiting, (3, f"file://{tmp_path}/store"), nprocs=3, join=False)
     while not started.join():

@@ -65,7 +65,7 @@ WAYS = (shut_down, abort, drop, drop_with_a_message_under_way, fail)
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("lost", [0, SIZE - 1])
 @pytest.mark.parametrize("end", WAYS)
-def test_the_others_notice_a_thread_that_ends(end: Callable[[UnisonoGroup], None], lost: int, transport: str) -> None:
+def test_ended_thread_is_reported_to_the_others(end: Callable[[UnisonoGroup], None], lost: int, transport: str) -> None:
     store, used = dist.HashStore(), threading.Barrier(SIZE)
 
     def make(name: str, rank: int, size: int) -> UnisonoGroup:

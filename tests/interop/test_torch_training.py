@@ -219,16 +219,16 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 @pytest.mark.parametrize("name", [*WAYS, *LARGER])
-def test_the_same_bits_as_on_gloo(told: Told, name: str) -> None:
+def test_bitwise_equal_to_gloo(told: Told, name: str) -> None:
     assert [found[name] for found in told.differences] == ["", ""]
 
 
-def test_a_rank_that_dies_is_named_by_backward_within_a_second(told: Told) -> None:
+def test_backward_names_a_dead_rank_within_a_second(told: Told) -> None:
     assert ["rank 1 was lost" in text for text in told.errors] == [True, True]
     assert 0 < told.within_s < 1
 
 
-def test_nothing_is_left_of_who_dies(told: Told) -> None:
+def test_dead_rank_leaves_nothing_behind(told: Told) -> None:
     for process in told.processes:
         assert not Path(f"/proc/{process}").exists()
         assert [file.name for file in Path("/dev/shm").glob(f"*{process}*")] == []

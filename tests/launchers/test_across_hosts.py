@@ -38,7 +38,7 @@ def equal(one: Path, other: Path) -> bool:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_one_script_by_torchrun(start: Start, network: Network, tmp_path: Path, rendezvous: str) -> None:
+def test_script_under_torchrun(start: Start, network: Network, tmp_path: Path, rendezvous: str) -> None:
     alone, apart = tmp_path / "alone.pt", tmp_path / "apart.pt"
     finish(start([sys.executable, SCRIPT, "--launch", "2", "--out", alone]))
     agents = []
@@ -58,7 +58,7 @@ def test_one_script_by_torchrun(start: Start, network: Network, tmp_path: Path, 
 
 
 @pytest.mark.soak
-def test_one_script_by_slurm(start: Start, network: Network, tmp_path: Path) -> None:
+def test_script_under_slurm(start: Start, network: Network, tmp_path: Path) -> None:
     """Nodes by their names, one of which its own host gives to its loopback, as many systems do."""
     alone, apart = tmp_path / "alone.pt", tmp_path / "apart.pt"
     finish(start([sys.executable, SCRIPT, "--launch", "2", "--out", alone]))
@@ -91,13 +91,13 @@ def examined(start: Start, network: Network, *words: str) -> list[list[dict[str,
 
 
 @pytest.mark.soak
-def test_the_doctor_reduces_between_hosts(start: Start, network: Network) -> None:
+def test_doctor_reduces_between_hosts(start: Start, network: Network) -> None:
     for host, (finding,) in enumerate(examined(start, network)):
         assert finding["text"].startswith(f"this is host {host} of 2; gloo: 2 ranks compute the right sum"), finding
 
 
 @pytest.mark.soak
-def test_the_doctor_tells_of_a_host_that_cannot_be_reached(start: Start, network: Network) -> None:
+def test_doctor_reports_an_unreachable_host(start: Start, network: Network) -> None:
     network.cut(1)
     try:
         first, second = examined(start, network, "--timeout", "18")

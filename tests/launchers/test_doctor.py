@@ -32,13 +32,13 @@ def plant() -> Iterator[Callable[[Callable[[], list[Finding]]], None]]:
     CHECKS.unregister("planted")
 
 
-def test_a_check_that_fails_is_a_cross(plant: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_check_is_a_cross(plant: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     plant(lambda: [ok(str(int("x")))])
     assert main(["doctor", "planted"]) == 1
     assert "the check itself has failed: ValueError" in capsys.readouterr().out
 
 
-def test_a_check_that_hangs_is_a_cross(plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_check_is_a_cross(plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_GRACE_S", 0.0)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -47,7 +47,7 @@ def test_a_check_that_hangs_is_a_cross(plant: Callable[..., None], monkeypatch: 
         ours.send(b"x")
 
 
-def test_all_well_is_status_0_and_a_remark_is_no_cross(
+def test_success_and_remarks_exit_with_status_0(
     plant: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plant(lambda: [ok("good"), info("by the way", "look")])
@@ -63,7 +63,7 @@ def test_all_well_is_status_0_and_a_remark_is_no_cross(
     assert told["machine"]["python"]
 
 
-def test_secrets_stay_secret(
+def test_secrets_are_not_printed(
     plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UNISONO_SECRET", "open sesame")
@@ -87,12 +87,12 @@ def test_secrets_stay_secret(
         (["--timeout", "0"], "--timeout must be a positive"),
     ],
 )
-def test_refusals(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_arguments(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_a_terminal_of_few_letters(start: Start) -> None:
+def test_ascii_terminal(start: Start) -> None:
     done = start([*DOCTOR, "memory"], {"PYTHONIOENCODING": "ascii"})
     out, err = done.communicate(timeout=60)
     assert "ok memory" in out, err

@@ -31,7 +31,7 @@ def test_dev_shm_of_64_kib(
     assert doctor("memory", before=mended).status == 0
 
 
-def test_dev_shm_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dev_shm_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.tools.doctor.checks import memory
 
     monkeypatch.setattr(memory, "_FOLDER", Path("/no/such/folder"))
@@ -39,7 +39,7 @@ def test_dev_shm_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # -- the native core ------------------------------------------------------------------------------
-def test_compiled_parts_that_are_not_wanted_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_core_disabled_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.tools.doctor.checks import extension
 
     monkeypatch.setattr(extension, "native", object)
@@ -55,7 +55,7 @@ def test_compiled_parts_that_are_not_wanted_or_not_there(monkeypatch: pytest.Mon
 
 
 # -- the host's name -------------------------------------------------------------------------------
-def test_host_name_that_is_the_loopback(
+def test_host_name_resolves_to_loopback(
     doctor: Callable[..., Seen], namespaces: Callable[[str], tuple[str, ...]], tmp_path: Path
 ) -> None:
     hosts = tmp_path / "hosts"
@@ -71,7 +71,7 @@ def test_host_name_that_is_the_loopback(
         assert "localhost" in hosts.read_text()
 
 
-def test_host_name_that_nobody_knows(
+def test_host_name_does_not_resolve(
     doctor: Callable[..., Seen], namespaces: Callable[[str], tuple[str, ...]], tmp_path: Path
 ) -> None:
     hosts = tmp_path / "hosts"
@@ -93,7 +93,7 @@ def taken() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("master", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "localhost"}])
-def test_an_occupied_port(monkeypatch: pytest.MonkeyPatch, taken: int, master: dict[str, str]) -> None:
+def test_occupied_port(monkeypatch: pytest.MonkeyPatch, taken: int, master: dict[str, str]) -> None:
     for name, value in {**master, "MASTER_PORT": str(taken)}.items():
         monkeypatch.setenv(name, value)
     found = the_problem("ports")
@@ -104,7 +104,7 @@ def test_an_occupied_port(monkeypatch: pytest.MonkeyPatch, taken: int, master: d
     assert [one.state for one in find("ports")] == ["ok"]
 
 
-def test_a_port_of_slurm_and_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_of_slurm_and_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in task(0, 2).items():
         monkeypatch.setenv(name, value)
     (found,) = find("ports")
@@ -123,7 +123,7 @@ def test_no_port(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     assert f"MASTER_PORT {port} is not a port" in the_problem("ports").text
 
 
-def test_the_port_of_another_host(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+def test_port_of_another_host(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("MASTER_ADDR", "203.0.113.9")
     (found,) = find("ports")
@@ -147,7 +147,7 @@ def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(r"export OMP_NUM_THREADS=\d+", found.fix or "")
 
 
-def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_cpu_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.host import cpu_count
 
     monkeypatch.setattr(cpu_count, "quota", lambda: 1.5)
@@ -166,12 +166,12 @@ def test_what_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
         (("127.0.0.1", "203.0.113.9"), "127.0.0.1 is the loopback, 127.0.0.1, here"),
     ],
 )
-def test_hosts_that_cannot_be(hosts: tuple[str, ...], words: str) -> None:
+def test_invalid_hosts(hosts: tuple[str, ...], words: str) -> None:
     assert words in the_problem("between_hosts", Target(hosts=hosts)).text
 
 
 @pytest.mark.soak
-def test_a_host_that_does_not_come_is_named(port: int) -> None:
+def test_missing_host_is_named(port: int) -> None:
     found = the_problem("between_hosts", Target(hosts=("127.0.0.1", "127.0.0.2"), rank=1, port=port, limit_s=15.0))
     assert f"no answer from 127.0.0.1:{port}" in found.text
     assert "on 127.0.0.1 at the same time" in (found.fix or "")
@@ -179,7 +179,7 @@ def test_a_host_that_does_not_come_is_named(port: int) -> None:
 
 # -- interfaces ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("variable", ["UNISONO_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-def test_an_interface_that_is_not_here(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_missing_interface(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "planted0")
     found = the_problem("interface")
     assert f"{variable}" in found.text
@@ -187,12 +187,12 @@ def test_an_interface_that_is_not_here(monkeypatch: pytest.MonkeyPatch, variable
     assert found.fix == f"unset {variable}"
 
 
-def test_an_interface_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_INTERFACE", "lo")
     assert [one.text for one in find("interface")] == ["127.0.0.1 of lo, which UNISONO_INTERFACE names"]
 
 
-def test_a_host_with_nothing_but_its_loopback(doctor: Callable[..., Seen]) -> None:
+def test_host_with_only_loopback(doctor: Callable[..., Seen]) -> None:
     tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=20, check=False)
     if tried.returncode:
         pytest.skip(f"this kernel or user may not make namespaces: {tried.stderr.strip()}")

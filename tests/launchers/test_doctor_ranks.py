@@ -47,7 +47,7 @@ TORCHRUN = {
         (TORCHRUN | {"MASTER_ADDR": "nobody.invalid"}, None, "MASTER_ADDR nobody.invalid has no address"),
     ],
 )
-def test_launchers_that_make_no_sense(
+def test_invalid_launcher_environments(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], backend: str | None, words: str
 ) -> None:
     for name, value in variables.items():
@@ -66,7 +66,7 @@ def test_launchers_that_make_no_sense(
         (BATCH, "none: un.init() is a world of one"),
     ],
 )
-def test_launchers_that_make_sense(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
+def test_valid_launcher_environments(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = find("launcher")
@@ -76,7 +76,7 @@ def test_launchers_that_make_sense(monkeypatch: pytest.MonkeyPatch, variables: d
 
 
 @pytest.mark.soak
-def test_under_torchrun_one_rank_examines(start: Start) -> None:
+def test_one_rank_runs_checks_under_torchrun(start: Start) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = start([*torchrun, "-m", "unisono", "doctor", "launcher", "--backend", "mpi", "--json"])
     out, _ = done.communicate(timeout=100)
@@ -139,7 +139,7 @@ def test_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "neither mpiexec nor mpirun" in the_problem("mpiexec").text
 
 
-def test_an_mpiexec_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hanging_mpiexec_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library()
     # To look for a library takes its time, too.
     found = mpiexec.find_library(30.0)
@@ -152,13 +152,13 @@ def test_an_mpiexec_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
 # -- ranks -----------------------------------------------------------------------------------------
 @pytest.mark.soak
-def test_two_ranks_sum_for_real() -> None:
+def test_two_ranks_all_reduce() -> None:
     (found,) = find("all_reduce", Target(backend="shm", limit_s=60.0))
     assert re.fullmatch(r"shm: 2 ranks compute the right sum, about \d+ us for 8 B and \S+ ms for 1 MiB", found.text)
 
 
 @pytest.mark.soak
-def test_every_transport_is_tried(doctor: Callable[..., Seen]) -> None:
+def test_every_transport_is_tested(doctor: Callable[..., Seen]) -> None:
     library()
     seen = doctor("all_reduce", "--timeout", "300")
     ticks = [one["text"].partition(":")[0] for one in seen.findings if one["state"] == "ok"]
@@ -166,14 +166,14 @@ def test_every_transport_is_tried(doctor: Callable[..., Seen]) -> None:
 
 
 @pytest.mark.soak
-def test_ranks_that_fail_are_a_cross() -> None:
+def test_failing_ranks_are_a_cross() -> None:
     # No transport of this name: the trial says so, and goes on with the next.
     bad, good = tried({"glue": "use gloo", "thread": ""}, 60.0)
     assert (bad.state, bad.fix, good.state) == ("problem", "use gloo", "ok")
     assert "glue: ValueError: unknown transport 'glue'" in bad.text
 
 
-def test_ranks_that_do_not_end_are_a_cross() -> None:
+def test_hanging_ranks_are_a_cross() -> None:
     (found,) = tried({"shm": "wait"}, 0.01)
     assert (found.state, "shm: it did not end in time" in found.text) == ("problem", True)
 
@@ -190,7 +190,7 @@ WELL = '{"backend": "x", "right": true, "size": 2, "small_s": 1e-6, "large_s": 1
         (WELL.replace('"x"', '"w"') + "\\nnoise", "x: exit status 0: noise"),
     ],
 )
-def test_what_ranks_say_is_believed(tmp_path: Path, says: str, words: str) -> None:
+def test_results_of_ranks_are_used(tmp_path: Path, says: str, words: str) -> None:
     (tmp_path / "starter").write_text(f"#!/bin/sh\nprintf '{says}\\n'\n")
     (tmp_path / "starter").chmod(0o755)
     (found,) = tried({"x": "fix"}, 20.0, before=[str(tmp_path / "starter")])

@@ -14,7 +14,7 @@ Start = Callable[..., Any]
 
 
 @pytest.mark.parametrize("by", ["environment", pytest.param("address", marks=pytest.mark.soak)])
-def test_at_an_address_both_are_told_at_once(start: Start, port: int, by: str) -> None:
+def test_duplicate_rank_is_reported_to_both(start: Start, port: int, by: str) -> None:
     if by == "environment":
         given, env = {}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     else:

@@ -32,7 +32,7 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("status", [0, pytest.param(3, marks=pytest.mark.soak)])
-def test_nobody_waits_for_it_and_it_ends_first(start: Start, script: str, port: int, status: int) -> None:
+def test_early_exit_ends_the_job(start: Start, script: str, port: int, status: int) -> None:
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     stays, ends = [start([sys.executable, script, "shm", "1", str(status)], env | {"RANK": str(r)}) for r in (0, 1)]
     assert ends.wait(60) == status
@@ -45,14 +45,14 @@ def test_nobody_waits_for_it_and_it_ends_first(start: Start, script: str, port: 
 @pytest.mark.soak
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_torchrun_blames_it(start: Start, script: str, backend: str, culprit: int) -> None:
+def test_torchrun_reports_the_early_exit(start: Start, script: str, backend: str, culprit: int) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     _, said = start([*torchrun, script, backend, str(culprit), "3"]).communicate(timeout=60)
     root = said[said.index("Root Cause") :]
     assert re.search(rf"rank +: {culprit} .*\n *exitcode *: 3 ", root), said
 
 
-def test_a_forked_child_comes_to_its_own_end(start: Start, tmp_path: Path) -> None:
+def test_forked_child_ends_normally(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "forks.py"
     path.write_text("import os, unisono as un\ncomm = un.init('gloo')\npid = os.fork()\npid and os.waitpid(pid, 0)\n")
     process = start([sys.executable, str(path)])

@@ -174,7 +174,7 @@ def test_torchrun(job: Job, backend: str, killed: int) -> None:
 
 
 @pytest.mark.soak
-def test_torchrun_restarts_them(job: Job) -> None:
+def test_torchrun_restarts_ranks(job: Job) -> None:
     job.start(*TORCHRUN, "--max-restarts", "1", backend="gloo")
     job.kill(1)
     wait_until(lambda: all(job.began(rank, attempt=1) for rank in range(2)), "both were restarted", WITHIN_S)
@@ -184,7 +184,7 @@ def test_torchrun_restarts_them(job: Job) -> None:
 
 
 @pytest.mark.soak
-def test_torchrun_restarts_them_and_they_go_on(job: Job) -> None:
+def test_torchrun_restarts_ranks_and_training_resumes(job: Job) -> None:
     job.start(*TORCHRUN, "--max-restarts", "1", backend="shm")
     job.kill(0)
     job.enough()

@@ -105,7 +105,7 @@ def mpi() -> None:
         pytest.skip("there is no mpirun here; `unisono doctor` says how to get it")
 
 
-def test_it_is_short_and_knows_no_launcher() -> None:
+def test_script_is_short_and_independent_of_launchers() -> None:
     text = SCRIPT.read_text()
     assert len(text.splitlines()) < 40
     assert not [word for word in ("environ", "RANK", "torchrun", "mpirun", "slurm") if word in text]
@@ -130,12 +130,12 @@ def test_slurm(first: Weights, ways: Ways) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", ["shm", "gloo", "thread"])
-def test_python(first: Weights, ways: Ways, backend: str) -> None:
+def test_plain_python(first: Weights, ways: Ways, backend: str) -> None:
     assert same(first, ways.python(backend))
 
 
 @pytest.mark.soak
-def test_python_alone(first: Weights, ways: Ways) -> None:
+def test_plain_python_single_rank(first: Weights, ways: Ways) -> None:
     assert far(first, ways.alone()) < 1e-6
 
 
@@ -153,5 +153,5 @@ def test_mpirun(first: Weights, ways: Ways, backend: str) -> None:
 
 
 @pytest.mark.soak
-def test_slurm_by_gloo(first: Weights, ways: Ways) -> None:
+def test_slurm_with_gloo(first: Weights, ways: Ways) -> None:
     assert same(first, ways.slurm("gloo"))

@@ -47,7 +47,7 @@ def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         ("a,a", "a a"),
     ],
 )
-def test_lists(text: str, names: str) -> None:
+def test_host_lists(text: str, names: str) -> None:
     assert expand(text) == names.split()
 
 
@@ -58,12 +58,12 @@ def test_lists(text: str, names: str) -> None:
         *("[" * 5000, "n[0-65536]", "n[0-999]m[0-999]", "n[1-99999999999999999]", "n[1-40000],n[1-40000]"),
     ],
 )
-def test_what_is_no_list(text: str) -> None:
+def test_invalid_host_lists(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a list of hosts|at most 65536"):
         expand(text)
 
 
-def test_the_place_of_the_mistake_is_told() -> None:
+def test_error_shows_the_position() -> None:
     with pytest.raises(ValueError, match=r"expected a comma or \] at the end \(position 10\)"):
         expand("node[1-3,7")
 
@@ -101,12 +101,12 @@ def items(draw: st.DrawFn, depth: int = 2) -> tuple[str, list[str]]:
 
 
 @given(st.lists(items(), min_size=1, max_size=3))
-def test_lists_of_any_form(parts: list[tuple[str, list[str]]]) -> None:
+def test_arbitrary_host_lists(parts: list[tuple[str, list[str]]]) -> None:
     assert expand(",".join(text for text, _ in parts)) == [name for _, names in parts for name in names]
 
 
 @given(st.text("n[]-,01 9", max_size=24))
-def test_any_text_is_a_list_or_an_error(text: str) -> None:
+def test_arbitrary_text_parses_or_fails(text: str) -> None:
     try:
         names = expand(text)
     except ValueError:
@@ -116,13 +116,13 @@ def test_any_text_is_a_list_or_an_error(text: str) -> None:
 
 
 # -- steps -----------------------------------------------------------------------------------------
-def test_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_task(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = ("gnode10", "gnode11")
     set_all(monkeypatch, task(3, 4, SLURM_STEP_NODELIST="gnode[10-11]", SLURM_LOCALID="1", SLURM_STEP_ID="2"))
     assert step() == Step(3, 4, 1, 200505, 2, nodes)
 
 
-def test_what_the_step_says_goes_before_what_the_job_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_variables_override_job_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, task(1, 2))
     assert step() == Step(1, 2, 1, 200505, 0, ("gnode10",))
 
@@ -138,7 +138,7 @@ def test_what_the_step_says_goes_before_what_the_job_says(monkeypatch: pytest.Mo
         (task(0, 1, SLURM_STEP_ID="4294967290"), 4),
     ],
 )
-def test_where_no_step_runs_the_process_is_alone(
+def test_process_outside_a_step_is_single(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variables: dict[str, str], tasks: int | None
 ) -> None:
     set_all(monkeypatch, variables)
@@ -151,19 +151,19 @@ def test_where_no_step_runs_the_process_is_alone(
     place.close()
 
 
-def test_a_step_of_one_task_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_of_one_task_is_single(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, task(0, 1))
     place = find()
     assert (place.size, place.source) == (1, "step 200505.0 of Slurm has one task: a world of one")
     place.close()
 
 
-def test_few_variables_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minimal_variables_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {"SLURM_JOB_ID": "5", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
     assert step() == Step(1, 2, 1, 5, 0, ())
 
 
-def test_the_name_of_a_job_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_name_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bash", "interactive"):
         set_all(monkeypatch, task(1, 2, SLURM_JOB_NAME=name))
         found = step()
@@ -181,13 +181,13 @@ def test_the_name_of_a_job_means_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"SLURM_LOCALID": "one"}, "SLURM_LOCALID is 'one'"),
     ],
 )
-def test_what_makes_no_sense(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
+def test_invalid_values(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
     set_all(monkeypatch, task(1, 2) | variables)
     with pytest.raises(ValueError, match=words):
         find(timeout_s=1.0)
 
 
-def test_ports_differ() -> None:
+def test_steps_have_different_ports() -> None:
     near = [port_of(job, number) for job, number in itertools.product(range(1000, 1500), range(8))]
     assert len(set(near)) == len(near)
     assert {port_of(job, number) for job in range(0, 10**6, 997) for number in range(3)} <= set(range(15000, 31384))
@@ -205,7 +205,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return seen
 
 
-def test_where_ranks_of_several_nodes_meet(monkeypatch: pytest.MonkeyPatch, meeting: SimpleNamespace) -> None:
+def test_rendezvous_of_several_nodes(monkeypatch: pytest.MonkeyPatch, meeting: SimpleNamespace) -> None:
     set_all(monkeypatch, task(2, 4, SLURM_STEP_NODELIST="gnode[10-11]", SLURM_STEP_ID="1"))
     find()
     assert (meeting.host, meeting.port) == ("gnode10", port_of(200505, 1))
@@ -215,9 +215,7 @@ def test_where_ranks_of_several_nodes_meet(monkeypatch: pytest.MonkeyPatch, meet
     assert (meeting.host, meeting.port) == ("10.0.0.7", 4711)
 
 
-def test_rank_0_does_not_listen_where_only_its_own_node_hears_it(
-    monkeypatch: pytest.MonkeyPatch, meeting: SimpleNamespace
-) -> None:
+def test_rank_0_does_not_listen_on_loopback(monkeypatch: pytest.MonkeyPatch, meeting: SimpleNamespace) -> None:
     monkeypatch.setattr(slurm, "address_towards", {"gnode11": "10.0.0.10"}.__getitem__)
     monkeypatch.setattr(slurm.socket, "gethostbyname", {"gnode10": "127.0.1.1"}.__getitem__)
     for rank, host in ((0, "10.0.0.10"), (1, "gnode10")):
@@ -226,7 +224,7 @@ def test_rank_0_does_not_listen_where_only_its_own_node_hears_it(
         assert meeting.host == host
 
 
-def test_torchrun_inside_a_step_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_overrides_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, task(0, 2) | {"RANK": "0"})
     with pytest.raises(ValueError, match="RANK is known but WORLD_SIZE is not"):
         find()
@@ -244,7 +242,7 @@ place.close()
 """
 
 
-def test_two_steps_of_a_job_do_not_meet(start: Start) -> None:
+def test_two_steps_of_a_job_are_separate(start: Start) -> None:
     steps = [(number, rank) for number in (0, 1) for rank in (0, 1)]
     tasks = [start([sys.executable, "-c", MEET], task(rank, 2, SLURM_STEP_ID=str(step))) for step, rank in steps]
     for (number, rank), (out, err) in zip(steps, [one.communicate(timeout=60) for one in tasks], strict=True):
@@ -253,7 +251,7 @@ def test_two_steps_of_a_job_do_not_meet(start: Start) -> None:
 
 
 @pytest.mark.soak
-def test_not_even_at_one_port(start: Start, port: int) -> None:
+def test_two_steps_at_one_port_are_separate(start: Start, port: int) -> None:
     same = {"MASTER_PORT": str(port)}
     first = start([sys.executable, "-c", MEET], task(0, 2, **same))
     with socket.socket() as probe:

@@ -20,7 +20,7 @@ NAMES = sorted(templates())
 SHELLS = [name for name in NAMES if templates()[name].name.endswith(".sh")]
 
 
-def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_templates(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["template"]) == 0
     assert capsys.readouterr().out.split() == NAMES
     assert {"slurm", "torchrun", "mpirun", "kubernetes", "skypilot"} <= set(NAMES)
@@ -32,7 +32,7 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", SHELLS)
-def test_shell_understands_it(name: str, tmp_path: Path) -> None:
+def test_templates_are_valid_shell(name: str, tmp_path: Path) -> None:
     path = tmp_path / "template.sh"
     path.write_text(templates()[name].read_text())
     subprocess.run(["bash", "-n", path], check=True, timeout=20)
@@ -57,7 +57,7 @@ def test_slurm(start: Start, folder: Path) -> None:
     assert heard(finish(done), "--lr", "0.1")
 
 
-def test_slurm_reads_its_options() -> None:
+def test_slurm_accepts_its_options() -> None:
     """The command sbatch heeds only what stands before the first command, and takes a whole line."""
     options = []
     for line in templates()["slurm"].read_text().splitlines():
@@ -84,7 +84,7 @@ def test_torchrun_on_two_hosts(start: Start, folder: Path, port: int) -> None:
 
 
 @pytest.mark.parametrize("missing", ["HEAD", "NODE", "UNISONO_SECRET"])
-def test_torchrun_says_what_it_needs(start: Start, folder: Path, missing: str) -> None:
+def test_torchrun_reports_missing_settings(start: Start, folder: Path, missing: str) -> None:
     (folder / "torchrun.sh").write_text(templates()["torchrun"].read_text())
     given = {"NODES": "2", "HEAD": "127.0.0.1", "NODE": "0", "UNISONO_SECRET": "x"}
     del given[missing]
@@ -107,7 +107,7 @@ printf '%s ' "$@" > asked
         ("HYDRA build details:", "-n 2 python train.py"),
     ],
 )
-def test_mpirun_is_spoken_to_in_its_own_words(start: Start, folder: Path, says: str, asked: str) -> None:
+def test_mpirun_options_match_the_implementation(start: Start, folder: Path, says: str, asked: str) -> None:
     program(folder, "mpirun", MPIRUN)
     (folder / "mpirun.sh").write_text(templates()["mpirun"].read_text())
     finish(start(["bash", "mpirun.sh"], env(folder, SAYS=says), folder))

@@ -50,7 +50,7 @@ def pod() -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     return spec, container, [f"{job['metadata']['name']}-{index}.{spec['subdomain']}" for index in indices]
 
 
-def test_kubernetes_fits_together() -> None:
+def test_kubernetes_template_is_consistent() -> None:
     service, job = documents("kubernetes")
     assert (service["kind"], job["kind"], job["spec"]["completionMode"]) == ("Service", "Job", "Indexed")
     assert service["spec"]["clusterIP"] == "None"
@@ -165,7 +165,7 @@ def test_ray(start: Start, folder: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_failure_ends_all_of_ray(start: Start, folder: Path) -> None:
+def test_ray_failure_ends_all_ranks(start: Start, folder: Path) -> None:
     (folder / "ray.py").write_text(RAY)
     (folder / "on_ray.py").write_text(templates()["ray"].read_text())
     (folder / "train.py").write_text(

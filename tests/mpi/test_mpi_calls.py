@@ -19,7 +19,7 @@ RANKS = 3
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(case=cases(RANKS), long=st.sets(st.integers(0, RANKS - 1), max_size=RANKS - 1))
-def test_blocking_and_asynchronous_calls_meet(ranks: RankPool, case: Case, long: set[int]) -> None:
+def test_blocking_and_asynchronous_calls_match(ranks: RankPool, case: Case, long: set[int]) -> None:
     def program(comm: un.Communicator, case: Case, long: set[int]) -> Report:
         return check_case(comm, replace(case, async_op=comm.rank in long))
 
@@ -33,7 +33,7 @@ def test_blocking_and_asynchronous_calls_meet(ranks: RankPool, case: Case, long:
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     long=st.sets(st.integers(0, RANKS - 1), max_size=RANKS),
 )
-def test_extremes_of_floats_are_right_and_the_same_bits_on_all_ranks(
+def test_extreme_floats_are_bitwise_equal_on_all_ranks(
     ranks: RankPool, rows: list[list[float]], op: str, dtype: torch.dtype, long: set[int]
 ) -> None:
     def program(comm: un.Communicator, given: torch.Tensor, op: str, long: set[int]) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_extremes_of_floats_are_right_and_the_same_bits_on_all_ranks(
     assert torch.equal(first.signbit()[zeros], (signs & (given_ == 0).any(0) if op == "max" else signs)[zeros])
 
 
-def test_tensors_of_inference_mode_are_averaged_outside_of_it(ranks: RankPool) -> None:
+def test_inference_tensors_are_averaged_outside_inference_mode(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> list[float]:
         comm.barrier()
         found = []
@@ -68,7 +68,7 @@ def test_tensors_of_inference_mode_are_averaged_outside_of_it(ranks: RankPool) -
     assert ranks.run(program) == [[(RANKS - 1) / 2, RANKS - 1.0, 0.0]] * RANKS
 
 
-def test_a_gather_too_long_for_mpi_is_cut_on_all_ranks(ranks: RankPool) -> None:
+def test_long_gather_is_split_on_all_ranks(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> list[float]:
         from unisono.transports.mpi import collectives
 
@@ -88,7 +88,7 @@ def test_a_gather_too_long_for_mpi_is_cut_on_all_ranks(ranks: RankPool) -> None:
     assert ranks.run(program) == [[float(rank)] for rank in range(RANKS)]
 
 
-def test_results_may_be_made_where_this_ranks_own_part_lies(ranks: RankPool) -> None:
+def test_output_may_alias_this_ranks_part(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> list[list[float]]:
         found, me = [], float(comm.rank)
         whole = torch.full((2 * comm.size,), -1.0)
@@ -112,7 +112,7 @@ def test_results_may_be_made_where_this_ranks_own_part_lies(ranks: RankPool) -> 
         assert found == [in_order, in_order, in_order, swapped]
 
 
-def test_what_shares_memory_is_refused_and_breaks_nothing(ranks: RankPool) -> None:
+def test_overlapping_tensors_are_rejected_without_effect(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> tuple[list[str], float]:
         memory, said = torch.zeros(3 * comm.size), []
         everything = memory[: 2 * comm.size]
@@ -138,7 +138,7 @@ def test_what_shares_memory_is_refused_and_breaks_nothing(ranks: RankPool) -> No
         assert total == RANKS
 
 
-def test_wrong_arguments_are_refused_and_break_nothing(ranks: RankPool) -> None:
+def test_wrong_arguments_are_rejected_without_effect(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> tuple[dict[str, str], float]:
         said, size = {}, comm.size
 
@@ -194,7 +194,7 @@ def test_wrong_arguments_are_refused_and_break_nothing(ranks: RankPool) -> None:
     tags=st.lists(st.integers(0, 2), min_size=4, max_size=4),
     later=st.lists(st.booleans(), min_size=8, max_size=8),
 )
-def test_messages_of_all_functions_meet(ranks: RankPool, sizes: list[int], tags: list[int], later: list[bool]) -> None:
+def test_messages_of_all_functions_match(ranks: RankPool, sizes: list[int], tags: list[int], later: list[bool]) -> None:
     def program(comm: un.Communicator, sizes: list[int], tags: list[int], later: list[bool]) -> list[bool]:
         right = []
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -212,7 +212,7 @@ def test_messages_of_all_functions_meet(ranks: RankPool, sizes: list[int], tags:
         assert right == [True] * len(sizes)
 
 
-def test_a_message_that_does_not_fit_is_named(ranks: RankPool) -> None:
+def test_message_of_wrong_size_is_reported(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> str:
         try:
             if comm.rank == 0:

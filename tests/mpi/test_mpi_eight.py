@@ -39,7 +39,7 @@ def sample(call: str) -> list[Case]:
 
 
 @pytest.mark.soak
-def test_every_collective_equals_the_reference() -> None:
+def test_every_collective_equals_reference() -> None:
     def program(comm: un.Communicator, cases: list[Case]) -> list[object]:
         return [check_case(comm, case) for case in cases]
 
@@ -51,7 +51,7 @@ def test_every_collective_equals_the_reference() -> None:
 
 
 @pytest.mark.soak
-def test_parts_of_eight_work_at_the_same_time() -> None:
+def test_subgroups_of_eight_run_concurrently() -> None:
     def program(comm: un.Communicator) -> tuple[int, int]:
         import torch
 

@@ -42,14 +42,14 @@ print("through", flush=True)
 
 
 @pytest.mark.soak
-def test_more_elements_than_32_bits_count(tmp_path: Path) -> None:
+def test_more_than_2_to_32_elements(tmp_path: Path) -> None:
     ended = mpi_jobs.mpirun(tmp_path, LONG)
     assert ended.status == 0, ended.err
     assert sorted(ended.out.split("\n")) == ["", "rank 0 right True", "rank 1 right True"], ended.out
 
 
 @pytest.mark.soak
-def test_a_rank_that_stops_inside_of_mpi_ends_the_job(tmp_path: Path) -> None:
+def test_rank_stopped_inside_mpi_ends_the_job(tmp_path: Path) -> None:
     ended = mpi_jobs.mpirun(tmp_path, STOPS)
     assert ended.status != 0
     assert not ended.left

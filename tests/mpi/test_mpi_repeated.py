@@ -11,7 +11,7 @@ from unisono.testing.pools import RankPool
 RANKS = 3
 
 
-def test_lists_are_looked_at_one_by_one(ranks: RankPool) -> None:
+def test_lists_are_checked_per_tensor(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> list[torch.Tensor]:
         rows = [torch.zeros(2) for _ in range(comm.size)]
         given = torch.full((2,), comm.rank + 1.0)
@@ -27,7 +27,7 @@ def test_lists_are_looked_at_one_by_one(ranks: RankPool) -> None:
         assert torch.equal(second, first)
 
 
-def test_what_may_not_be_written_is_refused_also_when_it_could_be_before(ranks: RankPool) -> None:
+def test_newly_read_only_tensor_is_rejected(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> list[str]:
         said, tensor, weight = [], torch.ones(2), torch.ones(2, requires_grad=True)
         for _ in range(2):
@@ -54,5 +54,5 @@ def test_what_may_not_be_written_is_refused_also_when_it_could_be_before(ranks: 
     assert ranks.run(program) == [["ValueError", "TypeError", "[(1-1j), (1-1j)]"]] * RANKS
 
 
-def test_autograd_hears_of_writes(ranks: RankPool) -> None:
+def test_writes_increment_autograd_versions(ranks: RankPool) -> None:
     check_writes(ranks)

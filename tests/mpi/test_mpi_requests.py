@@ -36,7 +36,7 @@ class Request:
         return self.done
 
 
-def test_what_is_given_up_while_another_thread_looks_keeps_its_memory() -> None:
+def test_abandoned_request_keeps_its_memory() -> None:
     first, second, memory = Request(), Request(), torch.zeros(1)
     forsaken, number = weakref.ref(memory), 0
 
@@ -77,7 +77,7 @@ FAKE = SimpleNamespace(**{name: name for name in NAMES.split()})
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "0"}, 1, 2),
     ],
 )
-def test_launchers_are_known_by_what_they_tell(environment: dict[str, str], rank: int, size: int | None) -> None:
+def test_launchers_are_detected_by_their_variables(environment: dict[str, str], rank: int, size: int | None) -> None:
     found = launched(environment)
     assert found is not None
     assert (found.rank, found.size) == (rank, size)
@@ -87,11 +87,11 @@ def test_launchers_are_known_by_what_they_tell(environment: dict[str, str], rank
     "environment",
     [{}, {"RANK": "0", "WORLD_SIZE": "2"}, {"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_PROCID": "0"}],
 )
-def test_nobody_elses_variables_are_taken_for_theirs(environment: dict[str, str]) -> None:
+def test_foreign_variables_are_not_a_launcher(environment: dict[str, str]) -> None:
     assert launched(environment) is None
 
 
-def test_what_a_launcher_has_told_is_not_passed_on() -> None:
+def test_launcher_variables_are_not_inherited() -> None:
     theirs = {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "PMI_SIZE": "2", "PRTE_LAUNCHED": "1"}
     users = {"OMPI_MCA_btl": "tcp", "PMIX_MCA_gds": "hash", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PATH": "/bin"}
     assert env_without_launcher(theirs | users) == users
@@ -103,7 +103,7 @@ def fake_mpi(size: int) -> SimpleNamespace:
     )
 
 
-def test_a_world_of_one_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     check_world(fake_mpi(1), 1)
     check_world(fake_mpi(2), 2)
     assert name_of(fake_mpi(1)) == "MPICH 5.0.2"
@@ -126,9 +126,7 @@ def test_a_world_of_one_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a launcher that speaks PMIx", "MPICH Version: 5.0.2", True),
     ],
 )
-def test_the_launcher_is_compared_before_mpi_starts(
-    monkeypatch: pytest.MonkeyPatch, by: str, name: str, fits: bool
-) -> None:
+def test_launcher_is_checked_before_mpi_init(monkeypatch: pytest.MonkeyPatch, by: str, name: str, fits: bool) -> None:
     started = []
     mpi = SimpleNamespace(
         Is_finalized=lambda: False,
@@ -147,7 +145,7 @@ def test_the_launcher_is_compared_before_mpi_starts(
     assert started == ([3] if fits else [])
 
 
-def test_a_wait_ends_at_its_deadline_or_by_what_it_looks_at() -> None:
+def test_wait_ends_at_deadline_or_by_its_check() -> None:
     asked = 0
 
     def never() -> bool:
@@ -176,7 +174,7 @@ def agreements(size: int) -> list[Agreement]:
     return found
 
 
-def test_rows_that_fit_sum_to_nothing_and_others_do_not() -> None:
+def test_matching_signatures_sum_to_zero() -> None:
     sends = [[0, 3, 5], [2, 0, 7], [2**40, 1, 9]]
     receives = [[row[rank] for row in sends] for rank in range(3)]
     ranks = agreements(3)
@@ -189,7 +187,7 @@ def test_rows_that_fit_sum_to_nothing_and_others_do_not() -> None:
     assert total % 2**64 != 0
 
 
-def test_words_differ_where_calls_differ() -> None:
+def test_signatures_of_different_calls_differ() -> None:
     calls = [("all_reduce", "sum", None, "float32", (4,)), ("all_reduce", "max", None, "float32", (4,)), ("barrier",)]
     assert len({hash_of(call) for call in calls}) == 3
     assert hash_of(calls[0]) == hash_of(tuple(calls[0]))
@@ -197,7 +195,7 @@ def test_words_differ_where_calls_differ() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
-def test_the_order_of_floats_is_kept_by_integers(dtype: torch.dtype, op: ReduceOp) -> None:
+def test_float_order_is_kept_by_integers(dtype: torch.dtype, op: ReduceOp) -> None:
     values = [0.0, -0.0, 1.0, -1.0, 3e-5, -3e-5, 100.0, torch.inf, -torch.inf, torch.nan]
     left = torch.tensor([a for a in values for _ in values], dtype=dtype)
     right = torch.tensor([b for _ in values for b in values], dtype=dtype)
@@ -217,13 +215,13 @@ def test_the_order_of_floats_is_kept_by_integers(dtype: torch.dtype, op: ReduceO
     assert torch.equal(*found), "the bits depend on the order of ranks"
 
 
-def test_what_mpi_does_wrongly_is_left_to_messages() -> None:
+def test_unsupported_mpi_reductions_use_messages() -> None:
     assert not reducible(torch.complex64, ReduceOp.PRODUCT)
     assert not reducible(torch.complex32, ReduceOp.SUM)
     assert reducible(torch.bfloat16, ReduceOp.SUM)
 
 
-def test_who_asks_very_often_looks_up_now_and_then() -> None:
+def test_frequent_polling_checks_for_failures() -> None:
     looks = []
 
     def look() -> None:

@@ -62,7 +62,7 @@ def since_it_worked(ended: mpi_jobs.Ended) -> float:
     return time.time() - max(works)
 
 
-def test_an_exception_ends_the_job_and_is_the_first_to_be_told(tmp_path: Path) -> None:
+def test_exception_ends_the_job_and_is_reported_first(tmp_path: Path) -> None:
     ended = mpi_jobs.mpirun(tmp_path, STARTED + RAISES + GOES_ON, arguments=("mpi", "1"))
     assert ended.status == 1
     assert not ended.left
@@ -75,7 +75,7 @@ def test_an_exception_ends_the_job_and_is_the_first_to_be_told(tmp_path: Path) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_an_exception_ends_the_job_whatever_the_backend(tmp_path: Path, backend: str) -> None:
+def test_exception_ends_the_job_on_every_backend(tmp_path: Path, backend: str) -> None:
     ended = mpi_jobs.mpirun(tmp_path, STARTED + RAISES + GOES_ON, 3, arguments=(backend, "0"))
     assert ended.status == 1
     assert not ended.left
@@ -87,7 +87,7 @@ def test_an_exception_ends_the_job_whatever_the_backend(tmp_path: Path, backend:
     ("backend", "culprit"),
     [("mpi", 1), pytest.param("gloo", 0, marks=pytest.mark.soak), pytest.param("shm", 1, marks=pytest.mark.soak)],
 )
-def test_a_rank_that_leaves_by_an_exit_status_ends_the_job_with_it(tmp_path: Path, backend: str, culprit: int) -> None:
+def test_nonzero_exit_status_ends_the_job(tmp_path: Path, backend: str, culprit: int) -> None:
     ended = mpi_jobs.mpirun(tmp_path, STARTED + EXITS + GOES_ON, arguments=(backend, str(culprit)))
     assert ended.status == 3
     assert not ended.left
@@ -97,7 +97,7 @@ def test_a_rank_that_leaves_by_an_exit_status_ends_the_job_with_it(tmp_path: Pat
 
 
 @pytest.mark.soak
-def test_a_status_at_the_end_of_all_is_nobody_elses_matter(tmp_path: Path) -> None:
+def test_exit_status_after_close_is_kept(tmp_path: Path) -> None:
     last_words = """
     comm.close()
     if comm.rank == culprit:
@@ -113,7 +113,7 @@ def test_a_status_at_the_end_of_all_is_nobody_elses_matter(tmp_path: Path) -> No
 
 
 @pytest.mark.soak
-def test_an_exit_that_was_caught_and_kept_ends_nothing(tmp_path: Path) -> None:
+def test_caught_system_exit_ends_nothing(tmp_path: Path) -> None:
     catches = """
     try:
         sys.exit(3)
@@ -127,7 +127,7 @@ def test_an_exit_that_was_caught_and_kept_ends_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_rank_whose_program_ends_is_not_waited_for(tmp_path: Path) -> None:
+def test_finished_rank_is_not_waited_for(tmp_path: Path) -> None:
     returns = "if comm.rank != culprit:\n    comm.barrier()\n"
     ended = mpi_jobs.mpirun(tmp_path, STARTED + returns, arguments=("mpi", "1"))
     assert ended.status == 1
@@ -138,7 +138,7 @@ def test_a_rank_whose_program_ends_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
-def test_a_killed_rank_ends_the_job(tmp_path: Path, backend: str, culprit: int) -> None:
+def test_killed_rank_ends_the_job(tmp_path: Path, backend: str, culprit: int) -> None:
     ended = mpi_jobs.mpirun(tmp_path, STARTED + DIES + GOES_ON, 3, arguments=(backend, str(culprit)))
     assert ended.status != 0
     assert not ended.left
@@ -148,7 +148,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path, backend: str, culprit: int) 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_survivors_are_told_who_is_lost(tmp_path: Path, culprit: int) -> None:
+def test_survivors_learn_the_lost_rank(tmp_path: Path, culprit: int) -> None:
     program = STARTED + DIES + SURVIVES
     ended = mpi_jobs.mpirun(tmp_path, program, 3, flags=("--with-ft", "ulfm"), arguments=("mpi", str(culprit)))
     for rank in {0, 1, 2} - {culprit}:
@@ -158,7 +158,7 @@ def test_survivors_are_told_who_is_lost(tmp_path: Path, culprit: int) -> None:
 
 
 @pytest.mark.soak
-def test_torchrun_knows_nothing_of_mpi(tmp_path: Path) -> None:
+def test_torchrun_needs_no_mpi(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("import unisono as un\nun.init('mpi', timeout=30)\n")
     ended = mpi_jobs.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)])
@@ -168,7 +168,7 @@ def test_torchrun_knows_nothing_of_mpi(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_launcher_of_another_mpi_is_explained(tmp_path: Path) -> None:
+def test_launcher_of_another_mpi_is_explained(tmp_path: Path) -> None:
     # To the library here, what another launcher tells means nothing: its world is of one.
     ended = mpi_jobs.run(
         [sys.executable, "-c", "import unisono as un; un.init('mpi', timeout=30)"],

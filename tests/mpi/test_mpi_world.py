@@ -34,16 +34,16 @@ def test_every_backend_works_under_mpirun(found: list[dict[str, Any]], asked: st
         assert one["bootstraps"][asked] == [rank, RANKS, backend, [[0, 1]], [2.0, 1.0]]
 
 
-def test_mpi_may_be_insisted_on(found: list[dict[str, Any]]) -> None:
+def test_mpi_can_be_required(found: list[dict[str, Any]]) -> None:
     assert [one["bootstraps"]["mpi://"] for one in found] == [[0, 2], [1, 2]]
     assert [one["bootstraps"]["apart"] for one in found] == ["mpi", "mpi"]
 
 
-def test_the_local_rank_is_mpis(found: list[dict[str, Any]]) -> None:
+def test_local_rank_is_set_by_mpi(found: list[dict[str, Any]]) -> None:
     assert [one["local_rank"] for one in found] == [0, 1]
 
 
-def test_communicators_of_users_are_adopted_and_left_alone(found: list[dict[str, Any]]) -> None:
+def test_user_communicators_are_wrapped_and_not_freed(found: list[dict[str, Any]]) -> None:
     for rank, one in enumerate(found):
         assert one["adopted"] == {
             "world": [rank, 2, [0, 1], 1],
@@ -53,7 +53,7 @@ def test_communicators_of_users_are_adopted_and_left_alone(found: list[dict[str,
         }
 
 
-def test_what_is_no_communicator_is_refused(found: list[dict[str, Any]]) -> None:
+def test_invalid_communicator_is_rejected(found: list[dict[str, Any]]) -> None:
     wrong, null = found[0]["refused"]
     assert wrong.startswith("TypeError")
     assert "mpi4py" in wrong
@@ -61,21 +61,21 @@ def test_what_is_no_communicator_is_refused(found: list[dict[str, Any]]) -> None
     assert "COMM_NULL" in null
 
 
-def test_reductions_are_right_where_mpis_are_not(found: list[dict[str, Any]]) -> None:
+def test_reductions_unsupported_by_mpi_are_correct(found: list[dict[str, Any]]) -> None:
     for one in found:
         wrong = {name: said for name, said in one["reductions"].items() if said != "right"}
         assert not wrong
         assert len(one["reductions"]) == 14
 
 
-def test_what_mpi_cannot_count_is_cut(found: list[dict[str, Any]]) -> None:
+def test_long_calls_are_split(found: list[dict[str, Any]]) -> None:
     for one in found:
         wrong = {name for name, right in one["long_ones"].items() if not right}
         assert not wrong
         assert len(one["long_ones"]) == 9
 
 
-def test_who_does_not_come_is_named(found: list[dict[str, Any]]) -> None:
+def test_missing_rank_is_named(found: list[dict[str, Any]]) -> None:
     said = found[0]["timeouts"]
     assert len(said) == 2
     assert all("rank 1" in sentence for sentence in said), said

@@ -25,7 +25,7 @@ def load(path: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
-def test_the_prover_kills(path: Path) -> None:
+def test_prover_kills_mutant(path: Path) -> None:
     mutant = load(path)
 
     def prove_small_sizes() -> None:
@@ -36,5 +36,5 @@ def test_the_prover_kills(path: Path) -> None:
         prove_small_sizes()
 
 
-def test_there_are_mutants() -> None:
+def test_mutants_exist() -> None:
     assert len(MUTANTS) >= 20

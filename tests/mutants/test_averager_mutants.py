@@ -118,12 +118,12 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
 ]
 
 
-def test_the_averager_itself_passes() -> None:
+def test_unmodified_averager_passes() -> None:
     run_ranks(check, 2)
 
 
 @pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_faulty_averager_is_noticed(
+def test_faulty_averager_is_detected(
     owner: type, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)

@@ -240,12 +240,12 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
 
 
 @pytest.mark.parametrize("program", [passes, left, alone, parameters])
-def test_the_averager_itself_passes(program: Callable[[un.Communicator], None]) -> None:
+def test_unmodified_averager_passes(program: Callable[[un.Communicator], None]) -> None:
     run_ranks(program, 2)
 
 
 @pytest.mark.parametrize(("program", "owner", "name", "mutant"), MUTANTS)
-def test_a_faulty_averager_is_noticed(
+def test_faulty_averager_is_detected(
     program: Callable[[un.Communicator], None], owner: Any, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)

@@ -49,7 +49,7 @@ def folder() -> Iterator[Path]:
 
 def power(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("power").test_loss_of_power_at_any_instant(folder, patch, 1)
+        unit("power").test_power_loss_at_any_instant(folder, patch, 1)
 
 
 def damages(folder: Path) -> None:
@@ -58,11 +58,11 @@ def damages(folder: Path) -> None:
 
 def no_space(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("crashes").test_a_full_disk_leaves_nothing_behind(folder, patch)
+        unit("crashes").test_full_disk_leaves_nothing_behind(folder, patch)
 
 
 def differences(folder: Path) -> None:
-    unit("ranks").test_ranks_that_differ_are_named_and_nothing_is_written(
+    unit("ranks").test_different_ranks_are_named_and_nothing_is_written(
         folder, lambda s: s["big"].__setitem__(60_000, 0.5), "'big': rank 1 differs from ranks 0, 2"
     )
 
@@ -194,26 +194,26 @@ def unchecked_sizes(folder: Path) -> None:
 
 
 def lies(folder: Path) -> None:
-    unit("hostile").test_a_manifest_that_does_not_fit_its_files(folder, "belong to none, or to two")
+    unit("hostile").test_manifest_that_contradicts_its_files(folder, "belong to none, or to two")
 
 
 def in_background(folder: Path) -> None:
-    unit("background").test_async_save_saves_what_there_was_when_it_was_called(folder)
+    unit("background").test_async_save_saves_a_snapshot(folder)
 
 
 def one_after_another(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("background").test_async_save_keeps_what_was_there(folder, patch)
+        unit("background").test_async_save_keeps_the_earlier_checkpoint(folder, patch)
 
 
 def once(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("reading").test_each_byte_is_read_once_on_a_host(folder, patch, 0)
+        unit("reading").test_each_byte_is_read_once_per_host(folder, patch, 0)
 
 
 def in_memory(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("reading").test_what_one_rank_reads_from_the_disk_others_find_in_memory(folder, patch, 0)
+        unit("reading").test_data_read_by_one_rank_is_shared_in_memory(folder, patch, 0)
 
 
 def closing(folder: Path) -> None:
@@ -222,7 +222,7 @@ def closing(folder: Path) -> None:
 
 
 def bomb(folder: Path) -> None:
-    unit("hostile").test_short_values_that_take_much_memory(folder, "strings")
+    unit("hostile").test_short_values_that_expand_in_memory(folder, "strings")
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [
@@ -237,20 +237,20 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [
     (the_copy_is_a_view, in_background),
     (saves_overtake_each_other, one_after_another),
     (bytes_are_not_checked, damages),
-    (headers_are_not_checked, lambda folder: unit("damage").test_the_header_counts_too(folder)),
+    (headers_are_not_checked, lambda folder: unit("damage").test_header_is_checked(folder)),
     (sizes_are_not_checked, unchecked_sizes),
     (the_manifest_is_believed, lies),
     (every_rank_reads_all, once),
     (ranks_do_not_wait_for_each_other, in_memory),
     pytest.param(values_may_take_any_memory, bomb, marks=pytest.mark.soak, id="values_may_take_any_memory-bomb"),
     (a_save_is_left_behind, closing),
-    (strided_memory_is_forgotten, lambda folder: unit("values").test_memory_of_every_form(folder)),
-    (shapes_do_not_matter, lambda folder: unit("objects").test_the_wrong_model_changes_nothing(folder)),
+    (strided_memory_is_forgotten, lambda folder: unit("values").test_every_memory_layout(folder)),
+    (shapes_do_not_matter, lambda folder: unit("objects").test_wrong_model_changes_nothing(folder)),
 ]
 
 
 @pytest.mark.parametrize(("mutant", "test"), MUTANTS, ids=lambda entry: getattr(entry, "__name__", ""))
-def test_killed(mutant: Callable[[Patch], None], test: Callable[[Path], None], folder: Path) -> None:
+def test_mutant_is_killed(mutant: Callable[[Patch], None], test: Callable[[Path], None], folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
         with pytest.raises((AssertionError, CommError, LookupError, pytest.fail.Exception)):
@@ -260,6 +260,6 @@ def test_killed(mutant: Callable[[Patch], None], test: Callable[[Path], None], f
 @pytest.mark.parametrize(
     "test", [power, no_space, differences, in_background, once, in_memory], ids=lambda test: test.__name__
 )
-def test_what_is_right_survives(test: Callable[[Path], None], folder: Path) -> None:
+def test_correct_implementation_survives(test: Callable[[Path], None], folder: Path) -> None:
     test(folder)
     assert torch.get_num_threads() == 1

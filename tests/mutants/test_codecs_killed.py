@@ -30,7 +30,7 @@ def obey(law: str, make: Make, bucket: Bucket = BUCKET) -> None:
 
 
 @pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
-def test_a_law_kills(path: Path) -> None:
+def test_conformance_kills_mutant(path: Path) -> None:
     mutant = load(path)
     # What is wrong with some shows in a certain bucket only.
     shapes, numbers = getattr(mutant, "SHAPES", BUCKET.shapes), getattr(mutant, "NUMBERS", BUCKET.numbers)
@@ -48,10 +48,10 @@ def test_a_law_kills(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", CODECS.names())
-def test_the_right_ones_live(name: str, law: str) -> None:
+def test_correct_implementations_survive(name: str, law: str) -> None:
     assert complaint(obey, law, CODECS[name]) == ""
 
 
-def test_every_law_kills() -> None:
+def test_every_conformance_test_kills_a_mutant() -> None:
     laws = {name for name in codecs.__all__ if name.startswith("check_")} - {"check_codec"}
     assert {load(path).LAW for path in MUTANTS} == laws

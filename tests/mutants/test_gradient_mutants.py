@@ -97,7 +97,7 @@ def test_wrong_shares_are_killed(mutant: Averager, said: str) -> None:
         run_ranks(lambda comm: check_shares(mutant, comm), SIZE)
 
 
-def test_a_bucket_that_forgets_its_last_tensor_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_without_its_last_tensor_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = average.flat_apply
 
     def flat_apply(bucket: Sequence[torch.Tensor], action: Callable[[torch.Tensor], object]) -> None:
@@ -109,6 +109,6 @@ def test_a_bucket_that_forgets_its_last_tensor_is_killed(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_right_ones_live(size: int) -> None:
+def test_correct_implementations_survive(size: int) -> None:
     rights = (partial(check_averages, un.average_gradients), partial(check_shares, un.broadcast_parameters))
     assert [complaint(run_ranks, right, size) for right in rights] == ["", ""]

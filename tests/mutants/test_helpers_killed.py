@@ -14,12 +14,12 @@ BY_NAME = {law.__name__: law for law in LAWS}
 
 
 @pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
-def test_a_law_kills(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conformance_kills_mutant(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = load(path)
     mutant.put_in(monkeypatch)
     with pytest.raises(Exception, match=mutant.COMPLAINT):
         BY_NAME[mutant.LAW](World("thread", timeout=1.0))
 
 
-def test_there_are_mutants() -> None:
+def test_mutants_exist() -> None:
     assert len(MUTANTS) >= 8

@@ -81,7 +81,7 @@ MUTANTS: list[tuple[type, str, Callable[..., Any], str, World]] = [
 @pytest.mark.parametrize(
     ("owner", "name", "mutant", "law", "world"), MUTANTS, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_a_law_kills(
+def test_conformance_kills_mutant(
     owner: type, name: str, mutant: Callable[..., Any], law: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)

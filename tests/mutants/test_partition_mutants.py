@@ -87,28 +87,28 @@ class DoesNotShuffle(Mutant):
         return torch.arange(len(self.order)).split([len(part) for part in self.partitions])
 
 
-def test_the_base_of_all_mutants_is_right() -> None:
+def test_base_of_all_mutants_is_correct() -> None:
     check_division(Mutant, 100, [1 / 3, 1 / 3, 1 / 3], seed=1)
     check_seed(Mutant)
 
 
 @pytest.mark.parametrize("mutant", [LosesTheRemainder, Overlaps, DrawsWithReplacement, ShufflesPerRank])
-def test_lossy_ones_are_killed(mutant: type[Mutant]) -> None:
+def test_lossy_mutants_are_killed(mutant: type[Mutant]) -> None:
     with pytest.raises(AssertionError, match=r"in no part|more than one place"):
         check_division(mutant, 100, [1 / 3, 1 / 3, 1 / 3], seed=1)
 
 
-def test_uneven_ones_are_killed() -> None:
+def test_uneven_mutants_are_killed() -> None:
     with pytest.raises(AssertionError, match="part 6 has 5 of 11"):
         check_division(GivesTheRemainderToTheLast, 11, [1 / 7] * 7, seed=1)
 
 
-def test_those_that_differ_from_call_to_call_are_killed() -> None:
+def test_nondeterministic_mutants_are_killed() -> None:
     with pytest.raises(AssertionError):
         check_division(ShufflesByChance, 100, [0.5, 0.5], seed=1)
 
 
-def test_those_that_disturb_others_are_killed() -> None:
+def test_mutants_that_change_global_state_are_killed() -> None:
     with pytest.raises(AssertionError, match="Python's global random generator was changed"):
         check_division(ShufflesGlobally, 100, [0.5, 0.5], seed=1)
 
@@ -116,6 +116,6 @@ def test_those_that_disturb_others_are_killed() -> None:
 @pytest.mark.parametrize(
     ("mutant", "said"), [(IgnoresTheSeed, "shuffle alike"), (DoesNotShuffle, "in their old order")]
 )
-def test_those_that_do_not_shuffle_are_killed(mutant: type[Mutant], said: str) -> None:
+def test_mutants_without_shuffling_are_killed(mutant: type[Mutant], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         check_seed(mutant)

@@ -41,18 +41,18 @@ def obey(law: str, mutant: Any) -> None:
 
 
 @pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
-def test_a_law_kills(path: Path) -> None:
+def test_conformance_kills_mutant(path: Path) -> None:
     mutant = load(path)
     with pytest.raises(AssertionError, match=mutant.COMPLAINT):
         obey(mutant.LAW, mutant.MUTANT)
 
 
 @pytest.mark.parametrize("law", sorted({load(path).LAW for path in MUTANTS}))
-def test_the_right_ones_live(law: str) -> None:
+def test_correct_implementations_survive(law: str) -> None:
     assert complaint(obey, law, RIGHT.get(law, PartitionSampler)) == ""
 
 
-def test_every_law_kills() -> None:
+def test_every_conformance_test_kills_a_mutant() -> None:
     # Those of divisions kill in test_partition_mutants.py; check_cover is a part of the others.
     others = {"check_partitioner", "check_division", "check_seed", "check_cover"}
     laws = {name for name in [*partitioners.__all__, *samplers.__all__] if name.startswith("check_")} - others

@@ -28,7 +28,7 @@ def unit(name: str) -> ModuleType:
 
 
 def averages(buffers: bool = False) -> None:
-    unit("local_sgd").test_everything_that_has_a_mean_gets_it(2, buffers)
+    unit("local_sgd").test_floating_point_state_is_averaged(2, buffers)
 
 
 def sums(patch: Patch) -> None:
@@ -54,16 +54,16 @@ def forgets_buffers(patch: Patch) -> None:
 
 def a_step_too_soon(patch: Patch) -> None:
     patch.setattr(periodic.PeriodicSchedule, "__call__", lambda self, step: (step + 1) % self.n == 0)
-    unit("local_sgd").test_it_trains_as_by_hand(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 3)
+    unit("local_sgd").test_equals_manual_averaging(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 3)
 
 
 def uses_the_callers_line(patch: Patch) -> None:
     patch.setattr(periodic, "dedicated_comm", lambda comm, who, facts: comm)
-    unit("local_sgd").test_its_messages_do_not_meet_the_callers()
+    unit("local_sgd").test_messages_are_separate_from_the_callers()
 
 
 def formula(nesterov: bool = True) -> None:
-    unit("diloco").test_it_is_the_papers_algorithm(2, 0.7, 0.9, nesterov)
+    unit("diloco").test_matches_the_published_algorithm(2, 0.7, 0.9, nesterov)
 
 
 def goes_the_wrong_way(patch: Patch) -> None:
@@ -124,7 +124,7 @@ def counts_its_own_neighbours_only(patch: Patch) -> None:
         return [dict.fromkeys(sorted([rank, *taken]), 1 / (1 + len(taken))) for rank, taken in enumerate(neighbours)]
 
     patch.setattr(gossip, "mixing", wrong)
-    unit("gossip").test_the_mean_stays_and_all_come_to_it("grid", 5)
+    unit("gossip").test_mean_is_kept_and_reached("grid", 5)
 
 
 def sends_something_else(patch: Patch) -> None:
@@ -136,18 +136,18 @@ def sends_something_else(patch: Patch) -> None:
         right(self, flat, givers, takers)
 
     patch.setattr(gossip.Gossip, "_mix", mix)
-    unit("gossip").test_a_round_is_the_matrix("grid", 3)
+    unit("gossip").test_round_applies_the_mixing_matrix("grid", 3)
 
 
 def stays_at_one_distance(patch: Patch) -> None:
     right = topology.exponential
     patch.setitem(topology.TOPOLOGIES, "exponential", lambda size, turn: right(size, 0))
-    unit("gossip").test_the_mean_stays_and_all_come_to_it("exponential", 8)
+    unit("gossip").test_mean_is_kept_and_reached("exponential", 8)
 
 
 def forgets_the_round(patch: Patch) -> None:
     patch.setattr(gossip.Gossip, "load_state_dict", periodic.PeriodicAction.load_state_dict)
-    unit("gossip").test_it_ends_in_the_mean_and_goes_on_from_its_state()
+    unit("gossip").test_converges_to_the_mean_and_resumes()
 
 
 def waits_for_all(patch: Patch) -> None:
@@ -200,7 +200,7 @@ def blames_the_others(patch: Patch) -> None:
 
 
 def statistics(counts: tuple[int, ...] = (4, 2)) -> None:
-    unit("sync_batch_norm").test_it_equals_one_batch_norm_on_all(counts, (3, 2), {})
+    unit("sync_batch_norm").test_equals_batch_norm_on_the_whole_batch(counts, (3, 2), {})
 
 
 def weighs_ranks_alike(patch: Patch) -> None:
@@ -269,17 +269,17 @@ def goes_backward_alone(patch: Patch) -> None:
         goes_backward_alone,
     ],
 )
-def test_wrong_ones_are_killed(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_wrong_mutants_are_killed(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     with pytest.raises(AssertionError):
         mutant(monkeypatch)
 
 
 @pytest.mark.parametrize("mutant", [uses_the_callers_line, waits_for_all])
-def test_those_that_get_in_the_way_are_killed(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_interfering_mutants_are_killed(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     with pytest.raises(CommError):
         mutant(monkeypatch)
 
 
-def test_the_right_ones_live() -> None:
+def test_correct_implementations_survive() -> None:
     checks = (averages, lambda: averages(buffers=True), formula, statistics)
     assert [complaint(check) for check in checks] == [""] * 4

@@ -33,7 +33,7 @@ def complaints(seed: int, wrap: object = None) -> list[str]:
 
 
 @pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
-def test_a_seed_kills(path: Path) -> None:
+def test_seed_kills_mutant(path: Path) -> None:
     mutant = load(path)
     killed = next((seed for seed in SEEDS if complaints(seed, mutant.Mutant)), None)
     assert killed is not None, f"none of {len(SEEDS)} seeds shows the mistake"
@@ -41,11 +41,11 @@ def test_a_seed_kills(path: Path) -> None:
         assert any(re.search(mutant.COMPLAINT, said) for said in complaints(killed, mutant.Mutant))
 
 
-def test_without_a_mistake_no_seed_complains() -> None:
+def test_unmodified_program_passes_every_seed() -> None:
     assert [seed for seed in SEEDS[:20] if complaints(seed)] == []
 
 
-def test_there_are_mutants() -> None:
+def test_mutants_exist() -> None:
     assert len(MUTANTS) >= 3
 
 
@@ -57,7 +57,7 @@ def picks_by_itself(scheduler: Scheduler, among: int) -> int:
 @pytest.mark.parametrize(
     ("method", "wrong"), [("choose", picks_by_itself), ("chance", lambda scheduler: SystemRandom().random())]
 )
-def test_a_scheduler_that_does_not_follow_its_seed_is_noticed(
+def test_nondeterministic_scheduler_is_detected(
     monkeypatch: pytest.MonkeyPatch, method: str, wrong: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(Scheduler, method, wrong)

@@ -16,7 +16,7 @@ BY_NAME = {law.__name__: law for law in LAWS}
 
 
 @pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
-def test_a_law_kills(path: Path) -> None:
+def test_conformance_kills_mutant(path: Path) -> None:
     mutant = load(path)
     law = BY_NAME[mutant.LAW]
     if not issubclass(mutant.Mutant, ThreadTransport):
@@ -32,5 +32,5 @@ def test_a_law_kills(path: Path) -> None:
         TRANSPORTS.unregister(path.stem)
 
 
-def test_there_are_mutants() -> None:
+def test_mutants_exist() -> None:
     assert len(MUTANTS) >= 15

@@ -80,7 +80,7 @@ def program(
     backend=st.sampled_from(["thread", "shm", "gloo"]),
 )
 @settings(max_examples=max(5, settings.default.max_examples // 4))
-def test_gradients_of_any_graph_are_means(
+def test_gradients_of_any_graph_are_averaged(
     size: int, nodes: list[tuple[list[int], str, int]], skips: list[bool], cap: float, backend: str
 ) -> None:
     generator = torch.Generator().manual_seed(3)

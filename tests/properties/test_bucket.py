@@ -143,11 +143,11 @@ SAMPLES: Any = {
 
 @settings(max_examples=3 * settings.default.max_examples)
 @given(given=arrivals(), **SAMPLES)
-def test_a_bucket_holds_what_came(given: tuple[list[torch.nn.Parameter], list[int]], **sample: Any) -> None:
+def test_bucket_holds_the_gradients(given: tuple[list[torch.nn.Parameter], list[int]], **sample: Any) -> None:
     law(given, **sample)
 
 
-def test_gradients_that_the_core_cannot_copy_are_left_to_torch() -> None:
+def test_gradients_unsupported_by_the_core_are_copied_by_torch() -> None:
     place, matrix = torch.zeros(6), torch.zeros(3, 2)
     for gradient, wanted in [
         (torch.ones(6, dtype=torch.float64), [1.0] * 6),
@@ -166,7 +166,7 @@ def test_gradients_that_the_core_cannot_copy_are_left_to_torch() -> None:
         buckets._copy([place], [torch.ones(5)])
 
 
-def test_a_gradient_that_is_in_its_place_already_stays_there() -> None:
+def test_gradient_already_in_the_bucket_is_not_copied() -> None:
     parameter = torch.nn.Parameter(torch.zeros(200_000))
     bucket = Bucket([0], [parameter], lambda count, dtype, device: torch.zeros(count, dtype=dtype))
     bucket.views[0].copy_(torch.arange(200_000.0))
@@ -212,7 +212,7 @@ original_take, original_fill = Bucket.take, Bucket.finalize
         ("finalize", forgets_what_was_earlier),
     ],
 )
-def test_a_faulty_bucket_is_noticed(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faulty_bucket_is_detected(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bucket, name, mutant)
 
     # Of lengths in bytes 36, 8, 28, 32 and 12: the third is taken first, then its neighbours together; one never comes.

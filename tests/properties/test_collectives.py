@@ -39,7 +39,7 @@ def run(backend: str, fn: Any, size: int, *args: Any, largest: int = 4) -> list[
 @pytest.mark.parametrize("backend", BACKENDS)
 @sampled
 @given(data=st.data())
-def test_a_call_equals_its_reference(backend: str, call: str, data: st.DataObject) -> None:
+def test_call_equals_its_reference(backend: str, call: str, data: st.DataObject) -> None:
     size = data.draw(strategies.worlds(LARGEST[backend]))
     case = data.draw(strategies.cases(size, call, CHUNK_BYTES))
     check_reports(case, run(backend, check_case, size, case))
@@ -54,7 +54,7 @@ def in_parts(comm: un.Communicator, parts: list[list[int]], plans: list[list[Cas
 @pytest.mark.parametrize("backend", BACKENDS)
 @sampled
 @given(data=st.data())
-def test_parts_at_the_same_time_equal_their_references(backend: str, data: st.DataObject) -> None:
+def test_concurrent_subgroups_equal_their_references(backend: str, data: st.DataObject) -> None:
     size = data.draw(strategies.worlds(LARGEST[backend]))
     parts = data.draw(strategies.parts(size))
     plans = [
@@ -71,7 +71,7 @@ def test_parts_at_the_same_time_equal_their_references(backend: str, data: st.Da
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_whole_grid_equals_its_references(backend: str, call: str, size: int) -> None:
+def test_whole_grid_equals_its_references(backend: str, call: str, size: int) -> None:
     every = grid(call, size)
     while cases := list(islice(every, 100)):
         found = run(backend, check_all, size, cases, largest=8)

@@ -10,7 +10,7 @@ from pathlib import Path
 from unisono.core.native import NO_EXTENSIONS, native
 
 
-def test_the_core_is_there_where_there_is_a_compiler() -> None:
+def test_core_is_built_if_a_compiler_exists() -> None:
     compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
     header = Path(sysconfig.get_path("include")) / "Python.h"
     possible = compiler and header.exists() and not sysconfig.get_config_var("Py_GIL_DISABLED")

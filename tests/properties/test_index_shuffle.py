@@ -42,12 +42,12 @@ def cells(values: torch.Tensor, count: int, number: int) -> torch.Tensor:
 @example(count=2, seed=0, epoch=1)
 @example(count=1, seed=0, epoch=0)
 @example(count=0, seed=0, epoch=0)
-def test_it_is_a_permutation(count: int, seed: int, epoch: int) -> None:
+def test_shuffle_is_a_permutation(count: int, seed: int, epoch: int) -> None:
     assert IndexShuffle(count, seed, epoch).all().sort().values.equal(torch.arange(count))
 
 
 @given(count=st.integers(1, 2**62), seed=st.integers(0, 2**70), data=st.data())
-def test_places_stay_apart_in_any_size(count: int, seed: int, data: st.DataObject) -> None:
+def test_indices_stay_distinct_for_any_size(count: int, seed: int, data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=50, unique=True))
     shuffle = IndexShuffle(count, seed)
     found = shuffle.take(torch.tensor(places)).tolist()
@@ -84,20 +84,20 @@ def plainly(count: int, seed: int, epoch: int, place: int) -> int:
 @given(count=st.integers(4097, 2**62), seed=st.integers(0, 2**70), epoch=st.integers(0, 99), place=st.integers(0, 4096))
 @example(count=4097, seed=0, epoch=0, place=4096)
 @example(count=2**62, seed=1, epoch=1, place=1)
-def test_it_is_what_plain_arithmetic_says(count: int, seed: int, epoch: int, place: int) -> None:
+def test_shuffle_equals_plain_arithmetic(count: int, seed: int, epoch: int, place: int) -> None:
     places = [place, count - 1 - place]
     found = IndexShuffle(count, seed, epoch).take(torch.tensor(places)).tolist()
     assert found == [plainly(count, seed, epoch, one) for one in places]
 
 
-def test_it_is_the_same_everywhere() -> None:
+def test_shuffle_is_platform_independent() -> None:
     # Written down once, so that another platform or version that disagrees is found.
     assert list(IndexShuffle(8, seed=1)) == WRITTEN_DOWN[8]
     assert IndexShuffle(10**9, seed=1, epoch=2).take(torch.arange(4)).tolist() == WRITTEN_DOWN[10**9]
     assert IndexShuffle(2**62, seed=2**70).take(torch.arange(2)).tolist() == WRITTEN_DOWN[2**62]
 
 
-def test_seeds_epochs_and_counts_have_orders_of_their_own() -> None:
+def test_seeds_epochs_and_counts_differ_in_order() -> None:
     for count in (50, 10**4, 10**9):
         given = [(count, 0, 0), (count, 1, 0), (count, 0, 1), (count, 1, 1), (count, 2**64, 0), (count + 1, 0, 0)]
         orders = [tuple(IndexShuffle(*arguments).take(torch.arange(40)).tolist()) for arguments in given]
@@ -105,13 +105,13 @@ def test_seeds_epochs_and_counts_have_orders_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_every_order_of_a_few_is_equally_likely(count: int) -> None:
+def test_permutations_are_equally_likely(count: int) -> None:
     seen = Counter(tuple(IndexShuffle(count, seed)) for seed in range(20 * math.factorial(count)))
     assert excess(torch.tensor([seen[order] for order in permutations(range(count))]).double()) < SIGMAS
 
 
 @pytest.mark.parametrize("count", LARGE)
-def test_neighbours_are_strangers(count: int) -> None:
+def test_neighbours_are_uncorrelated(count: int) -> None:
     for seed in range(3):
         number = min(count, 100_000)
         found = IndexShuffle(count, seed).take(torch.arange(number))
@@ -124,7 +124,7 @@ def test_neighbours_are_strangers(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [10**6, 10**9, 10**12])
-def test_a_beginning_is_a_fair_sample(count: int) -> None:
+def test_prefix_is_a_fair_sample(count: int) -> None:
     # Also of every 2^k-th place, which have a half of their bits in common.
     for stride in (1, 8, 1 << ((count - 1).bit_length() // 2)):
         places = torch.arange(0, min(count, 50_000 * stride), stride)
@@ -132,7 +132,7 @@ def test_a_beginning_is_a_fair_sample(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [5000, 10**9])
-def test_over_seeds_a_place_holds_anything(count: int) -> None:
+def test_any_index_can_be_at_any_position(count: int) -> None:
     found = torch.stack([IndexShuffle(count, seed).take(torch.tensor([0, 1, count // 2])) for seed in range(700)])
     for column in found.T:
         assert excess(cells(column, count, 16).double()) < SIGMAS
@@ -147,14 +147,14 @@ def singles(count: int, seeds: int) -> tuple[float, float]:
     return abs(stays - seeds) / math.sqrt(seeds), abs(follows - seeds) / math.sqrt(seeds)
 
 
-def test_neighbours_stay_together_as_seldom_as_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_stay_together_as_rarely_as_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(singles(4500, 200)) < SIGMAS
     # Four rounds are too few, and this tells.
     monkeypatch.setattr(feistel, "_DOUBLE_ROUNDS", 2)
     assert max(singles(4500, 200)) > SIGMAS
 
 
-def test_global_generators_are_left_alone() -> None:
+def test_global_generators_are_unchanged() -> None:
     before = random.getstate(), torch.get_rng_state()
     IndexShuffle(100).all()
     IndexShuffle(10**9).take(torch.arange(100))
@@ -169,7 +169,7 @@ def test_default_device_does_not_matter() -> None:
         assert sorted(PartitionSampler(range(10))) == list(range(10))
 
 
-def test_wrong_numbers_are_refused() -> None:
+def test_wrong_numbers_are_rejected() -> None:
     for arguments in ((-1,), (1, -1), (1, 0, -1)):
         with pytest.raises(ValueError, match="must be 0 or more, but is -1"):
             IndexShuffle(*arguments)
@@ -182,7 +182,7 @@ def test_wrong_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_a_thousand_million_samples_are_shared_exactly(ranks: int) -> None:
+def test_billion_samples_are_divided_exactly(ranks: int) -> None:
     count = 10**9
     samplers = [PartitionSampler(range(count), num_replicas=ranks, rank=rank) for rank in range(ranks)]
     assert sum(map(len, samplers)) == count
@@ -198,7 +198,7 @@ def test_a_thousand_million_samples_are_shared_exactly(ranks: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("count", [2**24 + 1, 10**8])
-def test_large_ones_are_permutations(count: int) -> None:
+def test_large_shuffles_are_permutations(count: int) -> None:
     seen = torch.zeros(count, dtype=torch.bool)
     shuffle = IndexShuffle(count, seed=5)
     for start in range(0, count, 1 << 20):

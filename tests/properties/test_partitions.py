@@ -28,15 +28,15 @@ fractions = (
 @example(count=100, sizes=[0.29, 0.71], seed=0)
 @example(count=3, sizes=[0.1] * 10, seed=0)
 @example(count=0, sizes=[0.5, 0.5], seed=0)
-def test_nothing_is_lost(count: int, sizes: list[float], seed: int) -> None:
+def test_no_sample_is_lost(count: int, sizes: list[float], seed: int) -> None:
     check_division(DataPartitioner, count, sizes, seed)
 
 
-def test_seed_shuffles() -> None:
+def test_seed_changes_the_order() -> None:
     check_seed(DataPartitioner)
 
 
-def test_parts_of_many_ranks() -> None:
+def test_partitions_of_many_ranks() -> None:
     check_division(DataPartitioner, 1009, [1 / 97] * 97, seed=0)
 
 
@@ -90,18 +90,18 @@ def test_partition_is_a_torch_dataset() -> None:
         ([math.inf], "fractions from 0 to 1"),
     ],
 )
-def test_wrong_sizes_are_refused(sizes: list[float], said: str) -> None:
+def test_wrong_sizes_are_rejected(sizes: list[float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         DataPartitioner(range(10), sizes)
 
 
 @pytest.mark.parametrize("rank", [-1, 3])
-def test_wrong_rank_is_refused(rank: int) -> None:
+def test_wrong_rank_is_rejected(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} has no part: sizes name 3"):
         DataPartitioner(range(10)).use(rank)
 
 
-def test_wrong_seed_and_data_are_refused() -> None:
+def test_wrong_seed_and_data_are_rejected() -> None:
     with pytest.raises(ValueError, match="seed must be 0 or more"):
         DataPartitioner(range(10), seed=-1)
     with pytest.raises(TypeError):

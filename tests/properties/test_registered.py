@@ -64,7 +64,7 @@ def complaints_of(
     ordinary=st.sampled_from([[], [], [0], [1], [0, 1, 2, 3]]),
     core=st.sampled_from([True, True, False]),
 )
-def test_registered_memory_holds_the_same_numbers(
+def test_symmetric_memory_holds_the_same_values(
     size: int, dtype: torch.dtype, op: str, counts: list[tuple[int, int]], ordinary: list[int], core: bool
 ) -> None:
     results = pool("shm", 4).run(rounds, dtype, counts, op, ordinary, core, size=size)
@@ -101,7 +101,7 @@ def lifetimes(comm: un.Communicator) -> list[int]:
     return counts
 
 
-def test_registered_memory_goes_with_its_last_view() -> None:
+def test_symmetric_memory_is_freed_with_its_last_view() -> None:
     assert un.launch(lifetimes, 2, "shm", timeout=20) == [[0, 2, 1, 0]] * 2
 
 
@@ -122,7 +122,7 @@ def outlived(comm: un.Communicator) -> list[int]:
     return found
 
 
-def test_a_tensor_that_outlives_its_communicator_keeps_nothing_else() -> None:
+def test_symmetric_tensor_keeps_only_its_memory_alive() -> None:
     for found in un.launch(outlived, 2, "shm", timeout=20):
         assert found[0] == found[1] == found[2] > 0
 
@@ -141,6 +141,6 @@ def averages(comm: un.Communicator) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_average_does_not_depend_on_the_way_by_which_each_rank_calls(size: int) -> None:
+def test_average_is_independent_of_each_ranks_path(size: int) -> None:
     mean = (size + 1) / 2
     assert pool("shm", 4).run(averages, size=size) == [[[mean]] * (size + 1)] * size

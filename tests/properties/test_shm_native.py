@@ -133,7 +133,7 @@ def edges(width: int) -> st.SearchStrategy[int]:
 
 @settings(max_examples=3 * settings.default.max_examples)
 @given(data=st.data(), size=st.integers(2, RANKS), seed=st.integers(0, 99))
-def test_the_core_reduces_as_the_general_path_does(ranks: RankPool, data: st.DataObject, size: int, seed: int) -> None:
+def test_core_reduces_like_the_general_path(ranks: RankPool, data: st.DataObject, size: int, seed: int) -> None:
     dtype = data.draw(st.sampled_from([torch.bool, *INTS, *FLOATS]))
     op = data.draw(st.sampled_from([op for op in OPS if reducible(op, dtype)]))
     call = data.draw(st.sampled_from(CALLS))
@@ -144,7 +144,7 @@ def test_the_core_reduces_as_the_general_path_does(ranks: RankPool, data: st.Dat
 
 @settings(max_examples=settings.default.max_examples)
 @given(data=st.data(), size=st.integers(2, RANKS), seed=st.integers(0, 99))
-def test_the_core_moves_as_the_general_path_does(ranks: RankPool, data: st.DataObject, size: int, seed: int) -> None:
+def test_core_moves_data_like_the_general_path(ranks: RankPool, data: st.DataObject, size: int, seed: int) -> None:
     call = data.draw(st.sampled_from(MOVES))
     dtype = data.draw(st.sampled_from([torch.uint8, torch.float32, torch.complex128]))
     counts = data.draw(st.lists(edges(dtype.itemsize), min_size=RANKS, max_size=RANKS))
@@ -154,7 +154,7 @@ def test_the_core_moves_as_the_general_path_does(ranks: RankPool, data: st.DataO
 
 @pytest.mark.parametrize("count", [TILE // 2, TILE, TILE + 1, 3 * TILE - 1])
 @pytest.mark.parametrize("call", CALLS)
-def test_long_messages_are_reduced_alike(ranks: RankPool, call: str, count: int) -> None:
+def test_long_messages_are_reduced_like_the_general_path(ranks: RankPool, call: str, count: int) -> None:
     for found in ranks.run(program, call, "sum", torch.float32, [count] * RANKS, 1, size=3):
         assert all(found)
 
@@ -192,7 +192,7 @@ def apart(comm: un.Communicator) -> list[str]:
     return said
 
 
-def test_wrong_calls_are_refused_alike(ranks: RankPool) -> None:
+def test_wrong_calls_are_rejected_like_the_general_path(ranks: RankPool) -> None:
     assert ranks.run(apart, size=2) == [[""] * 8] * 2
 
 
@@ -213,14 +213,14 @@ def mixed(comm: un.Communicator, build: str | None) -> tuple[bool, list[str], fl
         return part._engine.fast_path is None, [str(w.message) for w in warned], total[0].item()
 
 
-def test_a_rank_without_the_core_makes_all_do_without(ranks: RankPool) -> None:
+def test_rank_without_the_core_disables_it_on_all(ranks: RankPool) -> None:
     first, *others = ranks.run(mixed, None, size=3)
     assert [found[::2] for found in (first, *others)] == [(True, 3.0)] * 3
     assert [len(first[1]), *(len(found[1]) for found in others)] == [1, 0, 0]
     assert first[1][0].startswith("rank 1 has no native core")
 
 
-def test_ranks_with_different_cores_are_told(ranks: RankPool) -> None:
+def test_ranks_with_different_cores_are_rejected(ranks: RankPool) -> None:
     with pytest.raises(
         CommError, match=r"ranks have different builds of unisono's native core: .* on rank 0, older on rank 1"
     ):

@@ -33,5 +33,5 @@ def elsewhere(comm: un.Communicator) -> list[float]:
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_a_default_device_does_not_lead_what_arrives_astray(backend: str) -> None:
+def test_default_device_does_not_affect_received_tensors(backend: str) -> None:
     assert pool(backend, 2).run(elsewhere) == [[4.0, 6.0, 6.0, 200_000.0]] * 2

@@ -38,7 +38,7 @@ def interrupted(comm: un.Communicator) -> str:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_nothing_follows_half_a_message(backend: str) -> None:
+def test_nothing_is_sent_after_an_aborted_message(backend: str) -> None:
     said, _ = pool(backend, 2).run(interrupted)
     assert said == "a message to rank 1 was aborted by KeyboardInterrupt"
 
@@ -70,7 +70,7 @@ def with_many_files(comm: un.Communicator) -> tuple[int, int]:
     return len(stalls), arrived
 
 
-def test_a_process_may_have_more_files_than_select_knows() -> None:
+def test_more_descriptors_than_fd_setsize() -> None:
     (stalls, _), (_, arrived) = pool("gloo", 2).run(with_many_files)
     assert stalls
     assert arrived == LONG
@@ -103,5 +103,5 @@ def emptied(comm: un.Communicator) -> bool:
     return arrived == LONG
 
 
-def test_a_ring_that_was_emptied_meanwhile_is_not_waited_for() -> None:
+def test_emptied_ring_is_not_waited_for() -> None:
     assert all(pool("shm", 2).run(emptied))

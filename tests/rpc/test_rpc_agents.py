@@ -32,7 +32,7 @@ def test_threads_of_a_process_find_its_agent(backend: str) -> None:
     assert pool(backend).run(program, size=2)[0] == 42
 
 
-def test_an_agent_starts_threads_of_its_rank() -> None:
+def test_agent_threads_belong_to_its_rank() -> None:
     def program(comm: un.Communicator) -> Any:
         agent, found = rpc.init(comm), list[Any]()
         agent.thread(lambda number: found.append(rpc.get_worker_info().id + number), 10).join()
@@ -42,7 +42,7 @@ def test_an_agent_starts_threads_of_its_rank() -> None:
     assert run_ranks(program, 2) == [[10], [11]]
 
 
-def test_a_thread_that_belongs_to_no_rank_is_told_so() -> None:
+def test_thread_without_a_rank_is_an_error() -> None:
     def program(comm: un.Communicator) -> Any:
         agent = rpc.init(comm)
         comm.barrier()
@@ -84,7 +84,7 @@ def test_two_agents_in_one_process() -> None:
     assert run_ranks(program, 4) == [(2, 3, f"second{rank}") for rank in range(4)]
 
 
-def test_a_rank_that_has_shut_down_uses_no_agent_of_another() -> None:
+def test_rank_after_shutdown_uses_no_other_agent() -> None:
     """Ranks as threads share a process, where one agent may be left."""
 
     def program(comm: un.Communicator) -> None:
@@ -103,7 +103,7 @@ def test_a_rank_that_has_shut_down_uses_no_agent_of_another() -> None:
     run_ranks(program, 2)
 
 
-def test_the_first_agent_counts_again_when_the_second_is_shut_down() -> None:
+def test_first_agent_is_current_after_shutdown_of_the_second() -> None:
     def program(comm: un.Communicator) -> None:
         agents = [rpc.init(comm, f"{number} of {comm.rank}") for number in ("first", "second")]
         assert rpc.get_worker_info().name == f"second of {comm.rank}"
@@ -115,7 +115,7 @@ def test_the_first_agent_counts_again_when_the_second_is_shut_down() -> None:
     run_ranks(program, 2)
 
 
-def test_a_communicator_does_not_keep_agents_that_are_closed() -> None:
+def test_communicator_frees_closed_agents() -> None:
     def program(comm: un.Communicator) -> None:
         known = [weakref.ref(rpc.init(comm))]
         rpc.shutdown()
@@ -143,19 +143,19 @@ def test_names_are_different() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"name": ""}, {"name": 3}, {"timeout": 0}, {"workers": 0}])
-def test_wrong_arguments_of_init(wrong: dict[str, Any]) -> None:
+def test_init_rejects_wrong_arguments(wrong: dict[str, Any]) -> None:
     with un.init() as comm, pytest.raises(ValueError, match=next(iter(wrong))):
         rpc.init(comm, **wrong)
 
 
-def test_what_cannot_be_exposed() -> None:
+def test_expose_rejects_wrong_objects() -> None:
     with pytest.raises(TypeError, match="not a int"):
         rpc.expose(3)
     with pytest.raises(TypeError, match="no name"):
         rpc.expose([].append)
 
 
-def test_a_world_of_one() -> None:
+def test_single_rank() -> None:
     with un.init() as comm:
         rpc.init(comm)
         assert rpc.rpc_sync(0, add, (1,)) == 2

@@ -93,14 +93,14 @@ def test_random_graphs(case: tuple[int, list[list[Step]]]) -> None:
 
 @pytest.mark.soak
 @given(plans_of)
-def test_random_graphs_at_length(case: tuple[int, list[list[Step]]]) -> None:
+def test_many_random_graphs(case: tuple[int, list[list[Step]]]) -> None:
     size, plans = case
     for found, steps in zip(run_ranks(program, size, "thread", plans)[0][0], plans, strict=True):
         compare(found, expected(steps, size))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_the_same_between_processes(backend: str) -> None:
+def test_random_graphs_between_processes(backend: str) -> None:
     plans: list[list[Step]] = [
         [((1, 2, 0), "shared", (0, 1), "sync"), ((2, 1), "mix", (2, 0, 1), "remote"), ((1,), "drop", (3, 4), "async")],
         [((1, 0, 1, 2), "in place", (0, 1), "sync"), ((0, 1), "detach", (2, 3), "async")],
@@ -116,7 +116,7 @@ def there_and_back(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return rpc.rpc_async(0, add, (value,)).then(lambda first: rpc.rpc_sync(0, add, (3 * first.value(),)))
 
 
-def test_callbacks_belong_to_the_context_of_their_call() -> None:
+def test_callbacks_run_in_the_context_of_their_call() -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm, timeout=50.0)
         if comm.rank == 0:
@@ -136,7 +136,7 @@ def doubled(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("length", [3, 5000])
-def test_what_arrives_may_be_changed_in_place(length: int) -> None:
+def test_received_tensors_may_be_changed_in_place(length: int) -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm, timeout=50.0)
         if comm.rank == 0:
@@ -166,7 +166,7 @@ def test_sparse_tensors_have_a_history() -> None:
     assert torch.equal(run_ranks(program, 2)[0], 2 * torch.eye(3))
 
 
-def test_gradients_of_two_leaves_have_memory_of_their_own() -> None:
+def test_gradients_of_two_leaves_do_not_share_memory() -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm, timeout=50.0)
         one, other = (torch.ones(3, requires_grad=True) for _ in range(2))
@@ -217,7 +217,7 @@ def _with(agent: Any, action: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm"])
-def test_contexts_do_not_mix(backend: str) -> None:
+def test_contexts_are_separate(backend: str) -> None:
     assert max(pool(backend).run(both_at_once, size=3)) < 1e-12
 
 
@@ -257,11 +257,11 @@ def passes(comm: un.Communicator) -> Any:
     return results
 
 
-def test_one_pass_after_another() -> None:
+def test_consecutive_passes() -> None:
     assert run_ranks(passes, 2)[0] is True
 
 
-def test_a_lost_rank_ends_the_pass() -> None:
+def test_lost_rank_ends_the_pass() -> None:
     def program(comm: un.Communicator) -> Any:
         agent = rpc.init(comm)
         begin(comm.rank)

@@ -104,7 +104,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_hooks_see_the_sum_of_all_messages_once_in_each_pass(passes: int) -> None:
+def test_hooks_receive_the_sum_of_all_messages_once_per_pass(passes: int) -> None:
     def program(comm: un.Communicator) -> Any:
         model = serve(comm)
         watches = [Watch(p) for p in model.parameters()]
@@ -132,7 +132,7 @@ def test_hooks_see_the_sum_of_all_messages_once_in_each_pass(passes: int) -> Non
         assert close([*by_tensor_hook, *by_post_hook], [grad] * 2 * passes)
 
 
-def test_what_a_hook_returns_is_the_gradient() -> None:
+def test_hook_result_replaces_the_gradient() -> None:
     def program(comm: un.Communicator) -> Any:
         model = serve(comm)
         for p in model.parameters():
@@ -149,7 +149,7 @@ def test_what_a_hook_returns_is_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "post-accumulate"])
-def test_p_grad_and_hooks_outlive_a_pass_that_raises(kind: str) -> None:
+def test_failed_pass_keeps_grads_and_hooks(kind: str) -> None:
     def program(comm: un.Communicator) -> Any:
         model = serve(comm)
         first, *_, last = model.parameters()
@@ -188,7 +188,7 @@ def test_p_grad_and_hooks_outlive_a_pass_that_raises(kind: str) -> None:
 
 
 @pytest.mark.parametrize("calls", [[(1, 0), (2, 1)], [(1, 0), (1, 1), (2, 2), (2, 3)]], ids=["one call", "two calls"])
-def test_ddp_models_agree_after_a_pass_over_ranks(calls: list[tuple[int, int]], tmp_path: Any) -> None:
+def test_ddp_models_agree_after_a_distributed_pass(calls: list[tuple[int, int]], tmp_path: Any) -> None:
     def program(comm: un.Communicator, path: str) -> Any:
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
         group = dist.new_group([1, 2])
@@ -212,7 +212,7 @@ def test_ddp_models_agree_after_a_pass_over_ranks(calls: list[tuple[int, int]], 
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm"])
-def test_an_averager_averages_in_passes_over_ranks_and_in_local_ones(backend: str) -> None:
+def test_averager_works_in_distributed_and_local_passes(backend: str) -> None:
     def program(comm: un.Communicator) -> Any:
         model, local = serve(comm), None
         part = comm.split(0 if comm.rank == 0 else 1)
@@ -240,7 +240,7 @@ def test_an_averager_averages_in_passes_over_ranks_and_in_local_ones(backend: st
         assert close(local, alone(1, 2, scale=0.5))
 
 
-def test_contexts_at_once_do_not_mix_on_shared_parameters() -> None:
+def test_concurrent_contexts_are_separate_on_shared_parameters() -> None:
     def program(comm: un.Communicator) -> Any:
         model = serve(comm)
         watch = Watch(next(model.parameters()))
@@ -268,7 +268,7 @@ def test_contexts_at_once_do_not_mix_on_shared_parameters() -> None:
         assert close(result, alone(number, number + 1))
 
 
-def test_a_local_backward_in_another_thread_is_right_meanwhile() -> None:
+def test_concurrent_local_backward_is_correct() -> None:
     def program(comm: un.Communicator) -> Any:
         model = serve(comm)
         model[0].weight.register_hook(lambda grad: 3 * grad)  # type: ignore[operator,union-attr]

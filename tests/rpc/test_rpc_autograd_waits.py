@@ -54,5 +54,5 @@ def program(comm: un.Communicator) -> float:
     return gradient
 
 
-def test_a_pass_goes_on_while_a_hook_waits_for_it() -> None:
+def test_pass_continues_while_a_hook_waits() -> None:
     assert run_ranks(program, 2) == [5.0, 3.0]

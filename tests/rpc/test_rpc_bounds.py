@@ -19,7 +19,7 @@ rpc = un.rpc
 LIMIT_S = 20.0
 
 
-def test_a_window_lets_so_many_in() -> None:
+def test_window_limits_calls_in_flight() -> None:
     window = FlowControl(2, 100)
     now = time.monotonic()
     assert window.enter(60, now, nullcontext)
@@ -32,7 +32,7 @@ def test_a_window_lets_so_many_in() -> None:
     assert window.enter(1000, now, nullcontext), "a single call may be longer"
 
 
-def test_who_waits_for_a_window_goes_on_when_there_is_room() -> None:
+def test_caller_continues_when_the_window_has_room() -> None:
     window, entered = FlowControl(1, 100), threading.Event()
     assert window.enter(1, 0.0, nullcontext)
 
@@ -47,7 +47,7 @@ def test_who_waits_for_a_window_goes_on_when_there_is_room() -> None:
     thread.join()
 
 
-def test_workers_run_no_more_at_once_but_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_limit_excludes_waiting_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody is let in for want of progress: a slow machine makes none for a while, too.
     monkeypatch.setattr("unisono.rpc.thread_pool._STUCK_S", LIMIT_S)
     workers = Workers("test", 2, lambda: None)
@@ -104,5 +104,5 @@ def narrow(comm: un.Communicator, calls: int, nbytes: int) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_narrow_windows_hold_calls_up_but_not_for_ever(backend: str) -> None:
+def test_narrow_windows_do_not_deadlock(backend: str) -> None:
     assert pool(backend).run(narrow, 2, 100_000, size=2) == [12 * 8 * 20_000] * 2

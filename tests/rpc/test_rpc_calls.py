@@ -51,7 +51,7 @@ def all_values() -> bool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_values_arrive_as_they_were(backend: str) -> None:
+def test_values_round_trip(backend: str) -> None:
     assert pool(backend).run(on_rank_0(all_values), size=2)[0]
 
 
@@ -79,7 +79,7 @@ def strides() -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def test_tensors_keep_their_order_of_memory() -> None:
+def test_tensors_keep_their_memory_format() -> None:
     for sent, received in pool("shm").run(on_rank_0(strides), size=2)[0]:
         assert sent == received
 
@@ -95,7 +95,7 @@ def arguments_are_copies() -> list[float]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_was_sent_may_be_changed(backend: str) -> None:
+def test_sent_tensors_may_be_changed(backend: str) -> None:
     assert pool(backend).run(on_rank_0(arguments_are_copies), size=2)[0] == [2.0, 1.0]
 
 
@@ -123,13 +123,13 @@ def test_ranks_have_names_and_numbers() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_calls_go_back_and_forth_deeper_than_there_are_workers(backend: str) -> None:
+def test_nested_calls_exceed_the_workers(backend: str) -> None:
     program = on_rank_0(lambda: rpc.rpc_sync(1, bounce, (12,)), workers=2)
     assert pool(backend).run(program, size=2)[0] == 12
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_function_may_answer_later(backend: str) -> None:
+def test_deferred_reply(backend: str) -> None:
     def program() -> list[int]:
         return [f.wait() for f in [rpc.rpc_async(1, later, (i, 0)) for i in range(50)]]
 
@@ -156,7 +156,7 @@ def test_ten_thousand_calls_in_flight(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_long_functions_hold_nothing_up(backend: str) -> None:
+def test_long_functions_do_not_block_others(backend: str) -> None:
     def program() -> list[bool]:
         key = uuid.uuid4().hex
         long = [rpc.rpc_async(1, hold, (key,)) for _ in range(4)]
@@ -168,7 +168,7 @@ def test_long_functions_hold_nothing_up(backend: str) -> None:
     assert pool(backend).run(on_rank_0(program), size=2)[0] == [True] * 4
 
 
-def test_calls_have_times() -> None:
+def test_calls_have_timeouts() -> None:
     def program() -> Any:
         key = uuid.uuid4().hex
         with pytest.raises(CommTimeoutError, match=r"waited 0\.\d s for rank 1 to answer .*hold"):
@@ -216,7 +216,7 @@ def test_calls_can_be_cancelled() -> None:
     assert "second" in begun
 
 
-def test_functions_with_very_long_names_are_told_apart() -> None:
+def test_long_function_names_are_distinguished() -> None:
     def named(tag: str) -> Any:
         def function(value: str) -> str:
             return tag + value

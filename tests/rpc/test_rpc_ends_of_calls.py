@@ -19,7 +19,7 @@ rpc = un.rpc
 
 
 @pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
-def test_a_call_that_is_late_while_it_is_sent_is_under_way_no_more(call: Any) -> None:
+def test_call_timed_out_during_send_is_not_pending(call: Any) -> None:
     def program(comm: un.Communicator) -> int:
         rpc.init(comm, timeout=30.0)
         if comm.rank == 0:
@@ -38,7 +38,7 @@ def test_a_call_that_is_late_while_it_is_sent_is_under_way_no_more(call: Any) ->
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", ["set_result", "set_exception"])
-def test_a_future_that_somebody_else_completes_stays_so(backend: str, how: str) -> None:
+def test_externally_completed_future_keeps_its_value(backend: str, how: str) -> None:
     def program(comm: un.Communicator) -> str:
         rpc.init(comm, timeout=30.0)
         found = ""
@@ -57,7 +57,7 @@ def test_a_future_that_somebody_else_completes_stays_so(backend: str, how: str) 
     assert un.launch(program, 2, backend)[0] == "mine"
 
 
-def test_what_is_exposed_under_a_name_anew_is_called_from_then_on() -> None:
+def test_reexposed_name_calls_the_new_function() -> None:
     def program(comm: un.Communicator) -> list[str]:
         rpc.init(comm, timeout=30.0)
         found = []
@@ -76,7 +76,7 @@ def test_what_is_exposed_under_a_name_anew_is_called_from_then_on() -> None:
     assert run_ranks(program, 2)[0] == ["old", "old", "new", "new"]
 
 
-def test_a_timeout_that_is_no_number_is_refused() -> None:
+def test_non_numeric_timeout_is_rejected() -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm, timeout=30.0)
         for wrong in ("5", True):
@@ -95,7 +95,7 @@ def fail_after(hops: int) -> Any:
     return rpc.rpc_sync(1 - rpc.get_worker_info().id, fail_after, (hops - 1,))
 
 
-def test_an_error_tells_each_rank_on_its_way_once() -> None:
+def test_error_names_each_forwarding_rank_once() -> None:
     def program(comm: un.Communicator) -> int | None:
         rpc.init(comm, timeout=30.0)
         found = None
@@ -109,7 +109,7 @@ def test_an_error_tells_each_rank_on_its_way_once() -> None:
     assert run_ranks(program, 2)[0] == 6
 
 
-def test_a_rank_logs_what_its_functions_raise(caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_logs_exceptions_of_its_functions(caplog: pytest.LogCaptureFixture) -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm, timeout=30.0)
         if comm.rank == 0:

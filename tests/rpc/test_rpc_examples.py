@@ -31,21 +31,21 @@ def launch(name: str, ranks: int, backend: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_random_tensors_are_stepped_where_they_live(backend: str) -> None:
+def test_random_tensors_are_stepped_on_their_owner(backend: str) -> None:
     before, after = launch("random_tensor", 2, backend)
     # The gradient of a sum is one, everywhere.
     assert torch.allclose(after, before - 0.05)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_asynchronous_parameter_server_learns(seed: int) -> None:
+def test_asynchronous_parameter_server_trains(seed: int) -> None:
     found = launch("parameter_server", 3, "shm", seed=seed, bound=4)
     assert found["accuracy"] > 0.93
     assert found["steps"] + found["refused"] == 2 * 400
     assert found["oldest"] <= 4
 
 
-def test_a_bound_of_zero_refuses_what_is_old_and_batches_wait_for_all() -> None:
+def test_staleness_bound_of_zero_is_synchronous() -> None:
     found = launch("parameter_server", 3, "thread", steps=20, batch=2, bound=0)
     assert found["steps"] == 20
     assert found["refused"] == found["oldest"] == 0
@@ -53,13 +53,13 @@ def test_a_bound_of_zero_refuses_what_is_old_and_batches_wait_for_all() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
-def test_the_agent_learns_to_catch(seed: int) -> None:
+def test_agent_learns_to_catch(seed: int) -> None:
     curve = launch("reinforce", 3, "shm", seed=seed)
     assert sum(curve[:3]) / 3 < 0.5
     assert sum(curve[-10:]) / 10 > 0.9
 
 
-def test_the_agent_plays_in_gymnasium() -> None:
+def test_agent_plays_in_gymnasium() -> None:
     curve = launch("reinforce", 2, "thread", env="CartPole-v1", rounds=2, episodes=1)
     assert all(reward >= 1 for reward in curve)
 
@@ -67,12 +67,12 @@ def test_the_agent_plays_in_gymnasium() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.soak
-def test_the_pipeline_learns_the_same_however_a_batch_is_cut(parts: int) -> None:
+def test_pipeline_training_is_independent_of_micro_batches(parts: int) -> None:
     losses, _ = launch("pipeline", 3, "shm", steps=8, parts=parts)
     whole, _ = launch("pipeline", 1, "thread", steps=8, parts=1)
     assert losses == pytest.approx(whole, rel=1e-9)
 
 
-def test_the_pipeline_learns() -> None:
+def test_pipeline_trains() -> None:
     _, accuracy = launch("pipeline", 3, "thread", steps=60)
     assert accuracy > 0.85

@@ -68,7 +68,7 @@ def killed(comm: un.Communicator) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_killed_rank_is_lost_to_those_who_call_it(backend: str) -> None:
+def test_killed_rank_fails_its_callers(backend: str) -> None:
     ends = _continued(killed, 3, backend)
     assert ends[:2] == [True, 1]
     assert isinstance(ends[2], PeerLostError)
@@ -94,7 +94,7 @@ def test_shutdown_does_not_hang_when_ranks_die() -> None:
     assert ends[1:] == [True, True]
 
 
-def test_who_fails_is_lost_to_the_others() -> None:
+def test_failed_rank_is_lost_to_the_others() -> None:
     def program(comm: un.Communicator) -> Any:
         rpc.init(comm)
         if comm.rank == 1:
@@ -110,7 +110,7 @@ def test_who_fails_is_lost_to_the_others() -> None:
     assert isinstance(ends[1], KeyError)
 
 
-def test_half_an_init_ends_for_all() -> None:
+def test_incomplete_init_ends_on_all_ranks() -> None:
     def program(comm: un.Communicator) -> Any:
         if comm.rank == 1:
             # It never comes.
@@ -127,7 +127,7 @@ def test_half_an_init_ends_for_all() -> None:
         assert ends == [True, "nothing to shut down", True]
 
 
-def test_shutdown_waits_for_what_is_under_way() -> None:
+def test_shutdown_waits_for_pending_calls() -> None:
     done: list[int] = []
     agents: list[Any] = []
 
@@ -180,7 +180,7 @@ def end_it() -> None:
     rpc.shutdown()
 
 
-def test_a_function_that_was_called_cannot_wait_for_its_own_end() -> None:
+def test_shutdown_inside_a_remote_function_is_rejected() -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm)
         if comm.rank == 0:
@@ -191,7 +191,7 @@ def test_a_function_that_was_called_cannot_wait_for_its_own_end() -> None:
     run_ranks(program, 2)
 
 
-def test_who_gave_up_shutting_down_goes_on() -> None:
+def test_rank_works_after_a_timed_out_shutdown() -> None:
     """The others wait for it again, until it says so once more."""
 
     def program(comm: un.Communicator) -> None:
@@ -210,7 +210,7 @@ def test_who_gave_up_shutting_down_goes_on() -> None:
     run_ranks(program, 3)
 
 
-def test_shutdown_without_grace_waits_for_nobody() -> None:
+def test_ungraceful_shutdown_does_not_wait() -> None:
     key = uuid.uuid4().hex
 
     def program(comm: un.Communicator) -> Any:
@@ -231,7 +231,7 @@ def test_shutdown_without_grace_waits_for_nobody() -> None:
     assert run_ranks(program, 2) == [True, True]
 
 
-def test_shutdown_names_the_time_it_waited() -> None:
+def test_shutdown_reports_its_timeout() -> None:
     def program(comm: un.Communicator) -> Any:
         agent = rpc.init(comm)
         if comm.rank == 0:
@@ -245,7 +245,7 @@ def test_shutdown_names_the_time_it_waited() -> None:
     assert run_ranks(program, 2) == [True, True]
 
 
-def test_closing_the_communicator_ends_the_agent() -> None:
+def test_closing_the_communicator_closes_the_agent() -> None:
     def program(comm: un.Communicator) -> Any:
         half = comm.dup()
         agent = rpc.init(half)

@@ -72,7 +72,7 @@ def assail(place: tuple[str, int], kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["garbage", "http", "wrong secret", "replay"])
-def test_strangers_are_turned_away_while_ranks_meet(kind: str) -> None:
+def test_unauthenticated_connections_are_rejected_during_rendezvous(kind: str) -> None:
     hub, found = LocalHub(), dict[int, dict[int, Link]]()
     controls = [hub.control() for _ in range(2)]
     groups = [Group.world(rank, 2) for rank in range(2)]
@@ -122,7 +122,7 @@ def damaged(sealed: bytes, at: int) -> bytes:
 
 
 @pytest.mark.parametrize("what", ["damaged", "repeated", "garbage", "huge"])
-def test_bytes_in_a_connection_that_the_peer_did_not_make(what: str) -> None:
+def test_forged_bytes_in_a_connection(what: str) -> None:
     """Whoever gets into the connection cannot make, change or repeat a message."""
     here, there = boxes()
     here.send(1, b"first", (), LIMIT_S)
@@ -149,7 +149,7 @@ def test_bytes_in_a_connection_that_the_peer_did_not_make(what: str) -> None:
     there.close()
 
 
-def test_nonsense_in_shared_memory_loses_who_wrote_it() -> None:
+def test_invalid_bytes_in_shared_memory_mark_the_writer_lost() -> None:
     def program(comm: un.Communicator) -> Any:
         box, _ = comm.mailbox()
         found = ""
@@ -183,7 +183,7 @@ def test_nonsense_in_shared_memory_loses_who_wrote_it() -> None:
         ),
     ),
 )
-def test_any_bytes_from_a_rank_run_nothing(content: bytes) -> None:
+def test_arbitrary_bytes_run_no_code(content: bytes) -> None:
     """Even one of the job's own processes can do no more than call what is exposed, or be taken for lost."""
     office = _agent().office
     office.gone.clear()
@@ -206,7 +206,7 @@ def _agent() -> Any:
     return _made[0]
 
 
-def test_a_rank_that_sends_nonsense_is_lost_to_this_one_alone() -> None:
+def test_rank_that_sends_invalid_bytes_is_lost_to_the_receiver_only() -> None:
     def program(comm: un.Communicator) -> Any:
         agent = rpc.init(comm)
         comm.barrier()
@@ -227,7 +227,7 @@ def test_a_rank_that_sends_nonsense_is_lost_to_this_one_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [protocol.REQUEST, protocol.REMOTE])
-def test_a_call_that_is_cut_off_holds_up_no_shutdown(kind: int) -> None:
+def test_aborted_call_does_not_block_shutdown(kind: int) -> None:
     def program(comm: un.Communicator) -> None:
         agent = rpc.init(comm)
         comm.barrier()
@@ -241,7 +241,7 @@ def test_a_call_that_is_cut_off_holds_up_no_shutdown(kind: int) -> None:
     run_ranks(program, 3)
 
 
-def test_a_request_cannot_name_its_way_to_other_objects() -> None:
+def test_request_cannot_reach_unexposed_objects() -> None:
     def program(comm: un.Communicator) -> Any:
         rpc.init(comm)
         texts = []
@@ -261,7 +261,7 @@ def test_a_request_cannot_name_its_way_to_other_objects() -> None:
     assert not RAN
 
 
-def test_the_wire_knows_no_more_outside_of_calls() -> None:
+def test_deserialization_outside_calls_is_restricted() -> None:
     for value in (note, torch.add, int):
         with pytest.raises(TypeError, match="send plain values"):
             serialization.encode(value)

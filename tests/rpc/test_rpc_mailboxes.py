@@ -85,7 +85,7 @@ def test_messages_of_all_sizes_arrive_in_order(backend: str) -> None:
     assert pool(backend).run(exchange, size=3) == [2 * len(SIZES)] * 3
 
 
-def test_any_transport_has_a_mailbox() -> None:
+def test_every_transport_has_a_mailbox() -> None:
     def wrap(inner: Transport) -> Transport:
         return Traced(inner, lambda event: None)
 
@@ -125,7 +125,7 @@ def one_gone(comm: un.Communicator) -> str:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_who_is_lost_is_no_matter_of_the_others(backend: str) -> None:
+def test_lost_rank_does_not_affect_others(backend: str) -> None:
     assert pool(backend).run(one_gone, size=3) == ["rank 1 was lost", "", "rank 1 was lost"]
 
 
@@ -191,11 +191,11 @@ def hushed(comm: un.Communicator) -> bool:
     return True
 
 
-def test_who_polls_is_not_disturbed() -> None:
+def test_polling_rank_is_not_woken() -> None:
     assert pool("shm").run(hushed, size=2) == [True, True]
 
 
-def test_a_rank_whose_proof_fails_is_named_to_the_others() -> None:
+def test_rank_with_a_failed_proof_is_reported_to_the_others() -> None:
     def program(comm: un.Communicator) -> str:
         # The higher rank connects, and finds that whatever answers does not know the secret.
         with (

@@ -54,7 +54,7 @@ def read_parameters() -> list[torch.Tensor]:
     ("name", "options"),
     [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adam", {"lr": 0.05}), ("Fancy", {"lr": 0.3})],
 )
-def test_the_optimizer_equals_a_local_one(name: str, options: dict[str, Any]) -> None:
+def test_optimizer_equals_a_local_one(name: str, options: dict[str, Any]) -> None:
     found = run_ranks(steps_with, 2, "thread", name, options)[0]
     all_own = {rank: parameters(rank) for rank in range(2)}
     cls = Fancy if name == "Fancy" else getattr(torch.optim, name)
@@ -69,7 +69,7 @@ def test_the_optimizer_equals_a_local_one(name: str, options: dict[str, Any]) ->
             assert torch.allclose(mine, other, rtol=1e-9, atol=1e-9)
 
 
-def test_wrong_arguments_of_the_optimizer() -> None:
+def test_optimizer_rejects_wrong_arguments() -> None:
     with un.init() as comm:
         rpc.init(comm)
         ref = rpc.RRef(torch.ones(2, requires_grad=True))
@@ -86,7 +86,7 @@ def test_wrong_arguments_of_the_optimizer() -> None:
         rpc.shutdown()
 
 
-def test_a_step_after_the_end_of_the_context_is_an_error() -> None:
+def test_step_after_the_context_is_an_error() -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm, timeout=20.0)
         w = torch.nn.Parameter(torch.ones(1))

@@ -170,12 +170,12 @@ def live(story: list[tuple[Any, ...]], seed: int, kind: Callable[..., References
 
 
 @given(stories, st.integers(0, 99))
-def test_freed_when_nobody_refers_to_it_and_not_before(story: list[tuple[Any, ...]], seed: int) -> None:
+def test_freed_with_the_last_reference(story: list[tuple[Any, ...]], seed: int) -> None:
     assert not live(story, seed).killed
 
 
 @given(sad_stories, st.integers(0, 99))
-def test_who_dies_holds_nothing_any_more(story: list[tuple[Any, ...]], seed: int) -> None:
+def test_dead_rank_holds_no_references(story: list[tuple[Any, ...]], seed: int) -> None:
     world = live(story, seed)
     assert world.alive
 
@@ -226,7 +226,7 @@ def any_story(chance: random.Random) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("wrong", [WithoutPins, ReleasesAtOnce, CountsRanks, ForgetsTheDead])
-def test_wrong_protocols_are_found(wrong: Callable[..., References]) -> None:
+def test_protocol_mutants_are_found(wrong: Callable[..., References]) -> None:
     def is_found(seed: int) -> bool:
         try:
             live(any_story(random.Random(seed)), seed, wrong)
@@ -237,7 +237,7 @@ def test_wrong_protocols_are_found(wrong: Callable[..., References]) -> None:
     assert any(map(is_found, range(200))), f"nothing was found wrong with {wrong.__name__}"
 
 
-def test_a_place_is_kept_for_what_is_yet_to_come() -> None:
+def test_early_messages_are_kept() -> None:
     ledger = RefCounts(list)
     key = Key(1, 1)
     assert ledger.add(key, 2)
@@ -248,7 +248,7 @@ def test_a_place_is_kept_for_what_is_yet_to_come() -> None:
     assert not ledger.add(key, 2), "an object that was freed has come back"
 
 
-def test_numbers_of_freed_objects_take_no_room() -> None:
+def test_freed_objects_use_no_memory() -> None:
     ledger = RefCounts(list)
     for number in range(1, 1000):
         ledger.make(Key(1, number), 1)
@@ -257,7 +257,7 @@ def test_numbers_of_freed_objects_take_no_room() -> None:
     assert not ledger._made[1]._beyond
 
 
-def test_what_a_dead_rank_asked_for_never_comes() -> None:
+def test_request_of_a_dead_rank_is_dropped() -> None:
     ledger = RefCounts(list)
     ledger.add(Key(1, 1), 2)
     place = ledger.value(Key(1, 1))

@@ -45,7 +45,7 @@ def test_errors_are_raised_at_the_caller(backend: str) -> None:
     assert pool(backend).run(on_rank_0(errors), size=2)[0]
 
 
-def test_an_error_has_its_own_class_and_fields() -> None:
+def test_error_keeps_its_class_and_fields() -> None:
     def program() -> Any:
         with pytest.raises(OddError) as caught:
             rpc.rpc_sync(1, raises, ("odd",))
@@ -66,7 +66,7 @@ def raises_oddly(kind: str) -> None:
     raise ExceptionGroup("many", [ValueError(1), KeyError(2)])
 
 
-def test_errors_that_cannot_be_sent_as_they_are_reach_the_caller_too() -> None:
+def test_unpicklable_errors_reach_the_caller() -> None:
     def program() -> None:
         with pytest.raises(MuteError) as caught:
             rpc.rpc_sync(1, raises_oddly, ("mute",), timeout=2.0)
@@ -79,7 +79,7 @@ def test_errors_that_cannot_be_sent_as_they_are_reach_the_caller_too() -> None:
     run_ranks(on_rank_0(program), 2)
 
 
-def test_what_is_not_exposed_is_not_called() -> None:
+def test_unexposed_function_is_not_called() -> None:
     def program() -> None:
         for call in (rpc.rpc_sync, lambda *a: rpc.rpc_async(*a).wait(), lambda *a: rpc.remote(*a).to_here()):
             with pytest.raises(rpc.NotExposedError, match=r"unexposed is not exposed.*nothing ran.*rpc\.expose"):
@@ -93,7 +93,7 @@ def test_what_is_not_exposed_is_not_called() -> None:
     assert not RAN
 
 
-def test_a_refused_argument_leaves_nothing_behind() -> None:
+def test_rejected_argument_leaks_nothing() -> None:
     """The object that was to be made is known to be counted; references beside the function are let go."""
 
     def program() -> None:
@@ -124,7 +124,7 @@ def gives_a_function() -> Any:
 HAVE_RUN: list[int] = []
 
 
-def test_a_function_that_came_as_a_value_is_not_said_to_have_been_called() -> None:
+def test_function_argument_is_not_reported_as_called() -> None:
     def program() -> None:
         with pytest.raises(rpc.NotExposedError, match=r"rank 1 sent .*unexposed as a value.*on rank 0") as caught:
             rpc.rpc_sync(1, gives_a_function)
@@ -138,7 +138,7 @@ def test_a_function_that_came_as_a_value_is_not_said_to_have_been_called() -> No
 
 
 @pytest.mark.parametrize("args", [5, None, "ab", {"x": 1}, torch.ones(1)], ids=str)
-def test_arguments_that_are_no_tuple(args: Any) -> None:
+def test_args_must_be_a_tuple(args: Any) -> None:
     def program() -> None:
         for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
             with pytest.raises(TypeError, match=r"args must be a tuple of arguments, not a .*args=\(x,\)"):
@@ -175,7 +175,7 @@ def test_only_public_methods_of_exposed_classes_are_called() -> None:
     assert not RAN
 
 
-def test_who_trusts_takes_anything() -> None:
+def test_trusting_rank_accepts_pickle() -> None:
     secret = 5
 
     def program(comm: un.Communicator) -> Any:
@@ -197,7 +197,7 @@ def test_who_trusts_takes_anything() -> None:
     assert run_ranks(program, 2)[0] == [6.0, [3.0, 3.0], 2.0, (3, 1)]
 
 
-def test_who_does_not_trust_takes_no_pickle() -> None:
+def test_untrusting_rank_rejects_pickle() -> None:
     def program(comm: un.Communicator) -> Any:
         rpc.init(comm, trusted=comm.rank == 0, expose=[echo])
         if comm.rank == 0:
@@ -211,7 +211,7 @@ def test_who_does_not_trust_takes_no_pickle() -> None:
     assert not RAN
 
 
-def test_who_trusts_takes_tensors_that_have_no_plain_bytes() -> None:
+def test_trusting_rank_accepts_opaque_tensors() -> None:
     hollow = torch.empty(3, device="meta")
 
     def program() -> None:
@@ -229,7 +229,7 @@ def test_who_trusts_takes_tensors_that_have_no_plain_bytes() -> None:
     run_ranks(on_rank_0(refused), 2)
 
 
-def test_a_function_that_went_along_is_not_kept() -> None:
+def test_pickled_function_is_not_kept() -> None:
     def program() -> None:
         def passing() -> int:
             return 1
@@ -249,7 +249,7 @@ class ExitsWhenRead:
         return sys.exit, (3,)
 
 
-def test_a_pickle_that_exits_ends_no_thread() -> None:
+def test_pickle_that_exits_ends_no_thread() -> None:
     def program() -> None:
         for _ in range(3):
             with pytest.raises(ValueError, match="cannot be read here"):

@@ -15,7 +15,7 @@ from unisono.testing import run_ranks
 rpc = un.rpc
 
 
-def test_tensors_that_came_in_another_context() -> None:
+def test_root_from_another_context() -> None:
     """Messages are numbered in each context anew: gradients would go to another one of the same number."""
 
     def program(comm: un.Communicator) -> None:
@@ -40,7 +40,7 @@ def test_tensors_that_came_in_another_context() -> None:
     run_ranks(program, 2)
 
 
-def test_a_reference_to_what_is_no_loss_is_no_root() -> None:
+def test_reference_to_a_non_scalar_is_no_root() -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm, timeout=20.0)
         begin(comm.rank)
@@ -54,7 +54,7 @@ def test_a_reference_to_what_is_no_loss_is_no_root() -> None:
     run_ranks(program, 2)
 
 
-def test_a_reference_can_be_the_root() -> None:
+def test_reference_can_be_the_root() -> None:
     def program(comm: un.Communicator) -> Any:
         rpc.init(comm)
         begin(comm.rank)

@@ -45,7 +45,7 @@ def gaps() -> int:
     return len(agent.references._protocol.ledger._made[0]._beyond)
 
 
-def test_objects_that_could_not_be_asked_for_leave_no_gap() -> None:
+def test_failed_requests_leave_no_gap() -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm)
         if comm.rank == 0:
@@ -61,7 +61,7 @@ def test_objects_that_could_not_be_asked_for_leave_no_gap() -> None:
 
 
 @pytest.mark.parametrize("how", ["remote", "rpc_async"])
-def test_an_object_outlives_the_calls_that_were_made_of_it(how: str) -> None:
+def test_object_outlives_its_calls(how: str) -> None:
     def program(comm: un.Communicator) -> int | None:
         rpc.init(comm)
         found = None
@@ -148,7 +148,7 @@ def life(comm: un.Communicator) -> Any:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_life_of_a_reference(backend: str) -> None:
+def test_reference_life_cycle(backend: str) -> None:
     assert all(pool(backend).run(life, size=3))
 
 
@@ -176,11 +176,11 @@ def kept_elsewhere(comm: un.Communicator) -> Any:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_whoever_holds_it_keeps_it(backend: str) -> None:
+def test_every_holder_keeps_the_object(backend: str) -> None:
     assert all(pool(backend).run(kept_elsewhere, size=3))
 
 
-def test_what_making_it_raised_is_raised_to_who_wants_it() -> None:
+def test_creation_error_is_raised_by_to_here() -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm)
         if comm.rank == 0:
@@ -194,7 +194,7 @@ def test_what_making_it_raised_is_raised_to_who_wants_it() -> None:
     assert run_ranks(program, 2) == [None, None]
 
 
-def test_the_last_reference_frees_at_once_here() -> None:
+def test_last_local_reference_frees_immediately() -> None:
     with un.init() as comm:
         agent = rpc.init(comm)
         rref = rpc.RRef([1])
@@ -204,7 +204,7 @@ def test_the_last_reference_frees_at_once_here() -> None:
         rpc.shutdown()
 
 
-def test_an_error_does_not_grow_each_time_it_is_raised() -> None:
+def test_reraised_error_does_not_grow() -> None:
     def program(comm: un.Communicator) -> None:
         rpc.init(comm)
         broken = rpc.remote(0, Counter, (-1,))

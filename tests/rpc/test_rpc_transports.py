@@ -58,7 +58,7 @@ def test_simulated_ranks() -> None:
     assert run_ranks(program, 3, "sim") == expected(3)
 
 
-def test_a_part_of_a_communicator() -> None:
+def test_subgroup_communicator() -> None:
     def on_a_part(comm: un.Communicator) -> Any:
         part = comm.subgroup([3, 1, 2])
         return None if part is None else program(part)

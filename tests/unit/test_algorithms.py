@@ -24,21 +24,21 @@ SIZES = [*range(1, 18), 24, 31, 32, 33, 48, 63, 64]
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("collective", "name"), cases())
-def test_proved(collective: str, name: str, size: int) -> None:
+def test_verified(collective: str, name: str, size: int) -> None:
     schedule = ALGORITHMS[collective][name]
     assert verify(collective, schedule, size) == schedule.cost(size)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("collective", "name"), cases())
-def test_proved_for_all_sizes(collective: str, name: str) -> None:
+def test_verified_for_all_sizes(collective: str, name: str) -> None:
     schedule = ALGORITHMS[collective][name]
     for size in range(1, 65):
         assert verify(collective, schedule, size) == schedule.cost(size)
 
 
 @pytest.mark.parametrize(("collective", "name"), cases())
-def test_a_world_of_one_does_nothing(collective: str, name: str) -> None:
+def test_single_rank_does_nothing(collective: str, name: str) -> None:
     schedule = ALGORITHMS[collective][name]
     assert list(schedule.steps(0, 1)) == []
     assert schedule.cost(1) == Cost(0, Fraction(0))
@@ -95,7 +95,7 @@ def test_halving_doubling_is_optimal_for_powers_of_two(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", range(3, 64))
-def test_halving_doubling_elsewhere_costs_less_than_folding_first(size: int) -> None:
+def test_halving_doubling_costs_less_than_folding_for_other_sizes(size: int) -> None:
     core = 2 ** floor(log2(size))
     cost = halving_doubling.cost(size)
     assert cost.rounds == 2 * log2(core)
@@ -103,7 +103,7 @@ def test_halving_doubling_elsewhere_costs_less_than_folding_first(size: int) -> 
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_an_unknown_name_lists_the_known(collective: str) -> None:
+def test_unknown_name_lists_the_known_ones(collective: str) -> None:
     with pytest.raises(ValueError, match=f"unknown {collective} algorithm 'rang'; known: ") as caught:
         ALGORITHMS[collective]["rang"]
     assert all(name in str(caught.value) for name in ALGORITHMS[collective].names())
@@ -125,14 +125,14 @@ def new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     all_reduce.__dict__.pop("fresh", None)
 
 
-def test_one_new_file_is_found_and_proved(new_file: Path) -> None:
+def test_new_algorithm_file_is_found_and_verified(new_file: Path) -> None:
     assert ring.__file__ is not None
     new_file.write_text(Path(ring.__file__).read_text())
     assert ("all_reduce", "fresh") in cases()
     assert verify("all_reduce", ALGORITHMS["all_reduce"]["fresh"], 5) == ring.cost(5)
 
 
-def test_one_new_file_that_is_wrong_is_found_out(new_file: Path) -> None:
+def test_wrong_algorithm_file_is_rejected(new_file: Path) -> None:
     assert ring.__file__ is not None
     new_file.write_text(Path(ring.__file__).read_text().replace("2 * (size - 1), F", "size, F"))
     with pytest.raises(AlgorithmError, match="all_reduce: among 5 ranks cost declares 5 rounds; counted are 8"):
@@ -152,7 +152,7 @@ class Registered:
         return Cost(0, Fraction(0))
 
 
-def test_what_is_registered_is_a_case_too() -> None:
+def test_registered_algorithm_is_a_test_case() -> None:
     registry = ALGORITHMS["all_reduce"]
     registry.register("registered", Registered())
     try:
@@ -167,7 +167,7 @@ def test_what_is_registered_is_a_case_too() -> None:
     assert ("all_reduce", "registered") not in cases()
 
 
-def test_count_ignores_the_claim() -> None:
+def test_count_ignores_the_declared_cost() -> None:
     class Modest:
         steps = staticmethod(ring.steps)
 

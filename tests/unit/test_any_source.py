@@ -40,7 +40,7 @@ def taken(comm: un.Communicator, counts: list[int]) -> list[tuple[int, int]]:
 
 
 @given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=4), seed=st.integers(0, 1 << 16))
-def test_ranks_take_turns_and_keep_their_order(counts: list[int], seed: int) -> None:
+def test_senders_are_served_in_turn_and_in_order(counts: list[int], seed: int) -> None:
     found = un.simulate(taken, len(counts) + 1, (counts,), seed=seed, preempt=0.1).results[0]
     assert found == sorted(((rank + 1, n) for rank, c in enumerate(counts) for n in range(c)), key=lambda it: it[::-1])
 
@@ -65,7 +65,7 @@ def served(comm: un.Communicator) -> list[float]:
     return []
 
 
-def test_under_faults_it_ends_right_or_by_an_error_that_names_a_rank() -> None:
+def test_faults_end_correctly_or_name_a_rank() -> None:
     endings = chaos.check(served, 3, seeds=range(30))
     assert endings["right"] > 3, endings
     assert len(endings) > 1, endings
@@ -73,7 +73,7 @@ def test_under_faults_it_ends_right_or_by_an_error_that_names_a_rank() -> None:
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
 @pytest.mark.parametrize("check", ["auto", "full"])
-def test_a_server_under_wrappers(backend: str, check: str) -> None:
+def test_receive_any_under_wrappers(backend: str, check: str) -> None:
     def wrap(inner: Transport) -> Transport:
         return Traced(Checksummed(Faulty(inner, seed=1, delay=0.3, delay_s=0.002)), lambda event: None)
 
@@ -81,7 +81,7 @@ def test_a_server_under_wrappers(backend: str, check: str) -> None:
     assert found[1:] == [[10.0 * rank + n + 0.5 for n in range(4)] for rank in (1, 2)]
 
 
-def test_hosts_take_turns() -> None:
+def test_hosts_are_served_in_turn() -> None:
     counts = [3, 1, 2]
     found = run_ranks(taken, 4, "shm+gloo", counts, hosts=((0, 2), (1, 3)))[0]
     for rank, count in enumerate(counts):
@@ -100,7 +100,7 @@ def outlives(comm: un.Communicator, probes: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("probes", [False, True])
-def test_a_killed_sender_is_named(backend: str, probes: bool) -> None:
+def test_killed_sender_is_named(backend: str, probes: bool) -> None:
     other, _ = run_ranks(outlives, 2, backend, probes, on_failure="continue")
     assert isinstance(other, PeerLostError)
     assert other.peer == 1
@@ -127,18 +127,18 @@ def refused(comm: un.Communicator) -> list[float]:
     return got.tolist()
 
 
-def test_a_backend_that_cannot_says_so_and_stays_in_use() -> None:
+def test_unsupported_backend_raises_and_stays_usable() -> None:
     assert run_ranks(refused, 2, wrap=Deaf) == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize(("backend", "offered"), [("nccl", False), ("gloo", True)])
-def test_of_torch_backends_nccl_cannot(backend: str, offered: bool) -> None:
+def test_nccl_does_not_support_any_source(backend: str, offered: bool) -> None:
     nothing: Any = None
     transport = TorchTransport(Group.world(0, 2, "declared"), nothing, nothing, Options(backend), owned=False)
     assert transport.any_source is offered
 
 
-def test_alone_there_is_no_rank_to_receive_from() -> None:
+def test_single_rank_has_no_source() -> None:
     with un.init() as comm, pytest.raises(ValueError, match="no other rank"):
         comm.recv(torch.zeros(1))
 
@@ -155,7 +155,7 @@ def on_a_group_of_others(comm: un.Communicator, path: str) -> list[int]:
     return [*found, int(total)]
 
 
-def test_the_owner_of_a_torch_group_goes_on_with_it(tmp_path: Any) -> None:
+def test_owner_of_a_torch_group_keeps_using_it(tmp_path: Any) -> None:
     found = run_ranks(on_a_group_of_others, 3, "shm", str(tmp_path / "store"))
     assert sorted(found[0]) == [1, 1, 2, 3]
     assert found[1:] == [[3], [3]]

@@ -12,7 +12,7 @@ from unisono.core.work import wait_any
 from unisono.testing import pool, run_ranks
 
 
-def test_a_rank_that_does_not_come_is_told_at_wait_with_the_call_and_its_line() -> None:
+def test_wait_names_missing_rank_call_and_line() -> None:
     def program(comm: un.Communicator) -> str:
         unchecked = comm.dup(check="off")
         unchecked.all_reduce(torch.ones(2), async_op=True).wait()
@@ -34,7 +34,7 @@ def test_a_rank_that_does_not_come_is_told_at_wait_with_the_call_and_its_line() 
     assert other == "left alone"
 
 
-def test_a_wait_that_is_told_its_time_breaks_nothing_and_looking_starts_one_thread_at_most() -> None:
+def test_wait_with_a_timeout_breaks_nothing_and_polling_starts_one_thread() -> None:
     def program(comm: un.Communicator) -> list[float]:
         unchecked = comm.dup(check="off")
         t = torch.ones(2)

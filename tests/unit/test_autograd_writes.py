@@ -9,10 +9,10 @@ from unisono.testing import pool
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_autograd_hears_of_writes(backend: str) -> None:
+def test_writes_increment_autograd_versions(backend: str) -> None:
     check_writes(pool(backend, 2))
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_a_view_made_without_gradients_is_refused_on_every_rank(backend: str) -> None:
+def test_view_made_under_no_grad_is_rejected_on_every_rank(backend: str) -> None:
     check_views(pool(backend, 2))

@@ -22,7 +22,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
-def test_gradients_are_those_of_one_process_with_all_samples(name: str, backend: str) -> None:
+def test_gradients_equal_those_of_one_process(name: str, backend: str) -> None:
     size, make = 3, MODELS[name]
     given = batches(size, 3)
 
@@ -71,7 +71,7 @@ def test_accumulation_equals_one_large_batch(backend: str, set_to_none: bool) ->
     assert same(found[1], wanted)
 
 
-def test_no_sync_governs_the_backward_inside_it_wherever_the_forward_ran() -> None:
+def test_no_sync_applies_to_backward_not_forward() -> None:
     def program(comm: un.Communicator) -> list[float]:
         weight = torch.zeros(1, requires_grad=True)
         averager = un.GradientAverager([weight], comm)
@@ -115,7 +115,7 @@ def test_higher_order_gradients_keep_their_graph() -> None:
     assert un.launch(program, 2, "thread") == [(18.0, 12.0), (18.0, 24.0)]
 
 
-def test_several_models_and_mixed_dtypes_do_not_meet() -> None:
+def test_several_models_and_mixed_dtypes_are_separate() -> None:
     def program(comm: un.Communicator) -> list[float]:
         kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
         models = [[torch.ones(3, dtype=kind, requires_grad=True) for kind in kinds] for _ in range(2)]
@@ -150,7 +150,7 @@ def test_clipping_and_scaling_see_the_mean() -> None:
         assert after == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_buffers_become_rank_0s_if_wanted() -> None:
+def test_buffers_are_broadcast_from_rank_0() -> None:
     def program(comm: un.Communicator) -> list[float]:
         model = nn.BatchNorm1d(1).double()
         un.GradientAverager(model, comm, broadcast_buffers=True)
@@ -162,7 +162,7 @@ def test_buffers_become_rank_0s_if_wanted() -> None:
     assert un.launch(program, 3, "thread") == [[float(b) for b in alone.buffers()]] * 3
 
 
-def test_a_sum_and_a_world_of_one() -> None:
+def test_sum_and_single_rank() -> None:
     def program(comm: un.Communicator) -> float:
         weight = torch.zeros(1, requires_grad=True)
         un.GradientAverager([weight], comm, average="sum")
@@ -175,7 +175,7 @@ def test_a_sum_and_a_world_of_one() -> None:
 
 
 @pytest.mark.soak
-def test_a_compiled_model_is_averaged_too() -> None:
+def test_compiled_model_is_averaged() -> None:
     given = batches(2, 1)
 
     def program(comm: un.Communicator) -> list[torch.Tensor | None]:
@@ -192,7 +192,7 @@ def test_a_compiled_model_is_averaged_too() -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_buckets_follow_the_order_in_which_gradients_come(backend: str) -> None:
+def test_buckets_follow_gradient_order(backend: str) -> None:
     def program(comm: un.Communicator) -> tuple[list[list[str]], list[list[str]]]:
         names = ["early", "middle", "late"]
         model = nn.ParameterDict({name: nn.Parameter(torch.ones(64)) for name in names})
@@ -223,9 +223,7 @@ def test_buckets_follow_the_order_in_which_gradients_come(backend: str) -> None:
         ("shm", None, [64, 64], 2),
     ],
 )
-def test_the_first_bucket_is_small_where_it_travels_early(
-    backend: str, codec: str | None, cores: list[int], first: int
-) -> None:
+def test_first_bucket_is_small_with_overlap(backend: str, codec: str | None, cores: list[int], first: int) -> None:
     def program(comm: un.Communicator, checked: bool) -> int:
         model = nn.ParameterList(torch.zeros(150_000) for _ in range(2))
         with patch("unisono.gradients.bucket_plan.cores", lambda: cores[comm.rank]):
@@ -238,7 +236,7 @@ def test_the_first_bucket_is_small_where_it_travels_early(
         assert pool(backend, 3).run(program, checked, size=2) == [first, first]
 
 
-def test_the_length_of_each_parameter_is_asked_for_once_or_twice() -> None:
+def test_parameter_lengths_are_read_at_most_twice() -> None:
     asked = 0
 
     class Counted(nn.Parameter):

@@ -12,7 +12,7 @@ import unisono as un
 from unisono.testing import pool
 
 
-def test_a_model_that_is_converted_later_is_told_what_to_do() -> None:
+def test_later_conversion_of_the_model_is_explained() -> None:
     def program(comm: un.Communicator) -> None:
         model = nn.Linear(1, 1)
         un.GradientAverager(model, comm)
@@ -22,7 +22,7 @@ def test_a_model_that_is_converted_later_is_told_what_to_do() -> None:
     un.launch(program, 2, "thread")
 
 
-def test_a_parameter_has_one_averager() -> None:
+def test_second_averager_of_a_parameter_is_rejected() -> None:
     def program(comm: un.Communicator) -> float:
         model = nn.Linear(1, 1)
         first = un.GradientAverager(model, comm)
@@ -40,7 +40,7 @@ def test_a_parameter_has_one_averager() -> None:
 
 
 @pytest.mark.parametrize("part", [False, True])
-def test_parameters_that_are_replaced_are_noticed(part: bool) -> None:
+def test_replaced_parameters_are_detected(part: bool) -> None:
     def program(comm: un.Communicator) -> str:
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -62,7 +62,7 @@ def test_parameters_that_are_replaced_are_noticed(part: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["layer", "parameter"])
-def test_parameters_that_are_added_are_noticed(kind: str) -> None:
+def test_added_parameters_are_detected(kind: str) -> None:
     def program(comm: un.Communicator) -> str:
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
         averager = un.GradientAverager(model, comm)
@@ -86,7 +86,7 @@ def test_parameters_that_are_added_are_noticed(kind: str) -> None:
 
 @pytest.mark.parametrize("count", [3, 200])
 @pytest.mark.parametrize("how", ["swapped", "turned"])
-def test_gradients_that_lie_in_the_place_of_others_are_refused(how: str, count: int) -> None:
+def test_aliased_gradients_are_rejected(how: str, count: int) -> None:
     """They would be overwritten before they are read. A clone is as good as any other gradient."""
 
     def program(comm: un.Communicator) -> tuple[str, bool]:

@@ -19,7 +19,7 @@ def flat(parts: Sequence[torch.Tensor | None], like: list[nn.Parameter]) -> torc
 
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("name", ["onebit", "topk"])
-def test_what_an_unused_parameter_is_owed_waits(name: str, find_unused: bool) -> None:
+def test_residual_of_an_unused_parameter_is_kept(name: str, find_unused: bool) -> None:
     given = batches(2, 9)
 
     def program(comm: un.Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,7 +45,7 @@ def test_what_an_unused_parameter_is_owed_waits(name: str, find_unused: bool) ->
 
 
 @pytest.mark.parametrize("codec", [None, un.compression.error_feedback("onebit")])
-def test_a_state_of_other_buckets_is_refused_if_a_codec_remembers_something(codec: Codec | None) -> None:
+def test_codec_state_of_other_buckets_is_rejected(codec: Codec | None) -> None:
     def program(comm: un.Communicator) -> str:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         states = []

@@ -14,7 +14,7 @@ from unisono.testing import pool
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_a_rank_that_skips_a_parameter_is_named_on_every_rank(backend: str) -> None:
+def test_rank_skipping_a_parameter_is_named_on_every_rank(backend: str) -> None:
     def program(comm: un.Communicator) -> str:
         model = made(Branches)
         averager = un.GradientAverager(model, comm, **TINY)
@@ -31,7 +31,7 @@ def test_a_rank_that_skips_a_parameter_is_named_on_every_rank(backend: str) -> N
 
 
 @pytest.mark.soak
-def test_many_ranks_are_counted_in_halves_too() -> None:
+def test_many_ranks_are_counted_in_half_precision() -> None:
     def program(comm: un.Communicator) -> bool:
         weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
         un.GradientAverager([weight], comm)
@@ -42,7 +42,7 @@ def test_many_ranks_are_counted_in_halves_too() -> None:
     assert un.launch(program, 48, "thread") == [True] * 48
 
 
-def test_what_no_rank_has_is_not_named() -> None:
+def test_gradient_missing_on_all_ranks_is_not_reported() -> None:
     def program(comm: un.Communicator) -> str:
         one, two, three = (torch.ones(1, requires_grad=True) for _ in range(3))
         averager = un.GradientAverager([one, two, three], comm)
@@ -61,7 +61,7 @@ def test_what_no_rank_has_is_not_named() -> None:
         assert "rank 0 has no gradient for 'parameter 2', which" in message
 
 
-def test_another_model_is_named_on_every_rank() -> None:
+def test_different_model_is_named_on_every_rank() -> None:
     def program(comm: un.Communicator) -> str:
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4 + comm.rank))
         with pytest.raises(un.errors.MismatchError) as caught:
@@ -72,7 +72,7 @@ def test_another_model_is_named_on_every_rank() -> None:
         assert "rank 1 has another model than rank 0: '1.weight' is float32 [4, 3] on cpu on rank 0, " in message
 
 
-def test_another_order_of_memory_is_named_on_every_rank() -> None:
+def test_different_memory_format_is_named_on_every_rank() -> None:
     def program(comm: un.Communicator) -> str:
         model = nn.Conv2d(3, 2, 2)
         if comm.rank == 1:
@@ -85,7 +85,7 @@ def test_another_order_of_memory_is_named_on_every_rank() -> None:
         assert "'weight' is float32 [2, 3, 2, 2] on cpu with strides (12, 1, 6, 3) on rank 1" in message
 
 
-def test_a_rank_that_makes_fewer_steps_is_named_with_the_parameters() -> None:
+def test_rank_with_fewer_steps_is_named_with_parameters() -> None:
     def program(comm: un.Communicator) -> str:
         model = made(Net)
         un.GradientAverager(model, comm, **TINY)
@@ -102,7 +102,7 @@ def test_a_rank_that_makes_fewer_steps_is_named_with_the_parameters() -> None:
     assert other.startswith(("CommTimeoutError", "DeadlockError", "PeerLostError"))
 
 
-def test_a_weight_that_one_rank_alone_says_is_named_as_such() -> None:
+def test_weight_set_on_one_rank_only_is_reported() -> None:
     def program(comm: un.Communicator) -> str:
         model = made(Net)
         averager = un.GradientAverager(model, comm)
@@ -118,7 +118,7 @@ def test_a_weight_that_one_rank_alone_says_is_named_as_such() -> None:
     assert "while exchanging weights (all ranks or none must call weight())" in other
 
 
-def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
+def test_bad_arguments_are_rejected_before_sending() -> None:
     comm = un.init("thread")
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="'mean' or 'sum'"):
@@ -137,7 +137,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
 
 
 @pytest.mark.parametrize("call", [un.average_gradients, un.broadcast_parameters])
-def test_models_of_equal_length_that_differ_are_noticed(call: Callable[..., None]) -> None:
+def test_different_models_of_equal_length_are_detected(call: Callable[..., None]) -> None:
     def program(comm: un.Communicator) -> str:
         model = nn.Linear(3, 2, bias=False) if comm.rank else nn.Linear(2, 3, bias=False)
         before = model.weight.clone()
@@ -152,7 +152,7 @@ def test_models_of_equal_length_that_differ_are_noticed(call: Callable[..., None
 
 @pytest.mark.parametrize("call", [un.GradientAverager, un.broadcast_parameters])
 @pytest.mark.parametrize("odd", ["sparse", "expanded"])
-def test_buffers_that_cannot_be_shared_are_named(odd: str, call: Callable[..., object]) -> None:
+def test_unshareable_buffers_are_named(odd: str, call: Callable[..., object]) -> None:
     def program(comm: un.Communicator) -> str:
         model = nn.Linear(3, 2)
         model.register_buffer("even", torch.ones(3))
@@ -181,7 +181,7 @@ def test_parameters_are_compared_once(call: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("frozen", [[(1, 1), (2, 2), (1, 2)], [(1, 2)], [(0, 0), (0, 2)]])
-def test_ranks_that_freeze_others_are_named(frozen: list[tuple[int, int]]) -> None:
+def test_ranks_with_different_frozen_parameters_are_named(frozen: list[tuple[int, int]]) -> None:
     def program(comm: un.Communicator) -> str:
         model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
         for step, layers in enumerate(frozen):
@@ -199,7 +199,7 @@ def test_ranks_that_freeze_others_are_named(frozen: list[tuple[int, int]]) -> No
 
 
 @pytest.mark.parametrize("size", ["25", float("nan"), [25]])
-def test_a_bucket_of_no_size_is_refused(size: object) -> None:
+def test_bucket_size_of_zero_is_rejected(size: object) -> None:
     def program(comm: un.Communicator, size: object) -> None:
         for name in ("bucket_cap_mb", "first_bucket_mb"):
             with pytest.raises(TypeError, match="must be a number of MiB"):

@@ -110,7 +110,7 @@ def added(kept: Found, more: Found, times: int = 1) -> Found:
 @pytest.mark.parametrize("width", [4, 150])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_are_as_before_a_pass_that_raised(backend: str, where: str, width: int, kept: str) -> None:
+def test_failed_pass_restores_gradients(backend: str, where: str, width: int, kept: str) -> None:
     def program(comm: un.Communicator) -> tuple[bool, Found, Found, Any]:
         trap = Trap(comm, where, width, **WHOLE)
         before = trap.prepare(kept)
@@ -132,7 +132,7 @@ def test_gradients_are_as_before_a_pass_that_raised(backend: str, where: str, wi
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_are_as_before_a_pass_that_raised_in_no_sync(backend: str, where: str, kept: str) -> None:
+def test_failed_pass_in_no_sync_restores_gradients(backend: str, where: str, kept: str) -> None:
     def program(comm: un.Communicator) -> tuple[bool, Found, Found]:
         trap = Trap(comm, where, **WHOLE)
         before = trap.prepare(kept)
@@ -153,7 +153,7 @@ def test_gradients_are_as_before_a_pass_that_raised_in_no_sync(backend: str, whe
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_weight_outlives_a_pass_that_raised(backend: str, where: str) -> None:
+def test_weight_survives_a_failed_pass(backend: str, where: str) -> None:
     def program(comm: un.Communicator) -> Found:
         trap = Trap(comm, where, **WHOLE)
         trap.averager.weight(WEIGHTS[comm.rank])
@@ -171,9 +171,7 @@ def test_a_weight_outlives_a_pass_that_raised(backend: str, where: str) -> None:
 @pytest.mark.parametrize("width", [4, 150])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_fails_alone_before_anything_left_tries_again_alone(
-    backend: str, where: str, width: int, weighted: bool
-) -> None:
+def test_rank_failing_before_any_bucket_retries_alone(backend: str, where: str, width: int, weighted: bool) -> None:
     def program(comm: un.Communicator) -> Found:
         trap = Trap(comm, where, width, **WHOLE)
         if weighted:
@@ -192,7 +190,7 @@ def test_a_rank_that_fails_alone_before_anything_left_tries_again_alone(
 
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("where", LATE)
-def test_a_pass_that_all_ranks_fail_after_a_bucket_left_is_dropped_on_all(where: str, kept: str) -> None:
+def test_pass_failing_on_all_ranks_after_a_bucket_is_dropped(where: str, kept: str) -> None:
     def program(comm: un.Communicator) -> tuple[bool, Found, Found]:
         trap = Trap(comm, where, **SMALL)
         before = trap.prepare(kept)
@@ -213,7 +211,7 @@ def test_a_pass_that_all_ranks_fail_after_a_bucket_left_is_dropped_on_all(where:
 @pytest.mark.parametrize("waits", [False, True], ids=["goes on", "waits for the other rank"])
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("where", LATE)
-def test_a_rank_that_fails_alone_after_a_bucket_left_ends_the_pass_of_all(where: str, kept: str, waits: bool) -> None:
+def test_rank_failing_after_a_bucket_ends_the_pass_on_all(where: str, kept: str, waits: bool) -> None:
     def program(comm: un.Communicator) -> tuple[str, bool, Found, Found]:
         trap = Trap(comm, where, **SMALL)
         before = trap.prepare(kept)
@@ -239,7 +237,7 @@ def test_a_rank_that_fails_alone_after_a_bucket_left_ends_the_pass_of_all(where:
 
 
 @pytest.mark.parametrize("growth", [1, 2], ids=["equal buckets", "other buckets"])
-def test_ranks_with_other_graphs_may_fail_before_and_after_their_first_bucket(growth: int) -> None:
+def test_ranks_with_different_graphs_fail_around_the_first_bucket(growth: int) -> None:
     """A process that ends, as by SIGABRT, shows as `PeerLostError` here."""
     rounds = 10
 

@@ -45,7 +45,7 @@ class Turned(Straight):
 
 @pytest.mark.parametrize("model", [Turned, Straight])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_gradients_are_copied_in_chunks_in_whatever_order_they_come(backend: str, model: type[nn.Module]) -> None:
+def test_gradients_are_copied_in_chunks_in_any_order(backend: str, model: type[nn.Module]) -> None:
     given = batches(2, 4)
 
     def program(comm: un.Communicator) -> tuple[list[list[int]], list[list[torch.Tensor | None]]]:
@@ -84,7 +84,7 @@ def test_gradients_are_copied_in_chunks_in_whatever_order_they_come(backend: str
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_an_averager_is_not_removed_inside_a_pass(backend: str) -> None:
+def test_remove_inside_a_pass_is_rejected(backend: str) -> None:
     def program(comm: un.Communicator) -> list[list[float]]:
         model = made(Turned)
         averager = un.GradientAverager(model, comm)
@@ -104,7 +104,7 @@ def test_an_averager_is_not_removed_inside_a_pass(backend: str) -> None:
 
 
 @pytest.mark.parametrize("count", [10, 20_000, 80_000])
-def test_a_pass_inside_of_a_hook_may_bring_along_what_the_outer_one_brought(count: int) -> None:
+def test_pass_inside_a_hook_may_repeat_gradients_of_the_outer_one(count: int) -> None:
     def program(comm: un.Communicator) -> list[float]:
         parameter, head = nn.Parameter(torch.ones(count)), nn.Parameter(torch.ones(1))
 
@@ -124,7 +124,7 @@ def test_a_pass_inside_of_a_hook_may_bring_along_what_the_outer_one_brought(coun
     assert pool("shm", 3).run(program, size=2) == [[3.5]] * 2
 
 
-def test_who_is_told_that_a_gradient_goes_may_look_at_the_parameter() -> None:
+def test_grad_setter_hook_may_read_the_parameter() -> None:
     def program(comm: un.Communicator) -> tuple[list[bool], list[float]]:
         parameter = nn.Parameter(torch.ones(200, 200))
         seen: list[bool] = []

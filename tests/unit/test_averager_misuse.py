@@ -20,7 +20,7 @@ PATIENCE_S = 5.0
 
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["two buckets", "one bucket"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_exchanged_between_two_parameters_are_refused(backend: str, sizes: dict[str, Any]) -> None:
+def test_swapped_gradients_are_rejected(backend: str, sizes: dict[str, Any]) -> None:
     """Each would be overwritten before it is read. A clone is as good as any other gradient."""
 
     def program(comm: un.Communicator) -> list[list[float]]:
@@ -88,7 +88,7 @@ def overlapping(model: nn.Sequential, rank: int) -> list[BaseException | None]:
 
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["small", "large"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_threads_in_backward_of_one_model_are_an_error(backend: str, sizes: dict[str, Any]) -> None:
+def test_concurrent_backward_of_one_model_is_an_error(backend: str, sizes: dict[str, Any]) -> None:
     def program(comm: un.Communicator) -> list[bool]:
         model = stack()
         averager = un.GradientAverager(model, comm, **sizes)
@@ -103,7 +103,7 @@ def test_two_threads_in_backward_of_one_model_are_an_error(backend: str, sizes: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_threads_may_take_turns(backend: str) -> None:
+def test_threads_may_alternate(backend: str) -> None:
     def program(comm: un.Communicator) -> list[list[float]]:
         weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
         averager = un.GradientAverager([weight], comm)

@@ -155,7 +155,7 @@ where = pytest.mark.parametrize(
 @where
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("nest", NESTS)
-def test_passes_inside_of_another_are_averaged_with_it(
+def test_nested_passes_are_averaged_with_the_outer_one(
     backend: str, nest: str, option: str, sizes: dict[str, Any]
 ) -> None:
     compare(backend, nest, option, "all", sizes)
@@ -164,14 +164,14 @@ def test_passes_inside_of_another_are_averaged_with_it(
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("backend", ["thread"])
-def test_an_inner_pass_in_no_sync_belongs_to_the_outer_one(backend: str, nest: str, option: str) -> None:
+def test_nested_pass_in_no_sync_belongs_to_the_outer_one(backend: str, nest: str, option: str) -> None:
     compare(backend, nest, option, "quiet", SMALL)
 
 
 @where
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "unused"])
 @pytest.mark.parametrize("nest", WITH_OUTER)
-def test_an_inner_pass_on_one_rank_alone_is_averaged_with_the_outer_ones(
+def test_nested_pass_on_one_rank_is_averaged_with_the_outer_one(
     backend: str, nest: str, option: str, sizes: dict[str, Any]
 ) -> None:
     compare(backend, nest, option, "one", sizes)
@@ -199,9 +199,7 @@ def used_twice(model: nn.Sequential, rank: int, width: int) -> None:
 @pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
 @pytest.mark.parametrize("width", [4, 256])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_hooks_registered_before_the_averager_see_what_torch_alone_shows(
-    backend: str, width: int, small: bool, kept: str
-) -> None:
+def test_earlier_hooks_see_the_same_as_without_the_averager(backend: str, width: int, small: bool, kept: str) -> None:
     cap = width * width * 8 / 2**20 if small else 25.0
 
     def program(comm: un.Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor], Found, Found]:

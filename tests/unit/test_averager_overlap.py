@@ -27,7 +27,7 @@ def with_cores_to_spare(comm: un.Communicator) -> un.Communicator:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_means_are_the_same_where_another_thread_makes_them(name: str) -> None:
+def test_means_are_equal_with_a_progress_thread(name: str) -> None:
     size, make = 3, MODELS[name]
     given = batches(size, 3)
 
@@ -46,7 +46,7 @@ def test_means_are_the_same_where_another_thread_makes_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("spare", [True, False])
-def test_buckets_leave_before_the_pass_ends_only_where_that_does_not_hold_it_up(spare: bool) -> None:
+def test_buckets_overlap_only_with_spare_cores(spare: bool) -> None:
     def program(comm: un.Communicator, spare: bool) -> list[bool]:
         with with_cores_to_spare(comm) as part:
             part._engine.transport.background = spare
@@ -66,7 +66,7 @@ def test_buckets_leave_before_the_pass_ends_only_where_that_does_not_hold_it_up(
 @pytest.mark.parametrize(
     ("cores", "threads", "spare"), [((4, 4), 1, True), ((4, 3), 1, False), ((4, 4), 2, False), ((6, 8), 2, True)]
 )
-def test_ranks_agree_whether_each_has_a_core_to_spare(cores: tuple[int, int], threads: int, spare: bool) -> None:
+def test_ranks_agree_on_spare_cores(cores: tuple[int, int], threads: int, spare: bool) -> None:
     def program(comm: un.Communicator, cores: tuple[int, int], threads: int) -> bool:
         whole = comm._engine.transport
         group = replace(whole.group, name=f"{whole.group.name} of {cores}, {threads}")
@@ -92,7 +92,7 @@ def test_ranks_agree_whether_each_has_a_core_to_spare(cores: tuple[int, int], th
         (True, None, 50, 1),
     ],
 )
-def test_one_message_is_enough_where_none_travels_while_others_fill(
+def test_one_bucket_suffices_without_overlap(
     spare: bool, compression: str | None, cap: float | None, count: int
 ) -> None:
     def program(comm: un.Communicator, spare: bool, compression: str | None, cap: float | None) -> int:

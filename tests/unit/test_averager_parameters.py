@@ -51,7 +51,7 @@ def renewed(model: nn.Sequential, comm: un.Communicator, averager: un.GradientAv
 
 @pytest.mark.parametrize("how", NOTICES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_replaced_parameters_are_noticed(change: str, how: str) -> None:
+def test_replaced_parameters_are_reported(change: str, how: str) -> None:
     if (change, how) == ("converted by swap", "backward"):
         pytest.skip("no parameter has a hook any more")
 
@@ -96,7 +96,7 @@ def changed_on_rank_1(comm: un.Communicator, change: str, how: str, *, first: bo
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_rank_whose_parameters_did_not_change_fails_quickly_with_the_reason(change: str) -> None:
+def test_unchanged_rank_fails_promptly_with_the_reason(change: str) -> None:
     for message, fine in pool("thread", 2).run(lambda comm: changed_on_rank_1(comm, change, "forward", first=False)):
         assert re.search(NAME, message)
         assert "remove()" in message
@@ -106,7 +106,7 @@ def test_the_rank_whose_parameters_did_not_change_fails_quickly_with_the_reason(
 @pytest.mark.parametrize("first", [True, False], ids=["noticed before", "noticed meanwhile"])
 @pytest.mark.parametrize("how", NOTICES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_way_to_notice_is_reported_to_the_other_rank(backend: str, how: str, first: bool) -> None:
+def test_every_detection_is_reported_to_the_other_rank(backend: str, how: str, first: bool) -> None:
     change = "set in _parameters"
     for message, fine in pool(backend, 2).run(lambda comm: changed_on_rank_1(comm, change, how, first=first)):
         assert "1.weight" in message
@@ -114,7 +114,7 @@ def test_every_way_to_notice_is_reported_to_the_other_rank(backend: str, how: st
         assert fine
 
 
-def test_check_returns_none_while_parameters_are_as_they_were() -> None:
+def test_check_returns_none_for_unchanged_parameters() -> None:
     def program(comm: un.Communicator) -> bool:
         model = stack()
         averager = un.GradientAverager(model, comm)
@@ -126,7 +126,7 @@ def test_check_returns_none_while_parameters_are_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("change", HARMLESS)
-def test_parameters_that_stay_are_no_error(change: str) -> None:
+def test_unchanged_parameters_are_accepted(change: str) -> None:
     def program(comm: un.Communicator) -> bool:
         model = stack()
         averager = un.GradientAverager(model, comm)
@@ -140,7 +140,7 @@ def test_parameters_that_stay_are_no_error(change: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_may_be_called_functionally_on_one_rank_alone(backend: str) -> None:
+def test_functional_call_on_one_rank(backend: str) -> None:
     def program(comm: un.Communicator) -> bool:
         model = stack()
         averager = un.GradientAverager(model, comm)
@@ -153,7 +153,7 @@ def test_a_layer_may_be_called_functionally_on_one_rank_alone(backend: str) -> N
     assert pool(backend, 2).run(program) == [True, True]
 
 
-def test_a_functional_call_is_no_pass_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functional_call_during_compilation_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's flag of compilation is one for the whole process."""
 
     def program(comm: un.Communicator) -> bool:
@@ -171,7 +171,7 @@ def test_a_functional_call_is_no_pass_while_another_thread_compiles(monkeypatch:
     assert run_ranks(program, 2) == [True, True]
 
 
-def test_load_state_dict_with_assign_does_not_raise_by_itself() -> None:
+def test_load_state_dict_with_assign_does_not_raise() -> None:
     """Loading is not a step of training: the next one notices, and `remove()` in between is in time."""
 
     def program(comm: un.Communicator) -> bool:
@@ -183,7 +183,7 @@ def test_load_state_dict_with_assign_does_not_raise_by_itself() -> None:
     assert pool("thread", 2).run(program) == [True, True]
 
 
-def test_a_model_with_uninitialized_parameters_is_refused() -> None:
+def test_uninitialized_parameters_are_rejected() -> None:
     def program(comm: un.Communicator) -> str:
         model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
         with pytest.raises(ValueError, match="uninitialized") as caught:

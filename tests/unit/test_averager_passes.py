@@ -59,7 +59,7 @@ def broken_off(comm: un.Communicator, model: nn.Sequential) -> None:
         handle.remove()
 
 
-def test_a_pass_that_one_rank_broke_off_half_way_fails_on_all() -> None:
+def test_pass_aborted_on_one_rank_fails_on_all() -> None:
     def program(comm: un.Communicator) -> tuple[str, bool]:
         model, message = layers(), ""
         averager = un.GradientAverager(model, comm, bucket_cap_mb=128 / 2**20)
@@ -79,7 +79,7 @@ def test_a_pass_that_one_rank_broke_off_half_way_fails_on_all() -> None:
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm"])
-def test_it_does_no_harm_where_no_bucket_leaves_before_the_end(backend: str) -> None:
+def test_aborted_pass_without_overlap_has_no_effect(backend: str) -> None:
     def program(comm: un.Communicator) -> bool:
         with comm.dup() as part:
             if backend == "shm":
@@ -96,7 +96,7 @@ def test_it_does_no_harm_where_no_bucket_leaves_before_the_end(backend: str) -> 
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
-def test_passes_that_all_ranks_break_off_alike_do_no_harm(backend: str) -> None:
+def test_pass_aborted_equally_on_all_ranks_has_no_effect(backend: str) -> None:
     def program(comm: un.Communicator) -> bool:
         model = layers()
         averager = un.GradientAverager(model, comm, bucket_cap_mb=128 / 2**20)
@@ -118,7 +118,7 @@ def test_passes_that_all_ranks_break_off_alike_do_no_harm(backend: str) -> None:
     assert all(pool(backend, 2).run(program))
 
 
-def test_gradients_that_a_rank_asks_for_by_itself_are_no_step() -> None:
+def test_autograd_grad_on_one_rank_is_no_step() -> None:
     def program(comm: un.Communicator) -> bool:
         model = layers()
         averager = un.GradientAverager(model, comm, find_unused_parameters=True, **TINY)
@@ -134,7 +134,7 @@ def test_gradients_that_a_rank_asks_for_by_itself_are_no_step() -> None:
     assert all(pool("thread", 2).run(program))
 
 
-def test_a_weight_outlives_a_gradient_penalty() -> None:
+def test_weight_survives_a_gradient_penalty() -> None:
     def penalized(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
         given = given.requires_grad_()
         found = model(given).square().sum(1)
@@ -154,7 +154,7 @@ def test_a_weight_outlives_a_gradient_penalty() -> None:
     assert all(pool("thread", 2).run(program))
 
 
-def test_a_pass_in_a_hook_of_another_one_loses_nothing() -> None:
+def test_pass_in_a_hook_loses_no_gradients() -> None:
     def program(comm: un.Communicator) -> bool:
         model = layers()
         averager = un.GradientAverager(model, comm)
@@ -174,7 +174,7 @@ def test_a_pass_in_a_hook_of_another_one_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
-def test_outputs_made_before_remove_are_no_concern_of_it(backend: str) -> None:
+def test_outputs_made_before_remove_are_not_averaged(backend: str) -> None:
     def program(comm: un.Communicator) -> bool:
         model = layers()
         averager = un.GradientAverager(model, comm, find_unused_parameters=True)
@@ -188,7 +188,7 @@ def test_outputs_made_before_remove_are_no_concern_of_it(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_ranks_may_use_what_is_checkpointed_more_often_than_others(backend: str) -> None:
+def test_ranks_may_use_checkpointed_layers_unequally_often(backend: str) -> None:
     def loss(model: nn.Module, rank: int) -> torch.Tensor:
         hidden = model[0](sample(rank))
         for _ in range(1 + 2 * (rank % 2)):
@@ -208,7 +208,7 @@ def test_ranks_may_use_what_is_checkpointed_more_often_than_others(backend: str)
     assert all(pool(backend, 3).run(program))
 
 
-def test_models_with_other_buffers_are_refused() -> None:
+def test_models_with_different_buffers_are_rejected() -> None:
     def program(comm: un.Communicator) -> str:
         model = layers()
         for name in "ab" if comm.rank == 0 else "ba":
@@ -228,7 +228,7 @@ class Output:
 
 
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [(t, 1)], lambda t: {"value": t}, Output])
-def test_a_rank_whose_loss_comes_to_no_parameter_takes_part(wrap: Callable[[torch.Tensor], object]) -> None:
+def test_rank_with_a_constant_loss_takes_part(wrap: Callable[[torch.Tensor], object]) -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -252,7 +252,7 @@ def test_a_rank_whose_loss_comes_to_no_parameter_takes_part(wrap: Callable[[torc
 
 
 @pytest.mark.soak
-def test_compiled_autograd_is_refused_where_it_would_average_nothing() -> None:
+def test_unsupported_compiled_autograd_is_rejected() -> None:
     def program(comm: un.Communicator) -> str:
         model = layers()
         averager = un.GradientAverager(model, comm)

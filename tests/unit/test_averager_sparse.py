@@ -56,7 +56,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("call", [False, True])
 @pytest.mark.parametrize("dense", [[True, True], [False, True]])
-def test_what_is_dense_on_a_rank_is_dense_on_all(dense: list[bool], call: bool) -> None:
+def test_gradient_dense_on_one_rank_is_dense_on_all(dense: list[bool], call: bool) -> None:
     words = [torch.tensor([1, 2, 2]), torch.tensor([8, 2])]
 
     def program(comm: un.Communicator) -> tuple[torch.layout, list[torch.Tensor | None]]:
@@ -78,7 +78,7 @@ def test_what_is_dense_on_a_rank_is_dense_on_all(dense: list[bool], call: bool) 
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm"])
-def test_a_rank_that_skips_an_embedding_is_named_on_every_rank(backend: str) -> None:
+def test_rank_skipping_an_embedding_is_named_on_every_rank(backend: str) -> None:
     def program(comm: un.Communicator) -> str:
         model = made(lambda: Words(sparse=True))
         averager = un.GradientAverager(model, comm)

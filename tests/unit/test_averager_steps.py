@@ -29,7 +29,7 @@ class Fails(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_ranks_may_skip_parameters_if_that_was_said(backend: str) -> None:
+def test_find_unused_parameters_allows_skipping(backend: str) -> None:
     given = batches(3, 1)
 
     def program(comm: un.Communicator) -> list[torch.Tensor | None]:
@@ -45,7 +45,7 @@ def test_ranks_may_skip_parameters_if_that_was_said(backend: str) -> None:
         assert same(found, gradients(model))
 
 
-def test_what_no_rank_uses_stays_without_a_gradient() -> None:
+def test_parameter_unused_on_all_ranks_has_no_gradient() -> None:
     def program(comm: un.Communicator) -> list[bool]:
         model = made(Branches)
         un.GradientAverager(model, comm, find_unused_parameters=True)
@@ -56,7 +56,7 @@ def test_what_no_rank_uses_stays_without_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
-def test_weights_make_the_mean_over_samples(backend: str) -> None:
+def test_weights_give_the_mean_over_samples(backend: str) -> None:
     lengths = [1, 5, 2]
     given = [batches(1, 1, samples=n, seed=n)[0][0] for n in lengths]
 
@@ -76,7 +76,7 @@ def test_weights_make_the_mean_over_samples(backend: str) -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_weight_is_a_number_of_samples(weight: float) -> None:
+def test_weight_is_a_number_of_samples(weight: float) -> None:
     averager = un.GradientAverager([torch.zeros(1, requires_grad=True)], un.init("thread"))
     with pytest.raises(ValueError, match="at least 0"):
         averager.weight(weight)
@@ -86,7 +86,7 @@ def test_a_weight_is_a_number_of_samples(weight: float) -> None:
     ("backend", "steps"),
     [("thread", [4, 2, 3]), ("shm", [4, 2, 3]), ("gloo", [4, 2, 3]), ("gloo", [0, 1, 2]), ("gloo", [2, 0, 1])],
 )
-def test_ranks_may_have_fewer_batches_inside_join(backend: str, steps: list[int]) -> None:
+def test_join_allows_fewer_batches(backend: str, steps: list[int]) -> None:
     given = batches(3, 4)
 
     def train(model: nn.Module, mine: list[torch.Tensor]) -> None:
@@ -111,7 +111,7 @@ def test_ranks_may_have_fewer_batches_inside_join(backend: str, steps: list[int]
             torch.testing.assert_close(parameter, wanted.detach(), rtol=0, atol=1e-10)
 
 
-def test_an_averager_may_move_inside_join() -> None:
+def test_averager_may_be_replaced_inside_join() -> None:
     def program(comm: un.Communicator) -> list[float]:
         weight = torch.ones(1, requires_grad=True)
         averager = un.GradientAverager([weight], comm)
@@ -129,7 +129,7 @@ def test_an_averager_may_move_inside_join() -> None:
     assert un.launch(program, 2, "thread") == [[0.5, 0.5], [0.5, 0.5, 1.0]]
 
 
-def test_an_error_in_backward_does_not_spoil_the_next_step() -> None:
+def test_error_in_backward_does_not_affect_the_next_step() -> None:
     def program(comm: un.Communicator) -> list[torch.Tensor | None]:
         model = made(Net)
         un.GradientAverager(model, comm, **TINY)
@@ -145,7 +145,7 @@ def test_an_error_in_backward_does_not_spoil_the_next_step() -> None:
         assert same(found, wanted)
 
 
-def test_what_is_said_after_a_backward_that_failed_counts() -> None:
+def test_settings_after_a_failed_backward_apply() -> None:
     def program(comm: un.Communicator) -> tuple[float, float]:
         one, two = (torch.ones(1, requires_grad=True) for _ in range(2))
         averager = un.GradientAverager([one, two], comm, find_unused_parameters=True)
@@ -168,7 +168,7 @@ def test_what_is_said_after_a_backward_that_failed_counts() -> None:
     assert un.launch(program, 2, "thread") == [(0.75, 1.0)] * 2
 
 
-def test_what_was_accumulated_may_be_dropped() -> None:
+def test_accumulated_gradients_may_be_dropped() -> None:
     def program(comm: un.Communicator) -> tuple[bool, bool]:
         long, short = (torch.ones(length, requires_grad=True) for length in (1 << 16, 2))
         averager = un.GradientAverager([long, short], comm)
@@ -182,7 +182,7 @@ def test_what_was_accumulated_may_be_dropped() -> None:
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_what_weighs_nothing_may_be_nan(sparse: bool) -> None:
+def test_zero_weight_gradient_may_be_nan(sparse: bool) -> None:
     def program(comm: un.Communicator) -> float:
         model = made(lambda: nn.Embedding(2, 1, sparse=sparse))
         averager = un.GradientAverager(model, comm)
@@ -195,7 +195,7 @@ def test_what_weighs_nothing_may_be_nan(sparse: bool) -> None:
     assert un.launch(program, 2, "thread") == [2.0, 2.0]
 
 
-def test_the_hooks_keep_the_averager_and_remove_lets_it_go() -> None:
+def test_hooks_keep_the_averager_until_remove() -> None:
     def program(comm: un.Communicator) -> tuple[bool, bool, float]:
         weight = torch.zeros(1, requires_grad=True)
         kept = weakref.ref(un.GradientAverager([weight], comm))
@@ -215,7 +215,7 @@ def test_the_hooks_keep_the_averager_and_remove_lets_it_go() -> None:
     assert pool("shm", 3).run(program, size=2) == [(True, True, 0.0), (True, True, 1.0)]
 
 
-def test_remove_lets_go_after_a_pass_that_failed_within_another_one() -> None:
+def test_remove_frees_after_a_failed_nested_pass() -> None:
     def program(comm: un.Communicator) -> bool:
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
         kept = weakref.ref(un.GradientAverager([*first.parameters(), *second.parameters()], comm))

@@ -12,7 +12,7 @@ import unisono as un
 from unisono.testing import pool
 
 
-def test_parameters_that_thaw_are_averaged_from_then_on() -> None:
+def test_unfrozen_parameters_are_averaged() -> None:
     given = batches(2, 2)
 
     def program(comm: un.Communicator) -> list[list[torch.Tensor | None]]:
@@ -36,7 +36,7 @@ def test_parameters_that_thaw_are_averaged_from_then_on() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_all_of_a_model_may_thaw(inside: bool) -> None:
+def test_whole_model_may_be_unfrozen(inside: bool) -> None:
     def program(comm: un.Communicator) -> list[torch.Tensor | None]:
         model = made(Net).requires_grad_(False)
         averager = un.GradientAverager(model, comm, **TINY)
@@ -55,7 +55,7 @@ def test_all_of_a_model_may_thaw(inside: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_what_thaws_on_one_rank_alone_is_named_on_every_rank(backend: str) -> None:
+def test_parameter_unfrozen_on_one_rank_is_named_on_every_rank(backend: str) -> None:
     def program(comm: un.Communicator) -> str:
         model = made(Net)
         model.get_submodule("b").requires_grad_(False)
@@ -75,7 +75,7 @@ def test_what_thaws_on_one_rank_alone_is_named_on_every_rank(backend: str) -> No
         assert "frozen on rank 0, 'b.weight' is float64 [40, 40] on cpu on rank 1" in message
 
 
-def test_what_thaws_where_nothing_else_is_averaged_is_named() -> None:
+def test_unfrozen_parameter_without_others_is_named() -> None:
     def program(comm: un.Communicator) -> str:
         model = made(Net).requires_grad_(False)
         un.GradientAverager(model, comm)
@@ -88,7 +88,7 @@ def test_what_thaws_where_nothing_else_is_averaged_is_named() -> None:
     assert "no longer frozen on rank 1: ['a.weight', 'a.bias', " in un.launch(program, 2, "thread", timeout=1)[1]
 
 
-def test_parameters_that_freeze_are_left_alone() -> None:
+def test_newly_frozen_parameters_are_unchanged() -> None:
     given = batches(2, 2)
 
     def program(comm: un.Communicator) -> list[torch.Tensor | None]:
@@ -108,7 +108,7 @@ def test_parameters_that_freeze_are_left_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a_parameter_may_thaw_in_a_pass_in_which_a_part_of_another_comes_late(create_graph: bool) -> None:
+def test_parameter_may_be_unfrozen_with_a_late_chunk_of_another(create_graph: bool) -> None:
     def program(comm: un.Communicator) -> list[list[float]]:
         first, second, frozen = (torch.full((3,), 2.0, dtype=torch.float64, requires_grad=True) for _ in range(3))
         frozen.requires_grad_(False)
@@ -136,7 +136,7 @@ def test_a_parameter_may_thaw_in_a_pass_in_which_a_part_of_another_comes_late(cr
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_what_a_frozen_parameter_holds_is_left_alone(backend: str) -> None:
+def test_grad_of_a_frozen_parameter_is_unchanged(backend: str) -> None:
     def program(comm: un.Communicator) -> list[float]:
         model = made(Net)
         frozen = next(model.get_submodule("a").parameters())

@@ -19,7 +19,7 @@ _WHOLE = {
 
 @pytest.mark.parametrize("dtype", _WHOLE, ids=str)
 @given(bits=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20), size=st.integers(1, 4096))
-def test_the_bits_are_those_of_a_division(dtype: torch.dtype, bits: list[int], size: int) -> None:
+def test_average_equals_division_bitwise(dtype: torch.dtype, bits: list[int], size: int) -> None:
     whole = torch.tensor(bits).view(_WHOLE[dtype])
     found, wanted = whole.clone().view(dtype), whole.view(dtype) / size
     divide(found, size)

@@ -64,16 +64,16 @@ def refused(*arguments: str) -> int:
         ("barrier", 0, 0, 0),
     ],
 )
-def test_counts_are_those_of_nccl_tests(collective: str, factor: float, count: int, nbytes: int) -> None:
+def test_bandwidth_factors_equal_nccl_tests(collective: str, factor: float, count: int, nbytes: int) -> None:
     asked = workload(collective)
     assert (asked.bus_factor, asked.count, asked.nbytes) == (factor, count, nbytes)
 
 
-def test_every_collective_is_counted() -> None:
+def test_every_collective_has_a_bandwidth_factor() -> None:
     assert {workload(name).collective for name in bench.COLLECTIVES} == set(un.algorithms.ALGORITHMS)
 
 
-def test_sizes_are_whole_elements_and_never_none() -> None:
+def test_sizes_are_whole_elements_and_not_empty() -> None:
     assert workload("all_gather", 3, 8).nbytes == 12
     assert workload("all_reduce", 3, 11).nbytes == 8
     assert workload("all_reduce", 3, 1).count == 1
@@ -92,7 +92,7 @@ def test_spread_is_median_and_quartiles() -> None:
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
 
 
-def test_several_short_calls_make_a_sample() -> None:
+def test_short_calls_are_grouped_into_samples() -> None:
     assert [calls_per_sample(nbytes) for nbytes in (0, 8, 64 << 10, 256 << 10, 1 << 30)] == [16, 16, 4, 1, 1]
 
 
@@ -138,19 +138,19 @@ def test_wrong_elements_are_counted(collective: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("shift", [1, 1 << 10, 1 << 15, 3 << 18])
-def test_data_that_is_out_of_place_is_wrong(shift: int) -> None:
+def test_misplaced_data_is_wrong(shift: int) -> None:
     data = given(0, 2, torch.float32, ReduceOp.SUM)
     data.write(tensor := torch.empty(1000), shift)
     assert data.wrong(tensor, shift) == 0
     assert data.wrong(tensor) > 900
 
 
-def test_another_ranks_data_is_wrong() -> None:
+def test_data_of_another_rank_is_wrong() -> None:
     given(1, 2, torch.float32, ReduceOp.SUM).write(tensor := torch.empty(1000))
     assert given(0, 2, torch.float32, ReduceOp.SUM).wrong(tensor) > 900
 
 
-def test_cold_memory_has_left_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_memory_is_not_in_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "cache_bytes", lambda: 1 << 20)
     taken: list[int] = []
 
@@ -183,7 +183,7 @@ def sloppy() -> object:
     PEERS.unregister("sloppy")
 
 
-def test_a_planted_error_is_seen(sloppy: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planted_error_is_detected(sloppy: object, capsys: pytest.CaptureFixture[str]) -> None:
     settings = Settings(backend="thread", sizes=(1 << 20,), against=("sloppy",), seconds=0.01)
     (found,) = bench.run(settings)
     # Two elements on each of two ranks, in each sample and in two to warm up.
@@ -192,7 +192,7 @@ def test_a_planted_error_is_seen(sloppy: object, capsys: pytest.CaptureFixture[s
     assert "of sloppy" in bench.summary([found])
 
 
-def test_own_errors_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_errors_exit_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "run", lambda settings, shown: [result(wrong=3)])
     assert main(["bench"]) == 1
 
@@ -218,7 +218,7 @@ def test_own_errors_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--json", "nowhere/results.json"], "the directory nowhere does not exist"),
     ],
 )
-def test_bad_input_is_one_sentence(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_a_short_error(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(*options) == 2
     out, said = capsys.readouterr()
     assert not out
@@ -227,7 +227,7 @@ def test_bad_input_is_one_sentence(options: list[str], sentence: str, capsys: py
     assert sentence in said
 
 
-def test_a_missing_mpi_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_mpi_is_a_short_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("unisono.tools.bench.peers.mpi.find_mpirun", lambda: None)
     assert refused("--against", "mpi") == 2
     assert (
@@ -235,13 +235,13 @@ def test_a_missing_mpi_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: 
     )
 
 
-def test_mpi_wants_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_requires_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PEERS["mpi"], "obstacle", lambda workload: None)
     with pytest.raises(ValueError, match="those of backend 'thread' threads"):
         Settings(backend="thread", against=("mpi",))
 
 
-def test_a_missing_matplotlib_is_one_sentence(
+def test_missing_matplotlib_is_a_short_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.modules["unisono.tools.bench.plotting"], "find_spec", lambda name: None)

@@ -48,14 +48,14 @@ def test_table_json_and_columns(tmp_path: Path, capfd: pytest.CaptureFixture[str
     "collective",
     [pytest.param(name, marks=[pytest.mark.soak] * (i % 2)) for i, name in enumerate(bench.COLLECTIVES)],
 )
-def test_every_collective_beside_gloo(collective: str) -> None:
+def test_every_collective_against_gloo(collective: str) -> None:
     settings = Settings(collective, "thread", 3, (1000,), against=("gloo",), seconds=0.001, least=1)
     (found,) = bench.run(settings)
     assert found.wrong == found.against["gloo"].wrong == 0
     assert found.algorithm in un.algorithms.ALGORITHMS[collective].names()
 
 
-def test_registered_and_cold() -> None:
+def test_symmetric_and_cold() -> None:
     settings = Settings(sizes=(1 << 20,), backend="shm", registered=True, cold=True, seconds=0.01, least=2)
     (found,) = bench.run(settings)
     assert (found.algorithm, found.wrong) == ("native", 0)
@@ -63,20 +63,20 @@ def test_registered_and_cold() -> None:
 
 
 @pytest.mark.parametrize("op", ["avg", *(pytest.param(op, marks=pytest.mark.soak) for op in ("product", "max"))])
-def test_other_reductions_are_verified_too(op: str) -> None:
+def test_other_reductions_are_verified(op: str) -> None:
     settings = Settings(backend="thread", sizes=(4096,), dtype="bfloat16", op=op, ranks=3, seconds=0.001)
     assert bench.run(settings)[0].wrong == 0
 
 
 @pytest.mark.soak
-def test_mpi_beside_unisono() -> None:
+def test_mpi_against_unisono() -> None:
     settings = Settings(backend="shm", sizes=(4096,), against=("mpi",), seconds=0.01)
     (found,) = bench.run(settings)
     assert found.wrong == found.against["mpi"].wrong == 0
 
 
 @pytest.mark.soak
-def test_an_error_in_a_rank_under_mpi_ends_all_of_them() -> None:
+def test_error_in_one_rank_under_mpi_ends_all() -> None:
     with pytest.raises(ValueError, match="a mistake"):
         bench.on_ranks(_fail_on_rank_1, 2, "shm", under_mpirun=True)
 

@@ -28,15 +28,15 @@ def taken(names: str, rounds: int) -> list[str]:
     return ["".join(order[at : at + len(names)]) for at in range(0, len(order), len(names))]
 
 
-def test_two_candidates_go_there_and_back() -> None:
+def test_two_candidates_run_in_abba_order() -> None:
     assert taken("AB", 4) == ["AB", "BA", "BA", "AB"]
 
 
-def test_three_candidates_come_in_every_order_equally_often() -> None:
+def test_three_candidates_run_in_every_order_equally_often() -> None:
     assert Counter(Counter(taken("ABC", 12)).values()) == {2: 6}
 
 
-def test_ratios_are_those_of_one_round() -> None:
+def test_ratios_are_within_one_round() -> None:
     # Candidate B takes twice as long in each round, however much the machine slows down.
     figures = {"A": [1.0, 10.0, 3.0], "B": [2.0, 20.0, 6.0]}
     timings = Timings(figures)
@@ -61,7 +61,7 @@ def test_no_garbage_is_collected_while_samples_are_taken() -> None:
     assert gc.isenabled()
 
 
-def test_a_sample_is_prepared_and_verified_outside_the_clock() -> None:
+def test_samples_are_prepared_and_verified_outside_the_timer() -> None:
     steps: list[str] = []
     sample = timed(
         lambda: steps.append("call"),
@@ -73,7 +73,7 @@ def test_a_sample_is_prepared_and_verified_outside_the_clock() -> None:
     assert steps == ["before", "call", "call", "after"]
 
 
-def test_slowest_is_over_all_ranks() -> None:
+def test_time_is_the_slowest_of_all_ranks() -> None:
     def program(comm: un.Communicator) -> tuple[int, Spread]:
         clock([lambda: None], comm)
         timings = interleave({"A": lambda: float(comm.rank)}, comm, seconds=0, least=3 + comm.rank)
@@ -93,7 +93,7 @@ def checkouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("_checkouts")
 
 
-def test_checkouts_take_turns(checkouts: ModuleType) -> None:
+def test_checkouts_alternate(checkouts: ModuleType) -> None:
     source = Path(un.__file__).parents[1]
     cases = [
         checkouts.AllReduce(8, "int64", tensors=3, calls=2),
@@ -105,7 +105,7 @@ def test_checkouts_take_turns(checkouts: ModuleType) -> None:
             assert timings.ratio("one", "other").low > 0
 
 
-def test_a_checkout_says_why_it_cannot_run(tmp_path: Path, checkouts: ModuleType) -> None:
+def test_checkout_reports_why_it_cannot_run(tmp_path: Path, checkouts: ModuleType) -> None:
     with pytest.raises(ValueError, match="there is no unisono in"):
         checkouts.Checkout(tmp_path, 2)
     (tmp_path / "unisono").mkdir()

@@ -33,7 +33,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 # -- the ways --------------------------------------------------------------------------------------
-def test_alone() -> None:
+def test_single_rank() -> None:
     place, other = find(), find()
     assert (place.rank, place.size, place.server, place.address) == (0, 1, None, "127.0.0.1")
     assert place.name != other.name
@@ -43,7 +43,7 @@ def test_alone() -> None:
     other.close()
 
 
-def test_variables_that_are_empty_are_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_PROCID"):
         monkeypatch.setenv(name, "")
     place = find()
@@ -119,7 +119,7 @@ for place in places:
         )
 
 
-def test_rank_0_may_be_the_last(port: int) -> None:
+def test_rank_0_may_start_last(port: int) -> None:
     connecting = threading.Event()
     real = socket.create_connection
 
@@ -154,7 +154,7 @@ def test_rank_0_may_close_first(port: int) -> None:
     assert not server._thread.is_alive()
 
 
-def test_a_server_that_ends_while_ranks_gather_is_followed_by_the_next(port: int) -> None:
+def test_server_ended_during_rendezvous_is_replaced(port: int) -> None:
     old = Server(find_secret(), "127.0.0.1", port)
     seated = threading.Event()
     real = SocketControl.register_rank
@@ -177,7 +177,7 @@ def test_a_server_that_ends_while_ranks_gather_is_followed_by_the_next(port: int
         place.close()
 
 
-def test_a_process_that_hosts_waits_for_the_others_at_its_end(start: Start, port: int) -> None:
+def test_hosting_process_waits_for_the_others(start: Start, port: int) -> None:
     host = start(
         """
         import sys

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("nobody_started_us")
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-def test_an_empty_file_is_taken_over_and_left_empty(tmp_path: Path) -> None:
+def test_empty_file_is_used_and_left_empty(tmp_path: Path) -> None:
     path = tmp_path / "made by the user"
     path.touch()
     places = meet(f"file://{tmp_path}/made%20by%20the%20user", 2)
@@ -36,7 +36,7 @@ def test_an_empty_file_is_taken_over_and_left_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a#b", "a?b", "50% a%20b", "a b"])
-def test_paths_are_taken_whole(tmp_path: Path, name: str) -> None:
+def test_paths_are_used_verbatim(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
     for url in (f"file://{folder}/{name}", (folder / name).as_uri()):
@@ -48,7 +48,7 @@ def test_paths_are_taken_whole(tmp_path: Path, name: str) -> None:
             place.close()
 
 
-def test_a_file_that_another_rank_0_has_taken_over_is_left_to_it(tmp_path: Path) -> None:
+def test_file_replaced_by_another_rank_0_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "meet"
     other = f"unisono meets here\n127.0.0.1\n9\nits secret\n{socket.gethostname()}\n"
 
@@ -62,7 +62,7 @@ def test_a_file_that_another_rank_0_has_taken_over_is_left_to_it(tmp_path: Path)
     assert path.read_text() == other
 
 
-def test_a_file_of_a_dead_run_leads_nowhere_and_is_replaced(tmp_path: Path, port: int) -> None:
+def test_file_of_a_dead_run_is_replaced(tmp_path: Path, port: int) -> None:
     path = tmp_path / "meet"
     path.write_text(f"unisono meets here\n127.0.0.1\n{port}\nold secret\n{socket.gethostname()}\n")
     path.chmod(0o600)
@@ -76,7 +76,7 @@ def test_a_file_of_a_dead_run_leads_nowhere_and_is_replaced(tmp_path: Path, port
         place.close()
 
 
-def test_a_file_of_a_run_that_lives_still(tmp_path: Path) -> None:
+def test_file_of_a_running_job_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "meet"
     old = Server(b"old secret")
     path.write_text(f"unisono meets here\n127.0.0.1\n{old.address[1]}\nold secret\n{socket.gethostname()}\n")
@@ -104,7 +104,7 @@ def test_a_file_of_a_run_that_lives_still(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_files_that_are_something_else(tmp_path: Path, rank: int) -> None:
+def test_unrelated_files_are_rejected(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "thesis.tex"
     path.write_text("ten years of work\n")
     with pytest.raises(ValueError, match="was not written by unisono and is left unchanged"):
@@ -114,7 +114,7 @@ def test_files_that_are_something_else(tmp_path: Path, rank: int) -> None:
         find(f"file://{tmp_path}", rank, 2, 1.0)
 
 
-def test_files_that_others_could_have_written(tmp_path: Path) -> None:
+def test_files_writable_by_others_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "meet"
     path.write_text("unisono meets here\n127.0.0.1\n1\nsecret\nhost\n")
     path.chmod(0o644)

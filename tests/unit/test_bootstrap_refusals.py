@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("nobody_started_us")
         (("file:///no/such/directory/file", 0, 2), {}, "the directory /no/such/directory does not exist"),
     ],
 )
-def test_what_makes_no_sense(
+def test_invalid_values(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], env: dict[str, str], words: str
 ) -> None:
     for name, value in env.items():
@@ -74,9 +74,7 @@ def test_unreachable_master(port: int) -> None:
         {"SLURM_PROCID": "1", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
     ],
 )
-def test_who_speaks_is_named_wherever_it_is_known_from(
-    monkeypatch: pytest.MonkeyPatch, port: int, env: dict[str, str]
-) -> None:
+def test_errors_name_the_source_of_the_rank(monkeypatch: pytest.MonkeyPatch, port: int, env: dict[str, str]) -> None:
     for name, value in {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(CommTimeoutError, match=r"^rank 1 of 2, init: timed out: no answer from"):
@@ -95,7 +93,7 @@ def test_missing_ranks_are_named(port: int) -> None:
         find(f"tcp://127.0.0.1:{port}", 0, 3, 0.3)
 
 
-def test_a_rank_with_another_secret_is_named_to_the_others(port: int) -> None:
+def test_rank_with_another_secret_is_reported_to_the_others(port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
     outcomes = together(
         lambda: find(url, 0, 3, 1.0, "one"), lambda: find(url, 1, 3, SOON, "two"), lambda: find(url, 2, 3, SOON, "one")
@@ -107,7 +105,7 @@ def test_a_rank_with_another_secret_is_named_to_the_others(port: int) -> None:
         assert "a process at 127.0.0.1 that claims to be rank 1 was refused because its secret differs" in str(told)
 
 
-def test_a_claim_to_be_a_rank_without_the_secret_ends_nothing(port: int) -> None:
+def test_unauthenticated_rank_claim_is_ignored(port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
 
     def mended() -> Any:
@@ -138,7 +136,7 @@ def test_two_processes_with_one_rank(port: int) -> None:
 
 
 @pytest.mark.usefixtures("as_processes")
-def test_a_late_double_is_refused_alone(port: int) -> None:
+def test_late_duplicate_rank_is_rejected_alone(port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
     places = meet(url, 2)
     late = together(lambda: find(url, 1, 2, SOON))[0]

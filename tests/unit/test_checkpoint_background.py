@@ -14,7 +14,7 @@ from unisono.checkpoint.storage.local import LocalSink
 from unisono.testing import run_ranks
 
 
-def test_async_save_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_save_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, real = threading.Event(), LocalSink.write
 
     def held(self: LocalSink, data: memoryview) -> None:
@@ -44,7 +44,7 @@ def test_async_save_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert run_ranks(program, 2) == [True, True]
 
 
-def test_async_save_saves_what_there_was_when_it_was_called(tmp_path: Path) -> None:
+def test_async_save_saves_a_snapshot(tmp_path: Path) -> None:
     def program(comm: un.Communicator) -> bool:
         state = {"big": torch.zeros(50_000), "turned": torch.zeros(30, 20).t(), "step": 1}
         saving = un.checkpoint.async_save(tmp_path, state, comm)
@@ -58,7 +58,7 @@ def test_async_save_saves_what_there_was_when_it_was_called(tmp_path: Path) -> N
     assert run_ranks(program, 1) == [True]
 
 
-def test_errors_in_the_background_are_raised_by_wait(tmp_path: Path) -> None:
+def test_background_errors_are_raised_by_wait(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def program(comm: un.Communicator) -> bool:
@@ -73,7 +73,7 @@ def test_errors_in_the_background_are_raised_by_wait(tmp_path: Path) -> None:
     assert run_ranks(program, 2) == [True, True]
 
 
-def test_a_tensor_that_changes_while_it_is_saved_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_changed_during_a_save_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": torch.zeros(20_000)}
     real = LocalSink.__init__
 
@@ -116,7 +116,7 @@ def test_close_waits_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert len(un.checkpoint.load(tmp_path)["mine"]) == 9
 
 
-def test_a_rank_that_fails_does_not_wait_for_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_rank_does_not_wait_for_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     un.checkpoint.save(tmp_path, {"w": torch.zeros(3)})
     failed = threading.Event()
 

@@ -102,7 +102,7 @@ def states(number: float) -> dict[str, Any]:
         ("mkdir", errno.EROFS),
     ],
 )
-def test_an_error_is_raised_on_all_ranks_and_the_old_one_stays(folder: Path, name: str, code: int) -> None:
+def test_error_is_raised_on_all_ranks_and_the_old_checkpoint_stays(folder: Path, name: str, code: int) -> None:
     for at in range(1, 12):
         path = folder / f"{name}{at}"
         run_ranks(lambda comm, path=path: un.checkpoint.save(path, states(1.0), comm), 2)
@@ -126,7 +126,7 @@ def test_an_error_is_raised_on_all_ranks_and_the_old_one_stays(folder: Path, nam
         assert sum(1 for entry in path.iterdir() if entry.is_file()) == 3
 
 
-def test_a_full_disk_leaves_nothing_behind(folder: Path, monkeypatch: Patch) -> None:
+def test_full_disk_leaves_nothing_behind(folder: Path, monkeypatch: Patch) -> None:
     un.checkpoint.save(folder / "a", states(1.0))
     before = sorted(folder.rglob("*"))
     Failing(monkeypatch, folder, "write", 1, errno.ENOSPC)
@@ -135,7 +135,7 @@ def test_a_full_disk_leaves_nothing_behind(folder: Path, monkeypatch: Patch) -> 
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_directory_that_vanishes(folder: Path) -> None:
+def test_directory_removed_during_save(folder: Path) -> None:
     path = folder / "a"
     un.checkpoint.save(path, states(1.0))
     for entry in path.iterdir():

@@ -103,16 +103,16 @@ def damages(folder: Path, count: int) -> int:
     return done
 
 
-def test_damages(folder: Path) -> None:
+def test_damaged_checkpoints(folder: Path) -> None:
     assert damages(folder / "short", 60) > 40
 
 
 @pytest.mark.soak
-def test_1000_damages(folder: Path) -> None:
+def test_1000_damaged_checkpoints(folder: Path) -> None:
     assert damages(folder / "long", 1250) >= 1000
 
 
-def test_damage_is_reported_on_all_ranks_and_by_open(folder: Path) -> None:
+def test_damage_is_reported_on_all_ranks_and_by_open_archive(folder: Path) -> None:
     path = saved(folder / "all", 1)
     file = max(path.glob("*.safetensors"), key=lambda p: p.stat().st_size)
     data = bytearray(file.read_bytes())
@@ -131,7 +131,7 @@ def test_damage_is_reported_on_all_ranks_and_by_open(folder: Path) -> None:
     run_ranks(lambda comm: un.checkpoint.load(path, state_of(0), comm, check=False), 2)
 
 
-def test_the_header_counts_too(folder: Path) -> None:
+def test_header_is_checked(folder: Path) -> None:
     path = saved(folder / "header", 1, 1)
     file = next(path.glob("*.safetensors"))
     whole = file.read_bytes()
@@ -153,7 +153,7 @@ def readable(archive: un.checkpoint.Archive, name: str) -> bool:
     return True
 
 
-def test_a_large_one_says_that_the_state_is_partly_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_damaged_checkpoint_reports_partial_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.checkpoint.loader._SMALL", 0)
     path = saved(folder / "large" / "bad", 1)
     saved(folder / "large" / "good", 1)
@@ -172,7 +172,7 @@ def test_a_large_one_says_that_the_state_is_partly_overwritten(folder: Path, mon
 # -- other things that are no checkpoint of ours --------------------------------------------------
 
 
-def test_a_newer_format(folder: Path) -> None:
+def test_newer_format_is_rejected(folder: Path) -> None:
     path = saved(folder / "newer", 1)
     rewrite(path, lambda whole: whole.update(version=7, tensors="who knows"))
     with pytest.raises(
@@ -185,7 +185,7 @@ def test_a_newer_format(folder: Path) -> None:
         un.checkpoint.load(path)
 
 
-def test_an_unfinished_one(folder: Path) -> None:
+def test_unfinished_checkpoint_is_rejected(folder: Path) -> None:
     path = saved(folder / "unfinished" / "new", 1)
     saved(folder / "unfinished" / "old", 1)
     (path / MANIFEST).unlink()
@@ -195,14 +195,14 @@ def test_an_unfinished_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "manifest.json", ""])
-def test_names_cannot_leave_the_directory(folder: Path, name: str) -> None:
+def test_file_names_cannot_leave_the_directory(folder: Path, name: str) -> None:
     path = saved(folder / "names", 1)
     rewrite(path, lambda whole: whole["files"][0].__setitem__(0, name))
     with pytest.raises(FormatError, match="is not allowed there"):
         un.checkpoint.load(path)
 
 
-def test_links_and_pipes_are_no_files(folder: Path) -> None:
+def test_links_and_pipes_are_rejected(folder: Path) -> None:
     path = saved(folder / "links", 1)
     file = next(path.glob("*.safetensors"))
     file.rename(folder / "elsewhere")
@@ -215,7 +215,7 @@ def test_links_and_pipes_are_no_files(folder: Path) -> None:
         un.checkpoint.load(path)
 
 
-def test_the_wrong_model(folder: Path) -> None:
+def test_wrong_model_is_rejected(folder: Path) -> None:
     path = saved(folder / "model", 1)
     target = state_of(0)
     target["model"]["bias"] = torch.zeros(31)

@@ -52,7 +52,7 @@ def hollow() -> torch.Tensor:
         (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "'w' is a NestedTensor"),
     ],
 )
-def test_what_has_no_plain_memory_is_not_saved(tmp_path: Path, make: Callable[[], object], said: str) -> None:
+def test_opaque_tensors_are_not_saved(tmp_path: Path, make: Callable[[], object], said: str) -> None:
     with pytest.raises(TypeError, match=said):
         un.checkpoint.save(tmp_path, {"w": make()})
 
@@ -64,9 +64,7 @@ def test_what_has_no_plain_memory_is_not_saved(tmp_path: Path, make: Callable[[]
         (torch.zeros(1).expand(3), "'w' has elements here that share memory"),
     ],
 )
-def test_what_cannot_be_filled_is_refused_before_anything_changes(
-    tmp_path: Path, target: torch.Tensor, said: str
-) -> None:
+def test_unfillable_state_is_rejected_before_any_change(tmp_path: Path, target: torch.Tensor, said: str) -> None:
     un.checkpoint.save(tmp_path, {"v": torch.ones(2), "w": torch.arange(3.0)})
     other = torch.zeros(2)
     with pytest.raises(StateError, match=said):
@@ -74,20 +72,20 @@ def test_what_cannot_be_filled_is_refused_before_anything_changes(
     assert not other.any()
 
 
-def test_windows_that_overlap_are_refused(tmp_path: Path) -> None:
+def test_overlapping_tensors_are_rejected(tmp_path: Path) -> None:
     un.checkpoint.save(tmp_path, {"w": torch.arange(12.0).view(4, 3)})
     with pytest.raises(StateError, match="share memory"):
         un.checkpoint.load(tmp_path, {"w": torch.zeros(6).unfold(0, 3, 1)})
 
 
-def test_lazy_modules_take_the_shape_of_what_is_loaded(tmp_path: Path) -> None:
+def test_lazy_modules_take_the_loaded_shape(tmp_path: Path) -> None:
     net = nn.Linear(2, 3)
     un.checkpoint.save(tmp_path, net)
     assert torch.equal(un.checkpoint.load(tmp_path, nn.LazyLinear(3)).weight, net.weight)
 
 
 @pytest.mark.parametrize("saved", [[nn.Linear(1, 1), nn.Linear(1, 1)], {"a": nn.Linear(1, 1)}, 3])
-def test_objects_in_a_list_are_never_left_out(tmp_path: Path, saved: object) -> None:
+def test_objects_in_a_list_are_never_skipped(tmp_path: Path, saved: object) -> None:
     un.checkpoint.save(tmp_path, {"models": saved})
     with pytest.raises(StateError, match=r"'models' (has 2 entries in it, 1 here|is a list here, but not in it)"):
         un.checkpoint.load(tmp_path, {"models": [nn.Linear(1, 1)]})
@@ -104,7 +102,7 @@ def test_dicts_and_tuples_keep_their_types(tmp_path: Path) -> None:
     assert un.checkpoint.load(tmp_path, Counter(a=5)) == Counter(a=2)
 
 
-def test_a_scheduler_with_a_counter_goes_on(tmp_path: Path) -> None:
+def test_scheduler_with_a_counter_resumes(tmp_path: Path) -> None:
     def made() -> tuple[torch.optim.Optimizer, SequentialLR]:
         optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
         parts = [ConstantLR(optimizer), MultiStepLR(optimizer, [1, 2])]
@@ -121,7 +119,7 @@ def test_a_scheduler_with_a_counter_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("around", [lambda module: module, lambda module: nn.Sequential(nn.Linear(1, 1), module)])
-def test_modules_hear_of_which_version_they_are(tmp_path: Path, around: Callable[[nn.Module], nn.Module]) -> None:
+def test_modules_receive_their_version(tmp_path: Path, around: Callable[[nn.Module], nn.Module]) -> None:
     def program(comm: un.Communicator) -> list[float]:
         saved, other = Moved(8.0 + comm.rank), Moved(0.0)
         model = around(saved)
@@ -152,7 +150,7 @@ def test_modules_hear_of_which_version_they_are(tmp_path: Path, around: Callable
         (torch.int8, torch.bool, False),
     ],
 )
-def test_another_dtype_is_filled_only_if_values_keep_their_meaning(
+def test_dtype_conversion_must_preserve_values(
     tmp_path: Path, saved: torch.dtype, here: torch.dtype, fits: bool
 ) -> None:
     un.checkpoint.save(tmp_path / "it", {"x": torch.ones(2, dtype=saved)})

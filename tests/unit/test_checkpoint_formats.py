@@ -50,7 +50,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.dcp", "a"])
-def test_there_and_back(tmp_path: Path, name: str) -> None:
+def test_round_trip(tmp_path: Path, name: str) -> None:
     whole = state()
     un.checkpoint.save(tmp_path / "first", whole)
     with warnings.catch_warnings():
@@ -64,7 +64,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     assert alike(fresh.state_dict(), whole["optimizer"])
 
 
-def test_safetensors_hold_tensors_by_path(tmp_path: Path) -> None:
+def test_safetensors_names_are_paths(tmp_path: Path) -> None:
     whole = state()
     un.checkpoint.save(tmp_path / "first", whole)
     convert(tmp_path / "first", tmp_path / "a.safetensors")
@@ -74,7 +74,7 @@ def test_safetensors_hold_tensors_by_path(tmp_path: Path) -> None:
     assert un.checkpoint.load(tmp_path / "b")["w"].tolist() == [1.0, 1.0]
 
 
-def test_what_ranks_saved_is_exported_whole(tmp_path: Path) -> None:
+def test_per_rank_state_is_exported_whole(tmp_path: Path) -> None:
     big = torch.randn(40_000)
     run_ranks(
         lambda comm: un.checkpoint.save(tmp_path / "x", {"big": big, "r": un.checkpoint.PerRank(comm.rank)}, comm), 3
@@ -96,7 +96,7 @@ def test_dcp_with_nested_lists(tmp_path: Path) -> None:
     assert torch.equal(found["l"][1], torch.ones(2))
 
 
-def test_dcp_of_an_older_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dcp_written_by_an_older_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Before 3.11.4, members of enumerations are pickled so.
     kind = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
     monkeypatch.setattr(kind, "__reduce_ex__", lambda member, _protocol: (getattr, (kind, member.name)))
@@ -118,7 +118,7 @@ class Got:
 
 
 @pytest.mark.parametrize("arguments", [(torch.Size, "__class__"), (torch.float32, "to_complex"), ("text", "format")])
-def test_dcp_gets_members_of_enumerations_only(tmp_path: Path, arguments: tuple[object, str]) -> None:
+def test_dcp_enumerations_are_restricted_to_members(tmp_path: Path, arguments: tuple[object, str]) -> None:
     (tmp_path / "x.dcp").mkdir()
     (tmp_path / "x.dcp" / ".metadata").write_bytes(pickle.dumps(Got(*arguments)))
     with pytest.raises(FormatError, match=f"{arguments[1]}' of .*, which does not belong there"):
@@ -147,7 +147,7 @@ def test_pickles_run_only_if_trusted(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
-def test_a_dcp_file_that_ends_early(tmp_path: Path) -> None:
+def test_truncated_dcp_file(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path / "x.dcp", no_dist=True)
@@ -223,7 +223,7 @@ def test_convert(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_ported_example(ranks: int) -> None:
+def test_ported_example(ranks: int) -> None:
     spec = importlib.util.spec_from_file_location("ddp_checkpoint", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -234,7 +234,7 @@ def test_the_ported_example(ranks: int) -> None:
     assert len(set(sums)) == 1
 
 
-def test_two_tensors_of_one_name_are_not_one(tmp_path: Path) -> None:
+def test_tensors_with_equal_names_are_distinct(tmp_path: Path) -> None:
     torch.save({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, tmp_path / "x.pt")
     with pytest.raises(FormatError, match=r"two tensors of the state would both be called 'a.b'"):
         un.checkpoint.convert(tmp_path / "x.pt", tmp_path / "y.safetensors")

@@ -224,7 +224,7 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("said", LIES)
-def test_a_manifest_that_does_not_fit_its_files(folder: Path, said: str) -> None:
+def test_manifest_that_contradicts_its_files(folder: Path, said: str) -> None:
     path = saved(folder / "lies" / "alone", 1, 1)
     rewrite(path, LIES[said])
     with pytest.raises(FormatError, match=said):
@@ -251,7 +251,7 @@ SAMPLE = ("lists", "keys and strings", "tensors")
 
 
 @pytest.mark.parametrize("bomb", [pytest.param(b, marks=() if b in SAMPLE else pytest.mark.soak) for b in BOMBS])
-def test_short_values_that_take_much_memory(folder: Path, bomb: str) -> None:
+def test_short_values_that_expand_in_memory(folder: Path, bomb: str) -> None:
     path = saved(folder / bomb / "alone", 1, 1)
     ends = set()
     for count in (10_000, 300_000):
@@ -261,7 +261,7 @@ def test_short_values_that_take_much_memory(folder: Path, bomb: str) -> None:
     assert ends >= {"loaded", "FormatError"}
 
 
-def test_tensors_that_are_made_into_other_values_again_and_again(folder: Path) -> None:
+def test_repeatedly_converted_tensors(folder: Path) -> None:
     path = saved(folder / "again" / "alone", 1, 1, rows=4000)
     for again in (
         {"$numbers": "model.embedding"},
@@ -272,7 +272,7 @@ def test_tensors_that_are_made_into_other_values_again_and_again(folder: Path) -
         assert attempt(path, None, GRANTED) == "FormatError"
 
 
-def test_values_of_ranks_that_contain_each_other(folder: Path) -> None:
+def test_cyclic_per_rank_values(folder: Path) -> None:
     """Each twice the next one: thirty of them would be 2 ** 30."""
     path = saved(folder / "laughs", 1, 1)
     laughs = [[{"$rank": [number + 1, "modulo"]}] * 2 for number in range(30)]
@@ -285,7 +285,7 @@ def test_values_of_ranks_that_contain_each_other(folder: Path) -> None:
 
 
 @pytest.mark.soak
-def test_what_could_not_be_loaded_is_not_saved(folder: Path) -> None:
+def test_unloadable_values_are_not_saved(folder: Path) -> None:
     many = {str(number): torch.zeros(()) for number in range(8_000)}
     errors = run_ranks(lambda comm: un.checkpoint.save(folder / "many", many, comm), 2, on_failure="continue")
     assert all(isinstance(error, FormatError) and "keep long lists" in str(error) for error in errors), errors

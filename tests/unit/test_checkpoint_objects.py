@@ -49,7 +49,7 @@ def train(state: dict[str, Any]) -> None:
         (torch.optim.Rprop, {}),
     ],
 )
-def test_training_goes_on_as_if_it_had_never_stopped(tmp_path: Path, optimizer: Any, options: Any) -> None:
+def test_training_resumes_exactly(tmp_path: Path, optimizer: Any, options: Any) -> None:
     state = trained(optimizer, 4, **options)
     un.checkpoint.save(tmp_path, state)
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_lbfgs_and_tied_weights(tmp_path: Path) -> None:
     assert other[0].weight is other[1].weight
 
 
-def test_the_wrong_model_changes_nothing(tmp_path: Path) -> None:
+def test_wrong_model_changes_nothing(tmp_path: Path) -> None:
     un.checkpoint.save(tmp_path, {"net": nn.Linear(3, 2), "step": 9})
     wrong = nn.Sequential(nn.Linear(3, 2))
     before = wrong[0].weight.clone()
@@ -112,7 +112,7 @@ def test_the_wrong_model_changes_nothing(tmp_path: Path) -> None:
     assert un.checkpoint.load(tmp_path, partial) == {"step": 9}
 
 
-def test_an_optimizer_of_other_groups(tmp_path: Path) -> None:
+def test_optimizer_with_other_groups(tmp_path: Path) -> None:
     net = nn.Linear(3, 2)
     un.checkpoint.save(tmp_path, {"optimizer": torch.optim.Adam(net.parameters())})
     other = torch.optim.Adam([{"params": [net.weight]}, {"params": [net.bias]}])
@@ -120,7 +120,7 @@ def test_an_optimizer_of_other_groups(tmp_path: Path) -> None:
         un.checkpoint.load(tmp_path, {"optimizer": other})
 
 
-def test_other_dtypes_are_converted_and_meta_modules_filled(tmp_path: Path) -> None:
+def test_dtypes_are_converted_and_meta_modules_filled(tmp_path: Path) -> None:
     net = nn.Linear(3, 2)
     un.checkpoint.save(tmp_path, net)
     double = un.checkpoint.load(tmp_path, nn.Linear(3, 2, dtype=torch.float64))
@@ -147,7 +147,7 @@ def test_map_location(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [5, True, [], {"cpu": 5}, "nowhere", {"cpu": "nowhere"}], ids=str)
-def test_what_is_no_map_location(tmp_path: Path, where: Any) -> None:
+def test_invalid_map_location(tmp_path: Path, where: Any) -> None:
     """Also where all tensors are there already, and none is made anew."""
     un.checkpoint.save(tmp_path, {"w": torch.ones(2)})
     for state in (None, {"w": torch.zeros(2)}):
@@ -157,7 +157,7 @@ def test_what_is_no_map_location(tmp_path: Path, where: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [None, 5, b"here", {"w": 1}], ids=str)
-def test_what_is_no_path(path: Any) -> None:
+def test_invalid_path(path: Any) -> None:
     for call in (lambda: un.checkpoint.save(path, {}), lambda: un.checkpoint.load(path)):
         with pytest.raises(TypeError, match=r"a path must be a str, a pathlib\.Path or a storage, not a"):
             call()

@@ -21,7 +21,7 @@ from unisono.testing import run_ranks
     st.lists(st.tuples(st.integers(0, 50_000), st.sampled_from([1, 2, 4, 8, 16])), max_size=20),
     st.integers(1, 17),
 )
-def test_shares_cover_and_balance(sizes: list[tuple[int, int]], ranks: int) -> None:
+def test_shards_cover_and_balance(sizes: list[tuple[int, int]], ranks: int) -> None:
     tensors = [(f"t{i}", count * item, item) for i, (count, item) in enumerate(sizes)]
     given_out = shares(tensors, ranks)
     assert len(given_out) == ranks
@@ -54,7 +54,7 @@ def taken(comm: un.Communicator, path: str, elsewhere: Any) -> Any:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (3, 1), (2, 4), (1, 3)])
-def test_per_rank_state_goes_to_other_numbers_of_ranks(tmp_path: Path, saved: int, loaded: int) -> None:
+def test_per_rank_state_loads_on_another_number_of_ranks(tmp_path: Path, saved: int, loaded: int) -> None:
     for elsewhere in ("modulo", "shared"):
         run_ranks(own, saved, "thread", str(tmp_path), elsewhere)
         assert run_ranks(taken, loaded, "thread", str(tmp_path), elsewhere) == [(r % saved,) * 2 for r in range(loaded)]
@@ -82,7 +82,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         self.rank = state["rank"]
 
 
-def test_samplers_generators_and_codecs_need_no_word(tmp_path: Path) -> None:
+def test_samplers_generators_and_codecs_are_saved_by_default(tmp_path: Path) -> None:
     def state_of(rank: int) -> dict[str, Any]:
         codec = un.compression.error_feedback(un.compression.onebit)
         return {"sampler": Sampler(rank), "generator": torch.Generator().manual_seed(rank), "codec": codec}
@@ -97,7 +97,7 @@ def test_samplers_generators_and_codecs_need_no_word(tmp_path: Path) -> None:
     assert run_ranks(program, 3) == [(0, True), (1, True), (2, True)]
 
 
-def test_errors_travel_and_say_where() -> None:
+def test_errors_reach_all_ranks_with_their_path() -> None:
     error = CorruptError("damaged: 'w'", path="runs/7", tensors=["w"], rank=1, size=4)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is CorruptError

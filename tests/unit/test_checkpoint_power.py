@@ -148,7 +148,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_loss_of_power_at_any_instant(folder: Path, monkeypatch: Patch, ranks: int) -> None:
+def test_power_loss_at_any_instant(folder: Path, monkeypatch: Patch, ranks: int) -> None:
     real, chance = folder / "real", random.Random(1)
     real.mkdir()
     with monkeypatch.context() as patch:

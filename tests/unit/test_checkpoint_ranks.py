@@ -18,7 +18,7 @@ from unisono.testing import pool, run_ranks
 
 @pytest.mark.parametrize("saved", [1, 2, 5])
 @pytest.mark.parametrize("loaded", [1, 3, 4])
-def test_any_number_of_ranks_loads(tmp_path: Path, saved: int, loaded: int) -> None:
+def test_any_number_of_ranks_can_load(tmp_path: Path, saved: int, loaded: int) -> None:
     run_ranks(lambda comm: un.checkpoint.save(tmp_path, flat_of(1), comm), saved)
     sizes = sorted(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert len(sizes) == saved
@@ -60,7 +60,7 @@ def test_processes(tmp_path: Path, backend: str) -> None:
         (lambda s: s.pop("none"), "'none': rank 1 differs"),
     ],
 )
-def test_ranks_that_differ_are_named_and_nothing_is_written(tmp_path: Path, change: Any, said: str) -> None:
+def test_different_ranks_are_named_and_nothing_is_written(tmp_path: Path, change: Any, said: str) -> None:
     def program(comm: un.Communicator) -> Path | None:
         state = flat_of(1)
         if comm.rank == 1:
@@ -76,7 +76,7 @@ def test_ranks_that_differ_are_named_and_nothing_is_written(tmp_path: Path, chan
     assert run_ranks(program, 3) == [False] * 3
 
 
-def test_the_order_of_a_dict_may_differ(tmp_path: Path) -> None:
+def test_dict_order_may_differ(tmp_path: Path) -> None:
     def program(comm: un.Communicator) -> None:
         state = {"a": torch.ones(3), "b": torch.zeros(3), "c": torch.full((3,), 2.0)}
         names = sorted(state, reverse=bool(comm.rank))
@@ -95,7 +95,7 @@ def test_the_order_of_a_dict_may_differ(tmp_path: Path) -> None:
         lambda rank: {"a.b": 1} if rank else {"a": {"b": 1}},
     ],
 )
-def test_values_whose_paths_look_alike_are_compared(tmp_path: Path, state_of: Any) -> None:
+def test_values_with_similar_paths_are_compared(tmp_path: Path, state_of: Any) -> None:
     def program(comm: un.Communicator) -> None:
         with pytest.raises(MismatchError, match=r"'a.b': rank 1 differs from rank 0|which dict holds what"):
             un.checkpoint.save(tmp_path, state_of(comm.rank), comm)
@@ -103,7 +103,7 @@ def test_values_whose_paths_look_alike_are_compared(tmp_path: Path, state_of: An
     run_ranks(program, 2)
 
 
-def test_other_paths_are_noticed(tmp_path: Path) -> None:
+def test_different_paths_are_detected(tmp_path: Path) -> None:
     def program(comm: un.Communicator) -> None:
         un.checkpoint.save(tmp_path / str(comm.rank), {}, comm)
 
@@ -111,7 +111,7 @@ def test_other_paths_are_noticed(tmp_path: Path) -> None:
     assert all(isinstance(error, MismatchError) and "(the path)" in str(error) for error in errors)
 
 
-def test_sync_makes_newcomers_equal() -> None:
+def test_sync_equalizes_new_ranks() -> None:
     def program(comm: un.Communicator) -> list[Any]:
         torch.manual_seed(1)
         model = nn.Linear(300, 20)
@@ -134,7 +134,7 @@ def test_sync_makes_newcomers_equal() -> None:
     assert found[0][3] != 0
 
 
-def test_sync_of_another_model_is_refused_everywhere() -> None:
+def test_sync_of_another_model_is_rejected_on_all_ranks() -> None:
     def program(comm: un.Communicator) -> None:
         un.checkpoint.sync({"net": nn.Linear(2, 2 + comm.rank)}, comm)
 
@@ -159,7 +159,7 @@ def test_progress_and_extra(tmp_path: Path) -> None:
         assert told[-1][0] == told[-1][1] > 4000
 
 
-def test_memory_of_other_kinds(tmp_path: Path) -> None:
+def test_other_kinds_of_memory(tmp_path: Path) -> None:
     del tmp_path
     path = "memory://runs/7/last"
     run_ranks(lambda comm: un.checkpoint.save(path, flat_of(1), comm), 2)
@@ -177,7 +177,7 @@ def test_memory_of_other_kinds(tmp_path: Path) -> None:
         un.checkpoint.load("memory://runs/7/first")
 
 
-def test_a_device_that_one_rank_lacks_is_an_error_on_all(tmp_path: Path) -> None:
+def test_device_missing_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     un.checkpoint.save(tmp_path, {"w": torch.ones(3)})
 
     def program(comm: un.Communicator) -> int:

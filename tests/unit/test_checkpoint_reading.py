@@ -20,7 +20,7 @@ from unisono.testing import run_ranks
 
 
 @pytest.mark.parametrize("small", [0, 1 << 20])
-def test_each_byte_is_read_once_on_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+def test_each_byte_is_read_once_per_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
     """From a storage of which the host's memory keeps nothing."""
     monkeypatch.setattr(LocalStorage, "kept", False)
     monkeypatch.setattr("unisono.checkpoint.loader._SMALL", small)
@@ -81,9 +81,7 @@ class Reads:
 
 
 @pytest.mark.parametrize("small", [0, 1 << 20])
-def test_what_one_rank_reads_from_the_disk_others_find_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
-) -> None:
+def test_data_read_by_one_rank_is_shared_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
     monkeypatch.setattr("unisono.checkpoint.loader._SMALL", small)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
     monkeypatch.setattr("unisono.checkpoint.tensor_loader._STRETCH", 2)
@@ -106,9 +104,7 @@ def test_what_one_rank_reads_from_the_disk_others_find_in_memory(
 
 
 @pytest.mark.parametrize(("told", "times"), [(True, 1), (False, 3)])
-def test_what_is_read_from_the_same_memory_is_checked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool, times: int
-) -> None:
+def test_shared_data_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool, times: int) -> None:
     monkeypatch.setattr("unisono.checkpoint.loader._SMALL", 0)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
     un.checkpoint.save(tmp_path, {f"t{number}": torch.zeros(2048) for number in range(9)})
@@ -138,7 +134,7 @@ def test_what_is_read_from_the_same_memory_is_checked_once(
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
-def test_ranks_that_read_copies_check_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int) -> None:
+def test_ranks_check_their_own_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int) -> None:
     """The damage is where another rank would read first."""
     monkeypatch.setattr("unisono.checkpoint.loader._SMALL", 0)
     un.checkpoint.save(tmp_path / "0", {"first": torch.zeros(1 << 20), "second": torch.zeros(1 << 20)})
@@ -156,7 +152,7 @@ def test_ranks_that_read_copies_check_their_own(tmp_path: Path, monkeypatch: pyt
     run_ranks(program, 2)
 
 
-def test_ranks_that_want_different_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_may_load_different_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.checkpoint.loader._SMALL", 0)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
     saved = {f"t{number}": torch.full((2048,), float(number)) for number in range(9)}
@@ -171,7 +167,7 @@ def test_ranks_that_want_different_tensors(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_who_fails_while_reading_does_not_leave_the_others(
+def test_rank_failing_during_a_read_does_not_block_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     monkeypatch.setattr(LocalStorage, "kept", kept)
@@ -202,14 +198,14 @@ def test_each_host_reads_for_itself(tmp_path: Path) -> None:
     assert run_ranks(program, 4) == [True] * 4
 
 
-def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_files_than_the_descriptor_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(lambda comm: un.checkpoint.save(tmp_path, flat_of(1), comm), 5)
     monkeypatch.setattr("unisono.checkpoint.reader._MOST_OPEN", 2)
     found = run_ranks(lambda comm: un.checkpoint.load(tmp_path, flat_of(2), comm, check="first"), 3)
     assert all(equal(state, flat_of(1)) for state in found)
 
 
-def test_a_reader_meets_a_save_over_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_during_a_save_to_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     un.checkpoint.save(tmp_path, flat_of(1))
     real, times = LocalSource.__init__, []
 
@@ -225,7 +221,7 @@ def test_a_reader_meets_a_save_over_the_same_name(tmp_path: Path, monkeypatch: p
     assert times
 
 
-def test_an_archive_lets_its_files_go(tmp_path: Path) -> None:
+def test_archive_closes_its_files(tmp_path: Path) -> None:
     un.checkpoint.save(tmp_path, {"w": torch.ones(3)})
     file = next(tmp_path.glob("*.safetensors"))
     for _ in range(4):
@@ -235,7 +231,7 @@ def test_an_archive_lets_its_files_go(tmp_path: Path) -> None:
     assert not [link for link in links if link.exists() and link.samefile(file)]
 
 
-def test_whether_a_tensor_is_there_costs_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_membership_test_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     un.checkpoint.save(tmp_path, {"w": torch.ones(3)})
     with un.checkpoint.open_archive(tmp_path) as archive:
         monkeypatch.setattr(LocalSource, "view", None)

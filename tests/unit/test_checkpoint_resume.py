@@ -55,7 +55,7 @@ def test_killed_30_times_on_changing_numbers_of_ranks(folder: Path, ranks: tuple
     assert killed(folder, 30, *ranks) < 1e-9
 
 
-def test_ranks_that_have_come_unequally_far(tmp_path: Path) -> None:
+def test_ranks_at_different_steps(tmp_path: Path) -> None:
     data = range(23)
 
     def begin(comm: un.Communicator) -> list[int]:
@@ -75,7 +75,7 @@ def test_ranks_that_have_come_unequally_far(tmp_path: Path) -> None:
         assert sorted(chain(before, *run_ranks(end, ranks))) == list(data)
 
 
-def test_a_killed_process_and_its_peer(folder: Path) -> None:
+def test_killed_process_and_its_peer(folder: Path) -> None:
     """One of two processes is killed in the middle of a save; the other learns of it, and the old one loads."""
 
     def program(comm: un.Communicator, path: str) -> None:

@@ -16,7 +16,7 @@ from unisono.testing import run_ranks
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_old_ones_are_put_away(tmp_path: Path, background: bool) -> None:
+def test_old_checkpoints_are_removed(tmp_path: Path, background: bool) -> None:
     def program(comm: un.Communicator) -> list[int | None]:
         state = {"w": torch.zeros(10), "step": 0}
         with Checkpointer(tmp_path, comm, keep=2, every=5, background=background) as checkpointer:
@@ -34,7 +34,7 @@ def test_old_ones_are_put_away(tmp_path: Path, background: bool) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000015", "step-0000000020"]
 
 
-def test_what_crashes_left_is_put_away_and_others_files_stay(tmp_path: Path) -> None:
+def test_crash_leftovers_are_removed_and_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "step-0000000003").mkdir()
     (tmp_path / "step-0000000003" / ("0" * 16 + "-00000.safetensors")).write_text("half")
     (tmp_path / "notes").mkdir()
@@ -49,7 +49,7 @@ def test_what_crashes_left_is_put_away_and_others_files_stay(tmp_path: Path) -> 
         checkpointer.load({}, step=9)
 
 
-def test_a_damaged_one_is_not_passed_over(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_not_skipped(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, background=False)
     for step in (1, 2):
         checkpointer.save(step, {"w": torch.full((9,), float(step))})
@@ -64,7 +64,7 @@ def test_a_damaged_one_is_not_passed_over(tmp_path: Path) -> None:
     assert checkpointer.load({"w": torch.zeros(9)}, step=1) == 1
 
 
-def test_latest_is_by_time_and_passes_over_what_is_not_whole(tmp_path: Path) -> None:
+def test_latest_is_by_time_and_skips_incomplete_ones(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         un.checkpoint.save(tmp_path / name, {"w": torch.ones(4)})
     assert un.checkpoint.latest(tmp_path) == str(tmp_path / "c")
@@ -74,7 +74,7 @@ def test_latest_is_by_time_and_passes_over_what_is_not_whole(tmp_path: Path) -> 
     assert un.checkpoint.latest(tmp_path / "nowhere") is None
 
 
-def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpointer = Checkpointer("runs", keep=1, background=False)
     (tmp_path / "elsewhere").mkdir()
@@ -87,7 +87,7 @@ def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_was_just_saved_stays_when_the_clock_goes_back(
+def test_new_checkpoint_is_kept_if_the_clock_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     now = time.time_ns()
@@ -105,7 +105,7 @@ def test_what_was_just_saved_stays_when_the_clock_goes_back(
     assert Path(newest).name == "step-0000000004"
 
 
-def test_numbers_of_steps_are_whole(tmp_path: Path) -> None:
+def test_step_numbers_are_integers(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="integer"):
         Checkpointer(tmp_path, keep=2.5)  # type: ignore[arg-type]  # wrong on purpose
     checkpointer = Checkpointer(tmp_path, background=False)

@@ -70,7 +70,7 @@ def alike(one: Any, other: Any) -> bool:
 
 @settings(max_examples=25)
 @given(values)
-def test_values_come_back_as_they_were(value: Any) -> None:
+def test_values_round_trip(value: Any) -> None:
     packer = Packer()
     tree = json.loads(json.dumps(packer.pack(value)))
     assert alike(unpack(tree, packer.tensors.__getitem__), value)
@@ -78,12 +78,12 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
 @given(value=st.dictionaries(st.text(string.printable + "$@", min_size=1), values, max_size=4))
-def test_values_survive_a_file(tmp_path: Path, value: dict[str, Any]) -> None:
+def test_values_round_trip_through_a_file(tmp_path: Path, value: dict[str, Any]) -> None:
     un.checkpoint.save(tmp_path, value)
     assert alike(un.checkpoint.load(tmp_path), value)
 
 
-def test_numbers_that_are_none(tmp_path: Path) -> None:
+def test_nan_and_infinity(tmp_path: Path) -> None:
     un.checkpoint.save(tmp_path, [math.nan, math.inf, -math.inf, -0.0, 2**200])
     nan, *rest = un.checkpoint.load(tmp_path)
     assert math.isnan(nan)
@@ -110,7 +110,7 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
             assert torch.equal(as_bytes(archive[name]), as_bytes(tensor)), name
 
 
-def test_memory_of_every_form(tmp_path: Path) -> None:
+def test_every_memory_layout(tmp_path: Path) -> None:
     base = torch.arange(60.0).view(6, 10)
     state = {
         "strided": base[::2, 1::3],
@@ -145,7 +145,7 @@ def test_shared_tensors_stay_shared_and_are_stored_once(tmp_path: Path) -> None:
     assert torch.equal(apart["other"][0], weight)
 
 
-def test_the_files_are_safetensors(tmp_path: Path) -> None:
+def test_files_are_safetensors(tmp_path: Path) -> None:
     state = {"a": torch.randn(50, 60), "b": torch.arange(7), "c": torch.tensor(1j)}
     un.checkpoint.save(tmp_path, state)
     (file,) = tmp_path.glob("*.safetensors")
@@ -184,7 +184,7 @@ class Unsavable:
         ({"f": len}, "'f' is a builtins.builtin_function_or_method"),
     ],
 )
-def test_what_cannot_be_saved_is_named_on_all_ranks(tmp_path: Path, value: Any, said: str) -> None:
+def test_unsaveable_value_is_named_on_all_ranks(tmp_path: Path, value: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         un.checkpoint.save(tmp_path / "x", value)
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_saved_is_named_on_all_ranks(tmp_path: Path, value: Any, 
     assert not (tmp_path / "x").exists()
 
 
-def test_a_state_that_contains_itself(tmp_path: Path) -> None:
+def test_self_referential_state(tmp_path: Path) -> None:
     state: dict[str, Any] = {}
     state["me"] = state
     with pytest.raises(ValueError, match="contains itself"):

@@ -56,7 +56,7 @@ def several(comm: un.Communicator) -> None:
 
 # Of the slip in front, its number, its length and its hash, and of the content, the first and the last bit.
 @pytest.mark.parametrize("bit", [0, 8 * 9, 8 * 17, 8 * 25, 8 * 33, 8 * 40, 8 * 80 - 1])
-def test_any_bit_is_found_and_attributed(bit: int) -> None:
+def test_any_flipped_bit_is_found_and_attributed(bit: int) -> None:
     def wrap(inner: Transport) -> Transport:
         return Checksummed(OneBit(inner, 0, 3, 5, bit))
 
@@ -95,7 +95,7 @@ def test_on_every_transport(backend: str) -> None:
         ({"reorder": 1.0, "delay_s": 5.0}, "message 1 of tag 5 from rank 0 was lost or overtaken: message 2 arrived"),
     ],
 )
-def test_what_is_lost_doubled_or_overtaken_is_found(faults: dict[str, Any], said: str) -> None:
+def test_lost_duplicated_and_reordered_messages_are_found(faults: dict[str, Any], said: str) -> None:
     def program(comm: un.Communicator) -> None:
         tensors = [torch.full((10,), float(number)) for number in range(8)]
         works = [comm.isend(t, 1, 5) if comm.rank == 0 else comm.irecv(t, 0, 5) for t in tensors]
@@ -139,7 +139,7 @@ def test_collectives_are_covered() -> None:
             un.simulate(program, 4, seed=seed, wrap=lambda inner: Checksummed(Faulty(inner, seed=3, corrupt=0.2)))
 
 
-def test_a_spoilt_message_is_not_laid_down() -> None:
+def test_corrupt_message_is_not_delivered() -> None:
     def program(comm: un.Communicator) -> list[float]:
         t = torch.full((3,), float(comm.rank))
         work = comm.isend(t, 1) if comm.rank == 0 else comm.irecv(t, 0)
@@ -156,7 +156,7 @@ def test_a_spoilt_message_is_not_laid_down() -> None:
     assert un.simulate(program, 2, wrap=checksummed(corrupt=1.0)).results[1] == [1.0, 1.0, 1.0]
 
 
-def test_every_dtype_and_no_elements() -> None:
+def test_every_dtype_and_empty_tensors() -> None:
     def program(comm: un.Communicator) -> list[str]:
         wrong = []
         for dtype in DTYPES:
@@ -169,7 +169,7 @@ def test_every_dtype_and_no_elements() -> None:
     assert un.simulate(program, 2, wrap=checksummed()).results == [[], []]
 
 
-def test_what_does_not_fit_is_a_mismatch_still() -> None:
+def test_size_mismatch_is_reported_as_such() -> None:
     def program(comm: un.Communicator) -> None:
         comm.send(torch.ones(4), 1) if comm.rank == 0 else comm.recv(torch.ones(3), 0)
 
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_a_mismatch_still() -> None:
         un.simulate(program, 2, wrap=checksummed())
 
 
-def test_all_lost_is_a_deadlock() -> None:
+def test_losing_all_messages_is_a_deadlock() -> None:
     def program(comm: un.Communicator) -> None:
         comm.all_reduce(torch.ones(4))
 
@@ -199,7 +199,7 @@ def test_delays_on_the_virtual_clock() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_delays_change_no_number(backend: str) -> None:
+def test_delays_change_no_result(backend: str) -> None:
     def program(comm: un.Communicator) -> list[float]:
         t = torch.arange(5.0) + comm.rank
         comm.all_reduce(t)
@@ -217,6 +217,6 @@ def test_delays_change_no_number(backend: str) -> None:
         ({"bytes_per_s": 0.0}, "bytes_per_s must be positive"),
     ],
 )
-def test_delays_that_make_no_sense_are_refused(arguments: dict[str, float], said: str) -> None:
+def test_invalid_delays_are_rejected(arguments: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         un.simulate(several, 2, wrap=lambda inner: Delayed(inner, **arguments))

@@ -60,12 +60,12 @@ def test_help_lists_every_command(trial: Trial, capsys: pytest.CaptureFixture[st
     assert {"demo", "trial"} <= set(said.split())
 
 
-def test_no_command_is_help_and_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: unisono" in capsys.readouterr().err
 
 
-def test_unknown_command_lists_the_known(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_lists_the_known_ones(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["denmo"])
     said = capsys.readouterr().err
@@ -73,13 +73,13 @@ def test_unknown_command_lists_the_known(trial: Trial, capsys: pytest.CaptureFix
     assert "'trial'" in said
 
 
-def test_a_command_does_not_load_the_others() -> None:
+def test_command_does_not_import_the_others() -> None:
     program = "import sys; from unisono.tools.cli import main; main(['template']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split()[-1] == "False"
 
 
-def test_status_is_the_commands(trial: Trial) -> None:
+def test_exit_status_is_that_of_the_command(trial: Trial) -> None:
     assert main(["trial"]) == 0
     assert main(["trial", "--status", "7"]) == 7
 
@@ -93,7 +93,7 @@ def test_status_is_the_commands(trial: Trial) -> None:
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_ends(
+def test_exit_statuses(
     error: BaseException, status: int, sentence: str, trial: Trial, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trial.ending = raising(error)
@@ -101,7 +101,7 @@ def test_ends(
     assert capsys.readouterr().err == sentence
 
 
-def test_a_bug_keeps_its_traceback(trial: Trial) -> None:
+def test_unexpected_error_keeps_its_traceback(trial: Trial) -> None:
     trial.ending = raising(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
         main(["trial"])

@@ -21,7 +21,7 @@ class Polled(Completion):
         return super().is_completed()
 
 
-def test_a_continuation_runs_once_and_only_after_a_good_end() -> None:
+def test_continuation_runs_once_and_only_after_success() -> None:
     inner, calls = Completion(0.0), list[int]()
     work = ChainedWork(inner, lambda: calls.append(1))
     future = work.get_future()
@@ -43,7 +43,7 @@ def test_a_continuation_runs_once_and_only_after_a_good_end() -> None:
     assert calls == [1]
 
 
-def test_the_error_of_a_continuation_is_raised_by_each_wait() -> None:
+def test_continuation_error_is_raised_by_every_wait() -> None:
     inner = Completion(0.0)
     inner.complete()
 
@@ -59,7 +59,7 @@ def test_the_error_of_a_continuation_is_raised_by_each_wait() -> None:
     assert isinstance(work.exception(), ValueError)
 
 
-def test_errors_are_translated_wherever_they_are_seen() -> None:
+def test_errors_are_translated_everywhere() -> None:
     inner = Completion(0.0)
     inner.complete(KeyError("inner"))
     work = ChainedWork(inner, translate=lambda error: ValueError(f"outer {error}"))
@@ -70,7 +70,7 @@ def test_errors_are_translated_wherever_they_are_seen() -> None:
     assert isinstance(work.exception(), ValueError)
 
 
-def test_a_group_ends_with_its_last_work() -> None:
+def test_group_completes_with_its_last_work() -> None:
     works = [Completion(0.0), Completion(0.0)]
     group = WorkGroup(works)
     future = group.get_future()
@@ -86,7 +86,7 @@ def test_a_group_ends_with_its_last_work() -> None:
     WorkGroup([]).get_future().wait()
 
 
-def test_a_group_ends_with_the_first_error() -> None:
+def test_group_fails_with_the_first_error() -> None:
     works = [Completion(0.0), Completion(0.0)]
     group = WorkGroup(works)
     future = group.get_future()
@@ -97,7 +97,7 @@ def test_a_group_ends_with_the_first_error() -> None:
     assert isinstance(group.exception(), ValueError)
 
 
-def test_later_works_advance_while_an_earlier_one_is_waited_for() -> None:
+def test_later_works_progress_during_a_wait() -> None:
     first, second = Completion(30.0), Polled(30.0)
 
     def end_first() -> None:

@@ -17,7 +17,7 @@ def on_threads(fn: object, size: int = 2, **options: object) -> list[object]:
     return un.launch(fn, size, "thread", timeout=10, **options)
 
 
-def test_a_world_of_one_needs_no_launcher() -> None:
+def test_single_rank_needs_no_launcher() -> None:
     with un.init() as comm:
         t = torch.ones(3)
         comm.all_reduce(t)
@@ -39,7 +39,7 @@ def test_split_orders_by_key_and_nests() -> None:
     assert on_threads(program, 4) == [(3, 2, 2), (2, 2, 4), (1, 2, 2), (0, 2, 4)]
 
 
-def test_who_gives_no_color_gets_none() -> None:
+def test_split_without_color_returns_none() -> None:
     def program(comm: un.Communicator) -> object:
         part = comm.split(None if comm.rank == 1 else 5)
         return part and (part.rank, part.size)
@@ -47,7 +47,7 @@ def test_who_gives_no_color_gets_none() -> None:
     assert on_threads(program, 3) == [(0, 2), None, (1, 2)]
 
 
-def test_a_color_may_be_true_on_one_rank_and_1_on_another() -> None:
+def test_colors_true_and_1_are_equal() -> None:
     def program(comm: un.Communicator) -> object:
         part = comm.split(True if comm.rank == 0 else 1)
         return part.rank, part.size
@@ -55,7 +55,7 @@ def test_a_color_may_be_true_on_one_rank_and_1_on_another() -> None:
     assert on_threads(program) == [(0, 2), (1, 2)]
 
 
-def test_lists_of_ranks_and_of_messages_may_be_generated() -> None:
+def test_ranks_and_messages_may_be_generators() -> None:
     def program(comm: un.Communicator) -> object:
         twin, other, t = comm.subgroup(r for r in (1, 0)), 1 - comm.rank, torch.zeros(1)
         for work in comm.batch_isend_irecv(m for m in (Recv(t, other), Send(torch.ones(1), other))):
@@ -65,7 +65,7 @@ def test_lists_of_ranks_and_of_messages_may_be_generated() -> None:
     assert on_threads(program) == [(1, 1.0), (0, 1.0)]
 
 
-def test_a_rank_is_in_its_own_place_or_beside_it_but_not_half_in_it() -> None:
+def test_partial_overlap_of_own_part_is_rejected() -> None:
     def program(comm: un.Communicator) -> list[float]:
         b = torch.arange(10.0)
         with pytest.raises(ValueError, match=rf"output\[{comm.rank}\] and the input share memory"):
@@ -82,7 +82,7 @@ def test_a_rank_is_in_its_own_place_or_beside_it_but_not_half_in_it() -> None:
     assert on_threads(program) == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
-def test_what_is_no_tensor_is_named() -> None:
+def test_non_tensor_argument_is_named() -> None:
     def program(comm: un.Communicator) -> None:
         with pytest.raises(TypeError, match=r"must be a torch\.Tensor, not NoneType"):
             comm.sendrecv(torch.ones(1), 1 - comm.rank, None, 1 - comm.rank)
@@ -106,12 +106,12 @@ def test_subgroup_lists_must_agree() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[0, 0], [2], [-1], []])
-def test_subgroup_wants_different_ranks_that_exist(ranks: list[int]) -> None:
+def test_subgroup_requires_distinct_existing_ranks(ranks: list[int]) -> None:
     with pytest.raises(ValueError, match="rank"):
         on_threads(lambda comm: comm.subgroup(ranks))
 
 
-def test_another_thread_is_refused_until_the_communicator_is_handed_over() -> None:
+def test_other_thread_is_rejected_until_release_thread() -> None:
     def program(comm: un.Communicator) -> tuple[str, float]:
         comm.barrier()
         errors: list[BaseException] = []
@@ -149,7 +149,7 @@ def test_dup_is_independent() -> None:
     assert on_threads(program) == [[2.0, 20.0]] * 2
 
 
-def test_abort_reaches_everybody() -> None:
+def test_abort_reaches_every_rank() -> None:
     def program(comm: un.Communicator) -> str:
         if comm.rank == 0:
             comm.abort("enough")
@@ -174,7 +174,7 @@ def test_asynchronous_calls_keep_their_order_and_overlap_with_blocking_ones() ->
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_a_late_asynchronous_call_names_who_is_missing(backend: str) -> None:
+def test_late_asynchronous_call_names_the_missing_rank(backend: str) -> None:
     def program(comm: un.Communicator) -> tuple[str, int | None]:
         other = comm.dup()
         if comm.rank == 1:
@@ -190,7 +190,7 @@ def test_a_late_asynchronous_call_names_who_is_missing(backend: str) -> None:
     assert (peer, "rank 1" in said) == (1, True)
 
 
-def test_a_failed_asynchronous_call_tells_at_wait_and_breaks_the_communicator() -> None:
+def test_failed_asynchronous_call_raises_at_wait_and_breaks_the_communicator() -> None:
     def program(comm: un.Communicator) -> str:
         work = comm.all_reduce(torch.ones(comm.rank + 1), async_op=True)
         with pytest.raises(un.errors.MismatchError, match="ranks differ in counts"):
@@ -204,7 +204,7 @@ def test_a_failed_asynchronous_call_tells_at_wait_and_breaks_the_communicator() 
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_a_message_that_has_not_come_when_the_communicator_is_closed_is_an_error(backend: str) -> None:
+def test_receive_pending_at_close_is_an_error(backend: str) -> None:
     def program(comm: un.Communicator) -> list[str]:
         part = comm.dup()
         works = [part.irecv(torch.zeros(size), 1 - comm.rank, tag) for tag, size in enumerate((0, 3, 5000))]
@@ -247,7 +247,7 @@ def test_from_group_leaves_the_group_to_its_owner(tmp_path: object) -> None:
     assert un.launch(program, 3, "gloo", args=(str(tmp_path / "store"),)) == [[90.0, 90.0]] * 3
 
 
-def test_from_group_says_what_it_cannot_wrap_and_who_does_not_come(tmp_path: object) -> None:
+def test_from_group_names_unsupported_backends_and_missing_ranks(tmp_path: object) -> None:
     def program(outer: un.Communicator, path: str) -> list[str]:
         import torch.distributed as dist
 

@@ -54,7 +54,7 @@ def plain() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_a_class_a_function_and_a_codec_mean_the_same(name: str) -> None:
+def test_codec_by_name_class_function_and_instance(name: str) -> None:
     factory = getattr(un.compression, name)
     codec = factory()
     assert resolve(codec) is codec
@@ -63,7 +63,7 @@ def test_a_name_a_class_a_function_and_a_codec_mean_the_same(name: str) -> None:
     assert repr(codec).startswith(f"{name}(")
 
 
-def test_a_codec_of_another_package(plain: None) -> None:
+def test_codec_of_another_package(plain: None) -> None:
     assert isinstance(resolve("plain"), Plain)
     assert un.compression.plain is Plain
     assert repr(resolve("plain")) == "plain()"
@@ -71,7 +71,7 @@ def test_a_codec_of_another_package(plain: None) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["fp8", 16, lambda: 16, None])
-def test_what_is_no_codec_gets_the_list(wrong: Any) -> None:
+def test_unknown_codec_lists_the_known_ones(wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="bf16, error_feedback, fp16, int8"):
         resolve(wrong)
 
@@ -89,7 +89,7 @@ def test_what_is_no_codec_gets_the_list(wrong: Any) -> None:
         ("error_feedback", {"codec": "fp8"}),
     ],
 )
-def test_wrong_settings_are_refused(name: str, settings: dict[str, Any]) -> None:
+def test_wrong_settings_are_rejected(name: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must|twice|unknown codec"):
         getattr(un.compression, name)(**settings)
 
@@ -107,7 +107,7 @@ def test_wrong_settings_are_refused(name: str, settings: dict[str, Any]) -> None
         (lambda: un.compression.error_feedback(un.compression.onebit()), 28),
     ],
 )
-def test_bytes_against_a_ring_of_float32(make: Callable[[], Codec], ratio: float) -> None:
+def test_bytes_compared_with_a_float32_ring(make: Callable[[], Codec], ratio: float) -> None:
     bucket = Bucket([(400, 300), (200, 400)])
     assert bytes_sent(Plain, 4, bucket) / bytes_sent(make, 4, bucket) >= ratio
 
@@ -115,7 +115,7 @@ def test_bytes_against_a_ring_of_float32(make: Callable[[], Codec], ratio: float
 @pytest.mark.parametrize(
     ("name", "calls"), [("fp16", 2), ("int8", 2), ("onebit", 2), ("topk", 1), ("randomk", 1), ("powersgd", 2)]
 )
-def test_one_collective_a_stage(name: str, calls: int) -> None:
+def test_one_collective_per_stage(name: str, calls: int) -> None:
     events: list[Event] = []
 
     def program(comm: un.Communicator) -> None:
@@ -132,7 +132,7 @@ def test_one_collective_a_stage(name: str, calls: int) -> None:
     assert len(begun) == calls, begun
 
 
-def test_ranks_that_compress_differently_are_told() -> None:
+def test_ranks_with_different_codecs_are_rejected() -> None:
     def program(comm: un.Communicator) -> str:
         codec = un.compression.topk(ratio=0.1 * (1 + comm.rank // 2))
         with pytest.raises(un.errors.MismatchError) as caught:
@@ -146,7 +146,7 @@ def test_ranks_that_compress_differently_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["randomk", "powersgd"])
-def test_ranks_at_different_steps_are_told(name: str) -> None:
+def test_ranks_at_different_steps_are_rejected(name: str) -> None:
     def program(comm: un.Communicator) -> None:
         codec, shapes = resolve(name), [torch.Size((20, 30))]
         before = codec.state_dict()
@@ -159,7 +159,7 @@ def test_ranks_at_different_steps_are_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["error_feedback", "powersgd"])
-def test_one_codec_for_two_buckets_is_refused(name: str) -> None:
+def test_sharing_a_codec_between_buckets_is_rejected(name: str) -> None:
     with un.init() as comm:
         codec = resolve(name)
         codec.average(torch.ones(600), comm, [torch.Size((20, 30))])
@@ -168,7 +168,7 @@ def test_one_codec_for_two_buckets_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_used_codec_travels(name: str) -> None:
+def test_used_codec_can_be_pickled(name: str) -> None:
     with un.init() as comm:
         codec, flats = resolve(name), [torch.arange(600.0) for _ in range(2)]
         codec.average(torch.ones(600), comm, [torch.Size((20, 30))])
@@ -178,7 +178,7 @@ def test_a_used_codec_travels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_random_generator_is_left_alone(name: str) -> None:
+def test_global_generator_is_unchanged(name: str) -> None:
     before = torch.get_rng_state()
     with un.init() as comm:
         resolve(name).average(torch.ones(600), comm, [torch.Size((20, 30))])

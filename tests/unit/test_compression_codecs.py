@@ -33,7 +33,7 @@ def kept(codec: Codec, given: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_halves_are_summed_without_loss(name: str) -> None:
+def test_half_precision_sum_is_exact(name: str) -> None:
     # 256 and 1 are exact in both, 257 is not: in a sum of halves, the ones of ranks 1 to 3 would be lost in bf16.
     given = [torch.tensor([1024.0]), *(torch.tensor([4.0]) for _ in range(3))]
     expected = torch.tensor(1036.0 / 4, dtype=un.compression.resolve(name).half).float()  # type: ignore[attr-defined]
@@ -46,18 +46,18 @@ def test_fp16_does_not_overflow_in_the_sum(size: int) -> None:
     assert all((result.abs() - 60000).abs().max() < 64 for result in results)
 
 
-def test_fp16_overflows_for_all_to_see() -> None:
+def test_fp16_overflow_is_visible_on_all_ranks() -> None:
     results = averages("fp16", [torch.tensor([1e6, 1.0]), torch.tensor([0.0, 1.0])])
     assert [result.tolist() for result in results] == [[float("inf"), 1.0]] * 2
 
 
-def test_int8_keeps_whole_steps() -> None:
+def test_int8_keeps_multiples_of_its_step() -> None:
     given = torch.randint(-127, 128, (3000,), generator=torch.Generator().manual_seed(0)).float()
     given[::100] = 127
     assert torch.equal(kept(un.compression.int8(), given * 0.5), given * 0.5)
 
 
-def test_int8_blocks_do_not_disturb_each_other() -> None:
+def test_int8_blocks_are_independent() -> None:
     given = torch.cat((torch.full((64,), 1e6), torch.full((64,), 1e-6)))
     assert torch.allclose(kept(un.compression.int8(block=64), given), given)
 
@@ -92,7 +92,7 @@ def test_topk_of_all_is_bfloat16() -> None:
     assert torch.equal(kept(un.compression.topk(ratio=1), given), given.bfloat16().float())
 
 
-def test_topk_sends_what_is_not_finite_first() -> None:
+def test_topk_sends_nonfinite_values_first() -> None:
     given = torch.arange(100.0)
     given[[3, 50]] = torch.tensor([torch.nan, -torch.inf])
     found = kept(un.compression.topk(ratio=0.03), given)
@@ -101,7 +101,7 @@ def test_topk_sends_what_is_not_finite_first() -> None:
     assert found.nonzero().flatten().tolist() == [3, 50, 99]
 
 
-def test_randomk_comes_to_every_place_and_equally_often() -> None:
+def test_randomk_selects_every_index_equally_often() -> None:
     with un.init() as comm:
         codec, counts = un.compression.randomk(ratio=0.25, seed=3), torch.zeros(10)
         for _ in range(1000):
@@ -147,7 +147,7 @@ def test_powersgd_steps_are_a_power_iteration() -> None:
     assert distances[1] < best * 1.01
 
 
-def test_powersgd_recovers_from_nothing() -> None:
+def test_powersgd_recovers_from_zero() -> None:
     matrix = low_rank(0, 1)
     # A Q of zeros, made orthonormal, looks at the first columns, and a P of zeros at the first rows: here is nothing.
     matrix[:10] = 0
@@ -160,7 +160,7 @@ def test_powersgd_recovers_from_nothing() -> None:
         assert torch.allclose(flat, matrix.flatten(), atol=1e-5)
 
 
-def test_feedback_sends_what_was_lost_before() -> None:
+def test_error_feedback_sends_the_earlier_residual() -> None:
     with un.init() as comm:
         codec = un.compression.error_feedback(un.compression.topk(ratio=0.25))
         first, second = torch.tensor([4.0, 3.0, 2.0, 0.0]), torch.zeros(4)
@@ -170,7 +170,7 @@ def test_feedback_sends_what_was_lost_before() -> None:
     assert second.tolist() == [0.0, 3.0, 0.0, 0.0]
 
 
-def test_feedback_of_halves_remembers_more_than_halves() -> None:
+def test_half_precision_residual_has_higher_precision() -> None:
     # In bfloat16, 1/1024 added to 256/1024 changes nothing.
     with un.init() as comm:
         codec = un.compression.error_feedback(un.compression.topk(ratio=0.5))

@@ -83,7 +83,7 @@ def test_groups_do_not_mix(make: Make) -> None:
     assert names == [["world"] * 2] * 2 + [["world/part"] * 2] * 2
 
 
-def test_values_that_cannot_travel_are_refused_at_home(make: Make) -> None:
+def test_unserializable_values_are_rejected_locally(make: Make) -> None:
     controls, groups, told = world(make, 2)
     with pytest.raises(TypeError, match="value is the function"):
         controls[0].exchange(groups[0], "x", lambda: 0, SOON)
@@ -91,6 +91,6 @@ def test_values_that_cannot_travel_are_refused_at_home(make: Make) -> None:
     assert all(heard.nothing() for heard in told)
 
 
-def test_who_has_not_joined_cannot_exchange(make: Make) -> None:
+def test_exchange_requires_membership(make: Make) -> None:
     with pytest.raises(CommError, match="has not joined"):
         make().exchange(Group.world(0, 2), "x", 1, SOON)

@@ -38,7 +38,7 @@ def works(control: SocketControl) -> bool:
     return control.get("works", SOON) == b"yes"
 
 
-def test_goodbye_is_no_death(client: SocketControl, server: Server) -> None:
+def test_clean_exit_is_no_failure(client: SocketControl, server: Server) -> None:
     told: list[Cause] = []
     client._on_orphan = lambda: told.append(Cause("orphan", None, ""))
     client.join(Group.world(0, 2), told.append)
@@ -51,7 +51,7 @@ def test_goodbye_is_no_death(client: SocketControl, server: Server) -> None:
     assert told == []
 
 
-def test_close_with_patience_waits_for_clients(server: Server) -> None:
+def test_close_with_a_timeout_waits_for_clients(server: Server) -> None:
     control = SocketControl(server.address, SECRET, SOON)
     server.retire(SOON)
     assert works(control)
@@ -62,7 +62,7 @@ def test_close_with_patience_waits_for_clients(server: Server) -> None:
     assert not server.stay()
 
 
-def test_the_death_of_the_server(start: Start) -> None:
+def test_death_of_the_server(start: Start) -> None:
     process = start(
         """
         import time
@@ -92,7 +92,7 @@ def test_the_death_of_the_server(start: Start) -> None:
     control.close()
 
 
-def test_a_killed_process_is_named_within_a_second(server: Server, client: SocketControl, start: Start) -> None:
+def test_killed_process_is_named_within_a_second(server: Server, client: SocketControl, start: Start) -> None:
     victim = start(
         RANK
         + """
@@ -137,7 +137,9 @@ def test_a_killed_process_is_named_within_a_second(server: Server, client: Socke
         ("os._exit(0)", "rank 1 was lost"),
     ],
 )
-def test_how_a_process_ends(server: Server, client: SocketControl, start: Start, ending: str, words: str) -> None:
+def test_exit_of_a_process_is_reported(
+    server: Server, client: SocketControl, start: Start, ending: str, words: str
+) -> None:
     client.join(Group.world(0, 2))
     process = start(f"{RANK}\n    {ending}", server.address[1], 1, 2)
     process.wait(SOON)
@@ -145,7 +147,7 @@ def test_how_a_process_ends(server: Server, client: SocketControl, start: Start,
         client.exchange(Group.world(0, 2), "x", 1, SOON)
 
 
-def test_a_fork_refuses_and_holds_nothing_open(server: Server, client: SocketControl, start: Start) -> None:
+def test_forked_client_is_closed(server: Server, client: SocketControl, start: Start) -> None:
     client.join(Group.world(0, 2))
     process = start(
         RANK

@@ -14,7 +14,7 @@ from unisono.core.group import Group
 from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
 
 
-def test_timeout_names_who_is_missing_to_all(make: Make) -> None:
+def test_timeout_names_missing_ranks_to_all(make: Make) -> None:
     controls, groups, told = world(make, 4)
     waiting = [
         lambda: controls[0].exchange(groups[0], "all_reduce #3", 1, 0.2),
@@ -35,7 +35,7 @@ def test_timeout_names_who_is_missing_to_all(make: Make) -> None:
     assert [heard.only() for heard in told] == [cause] * 4
 
 
-def test_a_death_is_told_to_who_waits_and_who_does_not(make: Make) -> None:
+def test_death_is_reported_to_waiting_and_other_ranks(make: Make) -> None:
     controls, groups, told = world(make, 3)
     waiting = together(lambda: controls[0].exchange(groups[0], "x", 1, SOON), lambda: die(controls[1]))[0]
     assert isinstance(waiting, PeerLostError)
@@ -47,7 +47,7 @@ def test_a_death_is_told_to_who_waits_and_who_does_not(make: Make) -> None:
     assert told[2].only() == cause
 
 
-def test_the_first_cause_stays(make: Make) -> None:
+def test_first_cause_is_kept(make: Make) -> None:
     controls, groups, told = world(make, 2)
     first = Cause("MismatchError", 1, "rank 1 differs")
     assert controls[0].first_cause(groups[0]) is None
@@ -60,7 +60,7 @@ def test_the_first_cause_stays(make: Make) -> None:
     assert told[0].only() == first
 
 
-def test_who_joins_late_is_told(make: Make) -> None:
+def test_late_joiner_learns_the_failure(make: Make) -> None:
     early, late, heard = make(), make(), Told()
     early.join(Group.world(0, 2))
     cause = early.report_failure(Group.world(0, 2), Cause("AbortedError", 0, "enough"))
@@ -70,7 +70,7 @@ def test_who_joins_late_is_told(make: Make) -> None:
     assert make().first_cause(Group.world(0, 2)) == cause
 
 
-def test_to_leave_in_peace(make: Make) -> None:
+def test_clean_leave(make: Make) -> None:
     controls, groups, told = world(make, 3)
     left, waiting = together(lambda: controls[1].leave(groups[1]), lambda: controls[0].agree(groups[0], "x", 1, SOON))
     assert left is None
@@ -86,7 +86,7 @@ def test_to_leave_in_peace(make: Make) -> None:
     ("rank", "size", "words"),
     [(0, 2, "two processes claim to be rank 0"), (1, 3, "declares 3 ranks for world, other ranks 2")],
 )
-def test_contradictions_end_a_group_that_is_gathering(make: Make, rank: int, size: int, words: str) -> None:
+def test_conflicting_join_fails_a_forming_group(make: Make, rank: int, size: int, words: str) -> None:
     first, second = make(), make()
     first.join(Group.world(0, 2))
     with pytest.raises(MismatchError, match=words):
@@ -95,7 +95,7 @@ def test_contradictions_end_a_group_that_is_gathering(make: Make, rank: int, siz
         first.exchange(Group.world(0, 2), "x", 1, SOON)
 
 
-def test_contradictions_do_not_harm_a_group_that_is_complete(make: Make) -> None:
+def test_conflicting_join_does_not_affect_a_complete_group(make: Make) -> None:
     controls, groups, told = world(make, 2)
     with pytest.raises(MismatchError, match="two processes claim to be rank 1"):
         make().join(Group.world(1, 2))
@@ -129,7 +129,7 @@ def test_close_ends_a_wait(make: Make) -> None:
     assert isinstance(together(wait, close)[0], ClosedError)
 
 
-def test_give_up_tells_why(make: Make) -> None:
+def test_on_process_exit_reports_the_reason(make: Make) -> None:
     controls, groups, _ = world(make, 2)
     controls[1].on_process_exit(ValueError("no data"))
     with pytest.raises(PeerLostError, match="rank 0 of 2: rank 1 failed: ValueError: no data"):
@@ -148,7 +148,7 @@ class WordlessError(Exception):
 
 
 @pytest.mark.parametrize("error", [WordlessError("x"), ValueError("x" * (70 << 20))])
-def test_an_error_that_is_hard_to_tell_is_told_all_the_same(error: Exception) -> None:
+def test_unprintable_error_is_reported(error: Exception) -> None:
     def fail(comm: un.Communicator) -> None:
         if comm.rank == 1:
             raise error

@@ -47,14 +47,14 @@ def everything(peer: socket.socket) -> bytes:
 
 # -- strangers -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2, bytes(100), os.urandom(5000)])
-def test_garbage_is_answered_by_silence(server: Server, client: SocketControl, garbage: bytes) -> None:
+def test_garbage_gets_no_reply(server: Server, client: SocketControl, garbage: bytes) -> None:
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(garbage)
         assert everything(stranger) == b""
     assert works(client)
 
 
-def test_a_wrong_proof_ends_the_connection(server: Server, client: SocketControl) -> None:
+def test_wrong_proof_closes_the_connection(server: Server, client: SocketControl) -> None:
     greeting = Hello(b"a guess", client=True)
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(greeting.hello)
@@ -65,16 +65,14 @@ def test_a_wrong_proof_ends_the_connection(server: Server, client: SocketControl
     assert works(client)
 
 
-def test_who_says_nothing_is_turned_away(
-    monkeypatch: pytest.MonkeyPatch, server: Server, client: SocketControl
-) -> None:
+def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch, server: Server, client: SocketControl) -> None:
     monkeypatch.setattr(handshake, "_WITHIN_S", 0.1)
     with socket.create_connection(server.address) as stranger:
         assert everything(stranger) == b""
     assert works(client)
 
 
-def test_too_many_strangers_make_room_for_each_other(
+def test_excess_unauthenticated_connections_are_closed(
     monkeypatch: pytest.MonkeyPatch, server: Server, client: SocketControl
 ) -> None:
     monkeypatch.setattr(handshake, "_MAX_PENDING", 3)
@@ -86,7 +84,7 @@ def test_too_many_strangers_make_room_for_each_other(
 
 
 @pytest.mark.parametrize("how", ["repeated", "changed", "no value", "no request", "too long"])
-def test_a_bad_frame_ends_its_connection_only(server: Server, client: SocketControl, how: str) -> None:
+def test_bad_frame_closes_only_its_connection(server: Server, client: SocketControl, how: str) -> None:
     line, news = connect(server.address, SECRET, SOON)
     good = line._channel.seal(serialization.encode((1, ("num_keys",))))
     frames = {
@@ -112,7 +110,7 @@ def test_wrong_secret(server: Server) -> None:
     assert time.monotonic() - began < 5.0
 
 
-def test_something_else_listens() -> None:
+def test_port_of_another_protocol() -> None:
     def speak() -> None:
         with other.accept()[0] as peer:
             peer.sendall(b"220 mail here\r\n" * 10)
@@ -126,12 +124,12 @@ def test_something_else_listens() -> None:
         speaker.join(SOON)
 
 
-def test_nobody_listens() -> None:
+def test_connection_refused() -> None:
     with pytest.raises(CommTimeoutError, match=r"no answer from 127.0.0.1:1 after 0.2 s .*Is rank 0 running"):
         SocketControl(("127.0.0.1", 1), SECRET, 0.2)
 
 
-def test_somebody_listens_and_says_nothing() -> None:
+def test_silent_server() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(CommTimeoutError, match="no answer from"),
@@ -139,7 +137,7 @@ def test_somebody_listens_and_says_nothing() -> None:
         SocketControl(silent.getsockname(), SECRET, 0.2)
 
 
-def test_the_server_may_start_later() -> None:
+def test_server_may_start_later() -> None:
     with socket.create_server(("127.0.0.1", 0)) as placeholder:
         address = placeholder.getsockname()
     late: list[Server] = []
@@ -168,7 +166,7 @@ def test_the_server_may_start_later() -> None:
     late[0].close()
 
 
-def test_addresses_that_cannot_be_listened_at(server: Server) -> None:
+def test_invalid_listen_addresses(server: Server) -> None:
     with pytest.raises(CommError, match=f"port {server.address[1]} is taken by another program.*MASTER_PORT") as caught:
         Server(SECRET, *server.address)
     assert isinstance(caught.value.__cause__, OSError)
@@ -176,7 +174,7 @@ def test_addresses_that_cannot_be_listened_at(server: Server) -> None:
         Server(SECRET, "192.0.2.1")
 
 
-def test_who_does_not_read_holds_nobody_up(server: Server, client: SocketControl) -> None:
+def test_blocked_client_does_not_delay_others(server: Server, client: SocketControl) -> None:
     client.set("big", bytes(8 << 20))
     line, news = connect(server.address, SECRET, SOON)
     for number in range(4):
@@ -190,7 +188,7 @@ def test_who_does_not_read_holds_nobody_up(server: Server, client: SocketControl
     news.close()
 
 
-def test_what_is_too_big(server: Server, client: SocketControl) -> None:
+def test_oversized_values(server: Server, client: SocketControl) -> None:
     with pytest.raises(ValueError, match="too many for one message; at most 67108864"):
         client.set("huge", bytes(65 << 20))
     client.join(Group.world(0, 2))
@@ -210,7 +208,7 @@ def _refused(control: SocketControl, group: Group) -> None:
         control.exchange(group, "x", bytes(40 << 20), SOON)
 
 
-def test_a_stopped_server_does_not_hang_its_clients(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_server_does_not_hang_its_clients(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start(
         """
         import time
@@ -235,7 +233,7 @@ def test_a_stopped_server_does_not_hang_its_clients(start: Start, monkeypatch: p
     control.close()
 
 
-def test_who_stops_reading_wakes_everybody_who_waits(client: SocketControl) -> None:
+def test_lost_reader_wakes_all_waiting_clients(client: SocketControl) -> None:
     """A `get` whose time is up still waits, for another answer than its own."""
     client._reading.acquire()
     failures: list[str] = []

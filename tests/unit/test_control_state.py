@@ -48,7 +48,7 @@ verbs = st.one_of(
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), verbs), max_size=60))
-def test_any_story_answers_each_request_once(story: list[tuple[int, Any]]) -> None:
+def test_every_request_is_answered_once(story: list[tuple[int, Any]]) -> None:
     state = ControlState()
     asked: set[tuple[int, int]] = set()
     over: set[tuple[int, int]] = set()
@@ -72,7 +72,7 @@ def test_any_story_answers_each_request_once(story: list[tuple[int, Any]]) -> No
     assert asked <= waiting
 
 
-def test_what_was_brought_before_leaving_counts() -> None:
+def test_contributions_before_leaving_count() -> None:
     state = ControlState()
     for rank in range(2):
         state.handle(rank, 1, ("join", "g", rank, 2))
@@ -82,7 +82,7 @@ def test_what_was_brought_before_leaving_counts() -> None:
     assert sorted(out) == [(0, (2, "ok", [b"mine", b"yours"])), (1, (4, "ok", [b"mine", b"yours"]))]
 
 
-def test_enrol() -> None:
+def test_register_rank() -> None:
     state = ControlState()
     assert state.handle(1, 1, ("enrol", "world", 0, 2, "p")) == [(1, (1, "ok", "world1"))]
     assert state.handle(2, 2, ("enrol", "world", 1, 2, "q")) == [(2, (2, "ok", "world1"))]
@@ -94,7 +94,7 @@ def test_enrol() -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("nothing",), ("set", "k"), ("join", [], 0, 1), ("_forget",), "set"])
-def test_requests_out_of_form_are_refused(words: Any) -> None:
+def test_malformed_requests_are_rejected(words: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         ControlState().handle(1, 1, words)
 
@@ -115,7 +115,7 @@ def test_requests_out_of_form_are_refused(words: Any) -> None:
         ("add", "count", 1, 2),
     ],
 )
-def test_what_is_of_another_type_is_refused_at_once(words: tuple[object, ...]) -> None:
+def test_wrong_types_are_rejected_immediately(words: tuple[object, ...]) -> None:
     """A number would become as many bytes, and others would get the error of a comparison."""
     state = ControlState()
     state.handle(1, 1, ("join", "world", 0, 2))

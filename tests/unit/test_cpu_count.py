@@ -25,7 +25,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_only_those_count_that_the_process_may_run_on() -> None:
+def test_cpu_affinity_is_respected() -> None:
     assert cores() == 16
     assert share_of_cores(None, 3) == 5
 
@@ -41,7 +41,7 @@ def test_only_those_count_that_the_process_may_run_on() -> None:
         ({"SLURM_STEP_ID": "0", "RANK": "3"}, 16),
     ],
 )
-def test_what_a_launcher_bound_a_rank_to_does_not_count(
+def test_binding_by_a_launcher_is_ignored(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: int
 ) -> None:
     for name, value in variables.items():
@@ -53,12 +53,12 @@ def test_what_a_launcher_bound_a_rank_to_does_not_count(
     ("said", "found"),
     [("max 100000\n", 16), ("200000 100000\n", 2), ("50000 100000\n", 1), ("9900000 100000\n", 16), ("what?\n", 16)],
 )
-def test_a_control_group_may_allow_less(machine: Path, said: str, found: int) -> None:
+def test_cgroup_limit_is_respected(machine: Path, said: str, found: int) -> None:
     (machine / "cpu.max").write_text(said)
     assert cores() == found
 
 
-def test_the_least_of_all_groups_above_counts(machine: Path) -> None:
+def test_smallest_limit_of_parent_cgroups_counts(machine: Path) -> None:
     (machine / "cgroup").write_text("0::/job/step\n")
     (machine / "job" / "step").mkdir(parents=True)
     for group, said in (("", "900000 100000"), ("job", "300000 100000"), ("job/step", "max 100000")):
@@ -67,7 +67,7 @@ def test_the_least_of_all_groups_above_counts(machine: Path) -> None:
 
 
 @pytest.mark.parametrize(("quota", "found"), [("-1", 16), ("300000", 3)])
-def test_older_control_groups_are_known(machine: Path, quota: str, found: int) -> None:
+def test_cgroup_v1_is_supported(machine: Path, quota: str, found: int) -> None:
     (machine / "cgroup").write_text("9:memory:/other\n4:cpu,cpuacct:/job\n")
     (machine / "cpu" / "job").mkdir(parents=True)
     (machine / "cpu" / "job" / "cpu.cfs_quota_us").write_text(quota + "\n")

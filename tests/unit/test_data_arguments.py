@@ -18,7 +18,7 @@ TWO = [np.int64(2), torch.tensor(2), np.uint8(2)]
 
 
 @pytest.mark.parametrize("two", TWO)
-def test_counts_of_any_kind_are_means_of_the_same(two: Any) -> None:
+def test_counts_of_any_integer_type(two: Any) -> None:
     assert un.data.gather_metrics(None, {"loss": 5.0}, count=two) == {"loss": 2.5}
 
 
@@ -32,7 +32,7 @@ def test_counts_of_any_kind_are_means_of_the_same(two: Any) -> None:
         lambda: ShardPartition(["a"], lambda name: range(9)),
     ],
 )
-def test_states_are_plain_whatever_counts_are(make: Callable[[], Any], two: Any) -> None:
+def test_states_hold_plain_integers(make: Callable[[], Any], two: Any) -> None:
     states = []
     for number in (two, 2):
         share = make()
@@ -50,7 +50,7 @@ def test_states_are_plain_whatever_counts_are(make: Callable[[], Any], two: Any)
 
 
 @pytest.mark.parametrize("indices", [torch.tensor([True, False, True]), [0.5, 1.5], np.array([1.0])])
-def test_masks_and_fractions_are_no_indices(indices: Any) -> None:
+def test_masks_and_fractions_are_rejected_as_indices(indices: Any) -> None:
     with pytest.raises(TypeError, match="indices must be integers"):
         Partition("abc", indices)
 
@@ -77,7 +77,7 @@ class Drawn(Sampler[int]):
             yield int(torch.randint(1000, (1,)))
 
 
-def test_ranks_that_are_threads_draw_alike() -> None:
+def test_thread_ranks_draw_equal_numbers() -> None:
     def program(comm: un.Communicator) -> list[int]:
         sampler = PartitionSampler(range(1000), num_replicas=1, rank=0, partition=un.data.sampled(Drawn()))
         comm.barrier()

@@ -35,7 +35,7 @@ def flat(batches: Iterable[Iterable[int]]) -> list[int]:
 
 # -- torchdata ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_state_is_what_came_out_of_the_loader(workers: int) -> None:
+def test_state_counts_samples_out_of_the_loader(workers: int) -> None:
     whole = [listed(loader(2, rank)) for rank in range(2)]
     for stop in (1, 3) if workers else range(8):
         old = loader(2, 0, workers)
@@ -59,7 +59,7 @@ def given_by(whole: list[list[list[int]]], steps: int) -> list[int]:
     return [sample for rank in whole for batch in rank[:steps] for sample in batch]
 
 
-def test_epochs_follow_each_other_as_with_torchs_sampler() -> None:
+def test_epochs_equal_those_of_torch_sampler() -> None:
     ours = loader(2, 0)
     orders = []
     for epoch in range(3):
@@ -73,7 +73,7 @@ def test_epochs_follow_each_other_as_with_torchs_sampler() -> None:
     assert flat(listed(resumed)) == orders[1]
 
 
-def test_a_finished_loader_begins_again_and_says_so() -> None:
+def test_finished_loader_restarts_with_a_warning() -> None:
     ours = loader(2, 0)
     first = listed(ours)
     resumed = loader(2, 0)
@@ -82,7 +82,7 @@ def test_a_finished_loader_begins_again_and_says_so() -> None:
         assert listed(resumed) == first
 
 
-def test_the_state_of_a_resumed_loader_resumes() -> None:
+def test_resumed_loader_state_resumes() -> None:
     whole = listed(loader(2, 0))
     given, state = [], None
     for _ in range(5):
@@ -96,7 +96,7 @@ def test_the_state_of_a_resumed_loader_resumes() -> None:
 
 # -- torch's loader ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_was_fetched_ahead_is_given_out_again(workers: int) -> None:
+def test_prefetched_samples_are_repeated_after_a_resume(workers: int) -> None:
     sampler = PartitionSampler(DATA, num_replicas=2, rank=0)
     trained = []
     for batch in islice(DataLoader(DATA, batch_size=4, sampler=sampler, num_workers=workers), 3):
@@ -119,7 +119,7 @@ def together(ranks: list[GlobalBatchSampler]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_steps_are_made_of_the_same_samples_on_any_number_of_ranks(size: int) -> None:
+def test_steps_hold_equal_samples_on_any_number_of_ranks(size: int) -> None:
     alone = [sorted(batch) for batch in batches(1, 0)]
     assert [len(batch) for batch in alone] == [8] * 6 + [5]
     assert together([batches(size, rank) for rank in range(size)]) == alone
@@ -134,7 +134,7 @@ def test_steps_are_made_of_the_same_samples_on_any_number_of_ranks(size: int) ->
         assert together(ranks) == alone[done:]
 
 
-def test_a_rank_has_the_same_batches_after_a_resume() -> None:
+def test_rank_keeps_its_batches_after_a_resume() -> None:
     whole = list(batches(3, 2))
     first = batches(3, 2)
     first.advance(3)
@@ -144,7 +144,7 @@ def test_a_rank_has_the_same_batches_after_a_resume() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_keep_their_state_in_torchdatas_loader(workers: int) -> None:
+def test_batches_keep_their_state_in_torchdata_loader(workers: int) -> None:
     def ours(size: int) -> StatefulDataLoader[Any]:
         return StatefulDataLoader(DATA, batch_sampler=batches(size, 0), num_workers=workers)
 
@@ -158,7 +158,7 @@ def test_batches_keep_their_state_in_torchdatas_loader(workers: int) -> None:
     assert [sorted(batch) for batch in listed(other)] == [sorted(batch) for batch in batches(1, 0)][3:]
 
 
-def test_states_of_all_ranks_are_one_state() -> None:
+def test_states_of_all_ranks_are_merged() -> None:
     ranks = [batches(3, rank) for rank in range(3)]
     for sampler in ranks:
         sampler.advance(2)
@@ -190,7 +190,7 @@ def test_batches_of_another_sampler() -> None:
         ranks[0].advance()
 
 
-def test_batches_follow_other_ranks() -> None:
+def test_batches_of_another_number_of_ranks() -> None:
     first, second = batches(2, 0), batches(2, 1)
     first.advance(2)
     second.advance(1)
@@ -202,7 +202,7 @@ def test_batches_follow_other_ranks() -> None:
         assert [sorted(batch) for batch in follower] == [sorted(batch) for batch in batches(1, 0)][done:]
 
 
-def test_wrong_batches_are_refused() -> None:
+def test_wrong_batches_are_rejected() -> None:
     with pytest.raises(ValueError, match="batch_size must be 1 or more"):
         GlobalBatchSampler(DATA, batch_size=0)
     with pytest.raises(ValueError, match="deal samples in turns"):
@@ -231,7 +231,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_any_sampler_is_dealt_in_turns(name: str) -> None:
+def test_any_sampler_is_divided_round_robin(name: str) -> None:
     before = torch.get_rng_state()
     # Every rank has a sampler of its own.
     ranks = [
@@ -250,6 +250,6 @@ def test_any_sampler_is_dealt_in_turns(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_sampler_has_an_order_of_its_own() -> None:
+def test_sampler_order_is_independent() -> None:
     with pytest.raises(ValueError, match="its own order"):
         list(PartitionSampler(range(5), partition="sampled", shuffle=True))

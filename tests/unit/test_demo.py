@@ -39,7 +39,7 @@ def demo(*options: object) -> int:
 
 # -- the whole of it -------------------------------------------------------------------------------
 @pytest.mark.soak
-def test_as_users_run_it() -> None:
+def test_command_line() -> None:
     command = [sys.executable, "-W", "error", "-m", "unisono", "demo"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def test_as_users_run_it() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_own_pictures_on_threads(ranks: int, archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_images_with_threads(ranks: int, archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo("--backend", "thread", "--ranks", ranks, "--epochs", 20, "--data", archive) == 0
     said = capsys.readouterr().out
     assert ACCURACY.findall(said) == ["100.0"]
@@ -64,7 +64,7 @@ def test_own_pictures_on_threads(ranks: int, archive: Path, capsys: pytest.Captu
     assert NEXT.search(said)
 
 
-def test_proof_fails_if_nothing_is_averaged(
+def test_equivalence_fails_without_averaging(
     archive: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(un, "average_gradients", lambda model, comm: None)
@@ -72,7 +72,7 @@ def test_proof_fails_if_nothing_is_averaged(
     assert re.search(r"no weight differs .* FAILED", capsys.readouterr().out)
 
 
-def test_proof_fails_if_the_ring_is_no_sum(
+def test_equivalence_fails_with_a_wrong_ring(
     archive: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demonstration, "ring_error", lambda comm, seed: float("nan"))
@@ -129,7 +129,7 @@ def test_ranks_share_each_batch(ranks: int) -> None:
         (["--data", "/nowhere/at/all"], "/nowhere/at/all does not exist: pass a folder"),
     ],
 )
-def test_refused(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_arguments(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo(*options) == 2
     said = capsys.readouterr()
     assert said.out == ""

@@ -42,13 +42,13 @@ def test_image_folder(mode: str, channels: int, tmp_path: Path) -> None:
     assert pictures.classes == 2
 
 
-def test_large_images_are_made_small(tmp_path: Path) -> None:
+def test_large_images_are_resized(tmp_path: Path) -> None:
     for index in range(10):
         image(tmp_path / str(index % 2), f"{index}.png", size=(100, 20))
     assert load(tmp_path).x.shape == (10, 1, 20, 32)
 
 
-def test_arrays_by_either_names(tmp_path: Path) -> None:
+def test_arrays_with_either_name(tmp_path: Path) -> None:
     x, y = arrays()
     np.savez_compressed(tmp_path / "a.npz", images=x, labels=y.astype(str))
     np.savez(tmp_path / "b.npz", x=x.astype(">f8")[..., None].repeat(3, axis=3), y=y + 7)
@@ -59,7 +59,7 @@ def test_arrays_by_either_names(tmp_path: Path) -> None:
     torch.testing.assert_close(gray.x, coloured.x[:, :1], rtol=1e-3, atol=1e-3)
 
 
-def test_held_out_pictures_are_not_trained_on(tmp_path: Path) -> None:
+def test_held_out_images_are_not_used_for_training(tmp_path: Path) -> None:
     x, y = arrays()
     np.savez(tmp_path / "data.npz", x=x, y=y)
     pictures = load(tmp_path / "data.npz")
@@ -103,7 +103,7 @@ def too_few(path: Path) -> None:
         (too_few, "training needs at least 10"),
     ],
 )
-def test_refused_folder(
+def test_rejected_folder(
     make: Callable[[Path], None], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "data")
@@ -124,7 +124,7 @@ def test_refused_folder(
         ({"x": np.zeros((0, 8, 8)), "y": np.zeros(0, int)}, "(0, 8, 8)"),
     ],
 )
-def test_refused_arrays(
+def test_rejected_arrays(
     given: dict[str, Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.savez(tmp_path / "data.npz", **given)
@@ -132,7 +132,7 @@ def test_refused_arrays(
     assert sentence in capsys.readouterr().err
 
 
-def test_refused_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x, y = arrays()
     np.savez(tmp_path / "damaged.npz", x=x, y=y)
     whole = bytearray((tmp_path / "damaged.npz").read_bytes())

@@ -67,7 +67,7 @@ def largest(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("lr", "momentum", "nesterov"), [(0.7, 0.9, True), (0.7, 0.9, False), (0.3, 0.0, False)])
-def test_it_is_the_papers_algorithm(size: int, lr: float, momentum: float, nesterov: bool) -> None:
+def test_matches_the_published_algorithm(size: int, lr: float, momentum: float, nesterov: bool) -> None:
     def program(comm: un.Communicator) -> list[torch.Tensor]:
         parameters = weights()
         with DiLoCo(parameters, comm, 4, lr, momentum, nesterov, bucket_cap_mb=40 / 2**20) as diloco:
@@ -80,7 +80,7 @@ def test_it_is_the_papers_algorithm(size: int, lr: float, momentum: float, neste
     assert largest(found[0], by_hand(size, 4, lr, momentum, nesterov)) < 1e-12
 
 
-def test_a_whole_step_without_momentum_is_local_sgd() -> None:
+def test_full_step_without_momentum_is_local_sgd() -> None:
     def program(comm: un.Communicator) -> float:
         first, second = weights(), weights()
         plain = DiLoCo(first, comm, 3, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
@@ -91,7 +91,7 @@ def test_a_whole_step_without_momentum_is_local_sgd() -> None:
     assert max(run_ranks(program, 3)) < 1e-12
 
 
-def test_between_outer_steps_each_rank_is_on_its_own() -> None:
+def test_ranks_are_independent_between_outer_steps() -> None:
     def program(comm: un.Communicator) -> tuple[float, float, list[float]]:
         weight = torch.zeros(2, requires_grad=True)
         diloco = DiLoCo([weight], comm, every=100)
@@ -120,7 +120,7 @@ def test_another_outer_optimizer() -> None:
         assert found == pytest.approx([0.5, -0.5, 0.0])
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_state_dict_resumes() -> None:
     def program(comm: un.Communicator) -> float:
         whole = weights()
         train(whole, comm.rank, range(STEPS), DiLoCo(whole, comm, 4).step)
@@ -152,7 +152,7 @@ def test_it_goes_on_from_its_state() -> None:
     assert run_ranks(program, 2) == [0.0, 0.0]
 
 
-def test_the_state_of_another_model_is_refused() -> None:
+def test_state_of_another_model_is_rejected() -> None:
     def program(comm: un.Communicator) -> None:
         state = DiLoCo([("a", torch.zeros(2)), ("b", torch.zeros(3))], comm).state_dict()
         diloco = DiLoCo([("a", torch.zeros(2)), ("b", torch.zeros(4))], comm)
@@ -163,7 +163,7 @@ def test_the_state_of_another_model_is_refused() -> None:
     run_ranks(program, 1)
 
 
-def test_a_state_that_the_outer_optimizer_refuses_changes_nothing() -> None:
+def test_rejected_outer_optimizer_state_changes_nothing() -> None:
     def program(comm: un.Communicator) -> None:
         diloco = DiLoCo([("a", torch.zeros(2))], comm)
         state = {**diloco.state_dict(), "steps": 3, "anchor": {"a": torch.ones(2)}}
@@ -176,7 +176,7 @@ def test_a_state_that_the_outer_optimizer_refuses_changes_nothing() -> None:
     run_ranks(program, 1)
 
 
-def test_ranks_must_start_together() -> None:
+def test_ranks_must_start_with_equal_parameters() -> None:
     def program(comm: un.Communicator) -> None:
         model = torch.nn.Linear(2, 2, dtype=torch.float64)
         with torch.no_grad():
@@ -190,7 +190,7 @@ def test_ranks_must_start_together() -> None:
     run_ranks(program, 3)
 
 
-def test_integers_stay_and_frozen_ones_do_too() -> None:
+def test_integer_and_frozen_parameters_are_unchanged() -> None:
     def program(comm: un.Communicator) -> tuple[list[int], list[float]]:
         index = torch.nn.Parameter(torch.tensor([comm.rank]), requires_grad=False)
         frozen = torch.nn.Parameter(torch.tensor([0.1, -0.0, 1e-30]), requires_grad=False)

@@ -33,7 +33,7 @@ def some(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 @given(st.sampled_from(ANY), st.integers(1, 40), st.data())
-def test_the_hash_sees_each_bit(dtype: torch.dtype, count: int, data: st.DataObject) -> None:
+def test_hash_depends_on_each_bit(dtype: torch.dtype, count: int, data: st.DataObject) -> None:
     tensor = some(count, dtype)
     byte = data.draw(st.integers(0, tensor.nbytes - 1))
     bit = 0 if dtype == torch.bool else data.draw(st.integers(0, 7))
@@ -44,7 +44,7 @@ def test_the_hash_sees_each_bit(dtype: torch.dtype, count: int, data: st.DataObj
 
 
 @given(st.integers(3, 50), st.data())
-def test_the_hash_sees_places_and_pairs(count: int, data: st.DataObject) -> None:
+def test_hash_depends_on_positions_and_pairs(count: int, data: st.DataObject) -> None:
     tensor = torch.arange(1.0, count + 1, dtype=torch.float64)
     i, j = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=2)))
     swapped, negative = tensor.clone(), tensor.clone()
@@ -55,7 +55,7 @@ def test_the_hash_sees_places_and_pairs(count: int, data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("count", [65535, 65536, 65537, 200_000])
-def test_the_hash_of_long_tensors(count: int) -> None:
+def test_hash_of_long_tensors(count: int) -> None:
     tensor = some(count, torch.int32)
     found = {int(tensor_hash(tensor))}
     for place_of in (0, count // 2, count - 1):
@@ -73,7 +73,7 @@ def test_the_hash_of_long_tensors(count: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("count", [0, 1, 6, 24])
-def test_the_hash_does_not_depend_on_memory(layout: str, count: int) -> None:
+def test_hash_is_independent_of_memory_layout(layout: str, count: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         values = torch.arange(1, count + 1).to(dtype)
         assert tensor_hash(place(values, layout).view) == tensor_hash(values)
@@ -96,7 +96,7 @@ def model(seed: int = 0) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
-def test_one_flipped_bit_is_named_on_every_rank(backend: str) -> None:
+def test_flipped_bit_is_reported_on_every_rank(backend: str) -> None:
     def program(comm: un.Communicator) -> list[str]:
         found = model()
         guard, told = DivergenceGuard(found, comm, every=2), []
@@ -139,7 +139,7 @@ def complaint(comm: un.Communicator, given: torch.nn.Module | list[torch.Tensor]
         ([0.0, 0.0, float("nan")], "rank 2 differs from ranks 0, 1 (by up to nan)"),
     ],
 )
-def test_who_differs(held: list[float], said: str) -> None:
+def test_differing_ranks(held: list[float], said: str) -> None:
     def program(comm: un.Communicator) -> str:
         return complaint(comm, [torch.ones(2), torch.tensor([5.0, held[comm.rank]])])
 
@@ -159,7 +159,7 @@ def test_any_dtype(dtype: torch.dtype) -> None:
         assert "'parameter 0': rank 1 differs from rank 0 (by up to 1)" in found
 
 
-def test_many_are_counted() -> None:
+def test_many_differences_are_counted() -> None:
     def program(comm: un.Communicator) -> str:
         return complaint(comm, [torch.full((2,), float(comm.rank)) for _ in range(10)])
 
@@ -168,7 +168,7 @@ def test_many_are_counted() -> None:
     assert "; and 6 more, the last of them 'parameter 9'" in found
 
 
-def test_buffers_count_if_asked() -> None:
+def test_buffers_are_checked_on_request() -> None:
     def program(comm: un.Communicator) -> None:
         found = model()
         found[1].running_mean += comm.rank
@@ -181,7 +181,7 @@ def test_buffers_count_if_asked() -> None:
     run_ranks(program, 2)
 
 
-def test_it_checks_by_schedule_and_by_hook() -> None:
+def test_checks_by_schedule_and_by_hook() -> None:
     def program(comm: un.Communicator) -> tuple[list[bool], int]:
         weight = torch.zeros(2, requires_grad=True)
         weight.grad = torch.full((2,), float(comm.rank))
@@ -211,7 +211,7 @@ def test_equal_models_pass(size: int) -> None:
     run_ranks(program, size)
 
 
-def test_models_of_other_shapes_are_named_at_once() -> None:
+def test_models_with_different_shapes_are_named() -> None:
     def program(comm: un.Communicator) -> None:
         with pytest.raises(MismatchError, match=r"'weight': rank 1 differs from rank 0 \(float32 \[2, 3\].* on rank 0"):
             un.checkpoint.assert_in_sync(torch.nn.Linear(3, 2 + comm.rank), comm)

@@ -71,7 +71,7 @@ def used(comm: un.Communicator) -> un.Communicator:
 
 
 @pytest.mark.parametrize("start", BACKENDS, indirect=True)
-def test_what_nobody_holds_goes_with_its_threads(start: Start) -> None:
+def test_unreferenced_communicator_is_freed_with_its_threads(start: Start) -> None:
     def program(rank: int) -> list[Any]:
         comm = used(start(rank))
         part = used(comm.dup())
@@ -87,7 +87,7 @@ def test_what_nobody_holds_goes_with_its_threads(start: Start) -> None:
 
 
 @pytest.mark.parametrize("start", BACKENDS, indirect=True)
-def test_parts_go_before_the_whole(start: Start) -> None:
+def test_subgroups_are_freed_before_the_parent(start: Start) -> None:
     """Their thread at once; all else when the next part is made, since all ranks have dropped them."""
 
     def dropped(comm: un.Communicator) -> Teardown:
@@ -114,7 +114,7 @@ def test_parts_go_before_the_whole(start: Start) -> None:
 
 
 @pytest.mark.parametrize("start", BACKENDS, indirect=True)
-def test_a_part_that_one_rank_still_holds_stays(start: Start) -> None:
+def test_subgroup_held_by_one_rank_stays(start: Start) -> None:
     def program(rank: int) -> list[bool]:
         over = []
         with start(rank) as comm:
@@ -131,7 +131,7 @@ def test_a_part_that_one_rank_still_holds_stays(start: Start) -> None:
 
 
 @pytest.mark.parametrize("start", BACKENDS, indirect=True)
-def test_parts_and_works_hold_it(start: Start) -> None:
+def test_subgroups_and_works_keep_the_communicator(start: Start) -> None:
     def program(rank: int) -> list[float]:
         comm = start(rank)
         t, u = torch.ones(2), torch.full((2,), float(rank))
@@ -153,7 +153,7 @@ def test_parts_and_works_hold_it(start: Start) -> None:
 
 
 @pytest.mark.parametrize("start", BACKENDS, indirect=True)
-def test_an_agent_holds_it_until_its_end(start: Start) -> None:
+def test_agent_keeps_the_communicator(start: Start) -> None:
     def program(rank: int) -> int:
         comm = start(rank)
         agent, engine = un.rpc.init(comm, expose=[divmod]), weakref.ref(comm._engine)
@@ -169,7 +169,7 @@ def test_an_agent_holds_it_until_its_end(start: Start) -> None:
 
 
 @pytest.mark.parametrize("start", BACKENDS, indirect=True)
-def test_who_waits_for_a_rank_that_dropped_it_is_told(start: Start) -> None:
+def test_waiting_rank_learns_of_a_dropped_communicator(start: Start) -> None:
     def program(rank: int) -> str:
         comm = start(rank)
         if rank == 0:
@@ -182,7 +182,7 @@ def test_who_waits_for_a_rank_that_dropped_it_is_told(start: Start) -> None:
 
 
 @pytest.mark.parametrize("start", ["thread"], indirect=True)
-def test_ranks_of_a_dropped_part_learn_why_one_does_not_come(start: Start) -> None:
+def test_dropped_subgroup_is_reported_to_its_ranks(start: Start) -> None:
     def program(rank: int) -> str:
         comm = start(rank)
         part = comm.dup()
@@ -199,7 +199,7 @@ def test_ranks_of_a_dropped_part_learn_why_one_does_not_come(start: Start) -> No
 
 
 @pytest.mark.parametrize("start", ["shm"], indirect=True)
-def test_a_fork_that_drops_its_copy_ends_nothing(start: Start) -> None:
+def test_forked_copy_can_be_dropped(start: Start) -> None:
     def program(rank: int) -> bool:
         comm = start(rank)
         ending = comm._engine.ending

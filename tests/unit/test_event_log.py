@@ -26,7 +26,7 @@ from unisono.errors import CommError
 from unisono.tools.cli import main
 
 
-def test_the_last_events_are_kept_in_order(tmp_path: Path) -> None:
+def test_last_events_are_kept_in_order(tmp_path: Path) -> None:
     record = EventLog(tmp_path / "a.events", rank=3, kept=4)
     for number in range(10):
         record.put("enter", "world", 3, number or None, f"call {number}")
@@ -35,7 +35,7 @@ def test_the_last_events_are_kept_in_order(tmp_path: Path) -> None:
     assert [(e.number, e.call, e.text) for e in events] == [(n + 1, n, f"call {n}") for n in range(6, 10)]
 
 
-def test_long_texts_are_cut_and_control_characters_are_shown_harmless(tmp_path: Path) -> None:
+def test_long_texts_are_truncated_and_control_characters_escaped(tmp_path: Path) -> None:
     record = EventLog(tmp_path / "a.events", rank=0)
     record.put("enter", "g" * 100, 0, None, "\x1b[31m" + "t" * 1000)
     event = read_events(tmp_path / "a.events")[2][0]
@@ -50,7 +50,7 @@ def test_any_text_is_kept(tmp_path: Path) -> None:
     assert read_events(tmp_path / "a.events")[2][0].text == "no file '?'"
 
 
-def test_where_no_events_can_be_kept_the_job_goes_on(
+def test_job_continues_without_an_event_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -59,7 +59,7 @@ def test_where_no_events_can_be_kept_the_job_goes_on(
     assert "no events are kept in UNISONO_EVENTS=" in caplog.text
 
 
-def test_a_disk_that_is_full_is_met_before_anything_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_detected_before_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, start: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -85,7 +85,7 @@ def test_autopsy_of_equal_and_impossible_times(
 
 
 @given(data=st.binary(max_size=2000))
-def test_a_hostile_file_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_hostile_file_is_rejected_or_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("events") / "x.events"
     EventLog(path, 0, kept=4).put("enter", "world", 0, 1, "text")
     whole = bytearray(path.read_bytes())
@@ -106,7 +106,7 @@ def crash(comm: Any) -> None:
     comm.barrier()
 
 
-def test_autopsy_names_the_rank_that_was_killed(
+def test_autopsy_names_the_killed_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UNISONO_EVENTS", str(tmp_path / "events"))
@@ -119,7 +119,7 @@ def test_autopsy_names_the_rank_that_was_killed(
     assert "failed: PeerLostError" in said
 
 
-def test_autopsy_of_a_run_that_went_well(
+def test_autopsy_of_a_successful_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UNISONO_EVENTS", str(tmp_path))
@@ -128,7 +128,7 @@ def test_autopsy_of_a_run_that_went_well(
     assert "ended normally" in capsys.readouterr().out
 
 
-def test_autopsy_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_autopsy_of_an_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["autopsy", str(tmp_path / "none")]) == 2
     assert main(["autopsy", str(tmp_path)]) == 2
     (tmp_path / "x.events").write_bytes(b"x" * 100)
@@ -153,7 +153,7 @@ if __name__ == "__main__":
 """
 
 
-def test_status_asks_a_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
     line = 1 + next(i for i, text in enumerate(JOB.splitlines()) if "# here" in text)
@@ -178,7 +178,7 @@ def test_status_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert "process 1 is in no unisono job" in capsys.readouterr().err
 
 
-def test_a_door_tells_where_the_control_plane_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_socket_returns_the_control_address(monkeypatch: pytest.MonkeyPatch) -> None:
     # This process may have a part in other jobs, whose doors come first.
     monkeypatch.setattr("unisono.control.inspect_socket._name", lambda pid, number: f"\0unisono test/{pid}/{number}")
     with (
@@ -192,7 +192,7 @@ def test_a_door_tells_where_the_control_plane_is(monkeypatch: pytest.MonkeyPatch
         find_control(os.getpid())
 
 
-def test_a_door_answers_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_socket_rejects_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.control.inspect_socket._is_this_user", lambda other: False)
     door = InspectSocket(("127.0.0.1", 1), b"secret")
     try:

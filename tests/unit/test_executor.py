@@ -37,7 +37,7 @@ def test_regions_cover_a_run_in_segments() -> None:
     assert torch.cat([r.tensor for r in regions]).tolist() == [2, 3, 4, 5, 6, 7]
 
 
-def test_pieces_make_what_is_missing_of_the_right_kind() -> None:
+def test_missing_buffers_are_allocated_with_the_right_type() -> None:
     like = torch.zeros(3, dtype=torch.int16)
     (region,) = Pieces({}, like).regions(2, 3, 100)
     assert (region.tensor.dtype, region.tensor.numel()) == (torch.int16, 3)
@@ -47,7 +47,7 @@ def test_pieces_make_what_is_missing_of_the_right_kind() -> None:
     "tensor",
     [torch.zeros(3).expand(2, 3), torch.zeros(1).expand(4), torch.zeros(9).as_strided((3, 3), (1, 1))],
 )
-def test_overlapping_targets_are_refused(tensor: torch.Tensor) -> None:
+def test_overlapping_targets_are_rejected(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="share memory"):
         check_tensor(tensor, "t", CPU, written=True)
     check_tensor(tensor, "t", CPU, written=False)
@@ -68,7 +68,7 @@ def test_strided_targets_are_fine(tensor: torch.Tensor) -> None:
     check_tensor(tensor, "t", CPU, written=True)
 
 
-def test_tensors_that_cannot_travel() -> None:
+def test_unsendable_tensors() -> None:
     with pytest.raises(TypeError, match=r"must be a torch\.Tensor, not list"):
         check_tensor([1], "t", CPU, written=False)
     with pytest.raises(ValueError, match="to_dense"):
@@ -84,7 +84,7 @@ def test_tensors_that_cannot_travel() -> None:
         check_tensor(hidden, "t", CPU, written=False)
 
 
-def test_columns_of_a_matrix_lie_apart_and_slices_that_meet_do_not() -> None:
+def test_columns_are_disjoint_and_overlapping_slices_are_not() -> None:
     matrix = torch.zeros(4, 3)
     check_apart([(f"column {i}", matrix[:, i]) for i in range(3)])
     flat = torch.zeros(10)
@@ -148,7 +148,7 @@ def test_cheapest_algorithm_depends_on_size() -> None:
     assert long != "direct"
 
 
-def test_fewest_bytes_are_asked_for_by_name() -> None:
+def test_fewest_bytes_can_be_requested() -> None:
     def program(comm: un.Communicator) -> str:
         with un.trace("/dev/null") as events:
             comm.all_reduce(torch.ones(1), algorithm="fewest_bytes")
@@ -162,7 +162,7 @@ def test_fewest_bytes_are_asked_for_by_name() -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize("name", ALGORITHMS["all_reduce"].names())
-def test_segments_of_any_size_give_the_same_bits(name: str, chunk_bytes: int) -> None:
+def test_segments_of_any_size_give_equal_bits(name: str, chunk_bytes: int) -> None:
     inputs = [torch.randn(37, generator=torch.Generator().manual_seed(r)) for r in range(5)]
 
     def program(comm: un.Communicator) -> torch.Tensor:
@@ -176,7 +176,7 @@ def test_segments_of_any_size_give_the_same_bits(name: str, chunk_bytes: int) ->
     assert torch.allclose(whole[0], torch.stack(inputs).sum(0), atol=1e-5)
 
 
-def test_at_most_eight_batches_are_under_way() -> None:
+def test_at_most_eight_batches_are_in_flight() -> None:
     from unisono.collectives.executor import IN_FLIGHT, execute
 
     flying, most = 0, 0
@@ -204,7 +204,7 @@ def test_at_most_eight_batches_are_under_way() -> None:
     assert (flying, most) == (0, IN_FLIGHT)
 
 
-def test_tensors_of_a_device_that_the_transport_does_not_see_are_staged() -> None:
+def test_tensors_of_an_unsupported_device_are_staged() -> None:
     class Elsewhere(ThreadTransport):
         host_staged = frozenset({"cpu"})
 

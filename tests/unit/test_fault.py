@@ -70,11 +70,11 @@ def faulty(**faults: Any) -> Callable[[Transport], Transport]:
     return functools.partial(Faulty, **faults)
 
 
-def test_without_faults_all_is_passed_on() -> None:
+def test_messages_pass_without_faults() -> None:
     assert survivors(0) == list(range(COUNT))
 
 
-def test_drops_are_as_many_as_asked_for_and_repeatable() -> None:
+def test_drop_rate_is_as_requested_and_repeatable() -> None:
     arrived = survivors(1, drop=0.3)
     assert 0.6 * COUNT < len(arrived) < 0.8 * COUNT
     assert survivors(1, drop=0.3) == arrived
@@ -82,7 +82,7 @@ def test_drops_are_as_many_as_asked_for_and_repeatable() -> None:
     assert survivors(1, drop=1.0) == []
 
 
-def test_fates_do_not_depend_on_what_else_is_sent() -> None:
+def test_decisions_are_independent_of_other_messages() -> None:
     inner = Recorder()
     faulty = Faulty(inner, seed=1, drop=0.3)
     for number in range(COUNT):
@@ -96,7 +96,7 @@ def test_receives_are_never_dropped() -> None:
     assert [type(m) for m in inner.posted] == [Recv]
 
 
-def test_delays_keep_the_order_of_a_stream() -> None:
+def test_delays_keep_message_order() -> None:
     inner = Recorder()
     late = Faulty(inner, seed=1, delay=0.3, delay_s=0.001)
     works = [late.post([message(number), message(number, tag=1), message(number, peer=2)]) for number in range(50)]
@@ -107,7 +107,7 @@ def test_delays_keep_the_order_of_a_stream() -> None:
         assert sent == list(range(50))
 
 
-def test_a_delay_does_not_hold_up_the_caller_or_other_streams() -> None:
+def test_delay_does_not_block_the_caller_or_other_streams() -> None:
     inner = Recorder()
     late = Faulty(inner, seed=0, delay=1.0, delay_s=0.2)
     started = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_delay_does_not_hold_up_the_caller_or_other_streams() -> None:
     assert (work.is_completed(), work.exception()) == (True, None)
 
 
-def test_an_abort_ends_what_is_late() -> None:
+def test_abort_ends_delayed_messages() -> None:
     inner = Recorder()
     late = Faulty(inner, seed=0, delay=1.0, delay_s=60.0)
     work = late.post([message(1)])
@@ -137,7 +137,7 @@ def test_an_abort_ends_what_is_late() -> None:
     assert inner.numbers == []
 
 
-def test_a_dropped_message_is_missed_by_its_receiver() -> None:
+def test_receiver_times_out_on_a_dropped_message() -> None:
     def program(comm: un.Communicator) -> str:
         if comm.rank == 0:
             comm.send(torch.ones(1), 1)
@@ -153,7 +153,7 @@ def test_a_dropped_message_is_missed_by_its_receiver() -> None:
     assert "from rank 0" in missed
 
 
-def test_collectives_suffer_too_and_native_ones_are_hidden() -> None:
+def test_collectives_are_affected_and_native_ones_hidden() -> None:
     def program(comm: un.Communicator) -> None:
         comm.all_reduce(torch.ones(4), timeout=0.2)
 
@@ -162,7 +162,7 @@ def test_collectives_suffer_too_and_native_ones_are_hidden() -> None:
             run_ranks(program, 2, backend, wrap=faulty(seed=0, drop=1.0))
 
 
-def test_a_duplicate_arrives_again() -> None:
+def test_duplicate_arrives_twice() -> None:
     arrived = survivors(1, duplicate=0.3)
     twice = [number for number in range(COUNT) if arrived.count(number) == 2]
     assert arrived == sorted(arrived)
@@ -171,7 +171,7 @@ def test_a_duplicate_arrives_again() -> None:
     assert survivors(1, duplicate=0.3) == arrived
 
 
-def test_what_is_overtaken_comes_after_the_next_of_its_stream() -> None:
+def test_reordered_message_arrives_after_the_next() -> None:
     inner = Recorder()
     swapping = Faulty(inner, seed=2, reorder=0.3, delay_s=60.0)
     # The last one waits for a next one, which does not come.
@@ -185,7 +185,7 @@ def test_what_is_overtaken_comes_after_the_next_of_its_stream() -> None:
     swapping.abort(AbortedError("enough"))
 
 
-def test_one_bit_changes_and_the_sender_keeps_its_own() -> None:
+def test_corruption_flips_one_bit_of_a_copy() -> None:
     inner = Recorder()
     spoiling = Faulty(inner, seed=1, corrupt=1.0)
     sent = [torch.randn(100), torch.zeros(7, dtype=torch.bool), torch.arange(3), torch.zeros(0)]
@@ -198,7 +198,7 @@ def test_one_bit_changes_and_the_sender_keeps_its_own() -> None:
         assert sum(byte.bit_count() for byte in bits) == (1 if t.numel() else 0)
 
 
-def test_a_frozen_rank_comes_back_and_one_that_does_not_is_freed_by_an_abort() -> None:
+def test_frozen_rank_returns_or_is_released_by_abort() -> None:
     for freeze_s in (0.05, None):
         inner = Recorder()
         frozen = Faulty(inner, seed=0, freeze_at=2, freeze_s=freeze_s)
@@ -214,7 +214,7 @@ def test_a_frozen_rank_comes_back_and_one_that_does_not_is_freed_by_an_abort() -
         assert inner.numbers == [1, 2]
 
 
-def test_a_slow_link_takes_its_bytes_one_after_another() -> None:
+def test_slow_link_serializes_bytes() -> None:
     def program(comm: un.Communicator) -> float:
         started = time.monotonic()
         tensors = [torch.zeros(1000, dtype=torch.uint8) for _ in range(3)]
@@ -228,7 +228,7 @@ def test_a_slow_link_takes_its_bytes_one_after_another() -> None:
     assert max(un.simulate(program, 2, faults={"slow_bytes_per_s": 1000.0, "ranks": [1]}).results) < 0.1
 
 
-def test_all_faults_follow_into_parts() -> None:
+def test_faults_apply_to_subgroups() -> None:
     asked: dict[str, Any] = {"seed": 3, "drop": 0.1, "delay": 0.2, "duplicate": 0.3, "reorder": 0.4, "corrupt": 0.5}
     asked |= {"delay_s": 1.0, "kill_at": 7, "freeze_at": 8, "freeze_s": 9.0, "slow_bytes_per_s": 10.0, "ranks": (1,)}
     part = Faulty(Recorder(), **asked).split(Group("world/part", 0, (1, 2)))
@@ -238,7 +238,7 @@ def test_all_faults_follow_into_parts() -> None:
     assert part._faults.kill_at == 7
 
 
-def test_a_kill_finds_the_transport_under_other_wrappers() -> None:
+def test_kill_reaches_the_wrapped_transport() -> None:
     class Plain(Wrapper):
         def wrap_child(self, inner: Transport) -> Plain:
             return Plain(inner)
@@ -247,7 +247,7 @@ def test_a_kill_finds_the_transport_under_other_wrappers() -> None:
         Faulty(Plain(Recorder()), seed=0, kill_at=1).post([message(1)])
 
 
-def test_parts_are_as_faulty() -> None:
+def test_subgroups_have_the_same_faults() -> None:
     part = Faulty(Recorder(), seed=1, drop=1.0).split(Group("world/part", 0, (0, 1)))
     part.post([message(1)]).wait(1.0)
     assert isinstance(part, Faulty)
@@ -269,6 +269,6 @@ def test_parts_are_as_faulty() -> None:
         ({"slow_bytes_per_s": 0}, "slow_bytes_per_s must be positive"),
     ],
 )
-def test_faults_that_make_no_sense_are_refused(faults: dict[str, Any], said: str) -> None:
+def test_invalid_faults_are_rejected(faults: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Faulty(Recorder(), seed=0, **faults)

@@ -26,7 +26,7 @@ def posts(comm: un.Communicator) -> int:
     return done
 
 
-def test_a_killed_thread_ends_by_an_error_of_its_own() -> None:
+def test_killed_thread_raises_its_own_error() -> None:
     other, killed = run_ranks(posts, 2, wrap=killing(1, at=3), on_failure="continue")
     assert isinstance(killed, KilledError)
     assert "post 3" in str(killed)
@@ -34,7 +34,7 @@ def test_a_killed_thread_ends_by_an_error_of_its_own() -> None:
     assert other.peer == 1
 
 
-def test_a_killed_process_ends_by_sigkill() -> None:
+def test_killed_process_ends_by_sigkill() -> None:
     other, killed = run_ranks(posts, 2, "gloo", wrap=killing(1, at=3), on_failure="continue")
     assert signal.SIGKILL.name in str(killed)
     assert isinstance(other, PeerLostError)

@@ -49,5 +49,5 @@ def program(comm: un.Communicator) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_forked_child_takes_no_part_and_leaves_nobody(backend: str) -> None:
+def test_forked_child_is_excluded_without_effect(backend: str) -> None:
     assert pool(backend, 2).run(program) == [("a fork, a fork", [2.0, 2.0]), ("", [2.0, 2.0])]

@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[Any, torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_flipped_bit_is_found_on_all_ranks(name: str) -> None:
+def test_flipped_bit_is_found_on_all_ranks(name: str) -> None:
     def program(comm: Any) -> str:
         with pytest.raises(CorruptedError, match="rank 1") as caught:
             CALLS[name](comm, torch.arange(6.0) + comm.rank)
@@ -66,7 +66,7 @@ def _outside(inner: Transport) -> Transport:
     return Flips(inner)
 
 
-def test_a_flipped_bit_of_a_message_is_found() -> None:
+def test_flipped_bit_of_a_message_is_found() -> None:
     class Spoils(Flips):
         def post(self, batch: Any) -> Work:
             work = self.inner.post(batch)
@@ -118,7 +118,7 @@ def nothing_wrong(comm: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_what_is_right_stays_right(backend: str) -> None:
+def test_correct_calls_pass(backend: str) -> None:
     full = pool(backend, 2, check="full").run(nothing_wrong)
     assert full == pool(backend, 2).run(nothing_wrong)
 
@@ -134,7 +134,7 @@ CHANGED: dict[str, Callable[[Any, torch.Tensor], Work]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_buffer_changed_before_wait_is_found(name: str) -> None:
+def test_buffer_changed_before_wait_is_found(name: str) -> None:
     changed = threading.Event()
 
     def program(comm: Any) -> str:
@@ -159,6 +159,6 @@ def test_a_buffer_changed_before_wait_is_found(name: str) -> None:
     assert run_ranks(program, 2, "thread", check="full") == ["done"] * 2
 
 
-def test_the_check_is_agreed_on() -> None:
+def test_check_mode_must_agree() -> None:
     with pytest.raises(ValueError, match="check must be"):
         un.init(check="most")  # type: ignore[arg-type]  # wrong or narrower on purpose

@@ -13,7 +13,7 @@ from unisono.transports.torch.gloo_sockets import Sockets
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are listed on Linux alone")
-def test_looking_at_connections_changes_none() -> None:
+def test_listing_connections_changes_none() -> None:
     def listen() -> socket.socket:
         return socket.create_server(("127.0.0.1", 0))
 
@@ -40,7 +40,7 @@ def test_looking_at_connections_changes_none() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are listed on Linux alone")
-def test_connections_that_were_reset_meanwhile_are_left_alone() -> None:
+def test_reset_connections_are_ignored() -> None:
     sockets = Sockets()
     with sockets.listening(lambda: socket.create_server(("127.0.0.1", 0))) as server:
         lost = socket.create_connection(server.getsockname())

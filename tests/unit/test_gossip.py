@@ -48,7 +48,7 @@ def test_named_topologies_keep_the_mean_and_connect_all(name: str) -> None:
 
 
 @given(st.integers(1, 9).flatmap(lambda size: st.tuples(st.just(size), st.sets(st.integers(0, size * size - 1)))))
-def test_any_mutual_neighbours_get_weights_that_keep_the_mean(drawn: tuple[int, set[int]]) -> None:
+def test_mutual_neighbours_get_mean_preserving_weights(drawn: tuple[int, set[int]]) -> None:
     size, edges = drawn
     pairs = {frozenset(divmod(edge, size)) for edge in edges}
     lists = [[other for other in range(size) if other != r and {r, other} in pairs] for r in range(size)]
@@ -62,7 +62,7 @@ def test_metropolis_and_hastings_weights() -> None:
     assert star.tolist() == [[0.25, 0.25, 0.25, 0.25], [0.25, 0.75, 0, 0], [0.25, 0, 0.75, 0], [0.25, 0, 0, 0.75]]
 
 
-def test_one_way_neighbours_that_are_in_balance() -> None:
+def test_balanced_directed_neighbours() -> None:
     # Two cycles through rank 0, which takes from two and gives to two; the others have one each.
     found = matrix([[2, 4], [0], [1], [0], [3]])
     check_doubly_stochastic(found)
@@ -86,7 +86,7 @@ def start(rank: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_round_is_the_matrix(name: str, size: int) -> None:
+def test_round_applies_the_mixing_matrix(name: str, size: int) -> None:
     def program(comm: un.Communicator) -> list[list[torch.Tensor]]:
         tensors = start(comm.rank)
         # Messages of 40 bytes, so that there are several.
@@ -113,7 +113,7 @@ def test_a_round_is_the_matrix(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [*product(NAMES, [1, 2, 5]), ("exponential", 8)])
-def test_the_mean_stays_and_all_come_to_it(name: str, size: int) -> None:
+def test_mean_is_kept_and_reached(name: str, size: int) -> None:
     def program(comm: un.Communicator) -> list[torch.Tensor]:
         values = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
         gossip = Gossip([values], comm, name)
@@ -134,7 +134,7 @@ def test_the_mean_stays_and_all_come_to_it(name: str, size: int) -> None:
         assert spread[3] < 1e-14
 
 
-def test_equal_parameters_stay_as_they_are() -> None:
+def test_equal_parameters_are_unchanged() -> None:
     given = torch.tensor([0.1, 1e-40, -3e38, 1 / 3])
 
     def program(comm: un.Communicator) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_lists_and_functions() -> None:
     assert [f[0] for f in run_ranks(program, 3, "thread", pairs)] == [0.5, 1.25, 1.25]
 
 
-def test_it_ends_in_the_mean_and_goes_on_from_its_state() -> None:
+def test_converges_to_the_mean_and_resumes() -> None:
     def program(comm: un.Communicator) -> tuple[list[float], float]:
         value = torch.tensor([float(comm.rank)])
         old = Gossip([value], comm, "exponential", every=2)
@@ -228,7 +228,7 @@ def test_bad_topologies_send_nothing(neighbours: str | Neighbours, said: str) ->
         topology(neighbours, 3)
 
 
-def test_topologies_and_models_that_differ() -> None:
+def test_different_topologies_and_models() -> None:
     def program(comm: un.Communicator) -> None:
         with pytest.raises(MismatchError, match="'topology': rank 0: grid; rank 1: ring"):
             Gossip([torch.zeros(1)], comm, "ring" if comm.rank else "grid")
@@ -240,7 +240,7 @@ def test_topologies_and_models_that_differ() -> None:
     run_ranks(program, 2)
 
 
-def test_on_processes() -> None:
+def test_with_processes() -> None:
     def program(comm: un.Communicator) -> list[float]:
         values = torch.full((3000,), float(comm.rank))
         with Gossip([values], comm, "exponential") as gossip:

@@ -44,7 +44,7 @@ def everything(comm: un.Communicator, count: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("hosts", UNEVEN, ids=str)
 @pytest.mark.parametrize("count", [3, 3000])
-def test_any_numbers_of_ranks_on_a_host_are_right(hosts: Hosts, count: int) -> None:
+def test_any_number_of_ranks_per_host(hosts: Hosts, count: int) -> None:
     size = sum(map(len, hosts))
     for rank, found in enumerate(run_ranks(everything, size, "thread+thread", count, hosts=hosts, chunk_bytes=4096)):
         numbers = torch.arange(count)
@@ -58,7 +58,7 @@ def test_any_numbers_of_ranks_on_a_host_are_right(hosts: Hosts, count: int) -> N
         assert found[f"reduce {rank}"] == (numbers * factor).tolist()
 
 
-def test_where_one_transport_is_enough_it_is_all_there_is() -> None:
+def test_single_transport_is_used_directly() -> None:
     def program(comm: un.Communicator) -> tuple[str, un.Communicator | None]:
         half = comm.split(comm.rank // 2)
         kinds = [type(part._engine.transport) for part in (comm, half, comm.split(comm.rank % 2))]
@@ -102,7 +102,7 @@ def crossing(monkeypatch: pytest.MonkeyPatch, hosts: Hosts, call: str, count: in
     return [sent[ranks[0]] for ranks in hosts]
 
 
-def test_what_crosses_between_hosts_crosses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_crosses_between_hosts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     two, four, uneven = ((0, 1), (2, 3)), ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1, 2), (3,))
     whole = 1 << 20
     for hosts in (two, four, uneven):
@@ -116,7 +116,7 @@ def test_what_crosses_between_hosts_crosses_once(monkeypatch: pytest.MonkeyPatch
     assert all(sent <= most * 1.01 for sent in crossing(monkeypatch, three, "all_reduce", whole))
 
 
-def test_a_pair_has_a_name() -> None:
+def test_pair_has_a_name() -> None:
     assert transport_named("shm+gloo") == Pair("shm", "gloo")
     assert transport_named("thread") is ThreadTransport
     for wrong, unknown in (("shm+", "''"), ("+gloo", "''"), ("shm+glue", "'glue'"), ("a+b", "'a'"), ("x+y+z", "'x'")):
@@ -124,13 +124,13 @@ def test_a_pair_has_a_name() -> None:
             un.init(wrong)
 
 
-def test_hosts_that_make_no_sense_are_refused() -> None:
+def test_invalid_hosts_are_rejected() -> None:
     for wrong in ([[0, 1]], [[0, 1], [1, 2]], [[0], [1], [2, 3]], [[0, 1, 2], []]):
         with pytest.raises(ValueError, match="hosts must name each of the ranks 0 to 2 once"):
             un.launch(lambda comm: None, 3, "thread", hosts=wrong)
 
 
-def test_pairs_that_carry_nothing_in_common_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_without_a_common_device_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = frozenset({"cuda"})
     split = ThreadTransport.connect.__func__  # type: ignore[attr-defined]  # not in the annotations of what it is
 
@@ -144,7 +144,7 @@ def test_pairs_that_carry_nothing_in_common_are_refused(monkeypatch: pytest.Monk
         run_ranks(lambda comm: None, 3, "thread+thread", hosts=[[0, 1], [2]])
 
 
-def test_a_training_step_goes_on_while_gradients_are_between_hosts() -> None:
+def test_training_step_overlaps_inter_host_traffic() -> None:
     def program(comm: un.Communicator) -> tuple[bool, list[float]]:
         model = torch.nn.Linear(4, 4, bias=False)
         torch.nn.init.ones_(model.weight)

@@ -65,7 +65,7 @@ def swap(lanes: HostLinks, host: int, count: int, content: bytes, digest: bytes 
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5000, 3 << 20])
-def test_everybody_hears_everybody(nbytes: int) -> None:
+def test_all_hosts_exchange(nbytes: int) -> None:
     said = [os.urandom(nbytes) for _ in range(3)]
     with hosts(3) as made:
         for _ in range(3):
@@ -75,7 +75,7 @@ def test_everybody_hears_everybody(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 3 << 20])
-def test_all_see_that_one_differs(nbytes: int) -> None:
+def test_mismatch_is_seen_by_all(nbytes: int) -> None:
     digests = [SAME, SAME, SAME[::-1]]
     with hosts(3) as made:
         found = at_once(
@@ -84,13 +84,13 @@ def test_all_see_that_one_differs(nbytes: int) -> None:
     assert [same for same, _ in found] == [False] * 3
 
 
-def test_other_lengths_are_a_difference_too() -> None:
+def test_different_lengths_are_a_mismatch() -> None:
     with hosts(2) as made:
         found = at_once(lambda: swap(made[0], 0, 2, bytes(10)), lambda: swap(made[1], 1, 2, bytes(3 << 20)))
     assert [same for same, _ in found[:2]] == [False, False]
 
 
-def test_a_host_that_says_nothing_is_named() -> None:
+def test_silent_host_is_named() -> None:
     with hosts(3) as made:
         found = at_once(*(lambda host=host: swap(made[host], host, 3, b"", within_s=1.0) for host in range(2)))
         for error in found:
@@ -100,7 +100,7 @@ def test_a_host_that_says_nothing_is_named() -> None:
             assert "rank 10" not in str(error)
 
 
-def test_a_host_that_goes_is_named() -> None:
+def test_leaving_host_is_named() -> None:
     with hosts(2) as made:
         made[1].close()
         (error,) = at_once(lambda: swap(made[0], 0, 2, b""))
@@ -108,7 +108,7 @@ def test_a_host_that_goes_is_named() -> None:
     assert "rank 10 at 10.0.0.1:1 was lost" in str(error)
 
 
-def test_an_abort_ends_a_wait_with_its_cause() -> None:
+def test_abort_ends_a_wait_with_its_cause() -> None:
     with hosts(2) as made:
         waits = threading.Event()
 

@@ -110,7 +110,7 @@ def enter(door: Door, address: Any, rank: int, more: bytes = b"") -> tuple[int |
     return number, said
 
 
-def test_silent_strangers_hold_up_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_do_not_delay_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     # So that nobody is let in only because a stranger's time was up.
     monkeypatch.setattr(module, "_WITHIN_S", 1000.0)
     hub, ends = LocalHub(), dict[int, Any]()
@@ -140,9 +140,7 @@ def test_silent_strangers_hold_up_no_host(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("length", [0, 8, HELLO_BYTES - 1, HELLO_BYTES])
-def test_a_client_that_does_not_prove_the_secret_in_time_is_hung_up_on(
-    monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
+def test_late_handshake_is_disconnected(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     hello = Hello(SECRET, client=True).hello
     with listening() as (door, address):
         with monkeypatch.context() as patch, knocking(address, hello[:length]) as (line,):
@@ -151,14 +149,14 @@ def test_a_client_that_does_not_prove_the_secret_in_time_is_hung_up_on(
         assert enter(door, address, 3) == (3, b"")
 
 
-def test_a_crowd_keeps_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_connections_do_not_block_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_PENDING", 4)
     with listening() as (door, address), knocking(address, *[b""] * 10) as lines:
         assert until(lambda: door.admitted(0.02) == [] and list(map(hung_up, lines)) == [True] * 6 + [False] * 4)
         assert enter(door, address, 5, b"what comes after") == (5, b"what comes after")
 
 
-def test_a_wrong_proof_is_hung_up_on_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_proof_is_disconnected_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WITHIN_S", 1000.0)
     with listening() as (door, address), knocking(address, b"") as (line,):
         saying = threading.Thread(target=lambda: line.sendall(proof(line, SECRET[::-1], 1)))
@@ -167,7 +165,7 @@ def test_a_wrong_proof_is_hung_up_on_immediately(monkeypatch: pytest.MonkeyPatch
         assert until(lambda: door.admitted(0.02) == [] and hung_up(line))
 
 
-def test_a_host_that_cannot_listen_is_named_on_every_host() -> None:
+def test_host_that_cannot_listen_is_named_on_every_host() -> None:
     hub, ends = LocalHub(), dict[int, Any]()
 
     def be(rank: int, address: str) -> None:

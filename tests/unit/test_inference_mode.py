@@ -25,7 +25,7 @@ def test_calls_in_inference_mode() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
-def test_calls_in_and_out_of_inference_mode_take_turns(algorithm: str) -> None:
+def test_calls_alternate_in_and_out_of_inference_mode(algorithm: str) -> None:
     def program(comm: un.Communicator) -> list[float]:
         for inference in (True, False, True):
             with torch.inference_mode(inference):
@@ -39,7 +39,7 @@ def test_calls_in_and_out_of_inference_mode_take_turns(algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "check"), [("thread", "auto"), ("thread", "full"), ("shm", "auto"), ("gloo", "auto")]
 )
-def test_a_tensor_made_in_inference_mode_takes_part_outside_of_it(backend: str, check: str) -> None:
+def test_inference_tensor_is_accepted_outside_inference_mode(backend: str, check: str) -> None:
     def program(comm: un.Communicator) -> list[float]:
         with torch.inference_mode():
             t = torch.ones(4)
@@ -75,7 +75,7 @@ def test_calls_after_inference_mode_and_with_its_tensors(backend: str) -> None:
 
 
 @pytest.mark.parametrize("receiver", [0, 1])
-def test_either_thread_may_deliver_into_a_tensor_of_inference_mode(receiver: int) -> None:
+def test_any_thread_may_write_to_an_inference_tensor(receiver: int) -> None:
     def program(comm: un.Communicator) -> list[float]:
         with torch.inference_mode(comm.rank == receiver):
             t = torch.full((4,), float(comm.rank))

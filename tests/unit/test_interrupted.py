@@ -25,7 +25,7 @@ def _interrupt(*_: object) -> None:
     raise InterruptError("enough")
 
 
-def test_a_call_that_a_signal_handler_ends_is_not_the_start_of_the_next_one() -> None:
+def test_interrupted_call_does_not_affect_the_next() -> None:
     def program(comm: un.Communicator) -> str:
         # The first call finds out whose communicator it is; the short way is for those after it.
         comm.all_reduce(torch.ones(4))
@@ -46,7 +46,7 @@ def test_a_call_that_a_signal_handler_ends_is_not_the_start_of_the_next_one() ->
 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_collective_inside_another_is_refused_and_the_outer_one_ends_well(
+def test_nested_collective_is_rejected_and_the_outer_one_completes(
     backend: str, async_op: bool, tmp_path: Path
 ) -> None:
     def program(comm: un.Communicator, async_op: bool, handled: Path) -> tuple[list[str], list[list[float]]]:
@@ -82,7 +82,7 @@ def test_a_collective_inside_another_is_refused_and_the_outer_one_ends_well(
         assert "Set a flag in the handler" in text
 
 
-def test_a_wrong_argument_breaks_nothing_on_the_short_way_either() -> None:
+def test_wrong_argument_on_the_fast_path_breaks_nothing() -> None:
     def program(comm: un.Communicator) -> list[float]:
         t = torch.ones(2)
         comm.all_reduce(t)
@@ -94,7 +94,7 @@ def test_a_wrong_argument_breaks_nothing_on_the_short_way_either() -> None:
     assert run_ranks(program, 2, "shm", timeout=10) == [[4.0, 4.0]] * 2
 
 
-def test_what_was_started_is_finished_by_close() -> None:
+def test_close_completes_started_calls() -> None:
     def program(comm: un.Communicator) -> list[float]:
         tensors = [torch.ones(1) for _ in range(5)]
         works = [comm.all_reduce(t, async_op=True) for t in tensors]
@@ -106,7 +106,7 @@ def test_what_was_started_is_finished_by_close() -> None:
     assert run_ranks(program, 2, "thread", timeout=10) == [[2.0] * 5] * 2
 
 
-def test_close_does_not_wait_for_who_has_died() -> None:
+def test_close_does_not_wait_for_a_dead_rank() -> None:
     def program(comm: un.Communicator) -> float:
         comm.barrier()
         if comm.rank == 1:

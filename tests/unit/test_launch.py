@@ -54,17 +54,17 @@ def never_comes(comm: un.Communicator) -> None:
     comm.all_reduce(torch.ones(3), timeout=0.5)
 
 
-def test_results_come_by_rank() -> None:
+def test_results_are_ordered_by_rank() -> None:
     assert un.launch(square, 3, "gloo", args=(5,)) == [0, 5, 10]
     assert un.launch(square, 2, "gloo", kwargs={"x": 2}) == [0, 2]
 
 
-def test_what_cannot_be_imported_goes_by_value() -> None:
+def test_unimportable_function_is_sent_by_value() -> None:
     offset = 7
     assert un.launch(lambda comm: comm.rank + offset, 2, "gloo") == [7, 8]
 
 
-def test_tensors_come_back() -> None:
+def test_tensors_are_returned() -> None:
     first, second = un.launch(lambda comm: torch.full((2,), comm.rank), 2, "gloo")
     assert first.tolist() == [0, 0]
     assert second.tolist() == [1, 1]
@@ -79,20 +79,20 @@ def test_first_error_is_raised_with_its_ranks_traceback(backend: str, program: o
     assert program.__name__ in "".join(traceback.format_tb(caught.value.__traceback__))
 
 
-def test_survivors_results_are_returned_if_asked_for() -> None:
+def test_survivors_results_are_returned_on_request() -> None:
     results = un.launch(die_on_1, 3, "gloo", timeout=20, on_failure="continue")
     assert results[0] == results[2] == "survived"
     assert isinstance(results[1], un.errors.PeerLostError)
     assert "SIGKILL" in str(results[1])
 
 
-def test_a_killed_rank_is_named() -> None:
+def test_killed_rank_is_named() -> None:
     with pytest.raises(un.errors.PeerLostError, match="rank 1 of 3 was ended by SIGKILL") as caught:
         un.launch(die_on_1, 3, "gloo", timeout=20)
     assert caught.value.peer == 1
 
 
-def test_a_rank_that_never_comes_is_named_and_ended() -> None:
+def test_rank_that_never_joins_is_named_and_ended() -> None:
     started = time.monotonic()
     with pytest.raises(un.errors.CommTimeoutError, match="rank 1") as caught:
         un.launch(never_comes, 2, "gloo")
@@ -105,12 +105,12 @@ def test_results_that_cannot_be_pickled_are_named() -> None:
         un.launch(lambda comm: (x for x in [1]), 1, "gloo")
 
 
-def test_environment_of_now_reaches_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_environment_reaches_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_TEST_WORD", "now")
     assert un.launch(lambda comm: os.environ.get("UNISONO_TEST_WORD"), 1, "gloo") == ["now"]
 
 
-def test_output_of_ranks_is_the_callers(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_inherit_the_output(capfd: pytest.CaptureFixture[str]) -> None:
     un.launch(lambda comm: print("hello from", comm.rank), 2, "gloo")
     assert sorted(capfd.readouterr().out.splitlines()) == ["hello from 0", "hello from 1"]
 
@@ -153,7 +153,7 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize("way", ["file", *(pytest.param(way, marks=pytest.mark.soak) for way in ("pipe", "-c"))])
-def test_from_a_script_a_pipe_and_the_command_line(way: str, tmp_path: object) -> None:
+def test_launch_from_script_pipe_and_command_line(way: str, tmp_path: object) -> None:
     text = textwrap.dedent(SCRIPT)
     path = tmp_path / "script with spaces.py"
     path.write_text(text)
@@ -169,7 +169,7 @@ def test_from_a_script_a_pipe_and_the_command_line(way: str, tmp_path: object) -
     assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
 
 
-def test_a_script_without_a_guard_says_so(tmp_path: object) -> None:
+def test_script_without_a_main_guard_is_an_error(tmp_path: object) -> None:
     path = tmp_path / "script.py"
     path.write_text("import unisono as un\nun.launch(print, 2, 'gloo')\n")
     ran = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=False)

@@ -40,7 +40,7 @@ def fork_a_caller(comm: un.Communicator) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_forks_calls_are_refused_and_its_parent_goes_on(backend: str) -> None:
+def test_forked_calls_are_rejected_and_the_parent_continues(backend: str) -> None:
     for said, total in un.launch(fork_a_caller, 2, backend, timeout=10.0):
         assert "of which this process is a fork" in said
         assert total == 2.0
@@ -58,7 +58,7 @@ def leave_a_child(comm: un.Communicator) -> None:
     os.kill(os.getpid(), signal.SIGRTMIN + 6)
 
 
-def test_a_ranks_own_children_do_not_hide_its_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_do_not_hide_the_death_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_TEST_FILE", str(tmp_path / "child"))
     started = time.monotonic()
     with pytest.raises(un.errors.PeerLostError, match=f"was ended by signal {signal.SIGRTMIN + 6}"):
@@ -72,14 +72,14 @@ class Unreadable:
         return int, ("no number",)
 
 
-def test_a_result_that_cannot_be_read_is_that_ranks_failure() -> None:
+def test_unreadable_result_is_a_failure_of_its_rank() -> None:
     found = un.launch(lambda comm: Unreadable() if comm.rank else 5, 2, "gloo", on_failure="continue")
     assert found[0] == 5
     assert isinstance(found[1], ValueError)
     assert found[1].__notes__ == ["while reading the result of rank 1"]
 
 
-def test_what_cannot_be_sent_leaves_nothing_behind() -> None:
+def test_unsendable_arguments_leave_nothing_behind() -> None:
     before = threading.active_count()
     with pytest.raises(TypeError, match="cannot be sent to the ranks"):
         un.launch(square, 2, "gloo", args=(threading.Lock(),))
@@ -87,13 +87,13 @@ def test_what_cannot_be_sent_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
-def test_a_rank_that_exits_does_not_end_the_caller(backend: str) -> None:
+def test_exiting_rank_does_not_end_the_caller(backend: str) -> None:
     with pytest.raises(un.errors.PeerLostError, match=r"rank 1 of 2 ended by SystemExit\(0\)") as caught:
         un.launch(lambda comm: sys.exit(0) if comm.rank else comm.barrier(), 2, backend)
     assert caught.value.peer == 1
 
 
-def test_no_gpu_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(un.errors.UnavailableError, match="torch sees none"):
         un.launch(square, 2, "thread", device="cuda")
@@ -117,7 +117,7 @@ TYPED = """
 
 
 @pytest.mark.soak
-def test_typed_programs_take_their_own_classes_along_and_need_no_output(tmp_path: Path) -> None:
+def test_typed_programs_carry_their_classes(tmp_path: Path) -> None:
     ran = subprocess.run(
         ["sh", "-c", 'exec "$0" - "$1" >&-', sys.executable, f"{tmp_path}/said"],
         input=textwrap.dedent(TYPED),
@@ -129,7 +129,7 @@ def test_typed_programs_take_their_own_classes_along_and_need_no_output(tmp_path
     assert (tmp_path / "said").read_text() == "done", ran.stderr
 
 
-def test_an_interrupt_ends_ranks_that_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_ends_thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
 
     def interrupted(*_: object) -> None:
@@ -155,7 +155,7 @@ def test_an_interrupt_ends_ranks_that_are_threads(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.soak
-def test_a_temporary_directory_with_too_long_a_name(tmp_path: Path) -> None:
+def test_temporary_directory_with_a_long_name(tmp_path: Path) -> None:
     folder, script = tmp_path / ("x" * 90), tmp_path / "ranks.py"
     folder.mkdir()
     script.write_text("import unisono as un\nif __name__ == '__main__':\n    un.launch(print, 2, 'shm')\n")

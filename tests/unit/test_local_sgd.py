@@ -42,7 +42,7 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("buffers", [False, True])
-def test_everything_that_has_a_mean_gets_it(size: int, buffers: bool) -> None:
+def test_floating_point_state_is_averaged(size: int, buffers: bool) -> None:
     def program(comm: un.Communicator) -> dict[str, torch.Tensor]:
         model = Odd(comm.rank)
         places = {name: t.data_ptr() for name, t in model.state_dict().items()}
@@ -66,7 +66,7 @@ def test_everything_that_has_a_mean_gets_it(size: int, buffers: bool) -> None:
             assert torch.equal(found, after[0][name]), f"{name} is not the same on rank {rank}"
 
 
-def test_buffers_may_be_put_into_the_place_of_others() -> None:
+def test_buffers_may_be_replaced() -> None:
     def program(comm: un.Communicator) -> float:
         model = torch.nn.BatchNorm1d(1)
         local = LocalSGD(model, comm, every=1, buffers=True)
@@ -109,7 +109,7 @@ def alone(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], n: int, s
     ids=["momentum", "adam"],
 )
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_it_trains_as_by_hand(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], n: int) -> None:
+def test_equals_manual_averaging(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], n: int) -> None:
     found = run_ranks(lambda comm: trained(comm, make, n), 3)
     assert all(torch.equal(found[0], other) for other in found)
     assert (found[0] - alone(make, n, 3)).abs().max() < 1e-12
@@ -136,7 +136,7 @@ def test_one_step_of_sgd_is_synchronous_sgd() -> None:
     assert max(run_ranks(program, 3)) < 1e-12
 
 
-def test_the_state_of_the_optimizer_is_averaged_if_asked() -> None:
+def test_optimizer_state_is_averaged_on_request() -> None:
     def program(comm: un.Communicator, average_state: bool) -> tuple[list[float], float]:
         weight = torch.zeros(2, requires_grad=True)
         optimizer = torch.optim.Adam([weight], betas=(0.5, 0.5))
@@ -151,7 +151,7 @@ def test_the_state_of_the_optimizer_is_averaged_if_asked() -> None:
     assert run_ranks(program, 2, "thread", False) == [([0.0, 0.0], 1.0), ([1.0, 2.0], 1.0)]
 
 
-def test_states_that_differ_are_named() -> None:
+def test_different_states_are_named() -> None:
     def program(comm: un.Communicator) -> None:
         first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
         optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
@@ -177,7 +177,7 @@ def test_averaged_state_needs_an_attached_optimizer() -> None:
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
-def test_it_averages_by_schedule_only(backend: str) -> None:
+def test_averages_by_schedule_only(backend: str) -> None:
     def program(comm: un.Communicator) -> tuple[list[int], list[float]]:
         weight = torch.full((1,), float(comm.rank))
         local = LocalSGD([weight], comm, every=every(3, warmup=2))
@@ -194,7 +194,7 @@ def test_it_averages_by_schedule_only(backend: str) -> None:
     assert [step for step in range(1, 9) if first[step - 1] == second[step - 1]] == steps
 
 
-def test_a_schedule_may_be_a_function_and_average_is_by_hand() -> None:
+def test_schedule_may_be_a_function_and_average_is_manual() -> None:
     def program(comm: un.Communicator) -> tuple[list[bool], float, float]:
         weight = torch.full((1,), float(comm.rank))
         local = LocalSGD([weight], comm, every=lambda step: math.log2(step).is_integer())
@@ -209,7 +209,7 @@ def test_a_schedule_may_be_a_function_and_average_is_by_hand() -> None:
     assert second[1:] == (1.5, 1.0)
 
 
-def test_the_count_of_steps_goes_on() -> None:
+def test_step_count_resumes() -> None:
     def program(comm: un.Communicator) -> list[bool]:
         weight = torch.zeros(1)
         old, new = LocalSGD([weight], comm, every=4), LocalSGD([weight], comm, every=4)
@@ -251,7 +251,7 @@ def test_attach_ends_with_its_handle_and_with_close() -> None:
     assert run_ranks(program, 2) == [[1, 1, 2, 2]] * 2
 
 
-def test_its_messages_do_not_meet_the_callers() -> None:
+def test_messages_are_separate_from_the_callers() -> None:
     def program(comm: un.Communicator) -> tuple[float, float]:
         weight, own = torch.full((3,), float(comm.rank)), torch.ones(1000)
         local = LocalSGD([weight], comm, every=1)

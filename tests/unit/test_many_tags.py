@@ -34,7 +34,7 @@ def grown(comm: un.Communicator, src: int | None) -> int:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("src", [0, None])
-def test_memory_does_not_grow_with_the_tags(backend: str, src: int | None) -> None:
+def test_memory_is_independent_of_the_number_of_tags(backend: str, src: int | None) -> None:
     assert max(pool(backend, 2).run(grown, src)) < 25 * _FURTHER
 
 
@@ -59,7 +59,7 @@ def test_tags_received_in_another_order(backend: str, check: str) -> None:
     assert run_ranks(crossing, 2, backend, check=check)[1] == expected
 
 
-def test_a_circle_is_named_among_many_tags() -> None:
+def test_cycle_is_named_among_many_tags() -> None:
     def program(comm: un.Communicator) -> str:
         peer, tensor = 1 - comm.rank, torch.zeros(1)
         for tag in range(0, 2048, 256):

@@ -38,13 +38,13 @@ def over_ranks(parts: list[list[float]]) -> float:
 
 
 @given(values=st.lists(FINITE, min_size=1, max_size=40), cuts=st.lists(st.integers(0, 40), max_size=4))
-def test_a_mean_is_the_nearest_float_however_samples_are_shared(values: list[float], cuts: list[int]) -> None:
+def test_mean_is_correctly_rounded_for_any_partition(values: list[float], cuts: list[int]) -> None:
     ends = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
     parts = [values[start:stop] for start, stop in pairwise(ends)]
     assert over_ranks(parts) == float(sum(map(Fraction, values)) / len(values))
 
 
-def test_what_is_not_finite_shows() -> None:
+def test_nonfinite_values_propagate() -> None:
     assert math.isnan(over_ranks([[1.0, math.nan], [2.0]]))
     assert over_ranks([[1.0], [math.inf]]) == math.inf
     assert math.isnan(over_ranks([[-math.inf], [math.inf]]))
@@ -84,7 +84,7 @@ def test_more_ranks_than_samples() -> None:
     assert gathered == [None, None, ["sample 0", "sample 1"], None]
 
 
-def test_rows_come_in_the_order_of_the_dataset() -> None:
+def test_rows_are_in_dataset_order() -> None:
     def evaluate(comm: un.Communicator) -> torch.Tensor:
         indices = list(PartitionSampler(range(5), comm, seed=4))
         rows = torch.tensor(indices, dtype=torch.float16).unsqueeze(1).expand(-1, 3)
@@ -96,7 +96,7 @@ def test_rows_come_in_the_order_of_the_dataset() -> None:
         assert rows.tolist() == [[float(i)] * 3 for i in range(5)]
 
 
-def test_what_does_not_fit_is_refused_on_every_rank() -> None:
+def test_mismatched_rows_are_rejected_on_every_rank() -> None:
     def names(comm: un.Communicator) -> None:
         with pytest.raises(MismatchError, match=r"rank 0 passed the metrics \['a'\], rank 1 \['b'\]"):
             gather_metrics(comm, {"ab"[comm.rank]: torch.ones(1)})
@@ -131,6 +131,6 @@ def test_plain_numbers_are_as_exact_as_tensors(values: Any, count: int | None, m
     assert gather_metrics(None, {"x": values}, count=count) == {"x": mean}
 
 
-def test_complex_numbers_have_no_mean_here() -> None:
+def test_complex_numbers_are_rejected() -> None:
     with pytest.raises(TypeError, match=r"'x' is .*complex64"):
         gather_metrics(None, {"x": torch.ones(2, dtype=torch.complex64)})

@@ -32,7 +32,7 @@ def poison(net: torch.nn.Module, value: float) -> None:
 
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_the_first_is_named_before_averaging_spreads_it(hooks: bool, value: float) -> None:
+def test_first_nan_is_named_before_averaging(hooks: bool, value: float) -> None:
     def program(comm: un.Communicator) -> None:
         net = model()
         if comm.rank == 1:
@@ -51,7 +51,7 @@ def test_the_first_is_named_before_averaging_spreads_it(hooks: bool, value: floa
         assert (error.rank, error.peer) == (rank, 1)
 
 
-def test_the_first_in_backward_is_named_and_all_ranks_that_have_one() -> None:
+def test_first_nan_in_backward_is_named_with_all_ranks() -> None:
     def program(comm: un.Communicator) -> None:
         net = model()
         guard = NanGuard(net, comm)
@@ -67,7 +67,7 @@ def test_the_first_in_backward_is_named_and_all_ranks_that_have_one() -> None:
         assert "so have ranks 2, 3" in str(error)
 
 
-def test_each_check_looks_at_what_came_since_the_last() -> None:
+def test_each_check_covers_values_since_the_last() -> None:
     def program(comm: un.Communicator) -> list[str]:
         net, said = model(), []
         guard = NanGuard(net, comm)
@@ -90,7 +90,7 @@ def test_each_check_looks_at_what_came_since_the_last() -> None:
     assert run_ranks(program, 2, "sim") == [["fine", "4 of 4", "fine"]] * 2
 
 
-def test_parameters_now() -> None:
+def test_check_parameters_immediately() -> None:
     def program(comm: un.Communicator) -> None:
         net = model()
         assert_finite(net, comm)
@@ -104,7 +104,7 @@ def test_parameters_now() -> None:
         assert "rank 2 has 1 of 12 elements that are not finite in '0.weight', the first such." in str(error)
 
 
-def test_buffers_if_asked_for() -> None:
+def test_buffers_on_request() -> None:
     def program(comm: un.Communicator, buffers: bool) -> None:
         norm = torch.nn.BatchNorm1d(2)
         norm.running_var[1] = NAN  # type: ignore[index]  # a module of a list

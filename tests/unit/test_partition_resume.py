@@ -36,7 +36,7 @@ def rest(states: Any, count: int, size: int, **options: Any) -> list[int]:
 
 
 # -- progress --------------------------------------------------------------------------------------
-def test_the_state_counts_what_was_trained_on() -> None:
+def test_state_counts_consumed_samples() -> None:
     sampler = ranks(100, 2)[0]
     given = iter(sampler)
     fetched = [next(given) for _ in range(30)]
@@ -46,14 +46,14 @@ def test_the_state_counts_what_was_trained_on() -> None:
     assert len(sampler) == 50
 
 
-def test_a_state_is_plain() -> None:
+def test_state_is_plain_data() -> None:
     sampler = ranks(100, 3, partition=un.data.weighted([1, 2, 3]))[1]
     sampler.advance(7)
     assert json.loads(json.dumps(sampler.state_dict())) == sampler.state_dict()
 
 
 @given(count=st.integers(0, 80), size=st.integers(1, 6), other=st.integers(1, 6), data=st.data())
-def test_one_rank_speaks_for_all_that_keep_step(count: int, size: int, other: int, data: st.DataObject) -> None:
+def test_one_state_serves_ranks_in_step(count: int, size: int, other: int, data: st.DataObject) -> None:
     batch = data.draw(st.integers(1, 5))
     most = -(-count // (size * batch))
     steps = data.draw(st.integers(0, most))
@@ -76,7 +76,7 @@ def test_one_rank_speaks_for_all_that_keep_step(count: int, size: int, other: in
         assert left == whole[len(done) :]
 
 
-def test_a_rank_that_cannot_know_asks_for_all() -> None:
+def test_rank_needs_the_states_of_all() -> None:
     samplers = ranks(10, 3)
     for sampler in samplers:
         given = iter(sampler)
@@ -92,7 +92,7 @@ def test_a_rank_that_cannot_know_asks_for_all() -> None:
     assert rest([sampler.state_dict() for sampler in samplers], 10, 2) == []
 
 
-def test_unequal_parts_need_the_states_of_all() -> None:
+def test_unequal_parts_need_all_states() -> None:
     samplers = ranks(12, 2, partition=un.data.weighted([2, 1]))
     for sampler, count in zip(samplers, (4, 2), strict=True):
         sampler.advance(count)
@@ -107,7 +107,7 @@ def test_unequal_parts_need_the_states_of_all() -> None:
     assert sorted(left + done) == list(range(12))
 
 
-def test_each_rank_goes_on_with_its_own_state() -> None:
+def test_each_rank_resumes_from_its_own_state() -> None:
     samplers = ranks(30, 3)
     expected = []
     for sampler, count in zip(samplers, (2, 7, 4), strict=True):
@@ -120,7 +120,7 @@ def test_each_rank_goes_on_with_its_own_state() -> None:
     assert [list(sampler) for sampler in resumed] == expected
 
 
-def test_a_finished_epoch_stays_finished_when_it_is_loaded() -> None:
+def test_finished_epoch_stays_finished_after_load() -> None:
     sampler = ranks(10, 2)[0]
     sampler.set_epoch(4)
     sampler.advance(5)
@@ -132,7 +132,7 @@ def test_a_finished_epoch_stays_finished_when_it_is_loaded() -> None:
     assert len(list(resumed)) == 5
 
 
-def test_a_hundred_resumes_leave_a_short_state() -> None:
+def test_state_stays_short_after_100_resumes() -> None:
     state = PartitionSampler(range(10**6)).state_dict()
     for turn in range(100):
         samplers = ranks(10**6, 1 + turn % 5)
@@ -158,21 +158,21 @@ def test_a_hundred_resumes_leave_a_short_state() -> None:
         ({"taken": 9}, "9 samples used by rank 0, which had 5|9 samples used by this rank, which has 5"),
     ],
 )
-def test_a_state_of_something_else_is_refused(change: dict[str, Any], said: str) -> None:
+def test_unrelated_state_is_rejected(change: dict[str, Any], said: str) -> None:
     state = {**ranks(10, 2)[0].state_dict(), **change}
     for size in (2, 3):
         with pytest.raises(ValueError, match=said):
             ranks(10, size)[0].load_state_dict(state)
 
 
-def test_states_of_different_times_are_refused() -> None:
+def test_states_of_different_steps_are_rejected() -> None:
     early, late = ranks(10, 2)
     late.set_epoch(1)
     with pytest.raises(ValueError, match=r"must come from one job at one time: they have epoch \[0, 1\]"):
         ranks(10, 3)[0].load_state_dict([early.state_dict(), late.state_dict()])
 
 
-def test_advancing_too_far_is_refused() -> None:
+def test_advancing_too_far_is_rejected() -> None:
     sampler = ranks(10, 2)[0]
     sampler.advance(4)
     with pytest.raises(ValueError, match="2 more samples: 1 of its 5 are left in epoch 0"):
@@ -180,7 +180,7 @@ def test_advancing_too_far_is_refused() -> None:
 
 
 # -- other ranks in the middle ---------------------------------------------------------------------
-def test_survivors_and_newcomers_share_what_is_left() -> None:
+def test_survivors_and_new_ranks_share_the_remaining_samples() -> None:
     before = ranks(40, 4)
     done = []
     for sampler, count in zip(before, (3, 2, 3, 3), strict=True):
@@ -198,7 +198,7 @@ def test_survivors_and_newcomers_share_what_is_left() -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_a_survivor_that_has_committed_nothing_is_no_newcomer() -> None:
+def test_survivor_without_commits_is_not_new() -> None:
     before = ranks(40, 3)
     given = [list(sampler) for sampler in before]
     before[0].advance(3)
@@ -213,7 +213,7 @@ def test_a_survivor_that_has_committed_nothing_is_no_newcomer() -> None:
     assert merged([*parts, given[0][:1], given[2][:1]]) == list(range(40))
 
 
-def test_the_state_of_one_may_count_for_all() -> None:
+def test_one_state_may_serve_all() -> None:
     before = ranks(40, 2)
     given = [list(sampler) for sampler in before]
     before[0].advance(3)
@@ -224,7 +224,7 @@ def test_the_state_of_one_may_count_for_all() -> None:
     assert sorted([*list(alone), *given[0][:2], *given[1][:2]]) == list(range(40))
 
 
-def test_a_rank_that_has_begun_the_next_epoch_takes_all_along() -> None:
+def test_rank_in_the_next_epoch_advances_all() -> None:
     before = ranks(10, 2)
     before[0].set_epoch(1)
     before[1].advance(5)
@@ -235,7 +235,7 @@ def test_a_rank_that_has_begun_the_next_epoch_takes_all_along() -> None:
     assert merged(before) == list(range(10))
 
 
-def test_a_rebuild_that_fails_changes_nothing() -> None:
+def test_failed_rebuild_changes_nothing() -> None:
     sampler = PartitionSampler(range(12), num_replicas=2, rank=0, partition=un.data.weighted([2, 1]))
     sampler.advance(2)
     with pytest.raises(ValueError, match="2 weights for 3 parts"):

@@ -31,7 +31,7 @@ def merged(parts: Iterable[Iterable[int]]) -> list[int]:
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 30])
 @pytest.mark.parametrize("count", [1, 5, 10, 23])
 @pytest.mark.parametrize("kind", [{"padding": True}, {"drop_last": True}])
-def test_without_shuffling_it_equals_torchs(count: int, size: int, kind: dict[str, bool]) -> None:
+def test_unshuffled_sampler_equals_torch(count: int, size: int, kind: dict[str, bool]) -> None:
     # torch's sampler fails if there are fewer samples than ranks.
     size = min(size, count) if "drop_last" in kind else size
     for rank, sampler in enumerate(ranks(count, size, shuffle=False, **kind)):
@@ -41,7 +41,7 @@ def test_without_shuffling_it_equals_torchs(count: int, size: int, kind: dict[st
         assert sampler.total_size == torchs.total_size
 
 
-def test_it_takes_torchs_arguments_by_name() -> None:
+def test_accepts_keyword_arguments_of_torch() -> None:
     given = {"num_replicas": 2, "rank": 1, "shuffle": True, "seed": 3, "drop_last": True}
     ours, torchs = PartitionSampler(range(9), **given), DistributedSampler(range(9), **given)
     assert {name: getattr(ours, name) for name in given} == {name: getattr(torchs, name) for name in given}
@@ -50,7 +50,7 @@ def test_it_takes_torchs_arguments_by_name() -> None:
     assert loaded.tolist() == list(PartitionSampler(range(9), **given))
 
 
-def test_padding_repeats_as_few_as_possible() -> None:
+def test_padding_is_minimal() -> None:
     parts = [list(sampler) for sampler in ranks(10, 4, padding=True)]
     assert [len(part) for part in parts] == [3] * 4
     assert set(merged(parts)) == set(range(10))
@@ -59,7 +59,7 @@ def test_padding_repeats_as_few_as_possible() -> None:
     assert {frozenset(part) for part in grouped[:2]} == {frozenset(range(7)), frozenset(range(7, 10))}
 
 
-def test_any_communicator_will_do() -> None:
+def test_any_communicator_is_accepted() -> None:
     methods = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
     for comm in (SimpleNamespace(rank=1, size=3), methods):
         assert list(PartitionSampler(range(10), comm)) == list(ranks(10, 3)[1])
@@ -68,7 +68,7 @@ def test_any_communicator_will_do() -> None:
     assert len(PartitionSampler(range(10))) == 10
 
 
-def test_a_forgotten_set_epoch_is_noticed_once() -> None:
+def test_forgotten_set_epoch_warns_once() -> None:
     sampler = ranks(20, 2)[0]
     first = list(sampler)
     with pytest.warns(EpochWarning, match=r"epoch 0 begins again.*set_epoch"):
@@ -78,7 +78,7 @@ def test_a_forgotten_set_epoch_is_noticed_once() -> None:
         assert list(sampler) == first
 
 
-def test_a_last_batch_that_was_dropped_is_told_of() -> None:
+def test_dropped_last_batch_is_reported() -> None:
     sampler = ranks(22, 2)[0]
     loader = DataLoader(range(22), batch_size=4, sampler=sampler, drop_last=True)
     for batch in loader:
@@ -90,12 +90,12 @@ def test_a_last_batch_that_was_dropped_is_told_of() -> None:
 
 
 @pytest.mark.parametrize("options", [{"shuffle": False}, {"partition": "strided"}])
-def test_without_shuffling_nothing_can_be_forgotten(options: dict[str, Any]) -> None:
+def test_unshuffled_sampler_needs_no_set_epoch(options: dict[str, Any]) -> None:
     sampler = ranks(20, 2, **options)[0]
     assert list(sampler) == list(sampler)
 
 
-def test_set_epoch_is_no_cause_for_a_warning() -> None:
+def test_set_epoch_does_not_warn() -> None:
     sampler = ranks(20, 2)[0]
     orders = []
     for epoch in (0, 1, 1, 2):
@@ -124,12 +124,12 @@ def test_set_epoch_is_no_cause_for_a_warning() -> None:
         ({"partition": "stratified"}, ValueError, "a range has no targets or labels"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception], said: str) -> None:
+def test_wrong_arguments_are_rejected(arguments: dict[str, Any], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         PartitionSampler(range(10), **arguments)
 
 
-def test_streams_are_sent_elsewhere() -> None:
+def test_iterable_datasets_are_redirected() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
@@ -141,7 +141,7 @@ def test_streams_are_sent_elsewhere() -> None:
         PartitionSampler(Stream())  # type: ignore[arg-type]  # wrong or narrower on purpose
 
 
-def test_a_dataset_may_grow_between_epochs() -> None:
+def test_dataset_may_grow_between_epochs() -> None:
     data = list(range(5))
     sampler = PartitionSampler(data)
     assert len(list(sampler)) == 5

@@ -26,14 +26,14 @@ def loads(owners: torch.Tensor, costs: list[int], parts: int) -> list[int]:
 
 
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), parts=st.integers(1, 3))
-def test_largest_first_is_as_near_to_the_best_as_graham_says(costs: list[int], parts: int) -> None:
+def test_largest_first_meets_grahams_bound(costs: list[int], parts: int) -> None:
     best = min(max(loads(torch.tensor(owners), costs, parts)) for owners in product(range(parts), repeat=len(costs)))
     found = max(loads(largest_first(torch.tensor(costs), [1 / parts] * parts), costs, parts))
     assert best <= found <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
 
 
 @given(costs=st.lists(st.integers(0, 1000), max_size=80), parts=st.integers(1, 9))
-def test_equal_counts_are_dealt_as_evenly_as_stated(costs: list[int], parts: int) -> None:
+def test_equal_counts_meet_the_stated_bound(costs: list[int], parts: int) -> None:
     owners, apart = deal_evenly(torch.tensor(costs, dtype=torch.float64), parts)
     counts = owners.bincount(minlength=parts).tolist() if costs else [0]
     assert max(counts) - min(counts) <= 1
@@ -52,7 +52,7 @@ def test_every_method_of_balancing(method: Any, count: int, parts: int, taken: f
 
 
 @given(count=st.integers(0, 200), sizes=fractions)
-def test_runs_of_any_shares(count: int, sizes: list[float]) -> None:
+def test_contiguous_runs_of_any_shares(count: int, sizes: list[float]) -> None:
     check_partitioner(lambda data: un.data.balanced(data.costs, "runs"), Samples(count), sizes, seed=0)
     order = [int(sample) for part in DataPartitioner(range(count), sizes, partition="contiguous") for sample in part]
     assert order == list(range(count))
@@ -63,7 +63,7 @@ INNER = ["contiguous", "strided", "shuffled", "stratified", "dirichlet", "groupe
 
 @pytest.mark.parametrize("name", INNER)
 @given(count=st.integers(0, 200), weights=st.lists(st.integers(0, 50), min_size=1, max_size=7).filter(any))
-def test_weights_go_around_any_partitioner(name: str, count: int, weights: list[int]) -> None:
+def test_weights_wrap_any_partitioner(name: str, count: int, weights: list[int]) -> None:
     def make(dataset: Any) -> Partitioner:
         return un.data.weighted(weights, un.data.PARTITIONERS[name].of(dataset))
 
@@ -78,7 +78,7 @@ def test_weights_go_around_any_partitioner(name: str, count: int, weights: list[
         assert lengths == un.data.apportion(count, [weight / sum(weights) for weight in weights])
 
 
-def test_small_alpha_makes_parts_of_few_labels_and_large_ones_makes_them_alike() -> None:
+def test_dirichlet_alpha_controls_label_skew() -> None:
     labels = torch.arange(4000) % 10
 
     def largest_share(alpha: float) -> float:
@@ -90,7 +90,7 @@ def test_small_alpha_makes_parts_of_few_labels_and_large_ones_makes_them_alike()
     assert largest_share(1e-3) > largest_share(1.0) > largest_share(1e6)
 
 
-def test_parts_that_go_by_samples_stay_the_same_in_every_epoch() -> None:
+def test_sample_based_parts_are_equal_in_every_epoch() -> None:
     data = Samples(200)
     for name in ("stratified", "dirichlet", "grouped", "balanced"):
         sampler = PartitionSampler(data, num_replicas=3, rank=1, partition=name)
@@ -102,7 +102,7 @@ def test_parts_that_go_by_samples_stay_the_same_in_every_epoch() -> None:
 
 
 @pytest.mark.parametrize("name", un.data.PARTITIONERS.names())
-def test_datasets_are_cut_by_every_partitioner(name: str) -> None:
+def test_every_partitioner_divides_datasets(name: str) -> None:
     data = Samples(101)
     for sizes in ([1.0], [0.7, 0.2, 0.1], [1 / 3] * 3):
         parts = DataPartitioner(data, sizes, seed=7, partition=name)
@@ -110,7 +110,7 @@ def test_datasets_are_cut_by_every_partitioner(name: str) -> None:
         assert sorted(sample for part in parts for sample in part) == list(range(101))
 
 
-def test_contiguous_parts_are_shuffled_inside() -> None:
+def test_contiguous_parts_are_shuffled_internally() -> None:
     samplers = [
         PartitionSampler(range(30), num_replicas=3, rank=rank, partition="contiguous", shuffle=True)
         for rank in range(3)
@@ -121,18 +121,18 @@ def test_contiguous_parts_are_shuffled_inside() -> None:
     assert [sample - 10 for sample in parts[1]] != parts[0]
 
 
-def test_the_largest_group_may_be_all_there_is() -> None:
+def test_largest_group_may_be_the_whole_dataset() -> None:
     parts = [list(part) for part in DataPartitioner(range(5), [0.5, 0.5], partition=un.data.grouped("aaaaa"))]
     assert sorted(map(len, parts)) == [0, 5]
 
 
-def test_what_is_known_may_be_of_any_kind() -> None:
+def test_known_values_may_have_any_type() -> None:
     for labels in (["b", "a"] * 5, [(1, 2), None] * 5, torch.tensor([7, -3] * 5), torch.tensor([True, False] * 5)):
         parts = DataPartitioner(range(10), [0.5, 0.5], partition=un.data.stratified(labels)).partitions
         assert [sorted((part % 2).tolist()).count(0) for part in parts] in ([2, 3], [3, 2])
 
 
-def test_subsets_tell_what_their_dataset_does() -> None:
+def test_subsets_forward_dataset_attributes() -> None:
     whole = Samples(50)
     places = list(range(0, 50, 3))
     for subset in (Subset(whole, places), un.data.Partition(whole, places)):
@@ -160,7 +160,7 @@ def test_subsets_tell_what_their_dataset_does() -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Any, said: str) -> None:
+def test_invalid_arguments_are_rejected(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
 
@@ -171,7 +171,7 @@ def test_partitioners_are_found_by_name() -> None:
     assert {"strided", "PartitionSampler"} <= set(dir(un.data))
 
 
-def test_one_class_is_one_partitioner() -> None:
+def test_partitioner_is_one_class() -> None:
     class EvensFirst(un.data.strided):
         def divide(self, samples: Any, shares: Any, seed: int) -> Any:
             return super().divide(samples, shares, seed)

@@ -32,7 +32,7 @@ from unisono.testing import run_ranks
     ],
     ids=["shape", "name", "dtype", "order"],
 )
-def test_models_that_differ_are_named(make: Callable[[int], torch.nn.Module], said: str) -> None:
+def test_different_models_are_named(make: Callable[[int], torch.nn.Module], said: str) -> None:
     def program(comm: un.Communicator) -> None:
         with pytest.raises(MismatchError, match=said):
             LocalSGD(make(comm.rank), comm)
@@ -43,7 +43,7 @@ def test_models_that_differ_are_named(make: Callable[[int], torch.nn.Module], sa
     run_ranks(program, 3)
 
 
-def test_arguments_that_differ_are_named() -> None:
+def test_different_arguments_are_named() -> None:
     def program(comm: un.Communicator) -> None:
         LocalSGD(torch.nn.Linear(1, 1), comm, every=4 + comm.rank)
 
@@ -84,7 +84,7 @@ def test_bad_models() -> None:
     assert [name for name, _ in named_tensors([shared, torch.ones(2), shared])] == ["parameter 0", "parameter 1"]
 
 
-def test_a_bad_schedule_sends_nothing() -> None:
+def test_bad_schedule_sends_nothing() -> None:
     def program(comm: un.Communicator) -> None:
         with pytest.raises(ValueError, match="at least 1 step"):
             LocalSGD([torch.zeros(1)], comm, every=0)
@@ -94,7 +94,7 @@ def test_a_bad_schedule_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("make", [LocalSGD, Gossip, DivergenceGuard])
-def test_a_rank_that_has_left_is_named(make: Callable[..., PeriodicAction]) -> None:
+def test_departed_rank_is_named(make: Callable[..., PeriodicAction]) -> None:
     def program(comm: un.Communicator) -> None:
         periodic = make([torch.zeros(3)], comm, every=1)
         if comm.rank != 1:

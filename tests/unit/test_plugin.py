@@ -13,14 +13,14 @@ pytest_plugins = ["pytester"]
 
 
 @pytest.mark.ranks(3)
-def test_a_marked_test_runs_on_threads(comm: un.Communicator) -> None:
+def test_marked_test_runs_on_threads(comm: un.Communicator) -> None:
     t = torch.tensor([comm.rank + 1])
     comm.all_reduce(t)
     assert t.item() == 6
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_marked_test_runs_on_processes(comm: un.Communicator, tmp_path: Path) -> None:
+def test_marked_test_runs_on_processes(comm: un.Communicator, tmp_path: Path) -> None:
     (tmp_path / str(comm.rank)).touch()
     comm.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
@@ -29,7 +29,7 @@ def test_a_marked_test_runs_on_processes(comm: un.Communicator, tmp_path: Path) 
 @pytest.mark.ranks(2, timeout=3.0)
 @pytest.mark.parametrize("factor", [1, 10])
 class TestInAClass:
-    def test_parameters_and_other_fixtures_are_given(self, factor: int, comm: un.Communicator) -> None:
+    def test_parameters_and_other_fixtures_are_passed(self, factor: int, comm: un.Communicator) -> None:
         assert comm.all_gather_object(factor * comm.rank) == [0, factor]
 
 
@@ -48,7 +48,7 @@ def inner(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
-def test_a_failing_rank_fails_the_test_and_is_named(inner: pytest.Pytester, backend: str) -> None:
+def test_failing_rank_fails_the_test_and_is_named(inner: pytest.Pytester, backend: str) -> None:
     inner.makepyfile(
         f"""
         import pytest
@@ -64,7 +64,7 @@ def test_a_failing_rank_fails_the_test_and_is_named(inner: pytest.Pytester, back
     result.stdout.no_fnmatch_line("*launcher*")
 
 
-def test_a_skip_on_the_ranks_skips_the_test(inner: pytest.Pytester) -> None:
+def test_skip_on_ranks_skips_the_test(inner: pytest.Pytester) -> None:
     inner.makepyfile(
         """
         import pytest
@@ -76,21 +76,21 @@ def test_a_skip_on_the_ranks_skips_the_test(inner: pytest.Pytester) -> None:
     inner.runpytest_inprocess().assert_outcomes(skipped=1)
 
 
-def test_a_test_without_the_marker_is_told_to_take_it(inner: pytest.Pytester) -> None:
+def test_missing_marker_is_explained(inner: pytest.Pytester) -> None:
     inner.makepyfile("def test_it(comm): pass")
     result = inner.runpytest_inprocess()
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*@pytest.mark.ranks(4)*"])
 
 
-def test_a_test_that_does_not_take_comm_is_told_to(inner: pytest.Pytester) -> None:
+def test_missing_comm_argument_is_explained(inner: pytest.Pytester) -> None:
     inner.makepyfile("import pytest\n@pytest.mark.ranks(2)\ndef test_it(): pass")
     result = inner.runpytest_inprocess()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*must take `comm`*"])
 
 
-def test_a_fixture_of_the_same_name_stays_whose_it_is(inner: pytest.Pytester) -> None:
+def test_user_fixture_of_the_same_name_is_kept(inner: pytest.Pytester) -> None:
     inner.makepyfile(
         """
         import pytest

@@ -49,7 +49,7 @@ def test_ranks_are_reused(ranks: RankPool) -> None:
     assert [rank for _, rank in first] == [0, 1, 2]
 
 
-def test_programs_take_as_many_ranks_as_they_ask_for(ranks: RankPool) -> None:
+def test_programs_get_the_requested_number_of_ranks(ranks: RankPool) -> None:
     for size in (1, 2, 3, 2, 1):
         assert ranks.run(total, 2.0, size=size) == [2.0 * size] * size
     for size in (0, 4):
@@ -57,7 +57,7 @@ def test_programs_take_as_many_ranks_as_they_ask_for(ranks: RankPool) -> None:
             ranks.run(total, size=size)
 
 
-def test_what_ranks_cannot_import_travels(ranks: RankPool) -> None:
+def test_unimportable_function_is_sent_by_value(ranks: RankPool) -> None:
     offset = 10
     assert ranks.run(lambda comm, point: Point(point.x + comm.rank + offset), Point(1), size=2) == [
         Point(11),
@@ -65,7 +65,7 @@ def test_what_ranks_cannot_import_travels(ranks: RankPool) -> None:
     ]
 
 
-def test_an_error_is_raised_with_its_rank_and_traceback(ranks: RankPool) -> None:
+def test_error_is_raised_with_rank_and_traceback(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> None:
         if comm.rank == 1:
             raise KeyError("my mistake")
@@ -92,7 +92,7 @@ def test_on_failure_continue_returns_errors_in_place(ranks: RankPool) -> None:
     assert ends[1:] == ["fine", "fine"]
 
 
-def test_a_killed_rank_is_told_of(ranks: RankPool) -> None:
+def test_killed_rank_is_reported(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> None:
         if comm.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -103,7 +103,7 @@ def test_a_killed_rank_is_told_of(ranks: RankPool) -> None:
     assert ranks.run(total) == [3.0] * 3
 
 
-def test_what_cannot_travel_back_is_said_in_words(ranks: RankPool) -> None:
+def test_unpicklable_result_is_explained(ranks: RankPool) -> None:
     with pytest.raises(TypeError, match="the result of rank 0, frame, cannot be sent back"):
         ranks.run(lambda comm: sys._getframe(), size=1)
 
@@ -119,7 +119,7 @@ def test_what_cannot_travel_back_is_said_in_words(ranks: RankPool) -> None:
         ranks.run(program, size=1)
 
 
-def test_a_program_without_end_is_ended_and_shown() -> None:
+def test_hanging_program_is_ended_and_reported() -> None:
     def for_ever(comm: un.Communicator) -> None:
         while comm.rank == 1:
             pass
@@ -130,7 +130,7 @@ def test_a_program_without_end_is_ended_and_shown() -> None:
         assert ranks.run(total) == [2.0] * 2
 
 
-def test_ranks_that_cannot_start_say_why() -> None:
+def test_ranks_that_cannot_start_report_why() -> None:
     with pytest.raises(un.errors.UnavailableError, match="use "):
         RankPool(2, "ucc").run(total)
 
@@ -142,7 +142,7 @@ def test_threads_need_no_start() -> None:
         assert len({pid for pid, _ in ranks.run(who)}) == 1
 
 
-def test_a_closed_pool_leaves_no_process_and_can_be_used_again() -> None:
+def test_closed_pool_leaves_no_process_and_is_reusable() -> None:
     ranks = RankPool(2, "gloo")
     pids = [pid for pid, _ in ranks.run(who)]
     ranks.close()

@@ -30,16 +30,14 @@ class FunctionRefuses(TorchFunctionMode):
 
 @pytest.mark.parametrize("mode", [DispatchRefuses, FunctionRefuses])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX])
-def test_modes_of_the_users_do_not_decide(
-    op: ReduceOp, mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_modes_have_no_effect(op: ReduceOp, mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduce_op, "_known", set(), raising=False)
     with mode():
         reduce_op.check_reducible(op, torch.int32)
     reduce_op.check_reducible(op, torch.int32)
 
 
-def test_a_failure_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduce_op, "_known", set(), raising=False)
 
     def fails(*_: torch.Tensor) -> torch.Tensor:

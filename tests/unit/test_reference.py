@@ -57,6 +57,6 @@ def test_commands() -> None:
     assert commands == set(COMMANDS.names())
 
 
-def test_links_within_the_page_lead_somewhere() -> None:
+def test_links_within_the_page_resolve() -> None:
     anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in SECTIONS}
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= anchors

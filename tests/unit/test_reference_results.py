@@ -42,7 +42,7 @@ def test_reductions(dtype: torch.dtype, op: str, columns: list[list[complex]], w
     assert expected.complaint(torch.tensor(wanted, dtype=dtype).logical_not().to(dtype))
 
 
-def test_nan_is_kept_and_asked_for() -> None:
+def test_nan_is_kept_and_expected() -> None:
     nan = torch.tensor([torch.nan, 1.0])
     for op in ("min", "max", "sum"):
         expected = reduced([nan, torch.tensor([2.0, 2.0])], op)
@@ -51,7 +51,7 @@ def test_nan_is_kept_and_asked_for() -> None:
     assert "is nan" in reduced([torch.ones(1)], "max").complaint(torch.tensor([torch.nan]))
 
 
-def test_whole_numbers_have_no_slack_and_others_little() -> None:
+def test_integers_have_no_tolerance_and_floats_a_small_one() -> None:
     whole, parts = torch.tensor([3.0]), torch.tensor([0.1])
     assert reduced([whole] * 4, "sum").complaint(torch.tensor([12.000001]))
     assert not reduced([parts] * 4, "sum").complaint(torch.tensor([0.40000004]))
@@ -61,7 +61,7 @@ def test_whole_numbers_have_no_slack_and_others_little() -> None:
     assert not reduced([large, large + 1], "sum").complaint(torch.tensor([4002.0], dtype=torch.float16))
 
 
-def test_what_is_moved_is_compared_by_bits() -> None:
+def test_moved_data_is_compared_bitwise() -> None:
     zeros = torch.tensor([0.0, torch.nan])
     assert not permuted(zeros).complaint(zeros.clone())
     assert permuted(zeros).complaint(torch.tensor([-0.0, torch.nan]))
@@ -71,7 +71,7 @@ def test_what_is_moved_is_compared_by_bits() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_placed_tensor_holds_its_values_and_notices_writes_outside(layout: str, dtype: torch.dtype) -> None:
+def test_laid_out_tensor_detects_writes_outside(layout: str, dtype: torch.dtype) -> None:
     for count in (0, 1, 7, 12):
         values = torch.arange(count).remainder(2).to(dtype)
         placed = place(values, layout)
@@ -101,7 +101,7 @@ def test_layouts_differ() -> None:
         place(torch.ones(1), "sideways")
 
 
-def test_reports_of_ranks_are_judged() -> None:
+def test_reports_of_ranks_are_compared() -> None:
     case = Case("all_reduce", 2, 3)
     check_reports(case, [Report((), "a"), Report((), "a")])
     with pytest.raises(AssertionError, match="ranks hold 2 different results"):
@@ -110,7 +110,7 @@ def test_reports_of_ranks_are_judged() -> None:
         check_reports(case, [Report((), "a"), Report(("rank 1: it is wrong",), "a")])
 
 
-def test_a_wrong_result_is_complained_of() -> None:
+def test_wrong_result_is_reported() -> None:
     class Wrong:
         """A communicator whose all_gather spoils its input, and writes outside of a strided output."""
 
@@ -129,7 +129,7 @@ def test_a_wrong_result_is_complained_of() -> None:
 
 
 @given(data=st.data())
-def test_strategies_draw_what_fits_together(data: st.DataObject) -> None:
+def test_strategies_draw_consistent_values(data: st.DataObject) -> None:
     size = data.draw(strategies.worlds(5))
     case = data.draw(strategies.cases(size))
     assert case.call in CALLS
@@ -149,19 +149,19 @@ def test_strategies_draw_what_fits_together(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-def test_drawn_tensors_are_as_asked_for(data: st.DataObject) -> None:
+def test_drawn_tensors_are_as_requested(data: st.DataObject) -> None:
     dtype, size, count = data.draw(strategies.dtypes()), data.draw(strategies.worlds(3)), data.draw(st.integers(0, 4))
     tensors = data.draw(strategies.tensors_per_rank(size, dtype, count))
     assert [(t.dtype, t.shape) for t in tensors] == [(dtype, (count,))] * size
 
 
-def test_a_missing_extra_is_one_sentence() -> None:
+def test_missing_extra_is_a_short_error() -> None:
     program = "import sys; sys.modules['hypothesis'] = None; import unisono as un; un.testing.strategies"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert "UnavailableError: strategies need Hypothesis: pip install 'unisono[testing]'" in done.stderr
 
 
-def test_everything_is_offered_at_the_top_of_the_package() -> None:
+def test_package_exports_everything() -> None:
     assert {name for name in un.testing.__all__ if not hasattr(un.testing, name)} == set()
     assert set(un.testing.__all__) <= set(dir(un.testing))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

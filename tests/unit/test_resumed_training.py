@@ -57,7 +57,7 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("stop", [1, 4, 6, 9])
-def test_the_end_is_that_of_an_unbroken_run(stop: int) -> None:
+def test_result_equals_an_uninterrupted_run(stop: int) -> None:
     unbroken = run_ranks(train, 2, "thread", None, 1000)
     halfway = run_ranks(train, 2, "thread", None, stop)
     assert len(steps_of(halfway)) == stop
@@ -92,7 +92,7 @@ def lose_a_rank(comm: un.Communicator, dying: int) -> list[int]:
     return committed
 
 
-def test_what_a_lost_rank_had_not_committed_is_given_out_again() -> None:
+def test_uncommitted_samples_of_a_lost_rank_are_reassigned() -> None:
     results = un.launch(lose_a_rank, 4, "thread", (2,), on_failure="continue", timeout=20)
     survivors = [samples for rank, samples in enumerate(results) if rank != 2]
     lost = list(un.data.PartitionSampler(range(100), num_replicas=4, rank=2))[:10]

@@ -22,7 +22,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_given_goes_before_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_overrides_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_SECRET", "from the environment")
     assert find_secret() == b"from the environment"
     assert find_secret("given") == b"given"
@@ -30,22 +30,22 @@ def test_given_goes_before_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("empty", ["", b""])
-def test_an_empty_secret_is_none(empty: str | bytes) -> None:
+def test_empty_secret_is_rejected(empty: str | bytes) -> None:
     with pytest.raises(ValueError, match="the secret is empty"):
         find_secret(empty)
 
 
-def test_a_number_is_no_secret() -> None:
+def test_number_is_rejected_as_secret() -> None:
     with pytest.raises(TypeError, match="text or bytes, not int"):
         find_secret(32)  # type: ignore[arg-type]  # as a user may
 
 
-def test_the_environment_may_hold_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_may_hold_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_SECRET", os.fsdecode(b"\xff\xfe"))
     assert find_secret() == b"\xff\xfe"
 
 
-def test_temporary_files_are_missed_only_if_needed(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+def test_missing_temporary_directory_matters_only_if_needed(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     def none() -> str:
         raise FileNotFoundError(2, "No usable temporary directory")
 
@@ -56,7 +56,7 @@ def test_temporary_files_are_missed_only_if_needed(monkeypatch: pytest.MonkeyPat
         find_secret()
 
 
-def test_the_users_own_is_made_once(home: Path) -> None:
+def test_user_key_is_created_once(home: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: find_secret(), range(8)))
     assert len(found) == 1
@@ -67,7 +67,7 @@ def test_the_users_own_is_made_once(home: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_without_a_home_it_is_kept_among_temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_key_without_home_is_a_temporary_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "file"))
     secret = find_secret()
@@ -76,7 +76,7 @@ def test_without_a_home_it_is_kept_among_temporary_files(home: Path, monkeypatch
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
-def test_what_others_can_read_is_refused(home: Path) -> None:
+def test_key_readable_by_others_is_rejected(home: Path) -> None:
     find_secret()
     path = home / "config/unisono/secret"
     path.chmod(0o640)
@@ -88,14 +88,14 @@ def test_what_others_can_read_is_refused(home: Path) -> None:
         find_secret()
 
 
-def test_what_others_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_owned_by_others_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     find_secret()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(CommError, match="belongs to another user"):
         find_secret()
 
 
-def test_an_empty_file_is_refused(home: Path) -> None:
+def test_empty_key_file_is_rejected(home: Path) -> None:
     find_secret()
     (home / "config/unisono/secret").write_text("")
     with pytest.raises(CommError, match="is empty; remove it"):

@@ -117,7 +117,7 @@ def test_round_trip(value: Any) -> None:
     assert serialization.encode(back) == serialization.encode(value)
 
 
-def test_numbers_that_differ_from_themselves() -> None:
+def test_nan() -> None:
     back = serialization.decode(serialization.encode((math.nan, complex(math.nan, -0.0))))
     assert math.isnan(back[0])
     assert math.copysign(1, back[1].imag) == -1
@@ -141,7 +141,7 @@ def test_tensors(tensor: torch.Tensor) -> None:
         torch.arange(5).expand(2, 5),
     ],
 )
-def test_what_is_special_about_a_tensor_is_gone(tensor: torch.Tensor) -> None:
+def test_tensor_subclass_is_dropped(tensor: torch.Tensor) -> None:
     back = serialization.decode(serialization.encode([tensor]))[0]
     assert type(back) is torch.Tensor
     assert not back.requires_grad
@@ -180,7 +180,7 @@ def flag(member: enum.Flag, number: int) -> bytes:
     return serialization.encode(member).removesuffix(struct.pack("<q", member.value)) + struct.pack("<q", number)
 
 
-def test_decoding_flags_keeps_nothing_and_runs_no_missing() -> None:
+def test_decoding_flags_has_no_side_effects() -> None:
     known = Access.READ | Access.WRITE
     made.clear()
     held = len(Access._value2member_map_), len(Bits._value2member_map_)
@@ -239,7 +239,7 @@ class Holds(NamedTuple):
     ("cls", "like", "code"),
     [(Catch, Plain(1), "__del__"), (Setup, Plain(1), "the setter of y"), (Drops, Holds(1), "__del__")],
 )
-def test_a_type_that_runs_code_of_its_own_has_to_be_registered(
+def test_type_with_custom_code_must_be_registered(
     monkeypatch: pytest.MonkeyPatch, cls: type[Any], like: Any, code: str
 ) -> None:
     monkeypatch.setattr(serialization.classes, "_registered", {})
@@ -283,7 +283,7 @@ class Unlisted(Plain):
         (dataclasses.make_dataclass("Made", ["x"], namespace={"__module__": "nowhere"})(1), "serialization.register"),
     ],
 )
-def test_what_cannot_be_sent_is_named(value: Any, words: str) -> None:
+def test_unsendable_value_is_named(value: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         serialization.encode(value)
 
@@ -314,7 +314,7 @@ def test_main_has_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["os:system", "xml.dom.minidom:Node", "builtins:int", "subprocess:Popen", ":", "test"])
 @pytest.mark.parametrize("kind", b"DPEG")
-def test_no_other_class_is_made_and_no_module_imported(name: str, kind: int) -> None:
+def test_decoding_creates_no_class_and_imports_no_module(name: str, kind: int) -> None:
     before = set(sys.modules)
     text = f"{name}()" if kind == ord("D") else name
     data = (
@@ -377,7 +377,7 @@ def _decode_or_refuse(data: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", "lsbBItSZdO")
-def test_a_huge_count_costs_no_memory(kind: str) -> None:
+def test_huge_count_costs_no_memory(kind: str) -> None:
     data = kind.encode() + b"\xff" + struct.pack("<Q", 2**40) + b"N" * 100
     tracemalloc.start()
     try:

@@ -42,7 +42,7 @@ def test_parts_arrive_whole_and_in_order(lengths: list[int], turns: list[bool]) 
     assert (to.room, came.available, unsent) == (RING_BYTES, 0, [])
 
 
-def test_each_part_begins_at_a_line() -> None:
+def test_parts_begin_at_a_cache_line() -> None:
     to, came = ends()
     assert to.write(b"abc") == 3
     assert came.available == LINE_BYTES
@@ -50,7 +50,7 @@ def test_each_part_begins_at_a_line() -> None:
     assert (came.read(into), bytes(into), came.available) == (3, b"abc", 0)
 
 
-def test_a_part_can_wait_for_the_next_one() -> None:
+def test_part_can_be_published_with_the_next() -> None:
     to, came = ends()
     assert to.write(b"head", more=True) == 4
     assert (came.available, to.room) == (0, RING_BYTES - LINE_BYTES)
@@ -58,7 +58,7 @@ def test_a_part_can_wait_for_the_next_one() -> None:
     assert came.available == LINE_BYTES
 
 
-def test_a_look_takes_nothing() -> None:
+def test_peek_consumes_nothing() -> None:
     to, came = ends()
     to.write(b"abcd")
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_a_look_takes_nothing() -> None:
     assert came.available == 0
 
 
-def test_a_full_ring_takes_no_more() -> None:
+def test_full_ring_accepts_nothing() -> None:
     to, came = ends()
     rest = memoryview(bytes(2 * RING_BYTES))
     while step := to.write(rest):

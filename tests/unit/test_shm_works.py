@@ -43,7 +43,7 @@ def forsaken(comm: un.Communicator) -> list[str]:
     return [type(work.exception()).__name__ for work in (asked, promised)]
 
 
-def test_what_comes_from_a_rank_that_has_left_ends_with_an_error() -> None:
+def test_receive_from_a_departed_rank_fails() -> None:
     assert pool("shm", 2).run(forsaken)[0] == ["PeerLostError"] * 2
 
 
@@ -62,11 +62,11 @@ def futures(comm: un.Communicator) -> int:
     return busy
 
 
-def test_a_work_is_seen_through_by_one_thread() -> None:
+def test_one_thread_completes_a_work() -> None:
     assert un.launch(futures, 2, "shm", timeout=20)[0] == 1
 
 
-def test_a_rank_that_left_after_its_message_was_taken_is_not_missed() -> None:
+def test_rank_may_leave_after_its_message_was_received() -> None:
     words = memoryview(bytearray(SharedBarrier.nbytes(2))).cast("Q")
     board = SharedBarrier(words, 0, 0, 2)
     SharedBarrier(words, 0, 1, 2).leave()
@@ -106,7 +106,7 @@ def outlives_the_memory(comm: un.Communicator) -> str:
     return type(caught.value).__name__
 
 
-def test_memory_that_went_with_its_rank_is_a_lost_rank() -> None:
+def test_memory_lost_with_its_rank_is_a_lost_rank() -> None:
     assert un.launch(outlives_the_memory, 2, "shm", timeout=20, on_failure="continue")[1] == "PeerLostError"
 
 
@@ -128,7 +128,7 @@ def without_descriptors(comm: un.Communicator, short: int) -> str:
 
 
 @pytest.mark.parametrize("short", [0, 1])
-def test_memory_that_one_rank_cannot_have(short: int) -> None:
+def test_memory_unavailable_on_one_rank(short: int) -> None:
     assert pool("shm", 2).run(without_descriptors, short) == ["CommError 3.0"] * 2
 
 
@@ -159,7 +159,7 @@ def _maps() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:unisono segment")
 
 
-def test_registered_memory_leaves_nothing_behind() -> None:
+def test_symmetric_memory_leaves_nothing_behind() -> None:
     assert pool("shm", 2).run(many_registered) == [True] * 2
 
 
@@ -169,7 +169,7 @@ def asks_for_more(comm: un.Communicator) -> str:
     return str(caught.value)
 
 
-def test_registered_memory_of_different_lengths() -> None:
+def test_symmetric_memory_of_different_lengths() -> None:
     assert all("bytes of all ranks" in text for text in pool("shm", 2).run(asks_for_more))
 
 
@@ -188,6 +188,6 @@ def nans(comm: un.Communicator) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_agree_about_the_bits_of_nans(size: int) -> None:
+def test_nans_are_bitwise_equal_on_all_ranks(size: int) -> None:
     first, *others = pool("shm", size).run(nans)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

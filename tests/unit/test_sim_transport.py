@@ -14,7 +14,7 @@ from unisono.core.types import Recv, Send
 from unisono.transports.sim import Link, Network
 
 
-def test_a_buffer_that_is_changed_too_early_is_seen() -> None:
+def test_early_buffer_change_is_visible() -> None:
     def program(comm: un.Communicator) -> float:
         t = torch.ones(1)
         if comm.rank == 0:
@@ -30,7 +30,7 @@ def test_a_buffer_that_is_changed_too_early_is_seen() -> None:
     assert un.simulate(program, 2, network=network).results[1] == 2.0
 
 
-def test_an_abort_while_a_message_is_on_its_way() -> None:
+def test_abort_with_a_message_in_flight() -> None:
     def program(comm: un.Communicator) -> tuple[bool, float]:
         part, t = comm.dup(), torch.full((1,), float(comm.rank))
         work = part.isend(t, 1) if comm.rank == 0 else part.irecv(t, 0)
@@ -48,7 +48,7 @@ def test_an_abort_while_a_message_is_on_its_way() -> None:
     assert un.simulate(program, 2, network=network).results == [(True, 7.0)] * 2
 
 
-def test_the_bits_are_those_of_threads() -> None:
+def test_results_equal_threads_bitwise() -> None:
     def program(comm: un.Communicator) -> torch.Tensor:
         t = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
         comm.all_reduce(t, algorithm="ring")
@@ -58,7 +58,7 @@ def test_the_bits_are_those_of_threads() -> None:
     assert all(torch.equal(t, found[0][0]) for results in found for t in results)
 
 
-def test_threads_as_transport_can_be_simulated_too() -> None:
+def test_thread_transport_can_be_simulated() -> None:
     runs = [un.simulate(all_reduce, 3, seed=3, backend="thread") for _ in range(2)]
     assert runs[0].results == [12.0] * 3
     assert runs[0].trace == runs[1].trace
@@ -78,7 +78,7 @@ def test_batches_of_messages_work() -> None:
 
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("backend", ["sim", "thread"])
-def test_groups_that_are_closed_leave_nothing(backend: str, count: int) -> None:
+def test_closed_groups_leak_nothing(backend: str, count: int) -> None:
     before = set(threading.enumerate())
 
     def program(comm: un.Communicator) -> list[int]:

@@ -32,7 +32,7 @@ def first_come(comm: un.Communicator) -> int:
 
 
 # -- the seed --------------------------------------------------------------------------------------
-def test_the_same_seed_is_the_same_run() -> None:
+def test_equal_seeds_give_equal_runs() -> None:
     runs = [un.simulate(all_reduce, 3, seed=7) for _ in range(2)]
     assert runs[0].results == [12.0] * 3
     assert runs[0].trace == runs[1].trace
@@ -40,18 +40,18 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert len(runs[0].trace) > 20
 
 
-def test_other_seeds_are_other_runs() -> None:
+def test_different_seeds_give_different_runs() -> None:
     assert len({un.simulate(all_reduce, 3, seed=seed).digest for seed in range(10)}) > 5
 
 
-def test_seeds_try_all_orders_each_always_the_same() -> None:
+def test_seeds_cover_all_orders_reproducibly() -> None:
     firsts = {seed: un.simulate(first_come, 3, seed=seed).results[0] for seed in range(12)}
     assert set(firsts.values()) == {1, 2}
     for seed in range(3):
         assert un.simulate(first_come, 3, seed=seed).results[0] == firsts[seed]
 
 
-def test_the_seed_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_SEED", "7")
     assert un.simulate(all_reduce, 3).digest == un.simulate(all_reduce, 3, seed=7).digest
     assert un.launch(all_reduce, 3, "sim") == [12.0] * 3
@@ -60,7 +60,7 @@ def test_the_seed_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
         un.simulate(all_reduce, 3)
 
 
-def test_launch_takes_a_seed_too() -> None:
+def test_launch_accepts_a_seed() -> None:
     with pytest.raises(DeadlockError, match="seed 7"):
         un.launch(lambda comm: comm.recv(torch.ones(1), 1 - comm.rank), 2, "sim", seed=7)
     with pytest.raises(ValueError, match="only simulated ranks have a seed: use backend 'sim', not 'thread'"):
@@ -68,7 +68,7 @@ def test_launch_takes_a_seed_too() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("mine"), PeerLostError("mine")])
-def test_a_failure_tells_its_seed(error: Exception) -> None:
+def test_failure_reports_its_seed(error: Exception) -> None:
     def program(comm: un.Communicator) -> None:
         if comm.rank == 1:
             raise error
@@ -81,7 +81,7 @@ def test_a_failure_tells_its_seed(error: Exception) -> None:
     assert "seed 11" in str(ends[0])
 
 
-def test_random_generators_are_of_each_rank() -> None:
+def test_random_generators_are_per_rank() -> None:
     def program(comm: un.Communicator) -> list[float]:
         drawn = []
         for _ in range(3):
@@ -121,14 +121,14 @@ def pass_on(comm: un.Communicator, count: int, messages: int) -> float:
         (Link(1e-3, 1e-6), 1000, 4, 5e-3),
     ],
 )
-def test_messages_take_as_long_as_the_network_says(link: Link, count: int, messages: int, expected_s: float) -> None:
+def test_message_times_follow_the_network(link: Link, count: int, messages: int, expected_s: float) -> None:
     network = Network(Link(0.0, 0.0), {(0, 1): link}, request_s=0.0)
     run = un.simulate(pass_on, 2, (count, messages), network=network)
     for found in run.results:
         assert found == pytest.approx(expected_s, rel=1e-3)
 
 
-def test_only_the_slow_link_is_slow() -> None:
+def test_slow_link_affects_only_itself() -> None:
     network = Network(links={(1, 0): Link(latency_s=1.0)}, request_s=0.0)
     assert max(un.simulate(pass_on, 2, (8, 1), network=network, check="off").results) < 1e-3 + 1.0
     there = un.simulate(lambda comm: pass_on(comm, 8, 1), 2, network=Network(request_s=0.0)).results
@@ -158,7 +158,7 @@ def test_clocks_and_sleep_are_virtual() -> None:
     assert run.time_s == pytest.approx(2000.0, rel=0.01)
 
 
-def test_a_loop_that_only_looks_gets_on() -> None:
+def test_polling_loop_makes_progress() -> None:
     def program(comm: un.Communicator) -> float:
         deadline = time.monotonic() + 0.001
         while time.monotonic() < deadline:
@@ -171,7 +171,7 @@ def test_a_loop_that_only_looks_gets_on() -> None:
     assert un.simulate(program, 2).results == [1.0, 1.0]
 
 
-def test_a_wait_ends_at_its_time_on_the_virtual_clock() -> None:
+def test_wait_times_out_on_the_virtual_clock() -> None:
     def program(comm: un.Communicator) -> tuple[float | None, float]:
         if comm.rank == 0:
             with pytest.raises(CommTimeoutError, match="rank 1") as caught:
@@ -199,19 +199,19 @@ def test_a_wait_ends_at_its_time_on_the_virtual_clock() -> None:
         ({"faults": {"drop": 2.0}}, "drop must be a probability from 0 to 1, not 2.0"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], words: str) -> None:
+def test_bad_arguments_are_rejected(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         un.simulate(all_reduce, **options)
 
 
-def test_bad_networks_are_refused() -> None:
+def test_bad_networks_are_rejected() -> None:
     with pytest.raises(ValueError, match="latency_s and second_per_byte must not be negative"):
         Link(-1.0)
     with pytest.raises(ValueError, match="jitter must not be negative"):
         Network(jitter=-1.0)
 
 
-def test_faults_of_a_wrapper_go_on_in_parts() -> None:
+def test_wrapper_faults_apply_to_subgroups() -> None:
     def program(comm: un.Communicator) -> None:
         part = comm.dup()
         part.send(torch.ones(1), 1) if comm.rank == 0 else part.recv(torch.ones(1), 0)

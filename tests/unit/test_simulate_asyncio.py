@@ -27,7 +27,7 @@ async def much() -> list[object]:
     return [*found, round(time.monotonic(), 2)]
 
 
-def test_a_loop_sleeps_in_virtual_time() -> None:
+def test_event_loop_sleeps_in_virtual_time() -> None:
     def program(comm: un.Communicator) -> list[object]:
         found = asyncio.run(much())
         comm.barrier()
@@ -42,7 +42,7 @@ def test_a_loop_sleeps_in_virtual_time() -> None:
     assert asyncio.run(ticks(0.0, 1)) > 0
 
 
-def test_loops_that_nobody_wakes_are_a_deadlock() -> None:
+def test_idle_event_loops_are_a_deadlock() -> None:
     def program(comm: un.Communicator) -> None:
         asyncio.run(asyncio.wait_for(asyncio.Event().wait(), None))
 

@@ -16,7 +16,7 @@ from unisono.testing import KilledError
 
 
 # -- deadlock --------------------------------------------------------------------------------------
-def test_a_deadlock_names_everybody_at_once() -> None:
+def test_deadlock_names_every_rank() -> None:
     def program(comm: un.Communicator) -> None:
         if comm.rank == 2:
             comm.all_reduce(torch.ones(1))
@@ -38,7 +38,7 @@ def test_a_deadlock_names_everybody_at_once() -> None:
         assert "seed 5" in said
 
 
-def test_a_lock_that_nobody_opens_is_a_deadlock() -> None:
+def test_unreleased_lock_is_a_deadlock() -> None:
     def program(comm: un.Communicator) -> None:
         lock = threading.Lock()
         lock.acquire()
@@ -49,7 +49,7 @@ def test_a_lock_that_nobody_opens_is_a_deadlock() -> None:
         un.simulate(program, 1)
 
 
-def test_after_a_deadlock_the_program_may_go_on() -> None:
+def test_program_may_continue_after_a_deadlock() -> None:
     def program(comm: un.Communicator) -> str:
         part = comm.dup()
         try:
@@ -70,14 +70,14 @@ def lose_threads(comm: un.Communicator) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sim", "thread"])
-def test_no_thread_is_left(backend: str) -> None:
+def test_no_thread_remains(backend: str) -> None:
     before = set(threading.enumerate())
     with pytest.raises(KeyError, match="mine"):
         un.simulate(lose_threads, 3, backend=backend)
     assert set(threading.enumerate()) <= before
 
 
-def test_who_goes_on_after_a_failure_is_ended_after_a_while() -> None:
+def test_rank_running_after_a_failure_is_ended() -> None:
     def program(comm: un.Communicator) -> None:
         if comm.rank == 1:
             raise KeyError("mine")
@@ -90,7 +90,7 @@ def test_who_goes_on_after_a_failure_is_ended_after_a_while() -> None:
     assert run.time_s > 1e6
 
 
-def test_a_killed_rank_tells_nobody_and_is_named() -> None:
+def test_silently_killed_rank_is_named() -> None:
     reached: list[str] = []
 
     def program(comm: un.Communicator) -> None:
@@ -112,7 +112,7 @@ def test_a_killed_rank_tells_nobody_and_is_named() -> None:
     assert reached == ["nothing"]
 
 
-def test_a_frozen_rank_is_named() -> None:
+def test_frozen_rank_is_named() -> None:
     faults = {"freeze_at": 2, "ranks": [1]}
 
     def program(comm: un.Communicator) -> None:
@@ -127,7 +127,7 @@ def test_a_frozen_rank_is_named() -> None:
         assert "it is frozen, as configured" in str(error)
 
 
-def test_what_blocks_for_real_is_found_out() -> None:
+def test_real_blocking_call_is_detected() -> None:
     blocked, free = threading.Event(), threading.Event()
     scheduler = Scheduler(0, 10.0, stuck_s=0.1)
 

@@ -51,7 +51,7 @@ def with_threads(comm: un.Communicator) -> list[Any]:
     return [order, sorted(got), sorted(simple.get() for _ in threads), round(time.monotonic())]
 
 
-def test_threads_of_a_rank_take_turns_in_virtual_time() -> None:
+def test_threads_of_a_rank_alternate_in_virtual_time() -> None:
     started = time.monotonic()
     run = un.simulate(with_threads, 2, network=FREE)
     assert time.monotonic() - started < 60.0
@@ -59,7 +59,7 @@ def test_threads_of_a_rank_take_turns_in_virtual_time() -> None:
     assert un.simulate(with_threads, 2, network=FREE).trace == run.trace
 
 
-def test_what_threads_do_is_in_the_trace_and_the_same_every_time() -> None:
+def test_thread_events_are_traced_reproducibly() -> None:
     def program(comm: un.Communicator) -> None:
         part = comm.dup()
         part.allow_any_thread()
@@ -86,7 +86,7 @@ def test_thread_pools_and_futures_work() -> None:
     assert un.simulate(program, 2).results == [[0, 1, 2, 3, 7]] * 2
 
 
-def test_other_threads_see_the_real_world() -> None:
+def test_other_threads_are_not_patched() -> None:
     seen: list[Any] = []
     go, done = threading.Event(), threading.Event()
 
@@ -116,7 +116,7 @@ def test_other_threads_see_the_real_world() -> None:
     assert found[0] is found[1] is not real
 
 
-def test_all_is_taken_back() -> None:
+def test_patches_are_removed() -> None:
     names = [(time, "sleep"), (time, "monotonic"), (threading, "Lock"), (threading, "RLock"), (queue, "SimpleQueue")]
     names += [(threading.Thread, "start"), (threading.Thread, "join"), (torch.futures.Future, "wait")]
     before = [getattr(*name) for name in names]
@@ -125,7 +125,7 @@ def test_all_is_taken_back() -> None:
     assert [getattr(*name) for name in names] == before
 
 
-def test_simulations_may_run_beside_and_within_each_other() -> None:
+def test_simulations_may_run_concurrently_and_nested() -> None:
     alone = un.simulate(all_reduce, 3, seed=7)
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(un.simulate(all_reduce, 3, seed=7))) for _ in range(3)]

@@ -23,7 +23,7 @@ def rebuild(state: ControlState, rank: int, attempt: int = 1, grow: int = 0, siz
     return state.handle(rank, 100 + rank, ("rebuild", "world", attempt, grow, list(range(size)), b"terms"))
 
 
-def test_a_survey_is_answered_when_all_have() -> None:
+def test_query_completes_when_all_have_answered() -> None:
     state = world(2)
     asked = state.handle(0, 7, ("survey", "world"))
     assert asked == [(0, (0, "asked", 1)), (1, (0, "asked", 1))]
@@ -33,7 +33,7 @@ def test_a_survey_is_answered_when_all_have() -> None:
     assert state.handle(0, 0, ("answer", 1, b"late")) == []
 
 
-def test_who_does_not_answer_holds_nobody_up() -> None:
+def test_unresponsive_rank_does_not_block_a_query() -> None:
     state = world(3)
     state.handle(0, 7, ("survey", None))
     state.handle(0, 0, ("answer", 1, b"zero"))
@@ -42,13 +42,13 @@ def test_who_does_not_answer_holds_nobody_up() -> None:
     assert out == [(0, (7, OK, [(("world", 0), b"zero"), (("world", 1), None)])), (0, (8, OK, None))]
 
 
-def test_strangers_cannot_answer() -> None:
+def test_unauthenticated_clients_cannot_answer() -> None:
     state = world(1)
     state.handle(0, 7, ("survey", "world"))
     assert state.handle(5, 0, ("answer", 1, b"forged")) == []
 
 
-def test_a_wait_for_a_key_ends_with_its_group() -> None:
+def test_wait_for_a_key_ends_with_its_group() -> None:
     state = world(2)
     assert state.handle(0, 7, ("get", "x", "world")) == []
     out = state.lost(1)
@@ -57,7 +57,7 @@ def test_a_wait_for_a_key_ends_with_its_group() -> None:
     assert state.handle(0, 9, ("set", "x", b"")) == [(0, (9, OK, None))]
 
 
-def test_keys_go_with_their_group() -> None:
+def test_keys_are_freed_with_their_group() -> None:
     state = world(1)
     for key in ("world/a", "torch/world/b", "world1/c", "world/1.0/d"):
         state.handle(0, 2, ("set", key, b""))
@@ -69,7 +69,7 @@ def test_keys_go_with_their_group() -> None:
     assert state.handle(0, 7, ("num_keys",))[0][1][2] == 1
 
 
-def test_who_wants_to_leave_last_is_told_when_all_have() -> None:
+def test_last_rank_learns_when_all_have_left() -> None:
     state = world(2)
     assert state.handle(0, 5, ("leave", "world", True)) == []
     assert state.handle(1, 6, ("leave", "world", True)) == [(0, (5, OK, None)), (1, (6, OK, None))]
@@ -78,21 +78,21 @@ def test_who_wants_to_leave_last_is_told_when_all_have() -> None:
     assert (0, (5, OK, None)) in state.lost(1)
 
 
-def test_survivors_get_a_group_in_their_old_order() -> None:
+def test_survivors_keep_their_order() -> None:
     state = world(3)
     assert rebuild(state, 2) == []
     state.lost(1)
     assert rebuild(state, 0) == [(0, (100, OK, ("world~1", [0, 2]))), (2, (102, OK, ("world~1", [0, 2])))]
 
 
-def test_a_death_that_all_others_waited_for() -> None:
+def test_rebuild_after_an_awaited_death() -> None:
     state = world(3)
     rebuild(state, 0)
     rebuild(state, 2)
     assert [(c, r[2]) for c, r in state.lost(1) if r[0] > 99] == [(0, ("world~1", [0, 2])), (2, ("world~1", [0, 2]))]
 
 
-def test_a_death_before_the_new_group_was_joined_is_noticed_there() -> None:
+def test_death_before_joining_the_new_group_is_detected() -> None:
     state = world(3)
     for rank in range(3):
         rebuild(state, rank)
@@ -101,7 +101,7 @@ def test_a_death_before_the_new_group_was_joined_is_noticed_there() -> None:
     assert told[0][2][1] == "PeerLostError"
 
 
-def test_who_does_not_come_is_left_out() -> None:
+def test_missing_rank_is_excluded() -> None:
     state = world(3)
     rebuild(state, 0)
     rebuild(state, 2)
@@ -112,7 +112,7 @@ def test_who_does_not_come_is_left_out() -> None:
     assert late[0][1][2][0] == "AbortedError"
 
 
-def test_newcomers_get_the_last_ranks_and_new_numbers() -> None:
+def test_new_ranks_are_numbered_last() -> None:
     state = world(3)
     state.lost(2)
     assert state.handle(8, 1, ("apply",)) == []
@@ -125,7 +125,7 @@ def test_newcomers_get_the_last_ranks_and_new_numbers() -> None:
     assert (9, (1, OK, ("world~1", members, 3, b"terms"))) in out
 
 
-def test_newcomers_that_do_not_come() -> None:
+def test_missing_new_ranks() -> None:
     state = world(1)
     rebuild(state, 0, grow=1, size=1)
     out = state.handle(0, 9, ("without", "world", 1, 2.0))
@@ -137,7 +137,7 @@ def test_newcomers_that_do_not_come() -> None:
 
 
 @given(order=st.permutations(range(5)), dead=st.sets(st.integers(0, 4), max_size=4), when=st.integers(0, 4))
-def test_whatever_the_order_all_survivors_are_told_the_same(order: list[int], dead: set[int], when: int) -> None:
+def test_survivors_get_equal_results_in_any_order(order: list[int], dead: set[int], when: int) -> None:
     state, told = world(5), {}
     for index, rank in enumerate(order):
         out = [reply for victim in dead for reply in state.lost(victim)] if index == when else []

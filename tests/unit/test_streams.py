@@ -32,7 +32,7 @@ def loaded(dataset: Any, workers: int, batch: int) -> list[int]:
     path=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     data=st.data(),
 )
-def test_what_is_left_of_a_stream_goes_to_the_others(count: int, path: list[int], data: st.DataObject) -> None:
+def test_remaining_stream_goes_to_the_other_ranks(count: int, path: list[int], data: st.DataObject) -> None:
     done: list[int] = []
     states: list[dict[str, Any]] = []
     for size in path:
@@ -49,7 +49,7 @@ def test_what_is_left_of_a_stream_goes_to_the_others(count: int, path: list[int]
         states = [rank.state_dict() for rank in ranks]
 
 
-def test_one_rank_of_a_stream_speaks_for_all_that_keep_step() -> None:
+def test_one_stream_state_serves_ranks_in_step() -> None:
     rank = stream(3, 1)
     rank.advance(4)
     alone = stream(1, 0)
@@ -71,7 +71,7 @@ def test_workers_share_a_stream_by_batches() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchdatas_loader_keeps_the_state_of_streams(workers: int) -> None:
+def test_torchdata_loader_keeps_stream_state(workers: int) -> None:
     for make in (
         lambda: stream(2, 0, batch_size=4),
         lambda: ShardPartition(["a", "bb", "ccc", "dddd"], Shard(), num_replicas=1, rank=0),
@@ -84,7 +84,7 @@ def test_torchdatas_loader_keeps_the_state_of_streams(workers: int) -> None:
         assert first + [b if isinstance(b, list) else b.tolist() for b in again] == whole
 
 
-def test_epochs_are_told_to_the_stream() -> None:
+def test_set_epoch_reaches_the_stream() -> None:
     class Told(list[int]):
         epoch = 0
 
@@ -98,7 +98,7 @@ def test_epochs_are_told_to_the_stream() -> None:
     assert (told.epoch, list(share)) == (2, [0, 1, 2, 3, 4])
 
 
-def test_wrong_states_of_streams_are_refused() -> None:
+def test_wrong_stream_states_are_rejected() -> None:
     with pytest.raises(ValueError, match="must be those of a StreamPartition"):
         stream(1, 0).load_state_dict({"format": "x"})
     with pytest.raises(ValueError, match="batch_size"):
@@ -146,7 +146,7 @@ def test_epochs_shuffle_shards() -> None:
 
 
 @given(path=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
-def test_what_is_left_of_shards_goes_to_the_others(path: list[int], data: st.DataObject) -> None:
+def test_remaining_shards_go_to_the_other_ranks(path: list[int], data: st.DataObject) -> None:
     done: list[str] = []
     states: list[dict[str, Any]] = []
     for size in path:
@@ -167,7 +167,7 @@ def test_what_is_left_of_shards_goes_to_the_others(path: list[int], data: st.Dat
         states = [rank.state_dict() for rank in ranks]
 
 
-def test_shards_need_the_states_of_all() -> None:
+def test_shards_need_all_states() -> None:
     reader = shards(2, 0)
     list(reader)
     reader.advance(1)
@@ -181,7 +181,7 @@ def test_shards_need_the_states_of_all() -> None:
         reader.advance(1000)
 
 
-def test_lines_of_files_near_and_far(tmp_path: Path) -> None:
+def test_lines_of_local_and_remote_files(tmp_path: Path) -> None:
     import fsspec
 
     near = tmp_path / "a.txt"
@@ -199,7 +199,7 @@ def test_lines_of_files_near_and_far(tmp_path: Path) -> None:
         pytest.param(lambda: ShardPartition(["a"], lambda _: range(9)), marks=pytest.mark.soak),
     ],
 )
-def test_workers_that_live_on_leave_nothing_out_in_silence(make: Any) -> None:
+def test_persistent_workers_skip_nothing_silently(make: Any) -> None:
     saved = make()
     iterator = iter(saved)
     for _ in range(4):

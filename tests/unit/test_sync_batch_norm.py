@@ -61,7 +61,7 @@ def steps_of(counts: tuple[int, ...], space: tuple[int, ...]) -> list[list[tuple
     [{}, {"momentum": None, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}],
     ids=["plain", "cumulative", "not affine", "not tracking"],
 )
-def test_it_equals_one_batch_norm_on_all(counts: tuple[int, ...], space: tuple[int, ...], options: dict) -> None:
+def test_equals_batch_norm_on_the_whole_batch(counts: tuple[int, ...], space: tuple[int, ...], options: dict) -> None:
     def program(comm: un.Communicator) -> list[list[torch.Tensor]]:
         norm = SyncBatchNorm(CHANNELS, comm, dtype=torch.float64, **options)
         fill(norm)
@@ -87,7 +87,7 @@ def fill(norm: torch.nn.Module) -> None:
             norm.bias.copy_(torch.linspace(-1, 1, CHANNELS))
 
 
-def test_the_gradient_is_that_of_differences() -> None:
+def test_gradient_equals_finite_differences() -> None:
     """Independent of torch's BatchNorm: moving one element of one rank's input by a little."""
 
     def loss(comm: un.Communicator, given: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_large_means_lose_no_digits() -> None:
     assert run_ranks(program, 2) == [pytest.approx(4 / 3)] * 2
 
 
-def test_evaluation_is_torchs_and_sends_nothing() -> None:
+def test_evaluation_equals_torch_and_sends_nothing() -> None:
     def program(comm: un.Communicator) -> bool:
         norm, alone = SyncBatchNorm(CHANNELS, comm), torch.nn.BatchNorm1d(CHANNELS)
         given = torch.randn(5, CHANNELS, generator=torch.Generator().manual_seed(comm.rank))
@@ -171,7 +171,7 @@ def network() -> torch.nn.Module:
     return made.double()
 
 
-def test_a_converted_network_trains_as_one_rank_does() -> None:
+def test_converted_network_trains_like_one_rank() -> None:
     counts = (2, 5, 3)
     inputs = torch.randn(4, sum(counts), 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
@@ -196,7 +196,7 @@ def test_a_converted_network_trains_as_one_rank_does() -> None:
         assert (found - wanted).abs().max() < 1e-10
 
 
-def test_what_conversion_keeps() -> None:
+def test_conversion_keeps_state() -> None:
     def program(comm: un.Communicator) -> None:
         net = network()
         shared = torch.nn.BatchNorm2d(3, eps=0.25, momentum=None, affine=False)
@@ -223,7 +223,7 @@ def test_what_conversion_keeps() -> None:
     run_ranks(program, 2)
 
 
-def test_a_copy_is_as_good_and_a_state_dict_can_be_saved() -> None:
+def test_copies_work_and_state_dict_can_be_saved() -> None:
     def program(comm: un.Communicator) -> float:
         norm = SyncBatchNorm(2, comm, momentum=1.0)
         twin = copy.deepcopy(norm)
@@ -238,7 +238,7 @@ def test_a_copy_is_as_good_and_a_state_dict_can_be_saved() -> None:
     assert run_ranks(program, 2) == [0.5, 0.5]
 
 
-def test_all_empty_changes_nothing() -> None:
+def test_empty_batches_change_nothing() -> None:
     def program(comm: un.Communicator) -> tuple[list[float], tuple[int, ...]]:
         norm = SyncBatchNorm(2, comm)
         given = torch.zeros(0, 2, 3, requires_grad=True)

@@ -127,7 +127,7 @@ def test_jobs_take_timedeltas() -> None:
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-def test_a_wrong_time_on_one_rank_breaks_nothing(backend: str) -> None:
+def test_invalid_timeout_on_one_rank_breaks_nothing(backend: str) -> None:
     def program(comm: un.Communicator) -> float:
         t = torch.ones(1)
         comm.all_reduce(t)
@@ -157,5 +157,5 @@ def test_a_job_refuses_it_too(wrong: Any) -> None:
             start()
 
 
-def test_conversion() -> None:
+def test_launch_rejects_invalid_timeouts() -> None:
     assert [resolve_timeout(t, 9.0) for t in (None, 0, 1.5, timedelta(hours=1))] == [9.0, 0, 1.5, 3600.0]

@@ -35,13 +35,13 @@ NOBODY: dict[str, str] = {}
         (None, {"NCCL_SOCKET_IFNAME": "ib,l"}, ("lo", "NCCL_SOCKET_IFNAME")),
     ],
 )
-def test_who_asks_first_names_the_interface(
+def test_interface_setting_precedence(
     named: str | None, environment: dict[str, str], expected: tuple[str, str] | None
 ) -> None:
     assert network.requested_interface(named, environment) == expected
 
 
-def test_an_interface_has_an_address_and_the_other_way_round() -> None:
+def test_interface_and_address_map_to_each_other() -> None:
     assert network.address_of("lo") == "127.0.0.1"
     assert network.interface_of("127.0.0.1") == "lo"
     assert network.interface_of("192.0.2.77") is None
@@ -49,7 +49,7 @@ def test_an_interface_has_an_address_and_the_other_way_round() -> None:
         network.address_of("ib7")
 
 
-def test_an_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advertised_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UNISONO_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(
@@ -83,11 +83,11 @@ def neighbours(size: int) -> list[Any]:
     return found
 
 
-def test_ranks_that_see_each_others_memory_are_neighbours() -> None:
+def test_ranks_sharing_memory_are_neighbours() -> None:
     assert neighbours(3) == [((0, 1, 2),)] * 3
 
 
-def test_who_finds_another_number_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_with_a_wrong_token_has_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in another container under the same kernel: everything but the proof says that the host is the same."""
     found_by, shown = segment._found, threading.Lock()
     seen: list[bytes] = []
@@ -104,12 +104,12 @@ def test_who_finds_another_number_is_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(map(len, found[0])) == [1, 2]
 
 
-def test_where_memory_cannot_be_shared_all_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shared_memory_there_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "why_no_shm", lambda: "an obstacle")
     assert neighbours(3) == [((0,), (1,), (2,))] * 3
 
 
-def test_the_best_backend() -> None:
+def test_best_backend() -> None:
     assert choose_backend(((0,),), gpus=False) == "thread"
     assert choose_backend(((0, 1), (2, 3)), gpus=False) == "shm+gloo"
     assert choose_backend(((0,), (1,), (2,)), gpus=False) == "gloo"
@@ -118,7 +118,7 @@ def test_the_best_backend() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(2, ["cuda:0", "cuda:1"]), (1, ["cuda:0", "cuda:0"])])
-def test_ranks_of_one_host_take_a_gpu_each(
+def test_ranks_of_one_host_use_one_gpu_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, expected: list[str]
 ) -> None:
     seen: dict[int, str] = {}

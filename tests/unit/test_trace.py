@@ -33,7 +33,7 @@ class Sink:
         return [event for event in self.events if (event.rank, event.kind) == (rank, kind)]
 
 
-def test_messages_are_told_with_peer_tag_and_bytes() -> None:
+def test_messages_are_logged_with_peer_tag_and_bytes() -> None:
     sink = Sink()
 
     def program(comm: un.Communicator) -> None:
@@ -50,7 +50,7 @@ def test_messages_are_told_with_peer_tag_and_bytes() -> None:
     assert not sink.of(0, "recv")
 
 
-def test_a_work_is_told_once_however_it_ends() -> None:
+def test_work_is_logged_once() -> None:
     sink = Sink()
 
     def program(comm: un.Communicator) -> None:
@@ -65,7 +65,7 @@ def test_a_work_is_told_once_however_it_ends() -> None:
     assert len(sink.events) == 2, sink.events
 
 
-def test_collectives_are_told_with_number_algorithm_and_line() -> None:
+def test_collectives_are_logged_with_number_algorithm_and_line() -> None:
     sink = Sink()
 
     def program(comm: un.Communicator) -> None:
@@ -81,7 +81,7 @@ def test_collectives_are_told_with_number_algorithm_and_line() -> None:
     assert sum(event.nbytes for event in sink.of(0, "send") if event.nbytes > 1) == 32
 
 
-def test_a_wrapper_follows_into_parts() -> None:
+def test_wrapper_applies_to_subgroups() -> None:
     sink = Sink()
     run_ranks(lambda comm: comm.split(comm.rank % 2).all_reduce(torch.ones(4)), 4, wrap=sink.wrap)
     groups = {event.group for event in sink.events if event.kind == "send"}
@@ -97,7 +97,7 @@ def test_native_collectives_pass_through() -> None:
     assert sink.events[1].nbytes == 16
 
 
-def test_trace_writes_what_viewers_open(tmp_path: Path) -> None:
+def test_trace_has_the_format_of_viewers(tmp_path: Path) -> None:
     def program(comm: un.Communicator) -> list[str]:
         comm.barrier()
         with un.trace(tmp_path / f"{comm.rank}.json") as events:
@@ -125,7 +125,7 @@ def test_trace_covers_asynchronous_calls(tmp_path: Path) -> None:
     assert all(sends > 0 for sends in run_ranks(program, 2))
 
 
-def test_trace_is_written_when_the_program_fails(tmp_path: Path) -> None:
+def test_trace_is_written_if_the_program_fails(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
 
     def program(comm: un.Communicator) -> None:

@@ -99,7 +99,7 @@ def test_distributed_sgd(backend: str, ranks: int, epochs: int, reached: float) 
 
 @everywhere
 @pytest.mark.parametrize("name", ["ring", "ring_in_chunks"])
-def test_own_ring(name: str, backend: str, ranks: int) -> None:
+def test_custom_ring(name: str, backend: str, ranks: int) -> None:
     for mine, expected in launch(name, backend, ranks):
         total = sum(rank + 1.0 for rank in range(ranks))
         assert torch.equal(mine, torch.arange(float(len(mine))) * total)

@@ -50,7 +50,7 @@ def refused(
 @pytest.mark.parametrize(
     ("call", "told"), [(broadcast, {0, 1, 2}), (all_gather, {0, 1, 2}), (gather, {1, 2}), (scatter, {0, 1, 2})]
 )
-def test_all_who_wait_for_it_are_told(
+def test_all_waiting_ranks_learn_the_error(
     call: Callable[[un.Communicator, Any, bool], object], told: set[int], backend: str, trusted: bool
 ) -> None:
     for rank, (said, after) in enumerate(pool(backend, 3).run(refused, call, trusted)):
@@ -73,6 +73,6 @@ def wrong_list(comm: un.Communicator, values: Any) -> tuple[str, float]:
 
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
 @pytest.mark.parametrize(("values", "count"), [([1, 2], 2), ([1, 2, 3, 4], 4), (None, 0), (5, 0)])
-def test_all_are_told_that_there_is_not_a_value_for_each(values: Any, count: int, backend: str) -> None:
+def test_wrong_number_of_values_is_reported_to_all(values: Any, count: int, backend: str) -> None:
     said = f"objs on rank {SOURCE} must have one value for each of the 3 ranks, not {count}"
     assert pool(backend, 3).run(wrong_list, values) == [(said, 3.0)] * 3

@@ -10,7 +10,7 @@ from unisono.core.work import Completion, wait_any
 from unisono.errors import CommTimeoutError
 
 
-def test_the_one_that_ends_first_is_named() -> None:
+def test_first_completed_work_is_returned() -> None:
     works = [Completion(30.0) for _ in range(3)]
     threading.Thread(target=works[1].complete).start()
     assert wait_any(works, timeout=20.0) == 1
@@ -26,13 +26,13 @@ class Modest(Completion):
         return False
 
 
-def test_a_future_is_enough() -> None:
+def test_wait_any_accepts_futures() -> None:
     works = [Modest(30.0), Modest(30.0)]
     works[1].complete()
     assert wait_any(works, timeout=20.0) == 1
 
 
-def test_none_in_time_and_none_at_all() -> None:
+def test_wait_any_timeout_and_empty_list() -> None:
     with pytest.raises(CommTimeoutError, match=r"waited 0\.01 s for any of 2 works"):
         wait_any([Completion(30.0), Completion(30.0)], timeout=0.01)
     with pytest.raises(ValueError, match="at least one"):

@@ -1,4 +1,4 @@
-"""Every codec of the registry meets the laws, unasked."""
+"""Every codec of the registry meets the checks, unasked."""
 
 from __future__ import annotations
 

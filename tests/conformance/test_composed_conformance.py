@@ -1,15 +1,15 @@
-"""A transport made of two others meets every law that those meet, whatever ranks share a host."""
+"""A transport made of two others meets every check that those meet, whatever ranks share a host."""
 
 from __future__ import annotations
 
 import pytest
 
 from unisono.core.transport import Transport
-from unisono.testing import Faulty, TransportLaws
-from unisono.testing.conformance import LAWS, Law, World
+from unisono.testing import Faulty, TransportConformance
+from unisono.testing.conformance import CHECKS, Check, World
 
 
-class TestThreadsOnTwoHosts(TransportLaws):
+class TestThreadsOnTwoHosts(TransportConformance):
     """Ranks of a host that are no neighbours in number, and no transport that compares or reduces by itself."""
 
     backend = "thread+thread"
@@ -17,7 +17,7 @@ class TestThreadsOnTwoHosts(TransportLaws):
 
 
 @pytest.mark.soak
-class TestThreadsOnUnevenHosts(TransportLaws):
+class TestThreadsOnUnevenHosts(TransportConformance):
     backend = "thread+thread"
     hosts = ((1, 2, 3), (0,))
 
@@ -26,32 +26,32 @@ class TestThreadsOnUnevenHosts(TransportLaws):
 THREE_HOSTS = World("shm+gloo", hosts=((0, 2), (1,), (3,)))
 SAMPLE = (
     "abort_ends_every_wait",
-    "a_failed_rank_is_named_to_the_others",
-    "a_future_completes_unaided",
-    "all_gather_equals_the_reference",
-    "all_reduce_equals_the_reference",
-    "different_calls_are_refused_on_every_rank",
-    "parts_work_at_the_same_time",
-    "peers_do_not_mix",
-    "results_are_the_same_bits_everywhere_and_every_time",
+    "failed_rank_is_reported_to_the_others",
+    "future_completes_without_polling",
+    "all_gather_equals_reference",
+    "all_reduce_equals_reference",
+    "different_calls_are_rejected_on_every_rank",
+    "subgroups_run_concurrently",
+    "peers_are_separate",
+    "results_are_bitwise_reproducible",
 )
 
 
 @pytest.mark.parametrize(
-    "law", [pytest.param(law, marks=() if law.__name__ in SAMPLE else pytest.mark.soak) for law in LAWS]
+    "check", [pytest.param(check, marks=() if check.__name__ in SAMPLE else pytest.mark.soak) for check in CHECKS]
 )
-def test_shm_and_gloo(law: Law) -> None:
-    law(THREE_HOSTS)
+def test_shm_and_gloo(check: Check) -> None:
+    check(THREE_HOSTS)
 
 
 @pytest.mark.soak
-class TestSharedMemoryAndGlooOnTwoHosts(TransportLaws):
+class TestSharedMemoryAndGlooOnTwoHosts(TransportConformance):
     backend = "shm+gloo"
     hosts = ((0, 1), (2, 3))
 
 
 @pytest.mark.soak
-class TestDelaysOverTwoHosts(TransportLaws):
+class TestDelaysOverTwoHosts(TransportConformance):
     """A wrapper hides what the pair does itself; then all goes by messages, each on its way."""
 
     backend = "thread+thread"

@@ -1,4 +1,4 @@
-"""Every transport of the registry meets every law, and so does every wrapper around one.
+"""Every transport of the registry meets every check, and so does every wrapper around one.
 
 `Checked` is around all of them: a communicator puts it on unless it is told not to.
 """
@@ -15,7 +15,7 @@ import torch
 import unisono as un
 from unisono.core.transport import Transport
 from unisono.host.mpi_library import find_mpirun
-from unisono.testing import Checksummed, Delayed, Faulty, TransportLaws
+from unisono.testing import Checksummed, Delayed, Faulty, TransportConformance
 from unisono.testing.conformance.world import together
 from unisono.transports import TRANSPORTS
 from unisono.wrappers.trace import Traced
@@ -39,18 +39,18 @@ def why_not(name: str) -> str | None:
 
 # After these the ranks are started anew, which takes mpirun seconds.
 ENDS_RANKS = (
-    "test_a_failed_rank_is_named_in_parts_too",
-    "test_a_failed_rank_is_named_to_the_others",
-    "test_a_lost_sender_is_told_to_a_receive_from_any_rank",
-    "test_a_second_thread_is_refused",
+    "test_failed_rank_is_reported_in_subgroups",
+    "test_failed_rank_is_reported_to_the_others",
+    "test_receive_any_reports_a_lost_sender",
+    "test_second_thread_is_rejected",
 )
 
 
-def in_soak(name: str) -> Callable[[TransportLaws], None]:
-    """A law's test, for `make soak` only."""
+def in_soak(name: str) -> Callable[[TransportConformance], None]:
+    """A check's test, for `make soak` only."""
 
-    def test(self: TransportLaws) -> None:
-        getattr(TransportLaws, name)(self)
+    def test(self: TransportConformance) -> None:
+        getattr(TransportConformance, name)(self)
 
     test.__name__ = name
     return pytest.mark.soak(test)
@@ -61,7 +61,9 @@ MISSING = {name: reason for name in TRANSPORTS.names() if (reason := why_not(nam
 for _name in sorted(set(TRANSPORTS.names()) - MISSING.keys()):
     _title = f"Test{_name.title()}"
     _dear = ENDS_RANKS if TRANSPORTS[_name].launcher == "mpirun" else ()
-    globals()[_title] = type(_title, (TransportLaws,), {"backend": _name, **{test: in_soak(test) for test in _dear}})
+    globals()[_title] = type(
+        _title, (TransportConformance,), {"backend": _name, **{test: in_soak(test) for test in _dear}}
+    )
 
 
 @pytest.mark.parametrize("name", MISSING)
@@ -74,7 +76,7 @@ def test_builtin_transports_are_available() -> None:
     assert {"TestThread", "TestSim", "TestGloo"} <= globals().keys()
 
 
-class TestTraced(TransportLaws):
+class TestTraced(TransportConformance):
     backend = "thread"
 
     @staticmethod
@@ -83,7 +85,7 @@ class TestTraced(TransportLaws):
 
 
 @pytest.mark.soak
-class TestFaultyWithoutFaults(TransportLaws):
+class TestFaultyWithoutFaults(TransportConformance):
     backend = "thread"
 
     @staticmethod
@@ -92,7 +94,7 @@ class TestFaultyWithoutFaults(TransportLaws):
 
 
 @pytest.mark.soak
-class TestFaultyWithDelays(TransportLaws):
+class TestFaultyWithDelays(TransportConformance):
     backend = "thread"
 
     @staticmethod
@@ -101,7 +103,7 @@ class TestFaultyWithDelays(TransportLaws):
 
 
 @pytest.mark.soak
-class TestTwoWrappers(TransportLaws):
+class TestTwoWrappers(TransportConformance):
     backend = "gloo"
 
     @staticmethod
@@ -110,7 +112,7 @@ class TestTwoWrappers(TransportLaws):
 
 
 @pytest.mark.soak
-class TestDelayed(TransportLaws):
+class TestDelayed(TransportConformance):
     backend = "thread"
 
     @staticmethod
@@ -119,14 +121,14 @@ class TestDelayed(TransportLaws):
 
 
 @pytest.mark.soak
-class TestChecksummed(TransportLaws):
+class TestChecksummed(TransportConformance):
     backend = "thread"
 
     @staticmethod
     def wrap(inner: Transport) -> Transport:
         return Checksummed(inner)
 
-    def test_a_receive_that_does_not_fit_is_refused(self) -> None:
+    def test_receive_of_wrong_size_is_rejected(self) -> None:
         """Messages travel as bytes with a slip in front, so the error speaks of bytes, not of elements."""
 
         def program(comm: un.Communicator) -> str:
@@ -146,11 +148,11 @@ class TestChecksummed(TransportLaws):
 
 
 @pytest.mark.soak
-class TestFaultySim(TransportLaws):
+class TestFaultySim(TransportConformance):
     backend = "sim"
 
     @staticmethod
     def wrap(inner: Transport) -> Transport:
         return Checksummed(Faulty(inner, seed=0, delay=0.3, delay_s=0.01, reorder=0.0, slow_bytes_per_s=1e8))
 
-    test_a_receive_that_does_not_fit_is_refused = TestChecksummed.test_a_receive_that_does_not_fit_is_refused
+    test_receive_of_wrong_size_is_rejected = TestChecksummed.test_receive_of_wrong_size_is_rejected

@@ -1,4 +1,4 @@
-"""A transport that another distribution offers by an entry point: found by its name alone, it meets all laws."""
+"""A transport that another distribution offers by an entry point: found by its name alone, it meets all checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import unisono as un
 from unisono.core import registry
-from unisono.testing import TransportLaws, run_ranks
+from unisono.testing import TransportConformance, run_ranks
 from unisono.transports import TRANSPORTS
 from unisono.transports.thread import ThreadTransport
 
@@ -75,8 +75,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.soak
-class TestCourier(TransportLaws):
-    """All laws; in `make test` the same class meets them when it is registered: see test_third_party.py."""
+class TestCourier(TransportConformance):
+    """All checks; in `make test` the same class meets them when it is registered: see test_third_party.py."""
 
     backend = "courier"
 

@@ -1,4 +1,4 @@
-"""Every partitioner of the registry meets the laws, unasked; so do the samplers that use it."""
+"""Every partitioner of the registry meets the checks, unasked; so do the samplers that use it."""
 
 from __future__ import annotations
 

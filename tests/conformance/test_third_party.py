@@ -1,4 +1,4 @@
-"""A transport from outside the package: registered by name, it meets all laws by a test of two lines.
+"""A transport from outside the package: registered by name, it meets all checks by a test of two lines.
 
 It is another kind than those inside: sends are buffered, and done at once.
 """
@@ -19,7 +19,7 @@ from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, Recv, Send, Work
 from unisono.core.work import CountdownWork, elements, size_error
 from unisono.errors import PeerLostError
-from unisono.testing import TransportLaws, run_ranks
+from unisono.testing import TransportConformance, run_ranks
 from unisono.transports import TRANSPORTS
 
 Key = tuple[str, int, int, int]
@@ -96,7 +96,7 @@ def registered() -> Iterator[None]:
     TRANSPORTS.unregister("postal")
 
 
-class TestPostal(TransportLaws):
+class TestPostal(TransportConformance):
     backend = "postal"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from small_tasks import TASKS, Task
+from training_tasks import TASKS, Task
 
 import unisono as un
 

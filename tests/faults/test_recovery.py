@@ -184,7 +184,7 @@ def test_join_without_a_group() -> None:
 
 
 def test_recovery_from_two_deaths_during_an_epoch() -> None:
-    """With eight ranks in test_recoveries.py."""
+    """With eight ranks in test_recovery_of_eight.py."""
     deaths = {1: ("step", 2), 2: ("step", 4)}
     ends = launched(train, 4, "shm", deaths)
     stories = [end for end in ends if isinstance(end, Story)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_places import ALL, Place
+from gpu_devices import ALL, Place
 
 import unisono as un
 from unisono.core.collective import COLLECTIVES

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_places import ALL, CPU, Place
+from gpu_devices import ALL, CPU, Place
 from torch import nn
 
 import unisono as un

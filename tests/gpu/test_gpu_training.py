@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_places import ALL, CPU, NCCL, PAIRS, Place, listed
+from gpu_devices import ALL, CPU, NCCL, PAIRS, Place, listed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

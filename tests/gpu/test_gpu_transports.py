@@ -1,17 +1,17 @@
-"""Transports that take tensors on GPUs meet every law with them; ranks share a GPU if there are fewer than four."""
+"""Transports that take tensors on GPUs meet every check with them; ranks share a GPU if there are fewer than four."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from gpu_places import TIMEOUT_S
+from gpu_devices import TIMEOUT_S
 
-from unisono.testing import TransportLaws, World
+from unisono.testing import TransportConformance, World
 
 pytestmark = pytest.mark.gpu
 
 
-class OnGpu(TransportLaws):
+class OnGpu(TransportConformance):
     device = "cuda"
 
     @property
@@ -31,7 +31,7 @@ class TestGloo(OnGpu):
     backend = "gloo"
 
 
-# With fewer GPUs there is test_gpu_calls, since the laws take four ranks.
+# With fewer GPUs there is test_gpu_calls, since the checks take four ranks.
 if torch.cuda.device_count() >= 4:
 
     class TestNccl(OnGpu):

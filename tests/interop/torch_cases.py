@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch_movements
+import torch_data_movement
 import torch_reductions
 from torch_case import size
 
 __all__ = ["CASES", "size"]
 
-CASES = torch_reductions.CASES | torch_movements.CASES
+CASES = torch_reductions.CASES | torch_data_movement.CASES

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from doctor_kit import ALONE, DOCTOR, Seen
-from templates_kit import TRAIN
+from doctor_helpers import ALONE, DOCTOR, Seen
+from template_helpers import TRAIN
 
 PREFIXES = ("SLURM", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "MASTER_", "UNISONO_")
 NAMES = (

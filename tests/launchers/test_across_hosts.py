@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher_kit import SCRIPT, finish, task
+from launcher_helpers import SCRIPT, finish, task
 
 from unisono.bootstrap.slurm import port_of
 from unisono.testing.network import Network, obstacle

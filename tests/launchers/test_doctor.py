@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
-from doctor_kit import DOCTOR, Start, the_problem
+from doctor_helpers import DOCTOR, Start, the_problem
 
 from unisono.tools.cli import main
 from unisono.tools.doctor import CHECKS, Target, runner

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from doctor_kit import Seen, Start, find, the_problem
-from launcher_kit import BATCH, task
+from doctor_helpers import Seen, Start, find, the_problem
+from launcher_helpers import BATCH, task
 
 from unisono.tools.doctor import Target
 from unisono.tools.doctor.checks import mpiexec

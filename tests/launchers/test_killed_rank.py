@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launcher_kit import task, wait_until
+from launcher_helpers import task, wait_until
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

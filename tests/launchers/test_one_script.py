@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher_kit import SCRIPT, finish, task
+from launcher_helpers import SCRIPT, finish, task
 
 import unisono as un
 

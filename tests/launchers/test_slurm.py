@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launcher_kit import BATCH, task, wait_until
+from launcher_helpers import BATCH, task, wait_until
 
 from unisono.bootstrap import find, slurm
 from unisono.bootstrap.hostlist import MAX_HOSTS, expand

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launcher_kit import finish
-from templates_kit import env, heard, program
+from launcher_helpers import finish
+from template_helpers import env, heard, program
 
 from unisono.tools.cli import main
 from unisono.tools.cli.commands.template import templates

@@ -11,8 +11,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from patience import until
-
 from unisono.host.mpi_library import env_without_launcher, find_mpirun
 
 LIMIT_S = 100.0
@@ -95,5 +93,5 @@ def members(session: int) -> list[int]:
 
 def gone(session: int, within_s: float = 10.0) -> list[int]:
     """Who of a session is left when it has had a little time to end."""
-    until(lambda: not members(session), within_s)
+    wait_until(lambda: not members(session), within_s)
     return members(session)

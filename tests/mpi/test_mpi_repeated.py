@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from autograd_kit import check_writes
+from autograd_checks import check_writes
 
 import unisono as un
 from unisono.testing.pools import RankPool

@@ -32,7 +32,7 @@ def test_prover_kills_mutant(path: Path) -> None:
         for size in range(2, 9):
             verify(mutant.COLLECTIVE, cast(Algorithm, mutant), size)
 
-    with pytest.raises(AlgorithmError, match=mutant.COMPLAINT):
+    with pytest.raises(AlgorithmError, match=mutant.ERROR):
         prove_small_sizes()
 
 

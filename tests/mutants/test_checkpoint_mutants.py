@@ -49,7 +49,7 @@ def folder() -> Iterator[Path]:
 
 def power(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("power").test_power_loss_at_any_instant(folder, patch, 1)
+        unit("power_loss").test_power_loss_at_any_instant(folder, patch, 1)
 
 
 def damages(folder: Path) -> None:

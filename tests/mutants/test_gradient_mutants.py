@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from verdict import complaint
+from assertions import assertion_of
 
 import unisono as un
 from unisono.gradients import average
@@ -111,4 +111,4 @@ def test_bucket_without_its_last_tensor_is_killed(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_correct_implementations_survive(size: int) -> None:
     rights = (partial(check_averages, un.average_gradients), partial(check_shares, un.broadcast_parameters))
-    assert [complaint(run_ranks, right, size) for right in rights] == ["", ""]
+    assert [assertion_of(run_ranks, right, size) for right in rights] == ["", ""]

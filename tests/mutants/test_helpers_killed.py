@@ -1,4 +1,4 @@
-"""Every change in `mutants/helpers/` makes a part of the package wrong, and a law says in which way."""
+"""Every change in `mutants/helpers/` makes a part of the package wrong, and a check says in which way."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from loading import load, mutants
 
-from unisono.testing.conformance import LAWS, World
+from unisono.testing.conformance import CHECKS, World
 
 MUTANTS = mutants("helpers")
-BY_NAME = {law.__name__: law for law in LAWS}
+BY_NAME = {check.__name__: check for check in CHECKS}
 
 
 @pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
 def test_conformance_kills_mutant(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = load(path)
     mutant.put_in(monkeypatch)
-    with pytest.raises(Exception, match=mutant.COMPLAINT):
-        BY_NAME[mutant.LAW](World("thread", timeout=1.0))
+    with pytest.raises(Exception, match=mutant.ERROR):
+        BY_NAME[mutant.CHECK](World("thread", timeout=1.0))
 
 
 def test_mutants_exist() -> None:

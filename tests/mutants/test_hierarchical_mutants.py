@@ -1,4 +1,4 @@
-"""Composed transports that are wrong in one place, each killed by a law."""
+"""Composed transports that are wrong in one place, each killed by a check."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from unisono.core.reduce_op import combine_all
 from unisono.core.types import CollectiveCall, ReduceOp
 from unisono.errors import CommError
-from unisono.testing.conformance import LAWS, World
+from unisono.testing.conformance import CHECKS, World
 from unisono.transports.hierarchical import Hierarchical
 from unisono.transports.hierarchical.collectives import HierarchicalCollectives
 from unisono.transports.hierarchical.consistency import Agreement
 from unisono.transports.hierarchical.routing import Routes
 
-BY_NAME = {law.__name__: law for law in LAWS}
+BY_NAME = {check.__name__: check for check in CHECKS}
 TWO = World("thread+thread", timeout=1.0, hosts=((0, 2), (1, 3)))
 THREE = World("thread+thread", timeout=1.0, hosts=((0, 2), (1,), (3,)))
 UNEVEN = World("thread+thread", timeout=1.0, hosts=((1, 2, 3), (0,)))
@@ -68,22 +68,22 @@ def even_if_not(self: Any) -> None:
 
 SWAPPED, DECLARE, BULK_REDUCE = Agreement._swapped, Hierarchical._declare, HierarchicalCollectives.reduce
 MUTANTS: list[tuple[type, str, Callable[..., Any], str, World]] = [
-    (Agreement, "_combine", own_host_first, "all_reduce_equals_the_reference", THREE),
-    (Agreement, "_swapped", nobody_compares, "different_calls_are_refused_on_every_rank", TWO),
-    (HierarchicalCollectives, "_exchange", only_this_host_is_summed, "all_reduce_equals_the_reference", TWO),
-    (HierarchicalCollectives, "_gathered", nothing_is_handed_on, "all_reduce_equals_the_reference", TWO),
-    (HierarchicalCollectives, "reduce", root_last_of_its_host, "reduce_equals_the_reference", TWO),
-    (Routes, "post", all_by_one_way, "peers_do_not_mix", TWO),
-    (Hierarchical, "_declare", even_if_not, "all_gather_equals_the_reference", UNEVEN),
+    (Agreement, "_combine", own_host_first, "all_reduce_equals_reference", THREE),
+    (Agreement, "_swapped", nobody_compares, "different_calls_are_rejected_on_every_rank", TWO),
+    (HierarchicalCollectives, "_exchange", only_this_host_is_summed, "all_reduce_equals_reference", TWO),
+    (HierarchicalCollectives, "_gathered", nothing_is_handed_on, "all_reduce_equals_reference", TWO),
+    (HierarchicalCollectives, "reduce", root_last_of_its_host, "reduce_equals_reference", TWO),
+    (Routes, "post", all_by_one_way, "peers_are_separate", TWO),
+    (Hierarchical, "_declare", even_if_not, "all_gather_equals_reference", UNEVEN),
 ]
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "mutant", "law", "world"), MUTANTS, ids=lambda value: getattr(value, "__name__", "")
+    ("owner", "name", "mutant", "check", "world"), MUTANTS, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_conformance_kills_mutant(
-    owner: type, name: str, mutant: Callable[..., Any], law: str, world: World, monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, mutant: Callable[..., Any], check: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises((AssertionError, CommError, IndexError, RuntimeError)):
-        BY_NAME[law](world)
+        BY_NAME[check](world)

@@ -1,4 +1,4 @@
-"""Every partitioner and sampler in `mutants/partitioners/` is wrong in one way, and a law says in which."""
+"""Every partitioner and sampler in `mutants/partitioners/` is wrong in one way, and a check says in which."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from assertions import assertion_of
 from loading import load, mutants
-from verdict import complaint
 
 from unisono.data import PARTITIONERS, PartitionSampler
 from unisono.testing import partitioners, samplers
@@ -23,18 +23,18 @@ RIGHT = {
 }
 
 
-def obey(law: str, mutant: Any) -> None:
+def run_check(law: str, mutant: Any) -> None:
     """One law, as the tests of the registry apply it."""
-    check = getattr(partitioners if hasattr(partitioners, law) else samplers, law)
-    if law == "check_resume":
+    check = getattr(partitioners if hasattr(partitioners, check) else samplers, check)
+    if check == "check_resume":
         check(mutant.of, DATA, [3, 2], [[1.0, 0.5, 0.0]], seed=1)
-    elif law in RIGHT:
+    elif check in RIGHT:
         check(mutant.of, DATA, [1 / 3] * 3, seed=1)
-    elif law == "check_global_order":
+    elif check == "check_global_order":
         check(mutant, DATA, [3, 2, 2], [20, 31])
-    elif law == "check_states":
+    elif check == "check_states":
         check(mutant, DATA, [3, 2, 4], [[0.5, 0.2, 0.9], [0.3, 0.6]])
-    elif law == "check_ranks":
+    elif check == "check_ranks":
         check(mutant, DATA, 3)
     else:
         check(mutant, DATA)
@@ -43,17 +43,17 @@ def obey(law: str, mutant: Any) -> None:
 @pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
 def test_conformance_kills_mutant(path: Path) -> None:
     mutant = load(path)
-    with pytest.raises(AssertionError, match=mutant.COMPLAINT):
-        obey(mutant.LAW, mutant.MUTANT)
+    with pytest.raises(AssertionError, match=mutant.ERROR):
+        run_check(mutant.CHECK, mutant.MUTANT)
 
 
-@pytest.mark.parametrize("law", sorted({load(path).LAW for path in MUTANTS}))
-def test_correct_implementations_survive(law: str) -> None:
-    assert complaint(obey, law, RIGHT.get(law, PartitionSampler)) == ""
+@pytest.mark.parametrize("check", sorted({load(path).CHECK for path in MUTANTS}))
+def test_correct_implementations_survive(check: str) -> None:
+    assert assertion_of(run_check, check, RIGHT.get(check, PartitionSampler)) == ""
 
 
 def test_every_conformance_test_kills_a_mutant() -> None:
     # Those of divisions kill in test_partition_mutants.py; check_cover is a part of the others.
     others = {"check_partitioner", "check_division", "check_seed", "check_cover"}
-    laws = {name for name in [*partitioners.__all__, *samplers.__all__] if name.startswith("check_")} - others
-    assert {load(path).LAW for path in MUTANTS} == laws
+    checks = {name for name in [*partitioners.__all__, *samplers.__all__] if name.startswith("check_")} - others
+    assert {load(path).CHECK for path in MUTANTS} == checks

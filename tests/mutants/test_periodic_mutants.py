@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assertion_of
 from loading import load
-from verdict import complaint
 
 from unisono.checkpoint import divergence
 from unisono.errors import CommError
@@ -114,7 +114,7 @@ def loads_no_anchor(patch: Patch) -> None:
         self.outer.load_state_dict(state["outer"])
 
     patch.setattr(diloco.DiLoCo, "load_state_dict", load_state_dict)
-    unit("diloco").test_it_goes_on_from_its_state()
+    unit("diloco").test_state_dict_resumes()
 
 
 def counts_its_own_neighbours_only(patch: Patch) -> None:
@@ -282,4 +282,4 @@ def test_interfering_mutants_are_killed(mutant: Callable[[Patch], None], monkeyp
 
 def test_correct_implementations_survive() -> None:
     checks = (averages, lambda: averages(buffers=True), formula, statistics)
-    assert [complaint(check) for check in checks] == [""] * 4
+    assert [assertion_of(check) for check in checks] == [""] * 4

@@ -1,4 +1,4 @@
-"""Every transport in `mutants/transports/` is wrong, and a law says in which way."""
+"""Every transport in `mutants/transports/` is wrong, and a check says in which way."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from pathlib import Path
 import pytest
 from loading import load, mutants
 
-from unisono.testing.conformance import LAWS, World
+from unisono.testing.conformance import CHECKS, World
 from unisono.transports import TRANSPORTS
 from unisono.transports.thread import ThreadTransport
 
 MUTANTS = mutants("transports")
-BY_NAME = {law.__name__: law for law in LAWS}
+BY_NAME = {check.__name__: check for check in CHECKS}
 
 
 @pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
 def test_conformance_kills_mutant(path: Path) -> None:
     mutant = load(path)
-    law = BY_NAME[mutant.LAW]
+    check = BY_NAME[mutant.CHECK]
     if not issubclass(mutant.Mutant, ThreadTransport):
         world = World("thread", mutant.Mutant, timeout=1.0)
-        with pytest.raises(Exception, match=mutant.COMPLAINT):
-            law(world)
+        with pytest.raises(Exception, match=mutant.ERROR):
+            check(world)
         return
     TRANSPORTS.register(path.stem, mutant.Mutant)
     try:
-        with pytest.raises(Exception, match=mutant.COMPLAINT):
-            law(World(path.stem, timeout=1.0))
+        with pytest.raises(Exception, match=mutant.ERROR):
+            check(World(path.stem, timeout=1.0))
     finally:
         TRANSPORTS.unregister(path.stem)
 

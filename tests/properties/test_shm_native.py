@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from core_kit import without_core
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_core import without_core
 
 import unisono as un
 from unisono.core.native import native

@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 import pytest
-from patience import until
 from rpc_functions import add, on_rank_0
 
 import unisono as un
@@ -124,7 +123,7 @@ def test_communicator_frees_closed_agents() -> None:
         agent.shutdown(graceful=False)
         rpc.shutdown()
         del agent
-        assert until(lambda: [ref() for ref in known] == [None, None])
+        assert wait_until(lambda: [ref() for ref in known] == [None, None])
 
     run_ranks(program, 2)
 

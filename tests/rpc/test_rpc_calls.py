@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from patience import until
 from rpc_functions import BACKENDS, Point, add, bounce, echo, hold, later, on_rank_0, release
 
 import unisono as un
@@ -193,7 +192,7 @@ def test_calls_can_be_cancelled() -> None:
     def work(name: str) -> bool:
         begun.append(name)
         go.wait(20.0)
-        assert name != "first" or until(rpc.cancelled)
+        assert name != "first" or wait_until(rpc.cancelled)
         seen.set()
         return True
 

@@ -10,7 +10,6 @@ import uuid
 from typing import Any
 
 import pytest
-from patience import until
 from rpc_functions import add, census, hold, release
 
 import unisono as un
@@ -44,7 +43,7 @@ def killed(comm: un.Communicator) -> Any:
     for rref in (mine, theirs):
         rpc.rpc_sync(2, keep, (rref,))
     del mine, theirs, rref
-    assert until(lambda: (census(), rpc.rpc_sync(1, census)) == (1, 1))
+    assert wait_until(lambda: (census(), rpc.rpc_sync(1, census)) == (1, 1))
     started = time.monotonic()
     took = []
     for call in (lambda: rpc.rpc_sync(2, die), before[0].wait, lambda: rpc.rpc_sync(2, add, (1,))):
@@ -60,7 +59,7 @@ def killed(comm: un.Communicator) -> Any:
     with pytest.raises(PeerLostError):
         comm.barrier()
     assert rpc.rpc_sync(1, add, (1,)) == 2
-    assert until(lambda: census() == 0 and rpc.rpc_sync(1, census) == 0)
+    assert wait_until(lambda: census() == 0 and rpc.rpc_sync(1, census) == 0)
     assert agent.references.pins == 0
     started = time.monotonic()
     rpc.shutdown(timeout=30.0)
@@ -82,7 +81,9 @@ def leader_dies(comm: un.Communicator) -> Any:
     """The rank that decides when all end is gone while they wait for its word."""
     agent = rpc.init(comm, timeout=30.0)
     if comm.rank == 0:
-        assert until(lambda: {1, 2} <= {rank for reports in list(agent.closing._reports.values()) for rank in reports})
+        assert wait_until(
+            lambda: {1, 2} <= {rank for reports in list(agent.closing._reports.values()) for rank in reports}
+        )
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     rpc.shutdown(timeout=30.0)
@@ -134,7 +135,7 @@ def test_shutdown_waits_for_pending_calls() -> None:
     @rpc.expose
     def chain(depth: int) -> None:
         """Nobody waits for the next one. All ranks want to end before the first one is through."""
-        assert until(lambda: len(agents) == 3 and all(agent.closing._wanted for agent in agents))
+        assert wait_until(lambda: len(agents) == 3 and all(agent.closing._wanted for agent in agents))
         done.append(depth)
         if depth:
             me = rpc.get_worker_info().id
@@ -169,7 +170,7 @@ def test_shutdown_waits_for_callbacks(ends_it: bool) -> None:
         if comm.rank == 0:
             agent.rpc_async(1, add, (1,)).add_done_callback(go_on)
         rpc.shutdown(timeout=20.0)
-        return until(lambda: bool(answers))
+        return wait_until(lambda: bool(answers))
 
     assert all(run_ranks(program, 2))
     assert answers == [2 if ends_it else 4]

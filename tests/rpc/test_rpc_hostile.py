@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import until
 
 import unisono as un
 from unisono import serialization
@@ -234,7 +233,7 @@ def test_aborted_call_does_not_block_shutdown(kind: int) -> None:
         if comm.rank == 2:
             agent.box.send(0, HEADER.pack(kind, 7, NO_CONTEXT, 0), (), LIMIT_S)
         if comm.rank == 0:
-            assert until(lambda: 2 in agent.box.lost)
+            assert wait_until(lambda: 2 in agent.box.lost)
         comm.barrier()
         agent.shutdown(graceful=comm.rank != 2, timeout=5.0)
 

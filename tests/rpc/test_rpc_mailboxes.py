@@ -1,4 +1,4 @@
-"""Mailboxes: every transport's meets the same laws."""
+"""Mailboxes: every transport's passes the same checks."""
 
 from __future__ import annotations
 

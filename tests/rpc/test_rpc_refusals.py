@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from patience import until
 from rpc_functions import BACKENDS, RAN, OddError, Point, add, census, echo, not_a_future, on_rank_0, raises, unexposed
 
 import unisono as un
@@ -108,8 +107,8 @@ def test_rejected_argument_leaks_nothing() -> None:
             with pytest.raises(rpc.NotExposedError):
                 rpc.rpc_sync(1, echo, ([unexposed, rref],))
         del rref, theirs
-        assert until(lambda: (agent.idle(), len(agent.references), agent.references.pins) == (True, 0, 0))
-        assert until(lambda: rpc.rpc_sync(1, census) == 0)
+        assert wait_until(lambda: (agent.idle(), len(agent.references), agent.references.pins) == (True, 0, 0))
+        assert wait_until(lambda: rpc.rpc_sync(1, census) == 0)
 
     run_ranks(on_rank_0(program), 2)
     assert not RAN
@@ -237,7 +236,7 @@ def test_pickled_function_is_not_kept() -> None:
         known = weakref.ref(passing)
         assert rpc.rpc_sync(1, passing) == 1
         del passing
-        assert until(lambda: known() is None)
+        assert wait_until(lambda: known() is None)
 
     run_ranks(on_rank_0(program, trusted=True), 2)
 

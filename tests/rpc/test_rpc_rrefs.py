@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from patience import until
 from rpc_functions import census
 
 import unisono as un
@@ -54,7 +53,7 @@ def test_failed_requests_leave_no_gap() -> None:
                     rpc.remote(1, Counter, (threading.Lock(),))
                 assert [rpc.remote(1, Counter, (n,)).rpc_sync().add(1) for n in range(3)] == [1, 2, 3]
             assert rpc.rpc_sync(1, gaps) == 0
-            assert until(lambda: rpc.rpc_sync(1, census) == 0)
+            assert wait_until(lambda: rpc.rpc_sync(1, census) == 0)
         rpc.shutdown()
 
     run_ranks(program, 2)
@@ -70,7 +69,7 @@ def test_object_outlives_its_calls(how: str) -> None:
 
         def after_it_was_dropped(asked: Any, mail: Any, named: bytes) -> Any:
             if named.endswith(b".add"):
-                assert until(lambda: not references._protocol.ledger.value(Key(0, 1)))
+                assert wait_until(lambda: not references._protocol.ledger.value(Key(0, 1)))
             return run(asked, mail, named)
 
         if comm.rank == 1:
@@ -129,7 +128,7 @@ def life(comm: un.Communicator) -> Any:
         assert counter.owner().id == 1
         assert counter.owner_name() == "rank1"
         assert not counter.is_owner()
-        assert until(counter.confirmed_by_owner)
+        assert wait_until(counter.confirmed_by_owner)
         with pytest.raises(RuntimeError, match="only the owner, 'rank1'"):
             counter.local_value()
         with pytest.raises(TypeError, match="can be sent only as an argument"):
@@ -141,8 +140,8 @@ def life(comm: un.Communicator) -> Any:
         back = rpc.rpc_sync(1, hand_on, (counter, 2))
         assert back.rpc_sync().add(1) == 19
         del counter, back
-        assert until(lambda: rpc.rpc_sync(1, census) == 0)
-        assert until(lambda: rpc.context.current_agent().references.pins == 0)
+        assert wait_until(lambda: rpc.rpc_sync(1, census) == 0)
+        assert wait_until(lambda: rpc.context.current_agent().references.pins == 0)
     rpc.shutdown(timeout=20.0)
     return True
 
@@ -169,8 +168,8 @@ def kept_elsewhere(comm: un.Communicator) -> Any:
         assert rpc.rpc_sync(1, census) == census() == 1
         for rank in (1, 2):
             rpc.rpc_sync(rank, let_go)
-        assert until(lambda: census() == 0)
-        assert until(lambda: rpc.rpc_sync(1, census) == 0)
+        assert wait_until(lambda: census() == 0)
+        assert wait_until(lambda: rpc.rpc_sync(1, census) == 0)
     rpc.shutdown(timeout=20.0)
     return True
 
@@ -200,7 +199,7 @@ def test_last_local_reference_frees_immediately() -> None:
         rref = rpc.RRef([1])
         assert len(agent.references) == 1
         del rref
-        assert until(lambda: len(agent.references) == 0)
+        assert wait_until(lambda: len(agent.references) == 0)
         rpc.shutdown()
 
 

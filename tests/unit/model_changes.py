@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from averager_kit import sample, weight
+from averager_helpers import sample, weight
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 

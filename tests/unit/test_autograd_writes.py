@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from autograd_kit import check_views, check_writes
+from autograd_checks import check_views, check_writes
 
 from unisono.testing import pool
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from averaged_models import gradients, same
-from averager_kit import BACKENDS, SMALL, Found, OddError, combined, quickly, sample, stack, weight
+from averager_helpers import BACKENDS, SMALL, Found, OddError, combined, quickly, sample, stack, weight
 
 import unisono as un
 from unisono.testing import pool

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from averaged_models import gradients
-from averager_kit import BACKENDS, SMALL, sample, stack
+from averager_helpers import BACKENDS, SMALL, sample, stack
 from torch import nn
 
 import unisono as un

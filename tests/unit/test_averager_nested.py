@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import pytest
 import torch
 from averaged_models import gradients, same
-from averager_kit import BACKENDS, SMALL, Found, combined, sample, stack, weight
+from averager_helpers import BACKENDS, SMALL, Found, combined, sample, stack, weight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

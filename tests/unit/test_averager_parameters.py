@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from averager_kit import BACKENDS, check, loss, quickly, right, sample, stack, weight
+from averager_helpers import BACKENDS, check, loss, quickly, right, sample, stack, weight
 from model_changes import CHANGES, HARMLESS, NAME, prepared
 from torch import nn
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bootstrap_kit import SOON, meet
-from patience import together
+from bootstrap_helpers import SOON, meet
+from waiting import run_concurrently
 
 from unisono.bootstrap import Rendezvous, find
 from unisono.control.client import SocketControl
@@ -133,7 +133,7 @@ def test_rank_0_may_start_last(port: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "create_connection", watched)
-        places = together(first, lambda: find(f"tcp://127.0.0.1:{port}", 1, 2, SOON))
+        places = run_concurrently(first, lambda: find(f"tcp://127.0.0.1:{port}", 1, 2, SOON))
     assert [place.rank for place in places] == [0, 1]
     for place in places:
         place.close()
@@ -171,7 +171,7 @@ def test_server_ended_during_rendezvous_is_replaced(port: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SocketControl, "register_rank", watched)
-        places = together(first, lambda: find(f"tcp://127.0.0.1:{port}", 1, 2, SOON))
+        places = run_concurrently(first, lambda: find(f"tcp://127.0.0.1:{port}", 1, 2, SOON))
     assert [place.rank for place in places] == [0, 1]
     for place in places:
         place.close()

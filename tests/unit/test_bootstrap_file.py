@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bootstrap_kit import SOON, meet
-from patience import together, until
+from bootstrap_helpers import SOON, meet
+from waiting import run_concurrently
 
 from unisono.bootstrap import Rendezvous, find
 from unisono.control.client import SocketControl
@@ -53,10 +53,10 @@ def test_file_replaced_by_another_rank_0_is_not_removed(tmp_path: Path) -> None:
     other = f"unisono meets here\n127.0.0.1\n9\nits secret\n{socket.gethostname()}\n"
 
     def take_over() -> None:
-        assert until(path.exists, SOON)
+        assert wait_until(path.exists, SOON)
         path.write_text(other)
 
-    first, _ = together(lambda: find(f"file://{path}", 0, 2, 2.0), take_over)
+    first, _ = run_concurrently(lambda: find(f"file://{path}", 0, 2, 2.0), take_over)
     assert isinstance(first, CommTimeoutError)
     assert f"Another process has written {path} since" in str(first)
     assert path.read_text() == other
@@ -96,7 +96,7 @@ def test_file_of_a_running_job_is_rejected(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SocketControl, "register_rank", watched)
-        places = together(first, lambda: find(f"file://{path}", 1, 2, SOON))
+        places = run_concurrently(first, lambda: find(f"file://{path}", 1, 2, SOON))
     assert [place.rank for place in places] == [0, 1]
     for place in places:
         place.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from control_kit import SOON, Make, everywhere, world
-from patience import together
+from control_helpers import SOON, Make, everywhere, world
+from waiting import run_concurrently
 
 from unisono.control import LocalHub
 from unisono.core.group import Group
@@ -31,7 +31,9 @@ def test_store(make: Make) -> None:
 
 def test_get_waits_until_set(make: Make) -> None:
     one, two = make(), make()
-    got = together(lambda: one.get("late", SOON), lambda: two.get("late", SOON), lambda: make().set("late", b"!"))
+    got = run_concurrently(
+        lambda: one.get("late", SOON), lambda: two.get("late", SOON), lambda: make().set("late", b"!")
+    )
     assert got == [b"!", b"!", None]
     with pytest.raises(CommTimeoutError, match=r"waited 0.0 s for the key 'never'"):
         one.get("never", 0.01)
@@ -48,13 +50,13 @@ def test_many_threads_on_one_handle(make: Make) -> None:
         control.get(f"done {(number + 1) % 6}", SOON)
         return number
 
-    assert together(*[lambda n=n: work(n) for n in range(6)]) == list(range(6))
+    assert run_concurrently(*[lambda n=n: work(n) for n in range(6)]) == list(range(6))
     assert control.get("count", SOON) == b"300"
 
 
 def test_share(make: Make) -> None:
     control = make()
-    objects = together(*[lambda: control.share("lock", threading.Lock) for _ in range(4)])
+    objects = run_concurrently(*[lambda: control.share("lock", threading.Lock) for _ in range(4)])
     assert len(set(map(id, objects))) == 1
 
 

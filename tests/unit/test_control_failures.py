@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from control_kit import SOON, Make, Told, die, everywhere, world
-from patience import together
+from control_helpers import SOON, Make, Told, die, everywhere, world
+from waiting import run_concurrently
 
 import unisono as un
 from unisono.core.failure import Cause, error_of
@@ -21,7 +21,7 @@ def test_timeout_names_missing_ranks_to_all(make: Make) -> None:
         lambda: controls[2].exchange(groups[2], "all_reduce #3", 1, SOON),
         lambda: controls[1].first_cause(groups[1], SOON),
     ]
-    first, second, cause = together(*waiting)
+    first, second, cause = run_concurrently(*waiting)
     words = (
         "waited 0.2 s in all_reduce #3 for rank 1 (and 3), which have not arrived. "
         "Are they alive, or did they skip a call?"
@@ -29,7 +29,7 @@ def test_timeout_names_missing_ranks_to_all(make: Make) -> None:
     assert cause == Cause("CommTimeoutError", 1, words)
     assert (type(first), str(first)) == (CommTimeoutError, f"rank 0 of 4: timed out: {words}")
     assert (type(second), str(second)) == (CommTimeoutError, f"rank 2 of 4: timed out: {words}")
-    late = together(lambda: controls[3].exchange(groups[3], "all_reduce #3", 1, SOON))[0]
+    late = run_concurrently(lambda: controls[3].exchange(groups[3], "all_reduce #3", 1, SOON))[0]
     assert isinstance(late, CommTimeoutError)
     assert everywhere(controls, groups, lambda c, g: c.first_cause(g, SOON)) == [cause] * 4
     assert [heard.only() for heard in told] == [cause] * 4
@@ -37,7 +37,7 @@ def test_timeout_names_missing_ranks_to_all(make: Make) -> None:
 
 def test_death_is_reported_to_waiting_and_other_ranks(make: Make) -> None:
     controls, groups, told = world(make, 3)
-    waiting = together(lambda: controls[0].exchange(groups[0], "x", 1, SOON), lambda: die(controls[1]))[0]
+    waiting = run_concurrently(lambda: controls[0].exchange(groups[0], "x", 1, SOON), lambda: die(controls[1]))[0]
     assert isinstance(waiting, PeerLostError)
     assert str(waiting) == "rank 0 of 3: rank 1 was lost: its process ended without closing the communicator"
     assert (waiting.peer, waiting.rank) == (1, 0)
@@ -72,7 +72,9 @@ def test_late_joiner_learns_the_failure(make: Make) -> None:
 
 def test_clean_leave(make: Make) -> None:
     controls, groups, told = world(make, 3)
-    left, waiting = together(lambda: controls[1].leave(groups[1]), lambda: controls[0].agree(groups[0], "x", 1, SOON))
+    left, waiting = run_concurrently(
+        lambda: controls[1].leave(groups[1]), lambda: controls[0].agree(groups[0], "x", 1, SOON)
+    )
     assert left is None
     assert isinstance(waiting, PeerLostError)
     assert "rank 1 has left (it closed the communicator, or its program has ended)" in str(waiting)
@@ -126,7 +128,7 @@ def test_close_ends_a_wait(make: Make) -> None:
         started.wait(SOON)
         control.close()
 
-    assert isinstance(together(wait, close)[0], ClosedError)
+    assert isinstance(run_concurrently(wait, close)[0], ClosedError)
 
 
 def test_on_process_exit_reports_the_reason(make: Make) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from patience import until
 
 from unisono import serialization
 from unisono.control import LocalHub
@@ -145,14 +144,14 @@ def test_late_handshake_is_disconnected(monkeypatch: pytest.MonkeyPatch, length:
     with listening() as (door, address):
         with monkeypatch.context() as patch, knocking(address, hello[:length]) as (line,):
             patch.setattr(module, "_WITHIN_S", 0.05)
-            assert until(lambda: door.admitted(0.02) == [] and hung_up(line))
+            assert wait_until(lambda: door.admitted(0.02) == [] and hung_up(line))
         assert enter(door, address, 3) == (3, b"")
 
 
 def test_many_connections_do_not_block_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_PENDING", 4)
     with listening() as (door, address), knocking(address, *[b""] * 10) as lines:
-        assert until(lambda: door.admitted(0.02) == [] and list(map(hung_up, lines)) == [True] * 6 + [False] * 4)
+        assert wait_until(lambda: door.admitted(0.02) == [] and list(map(hung_up, lines)) == [True] * 6 + [False] * 4)
         assert enter(door, address, 5, b"what comes after") == (5, b"what comes after")
 
 
@@ -161,8 +160,8 @@ def test_wrong_proof_is_disconnected_immediately(monkeypatch: pytest.MonkeyPatch
     with listening() as (door, address), knocking(address, b"") as (line,):
         saying = threading.Thread(target=lambda: line.sendall(proof(line, SECRET[::-1], 1)))
         saying.start()
-        assert until(lambda: door.admitted(0.02) == [] and not saying.is_alive())
-        assert until(lambda: door.admitted(0.02) == [] and hung_up(line))
+        assert wait_until(lambda: door.admitted(0.02) == [] and not saying.is_alive())
+        assert wait_until(lambda: door.admitted(0.02) == [] and hung_up(line))
 
 
 def test_host_that_cannot_listen_is_named_on_every_host() -> None:

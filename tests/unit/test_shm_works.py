@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from patience import until
 
 import unisono as un
 from unisono.core.control import ControlPlane
@@ -35,8 +34,8 @@ def forsaken(comm: un.Communicator) -> list[str]:
         return []
     asked, promised = (part.irecv(torch.zeros(4), 1, tag=tag) for tag in range(2))
     future = promised.get_future()
-    assert until(asked.is_completed)
-    assert until(future.done)
+    assert wait_until(asked.is_completed)
+    assert wait_until(future.done)
     comm.barrier()
     with pytest.raises(PeerLostError):
         future.value()

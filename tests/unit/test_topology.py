@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from patience import together
+from waiting import run_concurrently
 
 import unisono as un
 from unisono.control import LocalHub
@@ -138,5 +138,5 @@ def test_ranks_of_one_host_use_one_gpu_each(
         with pytest.raises(un.errors.UnavailableError, match="there is no GPU"):
             un.init("nccl", init_method=f"file://{tmp_path}/meeting", rank=rank, world_size=2, timeout=20)
 
-    together(lambda: start(0), lambda: start(1))
+    run_concurrently(lambda: start(0), lambda: start(1))
     assert [seen[0], seen[1]] == expected

@@ -27,7 +27,7 @@ class Codec(ABC):
 
     A new codec is one file in `unisono.compression.codecs` that ends in `CODEC = YourCodec`, or an entry point
     of that name in another package. It calls `prepare` first of all in `average`, and shows its settings in
-    its `repr`, which all ranks compare. `unisono.testing.codecs` has the laws that it must meet.
+    its `repr`, which all ranks compare. `unisono.testing.codecs` has its conformance checks.
 
     Attributes:
         name: Name by which `resolve` finds the codec.

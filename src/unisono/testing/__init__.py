@@ -1,6 +1,6 @@
-"""Test tools for code built on unisono: ranks, conformance laws, strategies, reference results, partition checks.
+"""Test tools for code built on unisono: ranks, conformance checks, strategies, reference results, partition checks.
 
-    class TestMine(un.testing.TransportLaws):
+    class TestMine(un.testing.TransportConformance):
         backend = "mine"
 
 Needs `pip install 'unisono[testing]'` for the parts that use pytest or Hypothesis; names load when first used.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         strategies,
     )
     from unisono.testing.conformance import World
-    from unisono.testing.conformance.suite import TransportLaws
+    from unisono.testing.conformance.suite import TransportConformance
     from unisono.testing.pools import RankPool, pool
     from unisono.testing.ranks import run_ranks
     from unisono.wrappers.checksum import Checksummed
@@ -38,7 +38,7 @@ __all__ = [
     "Faulty",
     "KilledError",
     "RankPool",
-    "TransportLaws",
+    "TransportConformance",
     "World",
     "buckets",
     "cases",
@@ -61,7 +61,7 @@ _HOME = {
     "Faulty": "unisono.wrappers.fault",
     "KilledError": "unisono.wrappers.fault",
     "RankPool": "unisono.testing.pools",
-    "TransportLaws": "unisono.testing.conformance.suite",
+    "TransportConformance": "unisono.testing.conformance.suite",
     "World": "unisono.testing.conformance",
     "pool": "unisono.testing.pools",
     "run_ranks": "unisono.testing.ranks",

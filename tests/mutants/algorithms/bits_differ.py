@@ -1,4 +1,4 @@
-"""The first and the last rank add up their parts first, so the last one adds the others' in another order."""
+"""The first and the last rank add their own parts first, so the last one adds in another order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from unisono.collectives.algorithms.all_reduce.direct import chunks, cost
 from unisono.collectives.algorithms.step import Move, Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"rank 2 of 3.*chunk 0 is reduced in another order than on rank 0"
+ERROR = r"rank 2 of 3.*chunk 0 is reduced in another order than on rank 0"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""Two ranks that exchange, each of which will send only when it has received."""
+"""Two ranks that exchange, each of which receives before it sends."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from unisono.collectives.algorithms.all_reduce import direct
 from unisono.collectives.algorithms.all_reduce.direct import chunks, cost
 from unisono.collectives.algorithms.step import Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = (
+ERROR = (
     r"deadlock of waiting ranks: rank 0 .* to receive chunk 0 from rank 1, .*; rank 1 .* to receive chunk 0 from rank 0"
 )
 

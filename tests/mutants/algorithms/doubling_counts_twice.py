@@ -1,4 +1,4 @@
-"""Doubling round a circle: between powers of two, the last round brings some contributions again."""
+"""Doubling in a circle: for other sizes than powers of two, the last round repeats contributions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from unisono.collectives.algorithms.barrier import dissemination
 from unisono.collectives.algorithms.barrier.dissemination import cost
 from unisono.collectives.algorithms.step import Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"rank 0 of 3.*after the last step, chunk 0 counts twice the contribution of rank 0"
+ERROR = r"rank 0 of 3.*after the last step, chunk 0 counts twice the contribution of rank 0"
 
 
 def chunks(size: int) -> int:

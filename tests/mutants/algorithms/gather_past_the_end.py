@@ -1,4 +1,4 @@
-"""A gather that is right for powers of two only: elsewhere its runs go past the last chunk."""
+"""A gather that is correct for powers of two only: for other sizes its runs end after the last chunk."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from unisono.collectives.algorithms.gather.binomial import cost
 from unisono.collectives.algorithms.step import Move, Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 
 COLLECTIVE = "gather"
-COMPLAINT = r"chunks 2 to 4 are out of range for 3 chunks"
+ERROR = r"chunks 2 to 4 are out of range for 3 chunks"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""A broadcast that keeps a place for what it does not send."""
+"""A broadcast with an empty step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from unisono.collectives.algorithms.broadcast import binomial
 from unisono.collectives.algorithms.broadcast.binomial import chunks, cost
 from unisono.collectives.algorithms.step import Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "broadcast"
-COMPLAINT = r"step 2: nothing moves; leave the step out"
+ERROR = r"step 2: nothing moves; leave the step out"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""A reduce in which rank 1 says its part twice, to a root that has ended."""
+"""A reduce in which rank 1 sends its part twice, to a root that has ended."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from unisono.collectives.algorithms.reduce import binomial
 from unisono.collectives.algorithms.reduce.binomial import chunks, cost
 from unisono.collectives.algorithms.step import Move, Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "reduce"
-COMPLAINT = r"rank 1 of 2.*step 2: waits to send chunk 0 to rank 0, which ended after its step 1"
+ERROR = r"rank 1 of 2.*step 2: waits to send chunk 0 to rank 0, which ended after its step 1"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""A barrier that goes on telling for ever."""
+"""A barrier that sends without end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from unisono.collectives.algorithms.barrier import dissemination
 from unisono.collectives.algorithms.barrier.dissemination import cost
 from unisono.collectives.algorithms.step import Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 
 COLLECTIVE = "barrier"
-COMPLAINT = r"that is more steps than any schedule needs; does it ever end\?"
+ERROR = r"that is more steps than any schedule needs; does it ever end\?"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

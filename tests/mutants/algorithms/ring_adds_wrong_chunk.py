@@ -1,4 +1,4 @@
-"""A ring that adds what it receives to the chunk next to the right one."""
+"""A ring that adds received data to the chunk next to the correct one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from unisono.collectives.algorithms.all_reduce.ring import cost
 from unisono.collectives.algorithms.step import Move, Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"step 1: chunk \d is expected from rank \d, which in its step 1 sends chunk"
+ERROR = r"step 1: chunk \d is expected from rank \d, which in its step 1 sends chunk"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

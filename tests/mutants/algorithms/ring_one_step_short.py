@@ -1,4 +1,4 @@
-"""A ring that stops one step before the last chunk has come round."""
+"""A ring that stops one step before the last chunk has arrived."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from unisono.collectives.algorithms.all_reduce import ring
 from unisono.collectives.algorithms.all_reduce.ring import cost
 from unisono.collectives.algorithms.step import Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"step \d: after the last step, chunk \d lacks the contribution of rank"
+ERROR = r"step \d: after the last step, chunk \d lacks the contribution of rank"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""A direct all-reduce that does not leave itself out."""
+"""A direct all-reduce that includes its own rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from unisono.collectives.algorithms.all_reduce.direct import chunks, cost
 from unisono.collectives.algorithms.step import Move, Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-COMPLAINT = r"step 1: peer \d is not another of the \d ranks"
+ERROR = r"step 1: peer \d is not another of the \d ranks"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

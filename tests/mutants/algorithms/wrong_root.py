@@ -8,10 +8,10 @@ from unisono.collectives.algorithms.broadcast import binomial
 from unisono.collectives.algorithms.broadcast.binomial import chunks, cost
 from unisono.collectives.algorithms.step import Move, Step
 
-__all__ = ["COLLECTIVE", "COMPLAINT", "chunks", "cost", "steps"]
+__all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "broadcast"
-COMPLAINT = r"rank 1 of 2.*step 1: chunk 0 is sent, but holds nothing yet"
+ERROR = r"rank 1 of 2.*step 1: chunk 0 is sent, but holds nothing yet"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""Draws after loading what it drew at first."""
+"""Draws after loading what it drew in its first step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from unisono.compression import randomk
 
-LAW = "check_state"
-COMPLAINT = "does not continue from its loaded state"
+CHECK = "check_state"
+ERROR = "does not continue from its loaded state"
 
 
 class CODEC(randomk):

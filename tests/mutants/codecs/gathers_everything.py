@@ -1,4 +1,4 @@
-"""Gives everything to everybody, and calls it two stages."""
+"""Sends everything to all ranks, and declares two stages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from unisono.communicator import Communicator
 from unisono.compression import int8
 
-LAW = "check_bytes"
-COMPLAINT = "but wire_bytes is"
+CHECK = "check_bytes"
+ERROR = "but wire_bytes is"
 
 
 class CODEC(int8):

@@ -1,4 +1,4 @@
-"""The owner of a piece does not take what it tells the others."""
+"""The owner of a piece keeps its exact sum instead of the encoded one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from unisono.communicator import Communicator
 from unisono.compression import int8
 
-LAW = "check_average"
-COMPLAINT = "not bit-identical"
+CHECK = "check_average"
+ERROR = "not bit-identical"
 
 
 class CODEC(int8):

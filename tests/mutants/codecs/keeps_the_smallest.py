@@ -1,4 +1,4 @@
-"""Sends the numbers of least magnitude."""
+"""Sends the values of least magnitude."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 from unisono.compression import topk
 
-LAW = "check_average"
-COMPLAINT = "was lost, more than the declared"
+CHECK = "check_average"
+ERROR = "was lost, more than the declared"
 
 
 class CODEC(topk):

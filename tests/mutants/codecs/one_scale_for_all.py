@@ -6,9 +6,9 @@ import torch
 
 from unisono.compression import int8
 
-LAW = "check_average"
+CHECK = "check_average"
 NUMBERS = "outlier"
-COMPLAINT = "was lost, more than the declared"
+ERROR = "was lost, more than the declared"
 
 
 class CODEC(int8):

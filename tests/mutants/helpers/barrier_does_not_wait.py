@@ -1,4 +1,4 @@
-"""Returns from a barrier without waiting for anyone."""
+"""Returns from a barrier without waiting for any rank."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from unisono.communicator import Communicator
 
-LAW = "a_barrier_waits_for_everyone"
-COMPLAINT = r"^None: \["
+CHECK = "barrier_waits_for_all_ranks"
+ERROR = r"^None: \["
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Takes a number for larger than NaN, as most hardware does."""
+"""Orders numbers above NaN, as most hardware does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from unisono.core import reduce_op
 from unisono.core.types import ReduceOp
 
-LAW = "every_op_and_dtype_equals_the_reference"
-COMPLAINT = r"op=<ReduceOp.MAX(.|\n)*not nan"
+CHECK = "every_op_and_dtype_equals_reference"
+ERROR = r"op=<ReduceOp.MAX(.|\n)*not nan"
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Knows where the last job stopped, but not that it was resumed itself."""
+"""Stores where the last job stopped, but not that it was a resumed one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from unisono.data import PartitionSampler
 
-LAW = "check_states"
-COMPLAINT = "in more than one place"
+CHECK = "check_states"
+ERROR = "in more than one place"
 
 
 class MUTANT(PartitionSampler):

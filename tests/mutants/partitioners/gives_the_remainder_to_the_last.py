@@ -1,4 +1,4 @@
-"""Rounds every part down but the last."""
+"""Rounds every part down except the last."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from unisono.data.indices import Indices, Places
 from unisono.data.partitions.contiguous import Contiguous
 
-LAW = "check_balance"
-COMPLAINT = "has samples 3"
+CHECK = "check_balance"
+ERROR = "has samples 3"
 
 
 class MUTANT(Contiguous):

@@ -1,4 +1,4 @@
-"""Shuffles, and trusts that labels come out even."""
+"""Shuffles without balancing labels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from unisono.data.feistel import IndexShuffle
 from unisono.data.partitions.stratified import Stratified
 
-LAW = "check_balance"
-COMPLAINT = "has label"
+CHECK = "check_balance"
+ERROR = "has label"
 
 
 class MUTANT(Stratified):

@@ -1,11 +1,11 @@
-"""Every epoch is the first one."""
+"""Every epoch has the order of the first."""
 
 from __future__ import annotations
 
 from unisono.data import PartitionSampler
 
-LAW = "check_epochs"
-COMPLAINT = "epochs 0 and 1 have the same order"
+CHECK = "check_epochs"
+ERROR = "epochs 0 and 1 have the same order"
 
 
 class MUTANT(PartitionSampler):

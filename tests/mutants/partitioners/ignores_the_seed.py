@@ -1,4 +1,4 @@
-"""All seeds shuffle alike."""
+"""All seeds give one order."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from unisono.data import PartitionSampler
 
-LAW = "check_epochs"
-COMPLAINT = "seeds 0 and 1 have the same order"
+CHECK = "check_epochs"
+ERROR = "seeds 0 and 1 have the same order"
 
 
 class MUTANT(PartitionSampler):

@@ -1,4 +1,4 @@
-"""Cuts to a length that all parts can share."""
+"""Truncates to a length that all parts can share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from unisono.data.indices import Indices, Places
 from unisono.data.partitions.strided import Strided
 
-LAW = "check_lossless"
-COMPLAINT = "in no part: 1 of 100"
+CHECK = "check_lossless"
+ERROR = "in no part: 1 of 100"
 
 
 class MUTANT(Strided):

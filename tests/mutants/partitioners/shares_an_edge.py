@@ -1,4 +1,4 @@
-"""The last sample of each run is the first of the next, too."""
+"""The last sample of each run is also the first of the next."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import pairwise
 from unisono.data.indices import Indices, Places
 from unisono.data.partitions.contiguous import Contiguous
 
-LAW = "check_lossless"
-COMPLAINT = "more than one place"
+CHECK = "check_lossless"
+ERROR = "more than one place"
 
 
 class MUTANT(Contiguous):

@@ -1,4 +1,4 @@
-"""Goes by samples where it should go by groups."""
+"""Divides by samples instead of by groups."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from unisono.data.partitions.grouped import Grouped
 
-LAW = "check_balance"
-COMPLAINT = "group .* is in parts"
+CHECK = "check_balance"
+ERROR = "group .* is in parts"
 
 
 class MUTANT(Grouped):

@@ -1,4 +1,4 @@
-"""Numbers its messages by a counter that all ranks share: one takes the number that another is about to take."""
+"""Numbers its messages by an unlocked counter that all ranks share: two ranks may take one number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Work
 from unisono.wrappers.base import Wrapper
 
-COMPLAINT = "a number was given out twice"
+ERROR = "a number was given out twice"
 
 GIVEN: list[int] = []
 

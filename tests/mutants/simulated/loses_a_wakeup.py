@@ -1,4 +1,4 @@
-"""Looks whether a message has come, and then waits without looking again: it may have come in between."""
+"""Checks for a message, and then waits without checking again: it may have arrived in between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.core.types import Message, Work
 from unisono.errors import CommTimeoutError
 from unisono.wrappers.base import Wrapper
 
-COMPLAINT = "no rank can continue|waited"
+ERROR = "no rank can continue|waited"
 
 
 class Hasty(ChainedWork):

@@ -1,4 +1,4 @@
-"""A rank takes its own lock and then the other's: two that do so at the same time wait for each other for ever."""
+"""A rank acquires its own lock and then the other's: two that do so concurrently deadlock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Work
 from unisono.wrappers.base import Wrapper
 
-COMPLAINT = "no rank can continue"
+ERROR = "no rank can continue"
 
 LOCKS: list[threading.Lock] = []
 

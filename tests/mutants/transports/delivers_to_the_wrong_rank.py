@@ -1,4 +1,4 @@
-"""Swaps two ranks' mail: what is for rank 2 goes to rank 3, and the other way round."""
+"""Swaps the messages of two ranks: those for rank 2 reach rank 3, and the reverse."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
 from unisono.wrappers.base import Wrapper
 
-LAW = "peers_do_not_mix"
-COMPLAINT = r"rank 2 got \[3\.0, 13\.0"
+CHECK = "peers_are_separate"
+ERROR = r"rank 2 got \[3\.0, 13\.0"
 
 
 class Mutant(Wrapper):

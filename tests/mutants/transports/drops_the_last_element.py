@@ -1,4 +1,4 @@
-"""Sends nothing in place of the last element of a long message."""
+"""Does not send the last element of a long message."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
 from unisono.wrappers.base import Wrapper
 
-LAW = "long_messages_arrive"
-COMPLAINT = r"messages of \[1025, 16385, 1048579\] elements were corrupted"
+CHECK = "long_messages_arrive"
+ERROR = r"messages of \[1025, 16385, 1048579\] elements were corrupted"
 
 
 class Mutant(Wrapper):

@@ -1,4 +1,4 @@
-"""Takes all tags of users for one."""
+"""Treats all user tags as one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Work
 from unisono.wrappers.base import Wrapper
 
-LAW = "tags_do_not_mix"
-COMPLAINT = "tags 0, 1, 7 and .* brought"
+CHECK = "tags_are_separate"
+ERROR = "tags 0, 1, 7 and .* brought"
 
 
 class Mutant(Wrapper):

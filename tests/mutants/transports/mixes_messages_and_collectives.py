@@ -1,4 +1,4 @@
-"""Has one channel for users' messages and those of collectives."""
+"""Uses one channel for user messages and those of collectives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Work
 from unisono.wrappers.base import Wrapper
 
-LAW = "messages_and_collectives_do_not_mix"
-COMPLAINT = r"waited 1.0 s (for 4 B from rank 0|in call 2 for rank 1)"
+CHECK = "messages_and_collectives_are_separate"
+ERROR = r"waited 1.0 s (for 4 B from rank 0|in call 2 for rank 1)"
 
 
 class Mutant(Wrapper):

@@ -1,12 +1,12 @@
-"""Takes messages of all tags for those of tag 0 when it is asked what has come."""
+"""Reports messages of all tags as those of tag 0."""
 
 from __future__ import annotations
 
 from unisono.core.transport import Transport
 from unisono.wrappers.base import Wrapper
 
-LAW = "tags_and_parts_do_not_mix_in_receives_from_any_rank"
-COMPLAINT = r"waited 1.0 s for (4 B from rank 1|rank 0 to receive 4 B)"
+CHECK = "tags_and_parts_do_not_mix_in_receives_from_any_rank"
+ERROR = r"waited 1.0 s for (4 B from rank 1|rank 0 to receive 4 B)"
 
 
 class Mutant(Wrapper):

@@ -1,12 +1,12 @@
-"""Tells of no rank's messages while a lower rank has some."""
+"""Reports no rank's messages while a lower rank has some."""
 
 from __future__ import annotations
 
 from unisono.core.transport import Transport
 from unisono.wrappers.base import Wrapper
 
-LAW = "no_sender_keeps_the_others_out"
-COMPLAINT = "rank 0 is in probe"
+CHECK = "receive_any_starves_no_sender"
+ERROR = "rank 0 is in probe"
 
 
 class Mutant(Wrapper):

@@ -1,12 +1,12 @@
-"""Says that a message is there before it was sent."""
+"""Reports a message before it was sent."""
 
 from __future__ import annotations
 
 from unisono.core.transport import Transport
 from unisono.wrappers.base import Wrapper
 
-LAW = "a_probe_takes_nothing"
-COMPLAINT = r"before any was sent|rank 2 has left|for 4 B from rank 2"
+CHECK = "probe_consumes_nothing"
+ERROR = r"before any was sent|rank 2 has left|for 4 B from rank 2"
 
 
 class Mutant(Wrapper):

@@ -1,4 +1,4 @@
-"""Does not send what has no elements."""
+"""Does not send messages without elements."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Recv, Work
 from unisono.wrappers.base import Wrapper
 
-LAW = "empty_messages_arrive"
-COMPLAINT = "rank 0 sent 1 elements of float32|waited"
+CHECK = "empty_messages_arrive"
+ERROR = "rank 0 sent 1 elements of float32|waited"
 
 
 class Mutant(Wrapper):

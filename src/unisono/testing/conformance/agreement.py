@@ -10,10 +10,10 @@ from unisono.communicator import Communicator
 from unisono.errors import MismatchError
 from unisono.testing.conformance.world import World, numbers, together
 
-__all__ = ["different_calls_are_refused_on_every_rank"]
+__all__ = ["different_calls_are_rejected_on_every_rank"]
 
 
-def different_calls_are_refused_on_every_rank(world: World) -> None:
+def different_calls_are_rejected_on_every_rank(world: World) -> None:
     """Calls differ in count, dtype, op, root, operation, algorithm, lengths or number; the error quotes both sides."""
     for difference, (call, quoted) in _DIFFERENCES.items():
         for rank, said in enumerate(world.run(_program, call, size=3)):

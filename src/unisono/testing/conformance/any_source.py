@@ -9,31 +9,31 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.errors import AbortedError, CommError, CommTimeoutError, MismatchError, PeerLostError
-from unisono.testing.conformance.world import Law, World, numbers, together
+from unisono.testing.conformance.world import Check, World, numbers, together
 
 __all__ = [
-    "a_lost_sender_is_told_to_a_receive_from_any_rank",
-    "a_probe_takes_nothing",
-    "a_receive_from_any_rank_completes_unaided",
-    "a_receive_from_any_rank_ends_with_an_error",
-    "a_receive_from_any_rank_names_who_has_not_sent",
-    "no_sender_keeps_the_others_out",
-    "receives_from_any_rank_are_served_in_order",
-    "receives_from_any_rank_get_each_message_once",
-    "tags_and_parts_do_not_mix_in_receives_from_any_rank",
+    "probe_consumes_nothing",
+    "receive_any_completes_without_polling",
+    "receive_any_ends_with_an_error",
+    "receive_any_gets_each_message_once",
+    "receive_any_is_served_in_order",
+    "receive_any_names_ranks_that_have_not_sent",
+    "receive_any_reports_a_lost_sender",
+    "receive_any_separates_tags_and_subgroups",
+    "receive_any_starves_no_sender",
 ]
 
 _EACH = 5
 
 
-def _where_offered(law: Law) -> Law:
-    """Return the law; for backends without any-source receives, one that requires a clear error."""
+def _where_offered(check: Check) -> Check:
+    """Return the check; for backends without any-source receives, one that requires a clear error."""
 
     def tried(world: World) -> None:
         if all(world.run(_is_offered)):
-            law(world)
+            check(world)
 
-    tried.__name__, tried.__doc__ = law.__name__, law.__doc__
+    tried.__name__, tried.__doc__ = check.__name__, check.__doc__
     return tried
 
 
@@ -46,7 +46,7 @@ def _is_offered(comm: Communicator) -> bool:
 
 
 @_where_offered
-def receives_from_any_rank_get_each_message_once(world: World) -> None:
+def receive_any_gets_each_message_once(world: World) -> None:
     """Each message of any length arrives once, in order for each sender; the receiver gets the sender's rank."""
 
     def program(comm: Communicator, count: int) -> list[tuple[int, float]]:
@@ -72,7 +72,7 @@ def receives_from_any_rank_get_each_message_once(world: World) -> None:
 
 
 @_where_offered
-def no_sender_keeps_the_others_out(world: World) -> None:
+def receive_any_starves_no_sender(world: World) -> None:
     """Senders with pending messages are served in turn, however much one of them has sent."""
 
     def program(comm: Communicator, probes: bool) -> list[int]:
@@ -96,7 +96,7 @@ def no_sender_keeps_the_others_out(world: World) -> None:
 
 
 @_where_offered
-def receives_from_any_rank_are_served_in_order(world: World) -> None:
+def receive_any_is_served_in_order(world: World) -> None:
     """Receives posted before any send match in posting order, in whatever order they are waited for."""
 
     def program(comm: Communicator) -> list[float]:
@@ -118,7 +118,7 @@ def receives_from_any_rank_are_served_in_order(world: World) -> None:
 
 
 @_where_offered
-def a_probe_takes_nothing(world: World) -> None:
+def probe_consumes_nothing(world: World) -> None:
     """A probe returns the sender, any number of times; a receive from that rank or any rank still gets the message."""
 
     def program(comm: Communicator) -> list[object]:
@@ -144,7 +144,7 @@ def a_probe_takes_nothing(world: World) -> None:
 
 
 @_where_offered
-def tags_and_parts_do_not_mix_in_receives_from_any_rank(world: World) -> None:
+def receive_any_separates_tags_and_subgroups(world: World) -> None:
     """A receive leaves messages of another tag or sub-group alone; ranks are those of the sub-group."""
 
     def program(comm: Communicator) -> list[tuple[int, float]]:
@@ -167,7 +167,7 @@ def tags_and_parts_do_not_mix_in_receives_from_any_rank(world: World) -> None:
 
 
 @_where_offered
-def a_receive_from_any_rank_completes_unaided(world: World) -> None:
+def receive_any_completes_without_polling(world: World) -> None:
     """The future and `is_completed` report completion without a wait, and never before the message was sent."""
 
     def program(comm: Communicator, within_s: float) -> list[object]:
@@ -193,7 +193,7 @@ def a_receive_from_any_rank_completes_unaided(world: World) -> None:
 
 
 @_where_offered
-def a_receive_from_any_rank_names_who_has_not_sent(world: World) -> None:
+def receive_any_names_ranks_that_have_not_sent(world: World) -> None:
     """A wait that times out names the ranks that have not sent, and may be repeated."""
 
     def program(comm: Communicator) -> tuple[str, str, float]:
@@ -220,7 +220,7 @@ def a_receive_from_any_rank_names_who_has_not_sent(world: World) -> None:
 
 
 @_where_offered
-def a_receive_from_any_rank_ends_with_an_error(world: World) -> None:
+def receive_any_ends_with_an_error(world: World) -> None:
     """The receive fails on abort, on a mismatched message (the sender may see the error) and when no peer is left."""
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> list[str]:
@@ -253,7 +253,7 @@ def a_receive_from_any_rank_ends_with_an_error(world: World) -> None:
 
 
 @_where_offered
-def a_lost_sender_is_told_to_a_receive_from_any_rank(world: World) -> None:
+def receive_any_reports_a_lost_sender(world: World) -> None:
     """A failed rank ends the wait although others could send, and is the error's `peer`; also for probes."""
 
     def program(comm: Communicator, probes: bool, never_s: float) -> int:

@@ -13,10 +13,10 @@ from unisono.core.types import Recv
 from unisono.errors import CommError
 from unisono.testing.conformance.world import World, numbers, together
 
-__all__ = ["a_second_thread_is_refused", "bad_arguments_are_refused_before_anything_is_sent"]
+__all__ = ["bad_arguments_are_rejected_before_sending", "second_thread_is_rejected"]
 
 
-def bad_arguments_are_refused_before_anything_is_sent(world: World) -> None:
+def bad_arguments_are_rejected_before_sending(world: World) -> None:
     """One rank makes an invalid call and gets a clear error; all ranks then continue unaffected."""
     found = world.run(_program, size=2)[0]
     for index, (mistake, kind, words, _) in enumerate(_BAD):
@@ -26,7 +26,7 @@ def bad_arguments_are_refused_before_anything_is_sent(world: World) -> None:
         assert not missing, f"{mistake}: {missing} is missing in: {said}"
 
 
-def a_second_thread_is_refused(world: World) -> None:
+def second_thread_is_rejected(world: World) -> None:
     """A communicator belongs to one thread, until `release_thread`."""
 
     def program(comm: Communicator) -> list[str]:

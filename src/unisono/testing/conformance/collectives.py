@@ -19,31 +19,31 @@ from unisono.testing.memory_layouts import LAYOUTS
 from unisono.testing.reference import DTYPES, ops_for
 
 __all__ = [
-    "a_barrier_waits_for_everyone",
-    "equals_the_reference",
-    "every_op_and_dtype_equals_the_reference",
-    "objects_arrive_everywhere",
-    "parts_equal_the_reference_at_the_same_time",
-    "results_are_the_same_bits_everywhere_and_every_time",
-    "the_native_collective_has_a_name",
+    "barrier_waits_for_all_ranks",
+    "concurrent_subgroups_equal_reference",
+    "equals_reference",
+    "every_op_and_dtype_equals_reference",
+    "native_collective_is_selectable_by_name",
+    "objects_arrive_on_all_ranks",
+    "results_are_bitwise_reproducible",
 ]
 
 _SIZES = (1, 2, 3, 4)
 
 
-def equals_the_reference(call: str) -> Callable[[World], None]:
-    """Return the law of one collective: every algorithm, for some of all dtypes, ops, roots, counts and layouts."""
+def equals_reference(call: str) -> Callable[[World], None]:
+    """Return the check of one collective: every algorithm, for some of all dtypes, ops, roots, counts and layouts."""
 
-    def law(world: World) -> None:
+    def check(world: World) -> None:
         for size in _SIZES:
             _hold(world, list(_sample(world, call, size)), size)
 
-    law.__name__ = f"{call}_equals_the_reference"
-    law.__doc__ = f"{call} by every algorithm, for some of all dtypes, ops, roots, counts and layouts."
-    return law
+    check.__name__ = f"{call}_equals_reference"
+    check.__doc__ = f"{call} by every algorithm, for some of all dtypes, ops, roots, counts and layouts."
+    return check
 
 
-def every_op_and_dtype_equals_the_reference(world: World) -> None:
+def every_op_and_dtype_equals_reference(world: World) -> None:
     """All pairs of an op and a dtype, each with and without NaN, by the algorithm that the backend chooses."""
     for size in (2, 3):
         cases = [
@@ -55,7 +55,7 @@ def every_op_and_dtype_equals_the_reference(world: World) -> None:
         _hold(world, cases, size)
 
 
-def results_are_the_same_bits_everywhere_and_every_time(world: World) -> None:
+def results_are_bitwise_reproducible(world: World) -> None:
     """Rounding is the same on all ranks and in the next run, by any algorithm."""
     ops = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
     for size in (3, 4):
@@ -67,7 +67,7 @@ def results_are_the_same_bits_everywhere_and_every_time(world: World) -> None:
         assert _hold(world, cases, size) == _hold(world, cases, size), "a second run gave other bits"
 
 
-def parts_equal_the_reference_at_the_same_time(world: World) -> None:
+def concurrent_subgroups_equal_reference(world: World) -> None:
     """Sub-groups of different sizes run different collectives; each gets its own result."""
     parts = [[0, 2, 3], [1]], [[0, 3], [2, 1]]
     for groups in parts:
@@ -87,7 +87,7 @@ def parts_equal_the_reference_at_the_same_time(world: World) -> None:
                 check_reports(case, reports)
 
 
-def the_native_collective_has_a_name(world: World) -> None:
+def native_collective_is_selectable_by_name(world: World) -> None:
     """`algorithm="native"` equals the reference, or raises an error that lists the available algorithms."""
 
     def program(comm: Communicator, case: Case) -> Report | str:
@@ -106,7 +106,7 @@ def the_native_collective_has_a_name(world: World) -> None:
             check_reports(case, found)
 
 
-def a_barrier_waits_for_everyone(world: World) -> None:
+def barrier_waits_for_all_ranks(world: World) -> None:
     """No rank leaves the barrier before the last has reached it, by any algorithm."""
 
     def program(comm: Communicator, algorithm: str | None, last: int) -> tuple[float, float]:
@@ -127,7 +127,7 @@ def a_barrier_waits_for_everyone(world: World) -> None:
             assert max(came for came, _ in found) <= min(left for _, left in found), f"{algorithm}: {found}"
 
 
-def objects_arrive_everywhere(world: World) -> None:
+def objects_arrive_on_all_ranks(world: World) -> None:
     """The four object collectives carry plain values of different lengths, from and to each rank."""
 
     def program(comm: Communicator) -> list[object]:

@@ -12,12 +12,12 @@ from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutErro
 from unisono.testing.conformance.world import World, numbers, together
 
 __all__ = [
-    "a_closed_communicator_refuses",
-    "a_failed_rank_is_named_in_parts_too",
-    "a_failed_rank_is_named_to_the_others",
-    "a_late_rank_is_named",
     "abort_ends_every_wait",
-    "the_first_cause_stays",
+    "closed_communicator_rejects_calls",
+    "failed_rank_is_reported_in_subgroups",
+    "failed_rank_is_reported_to_the_others",
+    "first_cause_is_kept",
+    "late_rank_is_named",
 ]
 
 _NOTHING = "nothing was raised"
@@ -51,7 +51,7 @@ def abort_ends_every_wait(world: World) -> None:
         assert "enough" in later, f"rank {rank}: {later}"
 
 
-def a_closed_communicator_refuses(world: World) -> None:
+def closed_communicator_rejects_calls(world: World) -> None:
     """Every call raises `ClosedError`; `close` is idempotent."""
 
     def program(comm: Communicator) -> list[str]:
@@ -71,7 +71,7 @@ def a_closed_communicator_refuses(world: World) -> None:
         assert all("closed" in sentence for sentence in said), said
 
 
-def a_failed_rank_is_named_to_the_others(world: World) -> None:
+def failed_rank_is_reported_to_the_others(world: World) -> None:
     """A rank that fails with its own error is the `peer` of a `PeerLostError` on every rank that waits for it."""
 
     def program(comm: Communicator, collective: bool, never_s: float) -> str:
@@ -96,7 +96,7 @@ def a_failed_rank_is_named_to_the_others(world: World) -> None:
             assert "my own mistake" in str(end), end
 
 
-def a_failed_rank_is_named_in_parts_too(world: World) -> None:
+def failed_rank_is_reported_in_subgroups(world: World) -> None:
     """Ranks that wait for the failed rank in a sub-group get the error too; so do the work and its future."""
 
     def program(comm: Communicator, never_s: float) -> list[BaseException | None]:
@@ -133,7 +133,7 @@ def a_failed_rank_is_named_in_parts_too(world: World) -> None:
         assert "my own mistake" in str(error), error
 
 
-def a_late_rank_is_named(world: World) -> None:
+def late_rank_is_named(world: World) -> None:
     """A collective that one rank never calls ends in a `CommTimeoutError` that names this rank."""
 
     def program(comm: Communicator) -> str:
@@ -146,7 +146,7 @@ def a_late_rank_is_named(world: World) -> None:
     assert all("rank 1" in said for said in (found[0], found[2])), found
 
 
-def the_first_cause_stays(world: World) -> None:
+def first_cause_is_kept(world: World) -> None:
     """After a failure every call fails immediately, on every rank, and quotes the first error."""
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> list[str]:

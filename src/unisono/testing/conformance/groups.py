@@ -8,16 +8,16 @@ from unisono.communicator import Communicator
 from unisono.testing.conformance.world import World, numbers, together
 
 __all__ = [
-    "a_closed_part_leaves_its_parent_alone",
-    "a_part_of_a_part_works",
-    "a_part_orders_its_ranks_by_key",
-    "parts_work_at_the_same_time",
-    "the_messages_of_parent_and_part_do_not_mix",
-    "who_is_not_in_a_part_gets_none",
+    "closing_a_subgroup_keeps_its_parent",
+    "messages_of_parent_and_subgroup_are_separate",
+    "nested_subgroups_work",
+    "split_orders_ranks_by_key",
+    "split_without_color_returns_none",
+    "subgroups_run_concurrently",
 ]
 
 
-def a_part_orders_its_ranks_by_key(world: World) -> None:
+def split_orders_ranks_by_key(world: World) -> None:
     """Ranks of a sub-group follow the keys; its calls use its own rank numbers."""
 
     def program(comm: Communicator) -> tuple[int, list[float]]:
@@ -30,7 +30,7 @@ def a_part_orders_its_ranks_by_key(world: World) -> None:
     assert found == [(2 - rank, [2, 1, 0]) for rank in range(3)], found
 
 
-def who_is_not_in_a_part_gets_none(world: World) -> None:
+def split_without_color_returns_none(world: World) -> None:
     """`subgroup` keeps the order of its list, and returns None on the other ranks; so does a color of None."""
 
     def program(comm: Communicator) -> tuple[int | None, int | None]:
@@ -45,7 +45,7 @@ def who_is_not_in_a_part_gets_none(world: World) -> None:
     assert found == [(None, None), (1, 0), (None, 1), (0, 2)], found
 
 
-def parts_work_at_the_same_time(world: World) -> None:
+def subgroups_run_concurrently(world: World) -> None:
     """Siblings run different collectives while their parent's are in flight."""
 
     def program(comm: Communicator) -> tuple[float, float]:
@@ -64,7 +64,7 @@ def parts_work_at_the_same_time(world: World) -> None:
     assert found == [(4, 2), (4, 3), (4, 2), (4, 3)], found
 
 
-def the_messages_of_parent_and_part_do_not_mix(world: World) -> None:
+def messages_of_parent_and_subgroup_are_separate(world: World) -> None:
     """The same ranks, the same tag, two groups: a receive gets the message of its own group."""
 
     def program(comm: Communicator) -> list[float]:
@@ -83,7 +83,7 @@ def the_messages_of_parent_and_part_do_not_mix(world: World) -> None:
     assert found == [0, 1, 2], f"parent, part, part brought {found}"
 
 
-def a_part_of_a_part_works(world: World) -> None:
+def nested_subgroups_work(world: World) -> None:
     """Sub-groups nest to any depth; ranks are those of the communicator in use."""
 
     def program(comm: Communicator) -> float:
@@ -98,7 +98,7 @@ def a_part_of_a_part_works(world: World) -> None:
     assert world.run(program, size=4) == [1, 1, 5, 5]
 
 
-def a_closed_part_leaves_its_parent_alone(world: World) -> None:
+def closing_a_subgroup_keeps_its_parent(world: World) -> None:
     """Parent and siblings keep working; the parent can be split again."""
 
     def program(comm: Communicator) -> None:

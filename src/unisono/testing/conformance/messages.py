@@ -12,19 +12,19 @@ from unisono.testing.memory_layouts import LAYOUTS, place
 from unisono.testing.reference import DTYPES
 
 __all__ = [
-    "a_batch_does_not_deadlock",
-    "a_batch_keeps_its_order",
-    "a_receive_that_does_not_fit_is_refused",
+    "batch_does_not_deadlock",
+    "batch_keeps_its_order",
     "empty_messages_arrive",
-    "every_dtype_arrives_bit_by_bit",
+    "every_dtype_arrives_bitwise",
     "long_messages_arrive",
-    "messages_and_collectives_do_not_mix",
+    "messages_and_collectives_are_separate",
     "messages_of_one_tag_arrive_in_order",
-    "peers_do_not_mix",
+    "peers_are_separate",
     "ranks_are_numbered",
+    "receive_of_wrong_size_is_rejected",
     "receives_match_in_the_order_posted",
     "strided_messages_arrive",
-    "tags_do_not_mix",
+    "tags_are_separate",
 ]
 
 _MANY = 20
@@ -74,7 +74,7 @@ def receives_match_in_the_order_posted(world: World) -> None:
     assert found == list(range(_MANY)), f"arrived in the order {found}"
 
 
-def tags_do_not_mix(world: World) -> None:
+def tags_are_separate(world: World) -> None:
     """A receive gets a message of its own tag, whatever was sent before; a backend without tags raises an error."""
 
     def program(comm: Communicator) -> list[float] | str:
@@ -98,7 +98,7 @@ def tags_do_not_mix(world: World) -> None:
         assert found == [0, 1, 7, 2**24 - 1], f"tags 0, 1, 7 and 2**24 - 1 brought {found}"
 
 
-def peers_do_not_mix(world: World) -> None:
+def peers_are_separate(world: World) -> None:
     """A receive gets a message of the rank that it names, whichever rank sent first."""
 
     def program(comm: Communicator) -> list[float]:
@@ -116,7 +116,7 @@ def peers_do_not_mix(world: World) -> None:
         assert found == wanted, f"rank {rank} got {found}, not {wanted}"
 
 
-def messages_and_collectives_do_not_mix(world: World) -> None:
+def messages_and_collectives_are_separate(world: World) -> None:
     """A message not yet received is never matched with a collective, and vice versa."""
 
     def program(comm: Communicator) -> tuple[float, float, float]:
@@ -139,7 +139,7 @@ def messages_and_collectives_do_not_mix(world: World) -> None:
     assert found == [(-1, -1, 8), (5, 6, 8)], found
 
 
-def a_batch_does_not_deadlock(world: World) -> None:
+def batch_does_not_deadlock(world: World) -> None:
     """All ranks may send and receive at the same time, more data than any buffer holds."""
 
     def program(comm: Communicator) -> list[float]:
@@ -154,7 +154,7 @@ def a_batch_does_not_deadlock(world: World) -> None:
     assert found == [[3], [0], [1], [2]], found
 
 
-def a_batch_keeps_its_order(world: World) -> None:
+def batch_keeps_its_order(world: World) -> None:
     """Messages to one rank in one batch arrive in the batch's order, among others to and from other ranks."""
 
     def program(comm: Communicator) -> list[list[float]]:
@@ -188,7 +188,7 @@ def empty_messages_arrive(world: World) -> None:
     assert world.run(program)[1] == 0
 
 
-def every_dtype_arrives_bit_by_bit(world: World) -> None:
+def every_dtype_arrives_bitwise(world: World) -> None:
     """Every bit pattern, NaNs of all kinds included, arrives as sent."""
 
     def program(comm: Communicator) -> list[str]:
@@ -249,7 +249,7 @@ def strided_messages_arrive(world: World) -> None:
     assert not wrong, "; ".join(wrong)
 
 
-def a_receive_that_does_not_fit_is_refused(world: World) -> None:
+def receive_of_wrong_size_is_rejected(world: World) -> None:
     """A length or dtype other than the sender's raises `MismatchError` on the receiver, and no process dies."""
 
     def program(comm: Communicator, sent: int, count: int, dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""The laws as a test class: the author of a transport needs two lines to apply them."""
+"""The checks as a test class: the author of a transport needs two lines to apply them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from unisono.core.transport import Transport
-from unisono.testing.conformance import LAWS, Law, World
+from unisono.testing.conformance import CHECKS, Check, World
 
-__all__ = ["TransportLaws"]
+__all__ = ["TransportConformance"]
 
 
-class TransportLaws:
-    """Base class for a transport's tests: pytest collects one test for each law.
+class TransportConformance:
+    """Base class for a transport's tests: pytest collects one test for each check.
 
-    Takes four ranks and some ten seconds. For a law that a transport cannot meet, override the method,
+    Takes four ranks and some ten seconds. For a check that a transport cannot meet, override the method,
     preferably with one that states the reason.
 
     Attributes:
         backend: The name of the transport.
-        wrap: Applied to the transport of each rank, to hold a wrapper to the same laws. A static method.
+        wrap: Applied to the transport of each rank, to hold a wrapper to the same checks. A static method.
         hosts: Grouping of the four ranks into hosts, as for `launch`, for transports across hosts.
-        device: Device of the tensors, as for `launch`: "cuda" to test the laws on GPUs.
+        device: Device of the tensors, as for `launch`: "cuda" to test the checks on GPUs.
 
     Example:
-        >>> class TestMine(TransportLaws):
+        >>> class TestMine(TransportConformance):
         ...     backend = "thread"
         >>> TestMine().test_ranks_are_numbered()
     """
@@ -36,18 +36,18 @@ class TransportLaws:
 
     @property
     def world(self) -> World:
-        """The ranks that the laws run on."""
+        """The ranks that the checks run on."""
         return World(self.backend, type(self).wrap, hosts=self.hosts, device=self.device)
 
 
-def _test(law: Law) -> Callable[[TransportLaws], None]:
-    def test(self: TransportLaws) -> None:
-        law(self.world)
+def _test(check: Check) -> Callable[[TransportConformance], None]:
+    def test(self: TransportConformance) -> None:
+        check(self.world)
 
-    test.__name__, test.__doc__ = f"test_{law.__name__}", law.__doc__
+    test.__name__, test.__doc__ = f"test_{check.__name__}", check.__doc__
     return test
 
 
 # Methods rather than one parametrised test, so that each can be overridden.
-for _method in map(_test, LAWS):
-    setattr(TransportLaws, _method.__name__, _method)
+for _method in map(_test, CHECKS):
+    setattr(TransportConformance, _method.__name__, _method)

@@ -13,18 +13,18 @@ from unisono.errors import CommTimeoutError
 from unisono.testing.conformance.world import World, numbers
 
 __all__ = [
-    "a_collective_that_timed_out_may_be_repeated",
-    "a_future_completes_unaided",
-    "a_wait_that_timed_out_may_be_repeated",
-    "a_work_completes_unaided",
-    "a_work_knows_whether_it_is_done",
-    "collectives_may_be_waited_for_in_any_order",
-    "one_of_many_works_can_be_waited_for",
-    "works_may_be_waited_for_in_any_order",
+    "collectives_can_be_waited_for_in_any_order",
+    "future_completes_without_polling",
+    "timed_out_collective_may_be_repeated",
+    "timed_out_wait_may_be_repeated",
+    "wait_for_one_of_many_works",
+    "work_completes_without_polling",
+    "work_reports_completion",
+    "works_can_be_waited_for_in_any_order",
 ]
 
 
-def a_work_knows_whether_it_is_done(world: World) -> None:
+def work_reports_completion(world: World) -> None:
     """`is_completed` is false before the message is sent, and true, without an error, after `wait`."""
 
     def program(comm: Communicator) -> tuple[bool, bool, BaseException | None] | None:
@@ -43,7 +43,7 @@ def a_work_knows_whether_it_is_done(world: World) -> None:
     assert found == (False, True, None), f"done before, done after, error: {found}"
 
 
-def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
+def timed_out_wait_may_be_repeated(world: World) -> None:
     """The error names the rank and the time waited; the message can still arrive."""
 
     def program(comm: Communicator) -> tuple[str, int | None, float | None, float] | None:
@@ -72,7 +72,7 @@ def a_wait_that_timed_out_may_be_repeated(world: World) -> None:
     assert got == 7, f"the second wait brought {got}"
 
 
-def a_collective_that_timed_out_may_be_repeated(world: World) -> None:
+def timed_out_collective_may_be_repeated(world: World) -> None:
     """An asynchronous collective continues after a wait for it has timed out."""
 
     def program(comm: Communicator) -> list[float]:
@@ -95,7 +95,7 @@ def a_collective_that_timed_out_may_be_repeated(world: World) -> None:
     assert (total, other) == (3, 3), f"the second wait brought {total} and {other}"
 
 
-def a_work_completes_unaided(world: World) -> None:
+def work_completes_without_polling(world: World) -> None:
     """`is_completed` turns true without a wait; the message has then arrived. For collectives, too."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
@@ -108,7 +108,7 @@ def a_work_completes_unaided(world: World) -> None:
     assert world.run(program, world.soon_s) == [(-1, 3), (7, 3)]
 
 
-def a_future_completes_unaided(world: World) -> None:
+def future_completes_without_polling(world: World) -> None:
     """`get_future` completes without a wait for the work; the message has then arrived. For collectives, too."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
@@ -121,7 +121,7 @@ def a_future_completes_unaided(world: World) -> None:
     assert world.run(program, world.soon_s) == [(-1, 3), (7, 3)]
 
 
-def works_may_be_waited_for_in_any_order(world: World) -> None:
+def works_can_be_waited_for_in_any_order(world: World) -> None:
     """Works may also be waited for repeatedly, or after completion is known."""
 
     def program(comm: Communicator) -> list[float]:
@@ -137,7 +137,7 @@ def works_may_be_waited_for_in_any_order(world: World) -> None:
     assert world.run(program)[1] == [0, 1, 2, 3, 4]
 
 
-def one_of_many_works_can_be_waited_for(world: World) -> None:
+def wait_for_one_of_many_works(world: World) -> None:
     """`wait_any` returns the work that is done, not the first of the list."""
 
     def program(comm: Communicator, within_s: float) -> int | None:
@@ -157,7 +157,7 @@ def one_of_many_works_can_be_waited_for(world: World) -> None:
     assert world.run(program, world.soon_s, size=3)[0] == 1
 
 
-def collectives_may_be_waited_for_in_any_order(world: World) -> None:
+def collectives_can_be_waited_for_in_any_order(world: World) -> None:
     """Collectives run in the order of calls, blocking ones among asynchronous ones, however they are waited for."""
 
     def program(comm: Communicator) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Test bed of a law: ranks of one backend, to run programs on."""
+"""Test bed of a check: ranks of one backend, to run programs on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.core.work import resolve_timeout
 from unisono.testing.pools import pool
 from unisono.testing.ranks import TIMEOUT_S
 
-__all__ = ["Law", "World", "numbers", "together"]
+__all__ = ["Check", "World", "numbers", "together"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class World:
         return pool(self.backend, **options).run(fn, *args, size=size, on_failure=on_failure)
 
 
-Law = Callable[[World], None]
+Check = Callable[[World], None]
 """Raises `AssertionError`, or an error of the ranks, if it does not hold."""
 
 

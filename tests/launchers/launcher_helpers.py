@@ -1,0 +1,49 @@
+"""What tests of launchers share: a simulated Slurm, and ends of programs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "launchers" / "train.py"
+
+# What a batch script of four tasks on four nodes sees, as slurmstepd sets it: a rank, but no step.
+BATCH = {
+    "SLURM_JOB_ID": "200505",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_GTIDS": "0",
+    "SLURM_TASK_PID": "16360",
+    "SLURM_JOB_NAME": "bash",
+    "SLURM_NODELIST": "gnode[10,20,25,37]",
+    "SLURM_JOB_NODELIST": "gnode[10,20,25,37]",
+}
+
+
+def task(rank: int, size: int, **more: str) -> dict[str, str]:
+    """What one task of a step on one node sees."""
+    return {
+        **BATCH,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NODELIST": "gnode10",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        **more,
+    }
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> str:
+    """What it printed, when it has ended well."""
+    out, err = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{err}"
+    return out
+
+
+def wait_until(true: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    """Look again and again, and fail if it never comes true."""
+    assert wait_until(true, timeout_s), f"waited {timeout_s} s in vain: {what}"

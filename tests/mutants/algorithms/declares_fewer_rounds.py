@@ -1,0 +1,16 @@
+"""A correct ring that declares half of its rounds."""
+
+from __future__ import annotations
+
+from unisono.collectives.algorithms.all_reduce import ring
+from unisono.collectives.algorithms.all_reduce.ring import steps
+from unisono.collectives.algorithms.step import Cost
+
+__all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
+
+COLLECTIVE = "all_reduce"
+ERROR = r"cost declares 1 rounds; counted are 2"
+
+
+def cost(size: int) -> Cost:
+    return Cost(size - 1, ring.cost(size).sent)

@@ -1,0 +1,19 @@
+"""An all-to-all in which every rank sends the chunk that it should keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.all_to_all import pairwise
+from unisono.collectives.algorithms.all_to_all.pairwise import cost
+from unisono.collectives.algorithms.step import Move, Step
+
+__all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
+
+COLLECTIVE = "all_to_all"
+ERROR = r"chunk \d goes to rank \d; only chunk \d is meant for it"
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    for step in pairwise.steps(rank, size):
+        yield Step(tuple(Move(move.peer, rank, rank + 1) for move in step.send), step.recv)

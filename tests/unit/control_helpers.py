@@ -1,0 +1,66 @@
+"""Ranks of a control plane: handles of all of them, and what each is told."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from waiting import run_concurrently
+
+from unisono.control.client import SocketControl
+from unisono.control.client_base import ControlClient
+from unisono.core.failure import Cause
+from unisono.core.group import Group
+
+__all__ = ["SECRET", "SOON", "Make", "Told", "die", "everywhere", "world"]
+
+
+SECRET = b"of the tests"
+SOON = 10.0
+
+Make = Callable[[], ControlClient]
+
+
+def die(control: ControlClient) -> None:
+    """End a handle as a killed process does."""
+    if isinstance(control, SocketControl):
+        control._line.hang_up()
+    else:
+        control.lose()  # type: ignore[attr-defined]  # those in this process have it
+
+
+class Told:
+    """A callback that keeps the causes it is told."""
+
+    def __init__(self) -> None:
+        self._causes: queue.SimpleQueue[Cause] = queue.SimpleQueue()
+
+    def __call__(self, cause: Cause) -> None:
+        self._causes.put(cause)
+
+    def only(self) -> Cause:
+        """The one cause that comes."""
+        cause = self._causes.get(timeout=SOON)
+        assert self._causes.empty()
+        return cause
+
+    def nothing(self) -> bool:
+        return self._causes.empty()
+
+
+def world(make: Make, size: int) -> tuple[list[ControlClient], list[Group], list[Told]]:
+    """Handles of all ranks, joined, and the failures that each is told."""
+    controls, groups = [make() for _ in range(size)], [Group.world(rank, size) for rank in range(size)]
+    told = [Told() for _ in range(size)]
+    for control, group, heard in zip(controls, groups, told, strict=True):
+        control.join(group, heard)
+    return controls, groups, told
+
+
+def everywhere(
+    controls: list[ControlClient], groups: list[Group], act: Callable[[ControlClient, Group], Any]
+) -> list[Any]:
+    """What each rank returned or raised."""
+    return run_concurrently(*[partial(act, control, group) for control, group in zip(controls, groups, strict=True)])

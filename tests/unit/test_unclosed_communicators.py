@@ -1,0 +1,220 @@
+"""Communicators that nobody holds any more, and that nobody has closed: they go, and their threads end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.comm.teardown import Teardown
+from unisono.control import LocalHub
+from unisono.core.group import Group
+from unisono.core.transport import Options
+from unisono.errors import PeerLostError
+from unisono.transports.thread import ThreadTransport
+
+BACKENDS = ["thread", "shm", pytest.param("gloo", marks=pytest.mark.soak)]
+SOON_S = 20.0
+
+Start = Callable[[int], un.Communicator]
+
+
+@pytest.fixture
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+    """Makes the communicators of two ranks, which are threads of this process; nobody else holds them."""
+    backend: str = request.param
+    if backend != "thread":
+        where = f"file://{tmp_path}/meeting"
+        return lambda rank: un.init(backend, init_method=where, rank=rank, world_size=2, timeout=SOON_S)
+    hub, options = LocalHub(), Options("thread", timeout_s=SOON_S)
+
+    def on_hub(rank: int) -> un.Communicator:
+        control = hub.control()
+        comm = un.Communicator(ThreadTransport.connect(Group.world(rank, 2), control, options), control, options)
+        comm.after_close(control.close)
+        return comm
+
+    return on_hub
+
+
+def both(program: Callable[[int], Any]) -> list[Any]:
+    """What it returns on each of two threads."""
+    ends: dict[int, Any] = {}
+    threads = [threading.Thread(target=lambda rank=rank: ends.update({rank: program(rank)})) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    return [ends[rank] for rank in range(2)]
+
+
+def threads() -> int:
+    """All of this process, also those that Python does not know."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def used(comm: un.Communicator) -> un.Communicator:
+    """With all the threads that it makes."""
+    t = torch.ones(4)
+    comm.all_reduce(t, algorithm="ring", async_op=True).wait()
+    assert t.tolist() == [2.0] * 4
+    return comm
+
+
+@pytest.mark.parametrize("start", BACKENDS, indirect=True)
+def test_unreferenced_communicator_is_freed_with_its_threads(start: Start) -> None:
+    def program(rank: int) -> list[Any]:
+        comm = used(start(rank))
+        part = used(comm.dup())
+        made.append(threads())
+        return [weakref.ref(held) for held in (comm, part, comm._engine, part._engine)]
+
+    made: list[int] = []
+    before = threads()
+    refs = [ref for end in both(program) for ref in end]
+    assert max(made) > before + 2
+    assert wait_until(lambda: threads() <= before)
+    assert [ref() for ref in refs] == [None] * 8
+
+
+@pytest.mark.parametrize("start", BACKENDS, indirect=True)
+def test_subgroups_are_freed_before_the_parent(start: Start) -> None:
+    """Their thread at once; all else when the next part is made, since all ranks have dropped them."""
+
+    def dropped(comm: un.Communicator) -> Teardown:
+        part = used(comm.dup())
+        ref, helper, ending = weakref.ref(part), part._engine._helper, part._engine.ending
+        del part
+        assert wait_until(lambda: ref() is None)
+        helper.join(SOON_S)
+        assert not helper._thread.is_alive()
+        return ending
+
+    def program(rank: int) -> list[tuple[bool, bool]]:
+        ends = []
+        with start(rank) as comm:
+            for _ in range(3):
+                ending = dropped(comm)
+                before = ending.over
+                comm.dup().close()
+                ends.append((before, ending.over))
+            assert comm._engine.ending.left() == []
+        return ends
+
+    assert both(program) == [[(False, True)] * 3] * 2
+
+
+@pytest.mark.parametrize("start", BACKENDS, indirect=True)
+def test_subgroup_held_by_one_rank_stays(start: Start) -> None:
+    def program(rank: int) -> list[bool]:
+        over = []
+        with start(rank) as comm:
+            part = comm.dup()
+            ending, kept = part._engine.ending, [part] if rank == 1 else []
+            del part
+            for _ in range(2):
+                comm.dup().close()
+                over.append(ending.over)
+                kept.clear()
+        return over
+
+    assert both(program) == [[False, True]] * 2
+
+
+@pytest.mark.parametrize("start", BACKENDS, indirect=True)
+def test_subgroups_and_works_keep_the_communicator(start: Start) -> None:
+    def program(rank: int) -> list[float]:
+        comm = start(rank)
+        t, u = torch.ones(2), torch.full((2,), float(rank))
+        part, work = comm.dup(), comm.all_reduce(t, algorithm="ring", async_op=True)
+        message = comm.isend(u, 1) if rank == 0 else comm.irecv(u, 0)
+        ref = weakref.ref(comm)
+        del comm
+        gc.collect()
+        assert ref() is None
+        work.wait()
+        message.wait()
+        del work, message
+        gc.collect()
+        part.all_reduce(t)
+        part.barrier()
+        return [*t.tolist(), *u.tolist()]
+
+    assert both(program) == [[4.0, 4.0, 0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("start", BACKENDS, indirect=True)
+def test_agent_keeps_the_communicator(start: Start) -> None:
+    def program(rank: int) -> int:
+        comm = start(rank)
+        agent, engine = un.rpc.init(comm, expose=[divmod]), weakref.ref(comm._engine)
+        del comm
+        gc.collect()
+        assert engine() is not None
+        answer: int = agent.rpc_sync(1 - rank, divmod, (7, 2))[0]
+        agent.shutdown(timeout=SOON_S)
+        assert wait_until(lambda: engine() is None)
+        return answer
+
+    assert both(program) == [3, 3]
+
+
+@pytest.mark.parametrize("start", BACKENDS, indirect=True)
+def test_waiting_rank_learns_of_a_dropped_communicator(start: Start) -> None:
+    def program(rank: int) -> str:
+        comm = start(rank)
+        if rank == 0:
+            return ""
+        with pytest.raises(PeerLostError) as caught:
+            comm.barrier()
+        return str(caught.value)
+
+    assert "rank 0 has left" in both(program)[1]
+
+
+@pytest.mark.parametrize("start", ["thread"], indirect=True)
+def test_dropped_subgroup_is_reported_to_its_ranks(start: Start) -> None:
+    def program(rank: int) -> str:
+        comm = start(rank)
+        part = comm.dup()
+        if rank == 0:
+            del part
+            with pytest.raises(KeyError), comm:
+                raise KeyError("no such sample")
+            return ""
+        with pytest.raises(PeerLostError) as caught:
+            part.barrier()
+        return str(caught.value)
+
+    assert "rank 0 failed in the program: KeyError: 'no such sample'" in both(program)[1]
+
+
+@pytest.mark.parametrize("start", ["shm"], indirect=True)
+def test_forked_copy_can_be_dropped(start: Start) -> None:
+    def program(rank: int) -> bool:
+        comm = start(rank)
+        ending = comm._engine.ending
+        # What a fork's copy of it is.
+        ending._process = -1
+        control = comm._control
+        del comm
+        gc.collect()
+        control.exchange(ending.group, "here", None, SOON_S)
+        over = ending.over
+        control.exchange(ending.group, "done", None, SOON_S)
+        ending.close(0.0)
+        # It was no fork.
+        ending._process = os.getpid()
+        ending.close(0.0)
+        ending.finish()
+        return over
+
+    assert both(program) == [False, False]

@@ -1,0 +1,42 @@
+"""Bounded waits: for a condition, and for several concurrent calls."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+__all__ = ["run_concurrently", "wait_until"]
+
+_POLL_S = 0.005
+
+
+def wait_until(condition: Callable[[], object], within_s: float = 20.0) -> bool:
+    """Return whether the condition holds in time. Unreferenced objects are freed meanwhile, cycles included."""
+    start = now = time.monotonic()
+    collect_at = start
+    while not condition():
+        if now > start + within_s:
+            return False
+        if now >= collect_at:
+            # A collection takes longer than a poll, so the interval doubles each time.
+            gc.collect()
+            collect_at = now + (now - start)
+        time.sleep(_POLL_S)
+        now = time.monotonic()
+    return True
+
+
+def run_concurrently(*calls: Callable[[], Any], within_s: float = 40.0) -> list[Any]:
+    """Run calls concurrently; return the result or the exception of each."""
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(within_s) for future in [pool.submit(outcome, call) for call in calls]]

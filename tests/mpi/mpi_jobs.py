@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from waiting import wait_until
+
 from unisono.host.mpi_library import env_without_launcher, find_mpirun
 
 LIMIT_S = 100.0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rpc_functions import add, on_rank_0
+from waiting import wait_until
 
 import unisono as un
 from unisono.errors import ClosedError, CommError

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rpc_functions import BACKENDS, Point, add, bounce, echo, hold, later, on_rank_0, release
+from waiting import wait_until
 
 import unisono as un
 from unisono.errors import AbortedError, CommTimeoutError

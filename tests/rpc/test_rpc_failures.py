@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rpc_functions import add, census, hold, release
+from waiting import wait_until
 
 import unisono as un
 from unisono.errors import ClosedError, CommError, CommTimeoutError, PeerLostError

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_until
 
 import unisono as un
 from unisono import serialization

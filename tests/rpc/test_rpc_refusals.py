@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rpc_functions import BACKENDS, RAN, OddError, Point, add, census, echo, not_a_future, on_rank_0, raises, unexposed
+from waiting import wait_until
 
 import unisono as un
 from unisono.testing import pool, run_ranks

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rpc_functions import census
+from waiting import wait_until
 
 import unisono as un
 from unisono.rpc.refcount import Key

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from bootstrap_helpers import SOON, meet
-from waiting import run_concurrently
+from waiting import run_concurrently, wait_until
 
 from unisono.bootstrap import Rendezvous, find
 from unisono.control.client import SocketControl

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from unisono import serialization
 from unisono.control import LocalHub

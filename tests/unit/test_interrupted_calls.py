@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import wait_until
 
 import unisono as un
 from unisono.testing import run_ranks

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from waiting import wait_until
 
 import unisono as un
 from unisono.core.control import ControlPlane

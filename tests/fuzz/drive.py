@@ -15,12 +15,12 @@ from fuzzing import Target, hostile, load_targets, smaller, tried
 __all__ = ["drive", "main"]
 
 _STRETCH, _MEASURED = 10_000, 200
-"""Of so many inputs, of so many at a stretch memory is measured. To begin anew for each one would leave 480 bytes."""
+"""Number of inputs per target, and number of inputs per measurement of memory; starting tracemalloc leaks 480 bytes."""
 _GROWN_BYTES = 256 << 20
 
 
 def drive(target: Target, seconds: float, seed: str | None = None) -> tuple[int, str | None]:
-    """How many inputs were tried, and what went wrong, with a short input that shows it."""
+    """Return the number of inputs tried, and the faults, each with a short input that shows it."""
     run = secrets.token_hex(4) if seed is None else seed
     before, deadline, count = _resident(), time.monotonic() + seconds, 0
     while time.monotonic() < deadline:

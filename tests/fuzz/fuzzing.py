@@ -108,7 +108,7 @@ _CHANGES = (_flip, _overwrite, _cut, _repeat, _insert, _overwrite_length, _splic
 
 
 def tried(target: Target, data: bytes, *, measured: bool = False) -> str | None:
-    """What is wrong with how a target takes these bytes; None if nothing is."""
+    """Return the fault of a target on these bytes; None if there is none."""
     began = measured and not tracemalloc.is_tracing()
     if began:
         tracemalloc.start()

@@ -50,7 +50,7 @@ ATTACKS = (random_bytes, half_a_hello, a_guess, a_huge_frame, a_browser, a_reset
 
 
 def heard(peer: socket.socket) -> int:
-    """How many bytes come back before the connection ends."""
+    """Return the number of bytes received before the connection ends."""
     total = 0
     try:
         peer.settimeout(_SOON_S)
@@ -106,5 +106,5 @@ def program(comm: un.Communicator, count: int) -> list[int]:
 def test_job_survives_hostile_connections(count: int) -> None:
     told = pool("gloo", 2).run(program, count, size=2)[1]
     assert len(told) >= count // 2
-    # Who guesses gets the server's hello and its own proof, 72 bytes, and everybody else nothing.
+    # A guessed handshake gets the server's hello and proof, 72 bytes; every other input gets nothing.
     assert set(told) <= {0, 32, 72}, sorted(set(told))

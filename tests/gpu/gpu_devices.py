@@ -1,4 +1,4 @@
-"""Where tests of tensors on GPUs run: there for `make gpu`, and once on the CPU in every suite, to be tried."""
+"""Devices of the GPU tests: GPUs for `make gpu`, and once the CPU in every suite."""
 
 from __future__ import annotations
 

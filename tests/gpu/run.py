@@ -1,4 +1,4 @@
-"""What `make gpu` does: the tests marked `gpu`, with this interpreter and its torch, within 8 minutes.
+"""Runner of `make gpu`: the tests marked `gpu`, with this interpreter and its torch, within 8 minutes.
 
 Packages that are missing go into a folder of their own, if an index can be reached; torch is never installed. Without
 a GPU it says so and exits 0. With one, all that keeps tests from running is an error.
@@ -80,7 +80,7 @@ def compile_extension() -> None:
 
 
 def command(arguments: list[str]) -> list[str]:
-    """Of pytest, for the tests in this folder."""
+    """Return the arguments of pytest for the tests in this folder."""
     shown = ("-v", "-ra", "--durations", "10", "-o", "faulthandler_timeout=100")
     return ["-m", "pytest", *OPTIONS, "-o", MARKERS, *shown, "-m", "gpu", *arguments, "tests/gpu"]
 

@@ -30,7 +30,7 @@ def hold(place: Place, cases: list[Case]) -> None:
 @places
 @pytest.mark.parametrize("call", CALLS)
 def test_call_equals_reference(call: str, place: Place) -> None:
-    """Short and long, uneven, strided, later and at once, from and to the last rank."""
+    """Short and long, uneven, strided, asynchronous and blocking, from and to the last rank."""
     root = place.size - 1
     how: list[dict[str, Any]] = [
         {},

@@ -34,7 +34,7 @@ def met(network: Network, host: int, port: int) -> list[str]:
 
 
 def torchrun(network: Network, way: Way, per_host: int, folder: Path, *arguments: str) -> list[str]:
-    """What the two agents wrote, when both have ended well."""
+    """Return the output of the two agents after both have succeeded."""
     port = next(_ports)
     agents = [
         network.start(
@@ -81,5 +81,5 @@ def test_killed_worker_restarts_and_training_resumes(network: Network, tmp_path:
         assert its_backend == backend
         assert its_hosts == tuple(map(tuple, hosts))
     assert ends[-1][3] == 1, "the last rank was killed, and restarted once"
-    # Who was not killed says who was.
+    # The other ranks name the killed one.
     assert any(f"rank {2 * per_host - 1} was lost" in text for text in said), said

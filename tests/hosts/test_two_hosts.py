@@ -99,7 +99,7 @@ def test_lost_host_is_reported(network: Network) -> None:
 
 
 def cut(network: Network, watched: range) -> list[Any]:
-    """What the ranks say that are watched, of ranks 0 to 3, when the line between the hosts is cut."""
+    """Return the errors of the observed ranks, of ranks 0 to 3, after the link between the hosts is cut."""
     with HostRanks(network, (2, 2), summed_again_and_again, 1000, 10**9, 1.0) as ranks:
         ranks.wait_for_word()
         network.cut(1)

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING promises: one new file is a new algorithm, proved, offered by name, and right on transports."""
+"""Promise of CONTRIBUTING: one new file is a new algorithm, verified, selectable by name, correct on all transports."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ GIVEN = {"torch": torch, "un": unisono}
 
 @pytest.fixture(autouse=True)
 def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What examples leave in temporary folders goes with them."""
+    """Remove the temporary files of examples with their folders."""
     make = tempfile.mkdtemp
     with tempfile.TemporaryDirectory() as folder:
 

@@ -12,7 +12,7 @@ import unisono
 
 
 def run(program: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return the output of a fresh interpreter."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -66,7 +66,7 @@ def test_rendezvous_needs_no_torch() -> None:
 
 
 def test_pytest_plugin_imports_nothing() -> None:
-    # Every pytest run of whoever has the package installed imports the plugin.
+    # Every pytest run imports the plugin if the package is installed.
     assert not imported("import unisono.testing.plugin") & {"torch", "hypothesis", "numpy", "unisono.launcher"}
 
 

@@ -33,7 +33,7 @@ def test_layers_hold() -> None:
 
 
 def spoil(root: Path, module: str, line: str) -> str:
-    """What is said of a copy of the tree in which one module has one line more."""
+    """Return the output of the linter for a copy of the tree with one more line in one module."""
     shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
     with (root / "src" / "unisono" / module).open("a") as file:

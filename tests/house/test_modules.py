@@ -1,4 +1,4 @@
-"""Every module says what it is and what it offers, and none grows past what can be read at once."""
+"""Every module has a docstring and `__all__`, and none is too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written in several places says the same in all of them."""
+"""Facts that are written in several places are equal in all of them."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def parameters(value: Any) -> set[str]:
 
 
 def raises(function: Any) -> bool:
-    """Whether the function's own body has a `raise` of a new error."""
+    """Return whether the function's own body raises a new error."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError):
@@ -163,7 +163,7 @@ EXAMPLES = examples()
 
 
 def lacks(path: str) -> list[str]:
-    """What the docstring of a public name leaves out."""
+    """Return the parts that are missing in the docstring of a public name."""
     value, is_property = PUBLIC[path]
     text = docstring(value)
     found, missing = sections(text), []

@@ -1,4 +1,4 @@
-"""How many functions of ours a call runs, and in how many files; the first time as the thousandth."""
+"""Number of functions of this package that a call runs, and of their files; equal in the first and in later calls."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_call_runs_few_functions() -> None:
 
 
 def of_backward(comm: un.Communicator) -> list[tuple[int, int]]:
-    """What backward passes of an averaged model with four parameters run, from the first hook to the means."""
+    """Return the functions run by backward passes of an averaged model with four parameters, from the first hook on."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     averager = un.GradientAverager(model, comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -29,7 +29,7 @@ REMAINING = {
         "test_monitored_barrier_gloo_subgroup",
         "test_monitored_barrier_wait_all_ranks",
     },
-    # The test wants the words of gloo's error; ours names who is missing.
+    # The test expects the text of gloo's error; this package's error names the missing ranks.
     '"Rank 0 timed out in monitoredBarrier" does not match': {"test_monitored_barrier_gloo_rank_0_timeout"},
     '" (Timed out|closed|timeout) " does not match': {"test_barrier_timeout_full_group", "test_barrier_timeout_group"},
 }
@@ -37,7 +37,7 @@ REMAINING = {
 
 
 def outcomes(ranks: int, folder: Path) -> list[dict[str, str]]:
-    """Of every test, on gloo and on unisono."""
+    """Return the outcome of every test, on gloo and on unisono."""
     # To torch's tests, gloo is what a backend of the CPU is called; without GPUs they are all for the CPU.
     torch_asks = {"BACKEND": "gloo", "WORLD_SIZE": str(ranks), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "60"}
     # Torch leaves a temporary file for each test.

@@ -92,7 +92,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def away(found: list[dict[str, Any]], name: str, other: str) -> float:
-    """By how much gradients differ, as a part of their length."""
+    """Return the relative difference of gradients."""
     a, b = (torch.cat([t.flatten() for t in found[0][way][:6]]) for way in (name, other))
     return float((a - b).norm() / b.norm())
 

@@ -1,4 +1,4 @@
-"""Groups of torch on unisono: many at once, their life and their end, other devices, wrong arguments."""
+"""Groups of torch on unisono: many concurrent ones, life cycle, other devices, wrong arguments."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def meet(way: str, backend: str, rank: int, size: int, folder: Path, port: int) 
 
 
 def used() -> list[Any]:
-    """What the default group does: a collective, a message, objects, a group inside it."""
+    """Use the default group: a collective, a message, objects, a subgroup."""
     rank, size = dist.get_rank(), dist.get_world_size()
     t, got = torch.tensor([10.0**rank]), torch.empty(1)
     dist.all_reduce(t)

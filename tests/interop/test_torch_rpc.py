@@ -16,7 +16,7 @@ from unisono.interop.torch_rpc import DistributedOptimizer, RemoteModule, dist_a
 
 
 class Box:
-    """What torch sends by pickle."""
+    """Values that torch sends by pickle."""
 
     def __init__(self, content: int) -> None:
         self.content = content

@@ -25,7 +25,7 @@ def outcomes(*tests: str) -> dict[str, str | None]:
 
 
 def failures(*tests: str) -> tuple[int, dict[str, str]]:
-    """How many passed, and the others with their texts. A test that races with itself has three tries."""
+    """Return the number of passed tests, and the others with their texts. A test with a race has three attempts."""
     found = outcomes(*tests)
     for _ in range(2):
         lost = [test for test, failure in found.items() if failure is not None and test in RACING]

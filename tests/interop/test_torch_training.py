@@ -165,7 +165,7 @@ WAYS: dict[str, Way] = {
 
 @dataclass
 class Told:
-    """By rank 0: for each way and rank, what is wrong with it, and how it learnt that rank 1 is dead.
+    """Collected by rank 0: for each path and rank, its faults, and the error by which it learnt that rank 1 is dead.
 
     Attributes:
         errors: Of the step in which it died, and of the call after.

@@ -1,4 +1,4 @@
-"""What a case is: a call that programs make, with what it returns, the same on every backend."""
+"""Case of a test: a call with its results, equal on every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves data and reduces nothing, as programs call it: collectives, and messages."""
+"""Calls that move data without reducing it: collectives and messages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def all_to_all_single(group: Group) -> list[torch.Tensor]:
 
 @case
 def everything_later(group: Group) -> list[torch.Tensor]:
-    """Each collective at once, and then all the waits."""
+    """Start every collective, and then wait for all of them."""
     ranks, first = size(), dist.get_rank() == 0
     summed, told, rooted, parted, scattered = (
         drawn(4),
@@ -165,7 +165,7 @@ def long_messages_move_while_nobody_waits(group: Group) -> list[torch.Tensor]:
     after, before = neighbours()
     got = torch.empty(1_000_000)
     works = [dist.isend(drawn(1_000_000), after, group=group), dist.irecv(got, before, group=group)]
-    # Who sends is held up elsewhere until the message has been taken, and the other way round.
+    # The sender does not return before the message is received, and vice versa.
     dist.barrier(group=group)
     if dist.get_rank() == 0:
         works.pop().wait()

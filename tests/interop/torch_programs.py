@@ -190,7 +190,7 @@ def sharded_checkpoint(group: Group) -> list[torch.Tensor]:
 
     def sharded(seed: int) -> FullyShardedDataParallel:
         torch.manual_seed(seed)
-        # Fewer rows than ranks: somebody has no part of it, and is asked for its device.
+        # Fewer rows than ranks: one rank has no part of it, and is queried for its device.
         layer = nn.Linear(8, 1, bias=False)
         made = FullyShardedDataParallel(layer, process_group=group, device_id=torch.device("cpu"))
         FullyShardedDataParallel.set_state_dict_type(made, StateDictType.SHARDED_STATE_DICT)

@@ -45,7 +45,7 @@ def _inside(comm: un.Communicator, program: Program, path: str, transport: str, 
 
 @contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Ports that the system hands out to nobody else meanwhile; a server that asks for one by its number gets it."""
+    """Ports that the system assigns to no other socket meanwhile; a server that requests one by its number gets it."""
     with ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in held:
@@ -56,7 +56,7 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 
 def message(call: Callable[[], object]) -> str:
-    """What an error says, and its class."""
+    """Return the text of an error and its class."""
     try:
         call()
     except Exception as error:

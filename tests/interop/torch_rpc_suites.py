@@ -24,7 +24,7 @@ import torch.multiprocessing
 
 
 def replace() -> None:
-    """Put our names in the place of torch's public ones. Private ones stay: they find no agent of torch's."""
+    """Replace torch's public names by those of this package. Private names stay: they find no agent of torch."""
     from unisono.interop import torch_rpc as ours
 
     public = {name: getattr(ours, name) for name in ours.__all__}

@@ -14,7 +14,7 @@ from unisono.testing.pools import RankPool
 
 
 class MpiPool(RankPool):
-    """Ranks that are told whether to use the compiled parts; nobody else is."""
+    """Ranks that use the native core or not, as requested."""
 
     def __init__(self, size: int, no_extensions: str) -> None:
         super().__init__(size, "mpi", timeout=30)
@@ -29,7 +29,7 @@ class MpiPool(RankPool):
 
 @pytest.fixture(scope="session", params=["", "1"], ids=["compiled", "plain"])
 def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[int], RankPool]]:
-    """By how many ranks they have."""
+    """Jobs by their number of ranks."""
     with ExitStack() as opened:
         yield cache(lambda size: opened.enter_context(MpiPool(size, request.param)))
 

@@ -20,7 +20,7 @@ LIMIT_S = 100.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended.
+    """Result of a job.
 
     Attributes:
         status: Of mpirun.
@@ -94,6 +94,6 @@ def members(session: int) -> list[int]:
 
 
 def gone(session: int, within_s: float = 10.0) -> list[int]:
-    """Who of a session is left when it has had a little time to end."""
+    """Return the processes of a session that remain after a short time."""
     wait_until(lambda: not members(session), within_s)
     return members(session)

@@ -1,4 +1,4 @@
-"""What every rank of the job of test_mpi_world.py does: it tries many things, and prints what came of each."""
+"""Program of each rank of the job of test_mpi_world.py: it runs many checks, and prints their results."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def long_ones() -> dict[str, bool]:
 
 
 def timeouts() -> list[str]:
-    """A wait for who does not come ends; the next communicator works."""
+    """A wait for a missing rank ends; the next communicator works."""
     said = []
     with un.init("mpi", timeout=60) as comm:
         part = comm.dup()

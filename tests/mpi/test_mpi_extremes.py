@@ -1,4 +1,4 @@
-"""What takes much memory, or much time: messages past 2**31 elements, and a rank that stops inside of MPI."""
+"""Expensive tests: messages past 2**31 elements, and a rank that stops inside of MPI."""
 
 from __future__ import annotations
 

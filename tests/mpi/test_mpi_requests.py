@@ -165,7 +165,7 @@ def test_wait_ends_at_deadline_or_by_its_check() -> None:
 
 
 def agreements(size: int) -> list[Agreement]:
-    """Of ranks that have no MPI: only what they would sum is looked at."""
+    """Agreement of ranks without MPI: only their contribution to the sum is checked."""
     found = []
     for rank in range(size):
         own = SimpleNamespace(Get_rank=lambda rank=rank: rank, Get_size=lambda: size, Iallreduce=None)

@@ -1,4 +1,4 @@
-"""How jobs end that mpirun has started: by an exception, a death, or the wrong launcher."""
+"""Ends of jobs under mpirun: by an exception, a death, or the wrong launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job under mpirun, in which every rank tries many things; what came of each is told here."""
+"""One job under mpirun, in which every rank runs many checks; the tests read their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = 2
 # Once a process, in whatever order its tests come.
 @pytest.fixture(scope="session")
 def found() -> list[dict[str, Any]]:
-    """What each rank has found."""
+    """Return the results of each rank."""
     program = str(Path(__file__).with_name("mpi_program.py"))
     ended = mpi_jobs.run([str(find_mpirun()), "-n", str(RANKS), sys.executable, program])
     assert ended.status == 0, ended.err

@@ -25,7 +25,7 @@ UNEVEN = World("thread+thread", timeout=1.0, hosts=((1, 2, 3), (0,)))
 
 
 def own_host_first(self: Any, partly: CollectiveCall | None) -> None:
-    """Adds the own host's partial result first, so that hosts round in other ways."""
+    """Adds this host's partial result first, so that hosts round in other ways."""
     if partly is not None:
         shares = [room.like(partly.outputs[0]) for room in self._rooms]
         ordered = [shares[self._own], *(share for host, share in enumerate(shares) if host != self._own)]
@@ -41,7 +41,7 @@ def nobody_compares(self: Any, lanes: Any, mine: Any, alike: bool, nbytes: int, 
 
 
 def only_this_host_is_summed(self: Any, call: CollectiveCall, share: torch.Tensor, deadline: float) -> None:
-    """Leaves the share as the own host summed it."""
+    """Keeps the sum of this host as the share."""
 
 
 def nothing_is_handed_on(self: Any, tile: torch.Tensor, share: torch.Tensor, deadline: float) -> None:

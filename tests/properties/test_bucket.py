@@ -34,7 +34,7 @@ def arrivals(draw: st.DrawFn) -> tuple[list[torch.nn.Parameter], list[int]]:
 
 
 class Derived(torch.Tensor):
-    """A tensor that somebody made something else of."""
+    """A tensor whose memory was replaced."""
 
 
 def formed(values: torch.Tensor, form: str) -> torch.Tensor:

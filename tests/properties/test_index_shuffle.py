@@ -26,7 +26,7 @@ WRITTEN_DOWN = {
 
 
 def excess(counts: torch.Tensor) -> float:
-    """How many standard deviations the chi-squared statistic of equally likely cells is above its mean."""
+    """Return the chi-squared statistic of equally likely cells, in standard deviations from its mean."""
     expected = counts.sum() / len(counts)
     freedom = len(counts) - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))

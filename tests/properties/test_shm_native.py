@@ -51,7 +51,7 @@ def random_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor, op: str) -> bool:
-    """Whether bits are equal, but for those inside NaNs; and signs of zeros, where torch's own depend on the place."""
+    """Return whether bits are equal, except inside NaNs, and signs of zeros where torch's depend on the position."""
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     if not one.is_floating_point():
@@ -64,7 +64,7 @@ def same(one: torch.Tensor, other: torch.Tensor, op: str) -> bool:
 
 
 def called(comm: un.Communicator, call: str, op: str, counts: list[int], given: torch.Tensor) -> list[torch.Tensor]:
-    """What a call leaves in tensors of its own; `counts` holds an element count for each rank."""
+    """Return the results of a call on new tensors; `counts` holds an element count for each rank."""
     rank, size, count = comm.rank, comm.size, counts[0]
     root, mine = count % size, given[:count].clone()
     match call:
@@ -168,7 +168,7 @@ def reducible(op: str, dtype: torch.dtype) -> bool:
 
 
 def apart(comm: un.Communicator) -> list[str]:
-    """What a call says whose tensors are wrong, with the core and without it."""
+    """Return the errors of a call with wrong tensors, with the core and without it."""
     whole = torch.zeros(4 * comm.size)
     wrong = [
         lambda c: c.all_gather_single(whole, whole[2:6]),

@@ -1,4 +1,4 @@
-"""Memory from `comm.empty` is reduced where it lies: the same numbers as by way of the stages, for any length."""
+"""Memory from `comm.empty` is reduced in place: the same values as with staging, for any length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rounds(
     """Reduce several stretches of one registered buffer; complaints about each that differs from the reference.
 
     Args:
-        ordinary: The ranks whose tensors lie elsewhere.
+        ordinary: Ranks whose tensors are in other memory.
         core: Whether the native core reduces.
     """
     with comm.dup() if core else without_core(comm) as part:
@@ -72,7 +72,7 @@ def test_symmetric_memory_holds_the_same_values(
 
 
 def lifetimes(comm: un.Communicator) -> list[int]:
-    """How many arenas are mapped: before, with two, with a view of the second only, and with none."""
+    """Return the number of mapped segments: before, with two, with a view of the second only, and with none."""
 
     def mapped() -> int:
         comm.barrier()
@@ -106,7 +106,7 @@ def test_symmetric_memory_is_freed_with_its_last_view() -> None:
 
 
 def outlived(comm: un.Communicator) -> list[int]:
-    """How many pieces of other memory are mapped while only tensors are left of one communicator, two, and three."""
+    """Return the number of other mapped files while only tensors remain of one communicator, two, and three."""
 
     def mapped() -> int:
         gc.collect()

@@ -30,6 +30,6 @@ def run(data: bytes) -> None:
         file.write(data)
     note = meeting._read(_PATH)
     if note is not None:
-        # One can ask for a connection there, whoever answers.
+        # A connection to this address can be requested.
         assert 0 < note.port < 1 << 16
         assert note.host.isprintable()

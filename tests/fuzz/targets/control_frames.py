@@ -1,4 +1,4 @@
-"""What comes on a control connection after the proof: lengths, hashes, contents."""
+"""Input of a control connection after the proof: lengths, hashes, contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stranger says first on the control port."""
+"""First bytes of an unauthenticated connection to the control port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its manifest."""
+"""Manifest of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the control plane answers to a rank."""
+"""Replies of the control plane to a rank."""
 
 from __future__ import annotations
 

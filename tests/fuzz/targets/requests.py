@@ -1,4 +1,4 @@
-"""What a rank asks of the control plane, once it is known: the server ends its connection, and no other."""
+"""Requests of an authenticated rank to the control plane: the server ends its connection, and no other."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(data: bytes) -> None:
         request, words = serialization.decode(data)
         state.handle(1, request, words)
     finally:
-        # Whatever that was, it has harmed nobody else: neither who exchanges with it, nor who reads what it has set.
+        # No request affects other ranks, neither those that exchange with this one nor those that read its keys.
         state.handle(2, 3, ("exchange", "world", "topic", b"mine", True))
         state.lost(1)
         told = [reply for reply in state.handle(3, 9, ("set", "answer", b"42")) if reply[0] == 2]

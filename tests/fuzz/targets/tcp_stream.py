@@ -14,7 +14,7 @@ MEMORY = (1 << 19, 20)
 
 
 class Open:
-    """In the place of the channel: takes everything for authentic."""
+    """Stand-in for the channel that accepts everything as authentic."""
 
     def open(self, data: bytes) -> list[bytes]:
         return [data]

@@ -32,7 +32,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever the tests themselves were started by, what they start is started by nobody."""
+    """Remove the variables of launchers, so that started programs have none."""
     for name in list(os.environ):
         if name in NAMES or name.startswith(PREFIXES):
             monkeypatch.delenv(name)
@@ -107,7 +107,7 @@ def namespaces() -> Callable[[str], tuple[str, ...]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a user is: a script, and programs of the system in bin, which go before all others."""
+    """Working directory of a user: a script, and a bin folder that comes first in PATH."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "bin").mkdir()
     return tmp_path

@@ -1,4 +1,4 @@
-"""What the doctor says, and how a test asks it."""
+"""Calls of the doctor, and its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALONE = ("unshare", "--mount", "--uts")
 
 @dataclass
 class Seen:
-    """What `unisono doctor --json` said."""
+    """Return the result of `unisono doctor --json`."""
 
     status: int
     findings: list[dict[str, str]]
@@ -38,7 +38,7 @@ class Seen:
 
 
 def find(check: str, target: Target | None = None) -> list[Finding]:
-    """What one check finds in this process."""
+    """Return the findings of one check in this process."""
     ((name, found),) = examine(target or Target(limit_s=30.0), [check])
     assert name == check
     return found

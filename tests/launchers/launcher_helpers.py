@@ -1,4 +1,4 @@
-"""What tests of launchers share: a simulated Slurm, and ends of programs."""
+"""Helpers for tests of launchers: a simulated Slurm, and results of programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = {
 
 
 def task(rank: int, size: int, **more: str) -> dict[str, str]:
-    """What one task of a step on one node sees."""
+    """Return the environment of one task of a step on one node."""
     return {
         **BATCH,
         "SLURM_STEP_ID": "0",
@@ -38,7 +38,7 @@ def task(rank: int, size: int, **more: str) -> dict[str, str]:
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> str:
-    """What it printed, when it has ended well."""
+    """Return the output of a program after it has succeeded."""
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{err}"
     return out

@@ -1,4 +1,4 @@
-"""Where templates run in tests: a user's folder, with programs that stand in for the system's."""
+"""Working directory for templates in tests, with stand-ins for programs of the system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["TRAIN", "env", "heard", "program"]
 
-# Says who it is, and proves it: all ranks know of each other by the control plane.
+# Prints its rank, and proves it: all ranks know of each other by the control plane.
 TRAIN = """
 import sys
 from unisono.bootstrap import find
@@ -32,6 +32,6 @@ def env(folder: Path, **more: str) -> dict[str, str]:
 
 
 def heard(text: str, *arguments: str, size: int = 2) -> bool:
-    """Whether every rank has heard of every other."""
+    """Return whether every rank has learnt of every other."""
     lines = sorted(re.findall(r"rank \d+ heard .*", text))
     return lines == [f"rank {rank} heard {list(range(size))} {list(arguments)}" for rank in range(size)]

@@ -15,7 +15,7 @@ from unisono.tools.doctor.finding import Finding, info, ok
 
 
 class Planted:
-    """A check that finds what it is told."""
+    """A check with given findings."""
 
     ORDER = 0
 

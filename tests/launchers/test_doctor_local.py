@@ -1,4 +1,4 @@
-"""What the doctor finds about this host: memory, name, ports, cores, interfaces, and other hosts."""
+"""Findings of the doctor about this host: memory, name, ports, cores, interfaces, and other hosts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_host_name_does_not_resolve(
 ) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n203.0.113.9 elsewhere\n")
-    # Nobody to ask: no DNS server either.
+    # There is no DNS server either.
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
     lines = f"mount --bind {hosts} /etc/hosts\nmount --bind {tmp_path}/resolv.conf /etc/resolv.conf\nhostname "
     text = doctor("host_name", before=namespaces(f"{lines} nobody.invalid")).the_problem("host_name")

@@ -1,4 +1,4 @@
-"""What the doctor finds about launchers, MPI, and ranks that it starts."""
+"""Findings of the doctor about launchers, MPI, and ranks that it starts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def library() -> None:
 )
 def test_mpiexec_of_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sets: str, words: str) -> None:
     library()
-    # It starts as many processes as it is told, and lets nobody know of the others.
+    # It starts the requested number of processes, without any information about each other.
     (tmp_path / "mpiexec").write_text(f'#!/bin/sh\n{sets}\nshift 2\n"$@"\n"$@"\n')
     (tmp_path / "mpiexec").chmod(0o755)
     beside = Path(sys.executable).parent

@@ -1,4 +1,4 @@
-"""A rank whose program ends too early, by itself: the others learn of it at once, and are not blamed."""
+"""A rank whose program ends too early, by itself: the others learn of it immediately, and are not blamed."""
 
 from __future__ import annotations
 

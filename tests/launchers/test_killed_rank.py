@@ -19,7 +19,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 WITHIN_S = 10.0
 
-# Reduces until it is told that it is enough, and says which process is which rank.
+# Reduces until a file tells it to stop, and prints the process of each rank.
 PROGRAM = """
 import itertools, os, sys, time
 from pathlib import Path
@@ -68,7 +68,7 @@ class Job:
         self.processes.append(self._start(command, env))
 
     def kill(self, rank: int, attempt: int = 0) -> None:
-        """When all ranks work: end this one without a word."""
+        """Kill this rank as soon as all ranks work."""
         paths = [self._folder / f"pid {attempt} {each}" for each in range(2)]
         wait_until(lambda: all(path.exists() for path in paths) or self._over(), "both ranks work", 60.0)
         assert not self._over(), self._words()
@@ -116,7 +116,7 @@ class Job:
         """The rank that the first error of all is about; where it happened, "rank 0 of 2, ...", is no blame."""
         text = re.sub(r"\[rank \d of 2\]|rank \d of 2(, [^:\n]*)?:", "", self.said)
         own = r"rank (\d)[^\n]*?(?:was lost|left|ended by|SIGKILL|signal 9)"
-        # torchrun may end the others before they have said a word.
+        # torchrun may end the others before they have printed anything.
         match = re.search(rf"{own}|\(exitcode: -9\) local_rank: (\d)", text)
         assert match, self.said
         return int(match[1] or match[2])
@@ -137,7 +137,7 @@ def job(start: Start, tmp_path: Path) -> Job:
     ],
 )
 def test_slurm(job: Job, backend: str, killed: int) -> None:
-    """As under srun: each rank is a process of its own, and nobody watches them."""
+    """As under srun: each rank is a separate process without a parent that watches it."""
     for rank in range(2):
         job.start(sys.executable, backend=backend, env=task(rank, 2, SLURM_JOB_ID=str(os.getpid())))
     job.kill(killed)

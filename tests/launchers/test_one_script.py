@@ -24,7 +24,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def reference() -> Weights:
-    """What two ranks must come to: the whole dataset in one process, with no unisono in it."""
+    """Return the expected weights: the whole dataset in one process, without unisono."""
     numbers = torch.Generator().manual_seed(1234)
     images = torch.randn(240, 64, dtype=torch.float64, generator=numbers)
     classes = (images @ torch.randn(64, 10, dtype=torch.float64, generator=numbers)).argmax(1)
@@ -113,7 +113,7 @@ def test_script_is_short_and_independent_of_launchers() -> None:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """The weights of two ranks that `launch` starts here. Two ranks: a + b is b + a, whoever adds."""
+    """Return the weights of two ranks that `launch` starts here. With two ranks, a + b is b + a on both."""
     out = tmp_path_factory.mktemp("first") / "weights.pt"
     un.launch(runpy.run_path(str(SCRIPT))["train"], 2, "gloo", args=(out,), timeout=60)
     return dict(torch.load(out))

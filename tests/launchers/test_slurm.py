@@ -195,7 +195,7 @@ def test_steps_have_different_ports() -> None:
 
 @pytest.fixture
 def meeting(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Where `find` would meet, without going there."""
+    """Return the rendezvous address of `find`, without connecting."""
     seen = SimpleNamespace()
 
     def watched(seat: object, host: str, port: int, secret: object) -> None:

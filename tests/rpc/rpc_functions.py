@@ -1,4 +1,4 @@
-"""What ranks call of each other in tests, and programs around that."""
+"""Functions that ranks call remotely in tests, and programs around them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def raises(error: str) -> None:
 
 @rpc.expose
 def hold(key: str) -> bool:
-    """Return when somebody lets it go: whether that was so."""
+    """Wait until the function is released; return whether it was."""
     return HELD.setdefault(key, threading.Event()).wait(60.0)
 
 
@@ -81,7 +81,7 @@ def release(key: str) -> None:
 
 @rpc.expose
 def census() -> int:
-    """How many objects of its own the rank called keeps for others."""
+    """Return the number of objects that the called rank keeps for others."""
     return len(rpc.context.current_agent().references)
 
 

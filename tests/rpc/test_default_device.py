@@ -1,4 +1,4 @@
-"""What the library makes for itself lies in the CPU's memory, whatever device the program has made the default."""
+"""Internal tensors are on the CPU, whatever the program's default device."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ MANY = 1100
 
 
 def interrupted(comm: un.Communicator) -> str:
-    """What a rank hears that sends again after it was interrupted in the middle of a message."""
+    """Return the error of a send after one that was interrupted in the middle of a message."""
     box, _ = comm.mailbox(None)
     said = ""
     if comm.rank == 0:
@@ -44,7 +44,7 @@ def test_nothing_is_sent_after_an_aborted_message(backend: str) -> None:
 
 
 def with_many_files(comm: un.Communicator) -> tuple[int, int]:
-    """How often a long message stalls on a line whose number is beyond what select() knows, and what arrives."""
+    """Return how often a long message stalls on a descriptor beyond the limit of select(), and the received data."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard < 4 * MANY else max(soft, 4 * MANY), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY)]

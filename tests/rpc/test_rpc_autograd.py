@@ -112,7 +112,7 @@ def test_random_graphs_between_processes(backend: str) -> None:
 @rpc.expose
 @rpc.async_execution
 def there_and_back(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """What the callback calls crosses ranks, too."""
+    """The callback makes a remote call, too."""
     return rpc.rpc_async(0, add, (value,)).then(lambda first: rpc.rpc_sync(0, add, (3 * first.value(),)))
 
 

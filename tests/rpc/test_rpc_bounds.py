@@ -1,4 +1,4 @@
-"""What is bounded: calls under way, their bytes, functions that run at once; and that no bound is a deadlock."""
+"""Limits of calls in flight, of their bytes, and of concurrent functions; no limit is a deadlock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_caller_continues_when_the_window_has_room() -> None:
 
 
 def test_worker_limit_excludes_waiting_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nobody is let in for want of progress: a slow machine makes none for a while, too.
+    # No call is admitted because of missing progress: a slow machine may make none for a while, too.
     monkeypatch.setattr("unisono.rpc.thread_pool._STUCK_S", LIMIT_S)
     workers = Workers("test", 2, lambda: None)
     lock, go, done = threading.Lock(), threading.Event(), threading.Semaphore(0)

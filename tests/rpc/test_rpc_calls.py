@@ -1,4 +1,4 @@
-"""Remote calls: values, names, many at once, long ones, late ones and cancelled ones."""
+"""Remote calls: values, names, many concurrent ones, long, late and cancelled ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that die, leave or never come: whoever calls them is told, and everything else goes on."""
+"""Ranks that die, leave or never join: their callers get an error, and other ranks continue."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_shutdown_waits_for_pending_calls() -> None:
 
     @rpc.expose
     def chain(depth: int) -> None:
-        """Nobody waits for the next one. All ranks want to end before the first one is through."""
+        """No rank waits for the next call. All ranks want to end before the first one is complete."""
         assert wait_until(lambda: len(agents) == 3 and all(agent.closing._wanted for agent in agents))
         done.append(depth)
         if depth:
@@ -155,7 +155,7 @@ def test_shutdown_waits_for_pending_calls() -> None:
 
 @pytest.mark.parametrize("ends_it", [False, True], ids=["calls", "ends"])
 def test_shutdown_waits_for_callbacks(ends_it: bool) -> None:
-    """What a callback calls is part of what is under way, however long it thinks about it; it may be the end itself."""
+    """Calls made by a callback are pending calls, however long the callback takes; it may call shutdown itself."""
     answers: list[Any] = []
 
     def program(comm: un.Communicator) -> Any:

@@ -123,7 +123,7 @@ def damaged(sealed: bytes, at: int) -> bytes:
 
 @pytest.mark.parametrize("what", ["damaged", "repeated", "garbage", "huge"])
 def test_forged_bytes_in_a_connection(what: str) -> None:
-    """Whoever gets into the connection cannot make, change or repeat a message."""
+    """An attacker on the connection cannot forge, change or repeat a message."""
     here, there = boxes()
     here.send(1, b"first", (), LIMIT_S)
     line, channel = here._links[1]

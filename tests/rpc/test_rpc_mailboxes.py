@@ -47,7 +47,7 @@ def in_the_background(action: Callable[[], None]) -> threading.Thread:
 
 
 def exchange(comm: un.Communicator) -> int:
-    """Everybody sends everybody messages of all sizes at once, much more than fits into any buffer."""
+    """All ranks send messages of all sizes to all ranks concurrently, more than fits into any buffer."""
     box, cards = comm.mailbox(f"card {comm.rank}")
     assert cards == [f"card {rank}" for rank in range(comm.size)]
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
@@ -161,7 +161,7 @@ def test_waits_end(backend: str) -> None:
 
 
 def hushed(comm: un.Communicator) -> bool:
-    """Who polls gets the message; who waits sleeps on, and is woken when the other stops polling."""
+    """The polling thread gets the message; the waiting one sleeps, and is woken when the other stops polling."""
     box, _ = comm.mailbox()
     woken = threading.Event()
     if comm.rank == 0:
@@ -175,7 +175,7 @@ def hushed(comm: un.Communicator) -> bool:
         assert [mail.head for mail in mails] == [b"first"]
         comm.barrier()
         comm.barrier()
-        # The second one has come; nobody has read it.
+        # The second message has arrived, and is not read.
         box.unmute()
         waiter.join(LIMIT_S)
     else:

@@ -17,7 +17,7 @@ rpc = un.rpc
 
 
 class Fancy(torch.optim.Adagrad):
-    """Somebody's own."""
+    """A user-defined optimizer."""
 
 
 def steps_with(comm: un.Communicator, name: str, options: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ RANKS = 4
 
 
 class Handle:
-    """As an RRef: counted by Python, dropped when nobody holds it."""
+    """As an RRef: counted by Python, dropped with the last reference."""
 
     def __init__(self, references: References, owner: int, key: Key) -> None:
         self.references, self.owner, self.key = references, owner, key
@@ -107,7 +107,7 @@ class World:
             self.ranks[alive].freed.clear()
 
     def check_nothing_was_freed_too_early(self) -> None:
-        """While nobody has died: what anybody refers to, or is about to, is there, or is yet to be made."""
+        """While no rank has died, every referenced object exists or is about to be created."""
         if self.killed:
             return
         coming = {(m[1], m[2]) for c in self.channels.values() for m in c if m[0] == "reference"}

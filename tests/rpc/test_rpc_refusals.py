@@ -1,4 +1,4 @@
-"""What a call raises, and what is not called at all."""
+"""Errors of calls, and rejected calls."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_pickled_function_is_not_kept() -> None:
 
 
 class ExitsWhenRead:
-    """Its pickle raises an exit in who reads it."""
+    """Its pickle raises SystemExit in the reader."""
 
     def __reduce__(self) -> Any:
         return sys.exit, (3,)

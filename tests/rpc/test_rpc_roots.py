@@ -1,4 +1,4 @@
-"""From where a backward pass across ranks may start: losses of its own context, also by reference."""
+"""Roots of a distributed backward pass: losses of its own context, also by reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ rpc = un.rpc
 
 
 def test_root_from_another_context() -> None:
-    """Messages are numbered in each context anew: gradients would go to another one of the same number."""
+    """Each context numbers its messages from 0: gradients would reach another one of the same number."""
 
     def program(comm: un.Communicator) -> None:
         rpc.init(comm, timeout=20.0)

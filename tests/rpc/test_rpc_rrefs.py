@@ -40,7 +40,7 @@ class Counter:
 
 @rpc.expose
 def gaps() -> int:
-    """How many numbers of objects of rank 0 this rank remembers one by one."""
+    """Return how many object numbers of rank 0 this rank stores individually."""
     agent = rpc.context.current_agent()
     return len(agent.references._protocol.ledger._made[0]._beyond)
 

@@ -54,7 +54,7 @@ def same(found: list[torch.Tensor | None], wanted: list[torch.Tensor | None]) ->
 
 
 class Net(nn.Module):
-    """A stack whose forward can be told to checkpoint, to share, and to skip."""
+    """A stack whose forward can checkpoint, share and skip layers."""
 
     def __init__(self, *, reentrant: bool | None = None, shared: bool = False, skip: bool = False) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def state_of(number: int) -> dict[str, Any]:
 
 
 def number_in(path: Path) -> int:
-    """Which save a checkpoint holds; fails if it is not whole."""
+    """Return the number of the save that a checkpoint holds; fails if it is incomplete."""
     state = un.checkpoint.load(path)
     assert torch.equal(state["w"], torch.full((SIZE,), float(state["step"]))), "mixed"
     assert torch.equal(state["b"], torch.full((7,), state["step"])), "mixed"
@@ -112,7 +112,7 @@ def calls(folder: Path, ranks: int, count: int) -> dict[str, int]:
                 assert number == 2 if finished else number in (1, 2), (target, call, number)
                 found["crashes"] += not finished
                 found["new" if number == 2 else "old"] += 1
-                # What a crash leaves is in nobody's way.
+                # Leftovers of a crash do not affect later saves.
                 save(path, 3, ranks)
                 assert number_in(path) == 3
                 assert len(names(path)) == ranks + 1, names(path)

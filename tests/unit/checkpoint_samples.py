@@ -32,7 +32,7 @@ def saved(path: Path, seed: int, ranks: int = 2, rows: int = 40) -> Path:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two such states are equal."""
+    """Return whether two such states are equal."""
     equal = all(torch.equal(one["model"][name], other["model"][name]) for name in MODEL)
     return equal and torch.equal(one["counts"], other["counts"]) and one["step"] == other["step"]
 
@@ -44,12 +44,12 @@ def flat_of(seed: int) -> dict[str, Any]:
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two such states are."""
+    """Return whether two such states are equal."""
     return one["step"] == other["step"] and all(torch.equal(one[n], other[n]) for n in ("big", "small", "none"))
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the manifest as somebody does who can compute digests."""
+    """Change the manifest, with correct digests."""
     text = (path / MANIFEST).read_bytes()
     whole = json.loads(text)["manifest"]
     whole = change(whole) or whole

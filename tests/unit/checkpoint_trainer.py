@@ -66,7 +66,7 @@ def attempt(folder: Path, ranks: int, given: tuple[torch.Tensor, torch.Tensor], 
     def tell(step: int, samples: list[int]) -> None:
         os.write(told, json.dumps([step, samples]).encode() + b"\n")
 
-    # After a fork torch makes its own threads anew when it first needs them, which two of ours must not do at once.
+    # After a fork torch recreates its threads on first use, which two threads must not trigger concurrently.
     torch.set_num_threads(1)
     weights = un.launch(train, ranks, "thread", (folder, *given, tell))
     torch.save(weights[0], folder.with_suffix(".weights"))
@@ -84,7 +84,7 @@ def run(folder: Path, ranks: list[int], chance: random.Random, kills: int, given
                 attempt(folder, ranks[killed % len(ranks)], given, writer)
                 code = 0
             except BaseException:
-                # Nobody else tells of it, as this process ends at once.
+                # No other process reports it, because this one ends immediately.
                 traceback.print_exc()
             finally:
                 os._exit(code)

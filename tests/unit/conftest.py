@@ -19,7 +19,7 @@ from unisono.control.client import SocketControl
 from unisono.control.client_base import ControlClient
 from unisono.control.server import Server
 
-# A bare package in the place of unisono: its front door imports torch, which takes seconds in each process.
+# An empty package instead of unisono: its __init__ imports torch, which takes seconds in each process.
 _BARE = f"""
 import sys, types
 sys.modules["unisono"] = types.ModuleType("unisono")

@@ -1,4 +1,4 @@
-"""Ranks of a control plane: handles of all of them, and what each is told."""
+"""Ranks of a control plane: handles of all of them, and the failures reported to each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def die(control: ControlClient) -> None:
 
 
 class Told:
-    """A callback that keeps the causes it is told."""
+    """A callback that keeps the reported causes."""
 
     def __init__(self) -> None:
         self._causes: queue.SimpleQueue[Cause] = queue.SimpleQueue()
@@ -51,7 +51,7 @@ class Told:
 
 
 def world(make: Make, size: int) -> tuple[list[ControlClient], list[Group], list[Told]]:
-    """Handles of all ranks, joined, and the failures that each is told."""
+    """Return joined handles of all ranks, and the failures reported to each."""
     controls, groups = [make() for _ in range(size)], [Group.world(rank, size) for rank in range(size)]
     told = [Told() for _ in range(size)]
     for control, group, heard in zip(controls, groups, told, strict=True):
@@ -62,5 +62,5 @@ def world(make: Make, size: int) -> tuple[list[ControlClient], list[Group], list
 def everywhere(
     controls: list[ControlClient], groups: list[Group], act: Callable[[ControlClient, Group], Any]
 ) -> list[Any]:
-    """What each rank returned or raised."""
+    """Return the result or the exception of each rank."""
     return run_concurrently(*[partial(act, control, group) for control, group in zip(controls, groups, strict=True)])

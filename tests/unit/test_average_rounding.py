@@ -1,4 +1,4 @@
-"""Sums are divided by a product where that is faster, which nobody may see in the bits."""
+"""Averages by multiplication are bitwise equal to those by division."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_average_equals_division_bitwise(dtype: torch.dtype, bits: list[int], si
     found, wanted = whole.clone().view(dtype), whole.view(dtype) / size
     divide(found, size)
     assert torch.equal(found.isnan(), wanted.isnan())
-    # Which NaN it is, nobody asks.
+    # The payload of a NaN does not matter.
     assert torch.equal(found.nan_to_num_(0.5).view(_WHOLE[dtype]), wanted.nan_to_num_(0.5).view(_WHOLE[dtype]))
 
 

@@ -1,4 +1,4 @@
-"""Hooks that average by a codec: what it remembers belongs to parameters, whoever uses them when."""
+"""Hooks that average by a codec: its state belongs to parameters, whichever ranks use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model, or its gradients, that somebody changes while they are averaged: said, and how to do it instead."""
+"""Changes of a model or its gradients during averaging: detected, with an error that names the remedy."""
 
 from __future__ import annotations
 

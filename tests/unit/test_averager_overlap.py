@@ -1,4 +1,4 @@
-"""When buckets travel: while backward fills others if somebody has the time for it, else at the end of the pass."""
+"""Start of bucket reductions: during backward with a spare core, otherwise at the end of the pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backward passes are steps of training, and what becomes of those that are not, or that ranks do not share."""
+"""Backward passes that are steps of training, and those that are not, or that ranks do not share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.testing import pool, run_ranks
 
 
 class OddError(Exception):
-    """Of a hook."""
+    """Exception of a hook."""
 
 
 def layers() -> nn.Sequential:

@@ -43,7 +43,7 @@ def test_sparse_gradients_equal_dense_ones(as_list: bool, thawed: bool) -> None:
 
 
 class Tied(nn.Module):
-    """An embedding that a dense layer shares, if it is told to use that."""
+    """An embedding, optionally shared with a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()

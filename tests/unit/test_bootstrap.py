@@ -87,7 +87,7 @@ def test_three_processes_and_three_worlds(start: Start, tmp_path: Path, port: in
     for rank, (lines, _) in enumerate(said):
         names = [f"{[(r, name) for r in range(3)]} 127.0.0.1 {rank == 0}" for name in ("world2", "world1")]
         assert lines.splitlines()[:2] == names
-        # The server may have ended in between, and then counts anew; all ranks agree on it.
+        # The server may have ended in between, and then counts from 0; all ranks agree on it.
         assert lines.splitlines()[2].split("]")[0] == said[0][0].splitlines()[2].split("]")[0]
     assert not (tmp_path / "meet").exists()
 

@@ -150,7 +150,7 @@ def test_buffer_changed_before_wait_is_found(name: str) -> None:
             ):
                 work.wait()
         else:
-            # Its own part may be right, or may not be there: it is told of the other one's error.
+            # Its own part may be right, or may not be there: it gets the error of the other part.
             with contextlib.suppress(CommError):
                 work.wait()
                 comm.barrier()

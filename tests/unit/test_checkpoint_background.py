@@ -90,7 +90,7 @@ def test_tensor_changed_during_a_save_is_detected(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("which", ["whole", "part", "rebuilt"])
 def test_close_waits_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    """Also for that of a part, which is closed along, and for one that a new communicator has inherited."""
+    """This includes saves of a subgroup, which is closed with its parent, and inherited saves."""
     closing, real = threading.Event(), LocalSink.write
 
     def held(self: LocalSink, data: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""What can be saved and filled: tensors without memory of their own, dicts and tuples of other types, lists."""
+"""States that can be saved and loaded: tensors without storage, dicts and tuples of other types, lists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 
 class Moved(nn.Module):
-    """Of version 2: what is of an older one, or does not say, is twice as large."""
+    """A module of version 2: an older or unversioned state is twice as large."""
 
     _version = 2
 

@@ -31,7 +31,7 @@ def folder() -> Iterator[Path]:
 
 
 def crash(folder: Path, *what: str) -> list[dict[str, int]]:
-    """What the crasher found."""
+    """Return the result of the crasher."""
     given = [sys.executable, str(CRASHER), str(folder), *what]
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(given, capture_output=True, text=True, env={**os.environ, **one_thread}, check=False)

@@ -1,4 +1,4 @@
-"""From other formats and to them, by function and from the command line; and the ported example."""
+"""Conversion from and to other formats, by function and from the command line; and the ported example."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_dcp_written_by_an_older_python(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Got:
-    """What is pickled as an attribute of something."""
+    """An object pickled as an attribute of another one."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments

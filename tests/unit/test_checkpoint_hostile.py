@@ -137,7 +137,7 @@ def guarded(nbytes: int) -> Iterator[Callable[[], int]]:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, hard))
-    # From now on the peak is counted anew.
+    # The peak is measured from here on.
     Path("/proc/self/clear_refs").write_text("5")
     before = kilobytes_of("VmRSS")
     tracemalloc.start()
@@ -194,7 +194,7 @@ def fuzz(folder: Path, count: int, rows: int = 40) -> dict[str, int]:
             ends[end] = ends.get(end, 0) + 1
         (path / name).write_bytes(intact[name])
     assert not _watched, _watched
-    # Any other error is one that nobody has thought of.
+    # Any other error is unexpected.
     assert ends.keys() <= {"loaded", "CorruptError", "FormatError", "StateError"}, ends
     return ends
 
@@ -255,7 +255,7 @@ def test_short_values_that_expand_in_memory(folder: Path, bomb: str) -> None:
     path = saved(folder / bomb / "alone", 1, 1)
     ends = set()
     for count in (10_000, 300_000):
-        rewrite(path, lambda whole: whole.update(state=BOMBS[bomb](count)))  # noqa: B023 - called at once
+        rewrite(path, lambda whole: whole.update(state=BOMBS[bomb](count)))  # noqa: B023 - called immediately
         ends.add(attempt(path, None, GRANTED))
         ends.add(attempt(path, state_of(1), GRANTED))
     assert ends >= {"loaded", "FormatError"}
@@ -268,7 +268,7 @@ def test_repeatedly_converted_tensors(folder: Path) -> None:
         {"$bytes": {"$tensor": "model.embedding"}},
         {"$array": ["<f4", [4000, 50], "model.embedding"]},
     ):
-        rewrite(path, lambda whole: whole.update(state=[again] * 40))  # noqa: B023 - called at once
+        rewrite(path, lambda whole: whole.update(state=[again] * 40))  # noqa: B023 - called immediately
         assert attempt(path, None, GRANTED) == "FormatError"
 
 

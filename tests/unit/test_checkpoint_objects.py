@@ -148,7 +148,7 @@ def test_map_location(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", [5, True, [], {"cpu": 5}, "nowhere", {"cpu": "nowhere"}], ids=str)
 def test_invalid_map_location(tmp_path: Path, where: Any) -> None:
-    """Also where all tensors are there already, and none is made anew."""
+    """This includes states whose tensors exist already, so that none is created."""
     un.checkpoint.save(tmp_path, {"w": torch.ones(2)})
     for state in (None, {"w": torch.zeros(2)}):
         with pytest.raises((TypeError, ValueError), match=r"^map_location"):

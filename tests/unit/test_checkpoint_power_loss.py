@@ -77,7 +77,7 @@ class Journal:
 
 
 class Disk:
-    """What a disk may hold after a loss of power: all that was synced, and of the rest whatever luck keeps.
+    """Content of a disk after a power loss: all synced data, and a random part of the rest.
 
     Each change of a name, and each byte written, may have got there or not, in any order.
     """
@@ -176,7 +176,7 @@ def test_power_loss_at_any_instant(folder: Path, monkeypatch: Patch, ranks: int)
 
 
 def number_in(path: Path) -> float:
-    """Which save it is; 0 if there is none. It must be whole."""
+    """Return the number of the save; 0 if there is none. It must be complete."""
     try:
         state = un.checkpoint.load(path)
     except NoCheckpointError:

@@ -1,4 +1,4 @@
-"""What ranks read of the files: each byte from the disk once for a host, and as few files open as there may be."""
+"""Reads of ranks: each byte from the disk once per host, with few open files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.testing import run_ranks
 
 @pytest.mark.parametrize("small", [0, 1 << 20])
 def test_each_byte_is_read_once_per_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
-    """From a storage of which the host's memory keeps nothing."""
+    """Read from a storage that the host does not cache."""
     monkeypatch.setattr(LocalStorage, "kept", False)
     monkeypatch.setattr("unisono.checkpoint.loader._SMALL", small)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 16)
@@ -41,7 +41,7 @@ def test_each_byte_is_read_once_per_host(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Reads:
-    """Who reads what of a checkpoint's files, while one rank is slow."""
+    """Return the reads of a checkpoint's files by each rank, while one rank is slow."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: dict[tuple[Path, int], list[int]] = {}
@@ -95,7 +95,7 @@ def test_data_read_by_one_rank_is_shared_in_memory(tmp_path: Path, monkeypatch: 
     assert len(tensors) == 65
     header = sum(start == 0 for _, start in tensors)
     assert header == 1
-    # A header says nothing to those who need not check it.
+    # Ranks that need not check a header do not read it.
     assert all(len(readers) == len(set(readers)) == (4 if start else 1) for (_, start), readers in tensors.items())
     assert not reads.too_early
     if not small:

@@ -28,7 +28,7 @@ def folder() -> Iterator[Path]:
 
 
 def killed(folder: Path, kills: int, *ranks: int) -> float:
-    """By how much the weights differ from those of an unbroken run on the first number of ranks."""
+    """Return the difference of the weights from an uninterrupted run on the first number of ranks."""
     given = [sys.executable, str(TRAINER), str(folder), str(kills), *map(str, ranks)]
     quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(given, capture_output=True, text=True, env={**os.environ, **quiet}, check=False)

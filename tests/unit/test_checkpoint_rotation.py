@@ -96,7 +96,7 @@ def test_new_checkpoint_is_kept_if_the_clock_goes_back(
             monkeypatch.setattr("unisono.checkpoint.saver.time.time_ns", lambda instant=instant: instant)
             checkpointer.save(step, {"step": step})
             checkpointer.wait()
-            # Who resumes goes on with what was saved last.
+            # A resumed job continues from the last save.
             assert checkpointer.load({}) == step
         checkpointer.save(4, {})
     assert checkpointer.steps() == [3, 4]

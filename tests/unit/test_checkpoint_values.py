@@ -1,4 +1,4 @@
-"""What goes in comes out: every kind of value and dtype, and memory of every form."""
+"""Round trips of every kind of value and dtype, and every memory layout."""
 
 from __future__ import annotations
 

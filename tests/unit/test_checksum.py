@@ -1,4 +1,4 @@
-"""What was corrupted is found, and whose it was."""
+"""Corrupt messages are detected, with their sender."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_any_flipped_bit_is_found_and_attributed(bit: int) -> None:
     assert isinstance(found, CorruptedError)
     assert (found.rank, found.peer, found.nbytes, found.operation) == (1, 0, 40, "recv")
     assert "message 3 of tag 5 from rank 0 was corrupted" in str(found)
-    # The other one was not at fault, but is told of it.
+    # The other rank is not at fault, but gets the error.
     assert isinstance(told, CorruptedError)
     assert "rank 1 gave up in recv: message 3 of tag 5 from rank 0" in str(told)
 
@@ -108,7 +108,7 @@ def test_lost_duplicated_and_reordered_messages_are_found(faults: dict[str, Any]
 
 @pytest.mark.parametrize("backend", ["thread", "gloo", "shm"])
 def test_all_faults_work_between_real_ranks(backend: str) -> None:
-    """Doubled, overtaken, late and slow messages at once: they are found out."""
+    """Duplicated, reordered, late and slow messages together are detected."""
 
     def wrap(inner: Transport) -> Transport:
         faults = {"duplicate": 0.3, "reorder": 0.3, "delay": 0.3, "delay_s": 0.002, "slow_bytes_per_s": 1e6}
@@ -134,7 +134,7 @@ def test_collectives_are_covered() -> None:
 
     un.simulate(program, 4, wrap=checksummed())
     for seed in range(5):
-        # Bits may spoil a message of any rank; whoever gets it says whose it was.
+        # Bits may spoil a message of any rank; its receiver names the sender.
         with pytest.raises(CorruptedError, match=r"message \d+ of tag -1 from rank \d was corrupted"):
             un.simulate(program, 4, seed=seed, wrap=lambda inner: Checksummed(Faulty(inner, seed=3, corrupt=0.2)))
 

@@ -1,4 +1,4 @@
-"""What codecs are called, which settings they take, what they send, and what they say if used wrongly."""
+"""Names and settings of codecs, their messages, and their errors."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ BLOCK = 1 << 16
 
 
 def averages(make: object, given: list[torch.Tensor], *shapes: tuple[int, ...], steps: int = 1) -> list[torch.Tensor]:
-    """What the ranks that give these get: of the last step, if they give the same in several."""
+    """Return the averages of these inputs; of the last step if there are several."""
 
     def program(comm: un.Communicator) -> torch.Tensor:
         codec = un.compression.resolve(make)  # type: ignore[arg-type]

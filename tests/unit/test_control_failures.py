@@ -1,4 +1,4 @@
-"""Who is missing, dies, leaves or contradicts: the control plane tells all, behind sockets and between threads."""
+"""Missing, dead, leaving and conflicting ranks: the control plane reports them to all, over sockets and in threads."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def works(control: SocketControl) -> bool:
 
 
 def everything(peer: socket.socket) -> bytes:
-    """What the other side still sends before it closes the connection."""
+    """Return the data received before the other side closes the connection."""
     peer.settimeout(SOON)
     data = b""
     try:

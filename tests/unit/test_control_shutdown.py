@@ -1,4 +1,4 @@
-"""How processes end, and what the control plane tells the others of it; forks, and torch's own groups."""
+"""Ends of processes, and their reports by the control plane; forks, and torch's own groups."""
 
 from __future__ import annotations
 

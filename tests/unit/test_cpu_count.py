@@ -1,4 +1,4 @@
-"""How many processors ranks have between them, in containers and under launchers that bind."""
+"""Number of processors for all ranks together, in containers and under launchers that bind."""
 
 from __future__ import annotations
 

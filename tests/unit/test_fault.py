@@ -26,7 +26,7 @@ COUNT = 200
 
 
 class Recorder(Transport):
-    """Keeps what is posted; every message is done at once."""
+    """Records posted messages; each is complete immediately."""
 
     in_process = True
 

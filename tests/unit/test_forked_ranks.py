@@ -1,4 +1,4 @@
-"""A forked child is no rank: what it does to a communicator that it has inherited reaches nobody."""
+"""A forked child is no rank: its use of an inherited communicator affects no other process."""
 
 from __future__ import annotations
 

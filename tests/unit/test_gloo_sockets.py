@@ -18,7 +18,7 @@ def test_listing_connections_changes_none() -> None:
         return socket.create_server(("127.0.0.1", 0))
 
     before = socket.getdefaulttimeout()
-    # Python makes each socket that it wraps non-blocking then, for whoever else uses the connection too.
+    # Python makes each socket that it wraps non-blocking then, for every other user of the connection, too.
     socket.setdefaulttimeout(5.0)
     try:
         sockets = Sockets()

@@ -35,7 +35,7 @@ def hosts(count: int) -> Iterator[list[HostLinks]]:
 
 
 def at_once(*things: Callable[[], Any]) -> list[Any]:
-    """What each returns or raises, each in a thread of its own."""
+    """Run each in a thread; return the results or exceptions."""
     found: list[Any] = [None] * len(things)
     start = threading.Barrier(len(things))
 
@@ -56,7 +56,7 @@ def at_once(*things: Callable[[], Any]) -> list[Any]:
 
 
 def swap(lanes: HostLinks, host: int, count: int, content: bytes, digest: bytes = SAME, within_s: float = 10.0) -> Any:
-    """Whether all are the same, and what the others said."""
+    """Return whether all are equal, and the values of the others."""
     rooms = {other: bytearray(len(content)) for other in range(count) if other != host}
     packet = Packet(digest, memoryview(bytearray(content)))
     views = {other: memoryview(room) for other, room in rooms.items()}

@@ -78,7 +78,7 @@ def hung_up(line: socket.socket) -> bool:
 
 
 def proof(line: socket.socket, secret: bytes, rank: int) -> bytes:
-    """What a client sends last; its hello is sent here."""
+    """Return the last message of a client, after sending its hello."""
     greeting = Hello(secret, client=True, rank=rank)
     line.settimeout(SOON_S)
     line.sendall(greeting.hello)
@@ -111,7 +111,7 @@ def enter(door: Door, address: Any, rank: int, more: bytes = b"") -> tuple[int |
 
 
 def test_silent_connections_do_not_delay_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    # So that nobody is let in only because a stranger's time was up.
+    # No client may be admitted only because another one timed out.
     monkeypatch.setattr(module, "_WITHIN_S", 1000.0)
     hub, ends = LocalHub(), dict[int, Any]()
 

@@ -18,7 +18,7 @@ from unisono.testing import run_ranks
 
 
 class InterruptError(Exception):
-    """What a signal handler raises."""
+    """Exception of a signal handler."""
 
 
 def _interrupt(*_: object) -> None:

@@ -50,7 +50,7 @@ def leave_a_child(comm: un.Communicator) -> None:
     reader, _writer = os.pipe()
     child = os.fork()
     if child == 0:
-        # Holds all that the rank holds, for longer than anybody waits.
+        # Holds all that the rank holds, for longer than any wait.
         signal.alarm(60)
         os.read(reader, 1)
     Path(os.environ["UNISONO_TEST_FILE"]).write_text(str(child))

@@ -26,7 +26,7 @@ def ended(program: object, size: int = 3) -> list[NotFiniteError]:
 
 
 def poison(net: torch.nn.Module, value: float) -> None:
-    """From now on, the gradient of the last layer's bias is this, and that of its weight."""
+    """Replace the gradients of the last layer's bias and weight in later passes."""
     net[2].bias.register_hook(lambda gradient: gradient * value)  # type: ignore[index]  # a module of a list
 
 

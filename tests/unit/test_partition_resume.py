@@ -1,4 +1,4 @@
-"""What a sampler's state counts, and how a job goes on from it on other ranks."""
+"""State of a sampler, and resuming from it on other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PartitionSampler in the place of torch's DistributedSampler."""
+"""PartitionSampler as a replacement of torch's DistributedSampler."""
 
 from __future__ import annotations
 

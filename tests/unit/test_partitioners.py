@@ -1,4 +1,4 @@
-"""What each partitioner is for, beyond the laws that all of them meet."""
+"""Purpose of each partitioner, beyond the conformance checks."""
 
 from __future__ import annotations
 

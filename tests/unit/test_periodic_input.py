@@ -1,4 +1,4 @@
-"""What periodic averaging refuses: models and arguments that differ or make no sense, ranks that have left."""
+"""Input that periodic averaging rejects: different or invalid models and arguments, ranks that have left."""
 
 from __future__ import annotations
 

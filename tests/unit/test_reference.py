@@ -18,7 +18,7 @@ OF_INSTANCES = {"hosts"}
 
 
 def rows(title: str) -> dict[str, str]:
-    """What the tables of a section say of each name."""
+    """Return the description of each name in the tables of a section."""
     found = re.findall(r"^\| `([^`]+)` \| (.+) \|$", SECTIONS[title], re.MULTILINE)
     assert len(found) == len(dict(found)), "a name is told of twice"
     return dict(found)

@@ -34,7 +34,7 @@ def scatter(comm: un.Communicator, value: Any, trusted: bool) -> object:
 def refused(
     comm: un.Communicator, call: Callable[[un.Communicator, Any, bool], object], trusted: bool
 ) -> tuple[str, float]:
-    """What this rank is told of a lock on rank 1, and a sum after it."""
+    """Return the error of this rank for a lock on rank 1, and a sum after it."""
     said = "nothing"
     try:
         call(comm, threading.Lock() if comm.rank == SOURCE else 1, trusted)
@@ -60,7 +60,7 @@ def test_all_waiting_ranks_learn_the_error(
 
 
 def wrong_list(comm: un.Communicator, values: Any) -> tuple[str, float]:
-    """What this rank is told of what rank 1 has for the ranks, and a sum after it."""
+    """Return the error of this rank for the values of rank 1, and a sum after it."""
     said = "nothing"
     try:
         comm.scatter_object(values if comm.rank == SOURCE else None, SOURCE)

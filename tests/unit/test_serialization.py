@@ -209,7 +209,7 @@ class Catch:
 
 @dataclasses.dataclass
 class Setup:
-    """Likewise."""
+    """Another such class."""
 
     x: Any
     y: Any = 0
@@ -389,7 +389,7 @@ def test_huge_count_costs_no_memory(kind: str) -> None:
 
 
 def test_torch_is_not_imported_to_send_plain_values() -> None:
-    # A bare package in the place of unisono, whose own front door may import torch.
+    # An empty package instead of unisono, whose __init__ may import torch.
     package = Path(serialization.__file__).parents[1]
     code = (
         "import sys, types; m = sys.modules['unisono'] = types.ModuleType('unisono'); "

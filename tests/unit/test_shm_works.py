@@ -1,4 +1,4 @@
-"""Works of shared memory, which somebody has to see through: also when nobody waits, or the other rank has left."""
+"""Works of shared memory: their completion without a waiting thread, and after the other rank has left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unisono.transports.shm.segment import PAGE_BYTES, map_shared
 
 
 def forsaken(comm: un.Communicator) -> list[str]:
-    """How receives end from a rank that has left: one that is asked, and one with a future."""
+    """Receive from a rank that has left: by polling, and by a future."""
     part = comm.dup()
     if comm.rank == 1:
         part.close()
@@ -111,7 +111,7 @@ def test_memory_lost_with_its_rank_is_a_lost_rank() -> None:
 
 
 def without_descriptors(comm: un.Communicator, short: int) -> str:
-    """One rank may open no more files: all are told, at once, and go on."""
+    """One rank may open no more files: all ranks get an error immediately, and continue."""
     known = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as files:
         if comm.rank == short:
@@ -133,7 +133,7 @@ def test_memory_unavailable_on_one_rank(short: int) -> None:
 
 
 def many_registered(comm: un.Communicator) -> bool:
-    """Whether tensors cost no keys of the control plane and no descriptors while they are there, no maps afterwards."""
+    """Tensors use no keys of the control plane and no descriptors, and no mappings after they are freed."""
     control, kept = comm._engine.control, []
     gc.collect()
     keys, files, maps = control.num_keys(), _count("/proc/self/fd"), _maps()

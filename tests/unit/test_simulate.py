@@ -20,7 +20,7 @@ from unisono.transports.sim import Link, Network
 
 
 def first_come(comm: un.Communicator) -> int:
-    """Who comes first is up to the seed."""
+    """The seed decides which rank is first."""
     if comm.rank:
         comm.send(torch.ones(1), 0)
         return -1

@@ -1,4 +1,4 @@
-"""How simulated ranks end: in a deadlock, which is told at once, killed, frozen, or by an error."""
+"""Ends of simulated ranks: by a deadlock, which is reported immediately, killed, frozen, or by an error."""
 
 from __future__ import annotations
 

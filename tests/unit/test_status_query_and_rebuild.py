@@ -1,4 +1,4 @@
-"""The control plane as a pure state machine: questions to all, waits that end with their group, groups made anew."""
+"""The control plane as a pure state machine: queries to all ranks, waits that end with their group, rebuilt groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts there are, by proof, and by which address each is reached."""
+"""Hosts of ranks, by proof, and the addresses by which they are reached."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_advertised_address(monkeypatch: pytest.MonkeyPatch) -> None:
         "address_towards",
         lambda host, port=9: {"me": "127.0.1.1", "192.0.2.1": "10.1.2.3"}.get(host, "127.0.0.1"),
     )
-    # Who says loopback means it; a name that leads there is what many systems give to themselves.
+    # An explicit loopback address is intended; a host name that resolves to it is a common default.
     assert network.address_for_others("127.0.0.1") == "127.0.0.1"
     assert network.address_for_others("localhost") == "127.0.0.1"
     assert network.address_for_others("me") == "10.1.2.3"
@@ -66,7 +66,7 @@ def test_advertised_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def neighbours(size: int) -> list[Any]:
-    """What each of so many ranks finds, each a thread of this process."""
+    """Return the result of each rank, each a thread of this process."""
     hub, found = LocalHub(), [None] * size
 
     def run(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Traces: what was called and moved, by whom, when, in a file that viewers open."""
+"""Traces: calls and messages of each rank with their times, in a format of common viewers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communicators that nobody holds any more, and that nobody has closed: they go, and their threads end."""
+"""Unreferenced communicators that were not closed are freed, and their threads end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Start = Callable[[int], un.Communicator]
 
 @pytest.fixture
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
-    """Makes the communicators of two ranks, which are threads of this process; nobody else holds them."""
+    """Create the communicators of two ranks, which are threads of this process, without further references."""
     backend: str = request.param
     if backend != "thread":
         where = f"file://{tmp_path}/meeting"
@@ -47,7 +47,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
 
 
 def both(program: Callable[[int], Any]) -> list[Any]:
-    """What it returns on each of two threads."""
+    """Return its results on two threads."""
     ends: dict[int, Any] = {}
     threads = [threading.Thread(target=lambda rank=rank: ends.update({rank: program(rank)})) for rank in range(2)]
     for thread in threads:
@@ -88,7 +88,7 @@ def test_unreferenced_communicator_is_freed_with_its_threads(start: Start) -> No
 
 @pytest.mark.parametrize("start", BACKENDS, indirect=True)
 def test_subgroups_are_freed_before_the_parent(start: Start) -> None:
-    """Their thread at once; all else when the next part is made, since all ranks have dropped them."""
+    """Their thread ends immediately; the rest is freed with the next subgroup, since all ranks have dropped them."""
 
     def dropped(comm: un.Communicator) -> Teardown:
         part = used(comm.dup())

@@ -1,4 +1,4 @@
-"""What all tests share: one thread per rank, and how hard Hypothesis tries."""
+"""Shared settings of all tests: one thread per rank, and the effort of Hypothesis."""
 
 from __future__ import annotations
 

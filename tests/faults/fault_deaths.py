@@ -67,7 +67,7 @@ def _(comm: Any) -> None:
     comm.barrier()
     if odd(comm):
         comm._control._line.hang_up()
-    # In shared memory many calls are over before anybody is told.
+    # In shared memory many calls complete before the death is reported.
     while True:
         comm.all_reduce(torch.ones(4), timeout=LONG_S)
 

@@ -1,4 +1,4 @@
-"""Whole jobs of MPI without ulfm: nobody outlives a lost rank there, so the job ends, and says whose fault it was."""
+"""Whole jobs of MPI without ulfm: no rank survives a lost one there, so the job ends, and names the cause."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _NAMED = re.compile(rf"rank {ODD}\b[^\n]*(has not arrived|does not answer|was lo
 
 
 def ended(name: str) -> tuple[list[str], float]:
-    """What is wrong with how a job ended, and how many seconds after the last rank had come it was over."""
+    """Return the faults in the end of a job, and the seconds from the arrival of the last rank until then."""
     program = f"{_START}\nif comm.rank == odd:\n    {JOBS[name]}\n{_GO_ON}"
     mpirun = find_mpirun()
     assert mpirun is not None

@@ -1,4 +1,4 @@
-"""Runs a fault on a backend, and says what is wrong with what the ranks were told; the table of docs/reliability.md."""
+"""Runs faults on backends, and checks the errors of the ranks; the table of docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ AT_ONCE_S = 0.2
 
 @dataclass(frozen=True)
 class Cell:
-    """What came of a fault on a backend.
+    """Result of a fault on a backend.
 
     Attributes:
         wrong: What is not as it should be: wrong errors, and errors that came late.
-        took_s: From the last rank's coming until the last rank was told.
+        took_s: Seconds from the arrival of the last rank until the last rank has its error.
     """
 
     wrong: list[str]
@@ -34,7 +34,7 @@ class Cell:
 
 
 def why_not(fault: Fault, backend: str) -> str | None:
-    """Why there is no such cell; None if there is."""
+    """Return why there is no such cell; None if there is one."""
     if backend not in TRANSPORTS.names():
         return "this transport is not there"
     return fault.impossible.get(backend)
@@ -80,7 +80,7 @@ def _run(found: Fault, backend: str) -> list[Any]:
 
 
 def _wrong(found: Fault, seen: Seen) -> list[str]:
-    """What is wrong with what one rank was told."""
+    """Return the faults in the error of one rank."""
     right = found.right(seen.rank)
     if seen.kind not in right:
         return [f"got {seen.kind} ({seen.text[:300]}), not {' or '.join(right)}"]

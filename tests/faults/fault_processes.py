@@ -1,4 +1,4 @@
-"""Who may not call at all: closed communicators, other threads, forks, a second process for one rank."""
+"""Callers without permission: closed communicators, other threads, forks, a second process for one rank."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _(comm: Any) -> None:
 
 # -- helpers ---------------------------------------------------------------------------------------
 def _of_a_thread(call: Callable[[], object]) -> BaseException:
-    """What a call raises in another thread."""
+    """Return the error of a call in another thread."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -82,7 +82,7 @@ def _of_a_thread(call: Callable[[], object]) -> BaseException:
 
 
 def _of_a_fork(call: Callable[[], object], comm: Any) -> BaseException:
-    """What a call says in a fork of this process."""
+    """Return the error of a call in a fork of this process."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, in the order of the table; and what became of every rank.
+"""Faults between ranks, in the order of the table, and the outcome of every rank.
 
 A program gets a communicator of its own, of three ranks. Rank 1 is the one that does something else, unless it says so.
 """
@@ -22,7 +22,7 @@ for rows in ("fault_wrong_calls", "fault_waits", "fault_deaths", "fault_processe
 
 @dataclass
 class Seen:
-    """What became of a rank: times are of the monotonic clock, which all processes of a host share."""
+    """Outcome of a rank: times are of the monotonic clock, which all processes of a host share."""
 
     rank: int
     kind: str = "nothing was raised"
@@ -58,6 +58,6 @@ def observe(comm: Any, name: str, own: bool) -> Seen:
         seen.later, seen.later_text = type(error).__name__, str(error)
     seen.later_took_s = time.monotonic() - started
     if hasattr(part, "stopped") and not odd(comm):
-        # Whoever is told first, all are: the group has failed.
+        # Once one rank has the error, all have: the group has failed.
         os.kill(part.stopped, signal.SIGCONT)
     return seen

@@ -1,4 +1,4 @@
-"""One row of the matrix of faults: what is done wrong, and what every rank must then be told."""
+"""One row of the matrix of faults: a fault, and the expected error of every rank."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Fault:
     """One row of the matrix.
 
     Attributes:
-        name: As the table calls it.
-        run: What every rank does; it raises, or fails the test.
-        kinds: What every rank raises, by rank; the same on all if there is one only.
-        within_s: After the last rank has come.
-        or_kind: What they may raise as well.
+        name: Name in the table.
+        run: Program of every rank; it raises, or fails the test.
+        kinds: Error class of every rank, by rank; a single one applies to all.
+        within_s: Time limit in seconds, from the arrival of the last rank.
+        or_kind: Alternative error class.
         names_odd: Whether every error names rank 1.
         fatal: Whether it ends a process, so that ranks of its own are needed.
-        gone: Which ranks are not there any more at the end.
+        gone: Ranks that have ended at the end.
         impossible: For some backends, why it cannot happen there.
         breaks: Whether the communicator is broken afterwards.
         check: As for `init`.
-        named: What errors say in their fields.
-        odd_counts: Whether the time counts at which rank 1 itself is told.
+        named: Fields of the errors.
+        odd_counts: Whether the time limit applies to the error of rank 1 itself.
     """
 
     name: str

@@ -164,7 +164,7 @@ def _(comm: Any) -> None:
 
 # -- messages that do not fit ----------------------------------------------------------------------
 def _message(comm: Any, sent: torch.Tensor, expected: torch.Tensor) -> None:
-    """From rank 0 to rank 1, while rank 2 is in a barrier."""
+    """Message from rank 0 to rank 1, while rank 2 is in a barrier."""
     if comm.rank == 0:
         comm.send(sent, 1)
     elif odd(comm):

@@ -1,4 +1,4 @@
-"""What this process and its children hold: to be the same before and after."""
+"""Resources of this process and its children, to be equal before and after."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _descendants(parent: int) -> list[str]:
 
 
 def wait_until_as(before: Held, *kinds: str, within_s: float = 10.0) -> str:
-    """What is there that was not there before (of these kinds, or all), when it has had time to go; or nothing."""
+    """Return the new resources (of these kinds, or all) that remain after some time; empty if none do."""
     deadline = time.monotonic() + within_s
     while True:
         now = held()

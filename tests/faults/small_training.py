@@ -21,7 +21,7 @@ BATCH, RATE = 4, 0.05
 
 @dataclass
 class Story:
-    """What a survivor tells.
+    """Report of a survivor.
 
     Attributes:
         batches: For each committed step, each rank's samples.
@@ -35,7 +35,7 @@ class Story:
 
 
 class Momentum:
-    """Gradient descent with momentum. Torch's own imports its compiler when first made, in every rank anew."""
+    """Gradient descent with momentum. Torch's own optimizer imports its compiler on first use, in each rank."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._parameters = list(model.parameters())

@@ -1,4 +1,4 @@
-"""For whom a collective waits, from what the ranks say; who is in the same call is not to blame."""
+"""Ranks that a collective waits for, by the states of all ranks; ranks in the same call are not blamed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_awaited_ranks_of_a_collective(calls: list[Any], missing: tuple[int, ...
 
 
 def _gives_up_second(comm: Any) -> str | None:
-    """Told what the first to give up was told, who asked before the one to blame could go on."""
+    """The later rank gets the verdict of the first one, which asked before the blamed rank could continue."""
     comm.barrier()
     if comm.rank == 1:
         return None

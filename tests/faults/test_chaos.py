@@ -33,9 +33,9 @@ def chaos(seed: int, backend: str) -> list[Any]:
         named = isinstance(end, PeerLostError if rank in victims else CommError)
         assert isinstance(end, Story) or named, f"seed {seed}: rank {rank} ended by {end!r}"
     stories = [end for end in ends if isinstance(end, Story)]
-    # Errors are for who cannot go on: where somebody lives, it does.
+    # Errors are for ranks that cannot continue; a surviving rank can.
     assert len(stories) >= SIZE - len(victims), f"seed {seed}: {ends}"
-    # Who died when all was done tells nothing, and what it tells would be the same.
+    # A rank that died after the end reports nothing; its report would be equal.
     check([story for rank, story in enumerate(ends) if isinstance(story, Story) and rank not in victims], EPOCHS)
     return stories
 
@@ -57,7 +57,7 @@ def test_sigkill(seed: int, backend: str) -> None:
 
 
 def make_and_close(comm: Any, count: int) -> tuple[int, str]:
-    """How many more keys the control plane has after so many groups, and what else this process holds more.
+    """Return the additional keys of the control plane after many groups, and other leaks of this process.
 
     What waits for the garbage collector counts as held.
     """

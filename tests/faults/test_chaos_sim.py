@@ -1,4 +1,4 @@
-"""A small training in bad weather: the right weights, or an error that names somebody; and every time the same."""
+"""A small training under random faults: correct weights, or an error that names a rank; reproducible."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_thousand_seeds() -> None:
 
 
 def test_weights_equal_those_of_one_rank() -> None:
-    """What runs are compared with is right itself."""
+    """The expected weights are correct."""
     apart, alone = un.simulate(training, RANKS, (False,)).results[0], un.simulate(training, 1, (False,)).results[0]
     assert (apart - alone).abs().max() < 1e-10
     assert torch.equal(apart, un.launch(training, RANKS, "thread", (False,))[0])
@@ -84,7 +84,7 @@ def test_seed_is_reproducible() -> None:
 
 @pytest.mark.soak
 def test_seed_is_reproducible_in_another_process() -> None:
-    """Where nothing is shared, and strings have other hashes."""
+    """The other process shares nothing, and has other string hashes."""
     code = "import test_chaos_sim as t; print(*(t.chaos.run(t.training, 3, s, True).digest for s in range(12)))"
     digests = {
         subprocess.run(
@@ -103,7 +103,7 @@ def test_seed_is_reproducible_in_another_process() -> None:
 
 # -- deaths, after which training goes on ----------------------------------------------------------
 def recovering(comm: un.Communicator, hooks: bool) -> torch.Tensor:
-    """Each step trains on the whole of its batch, dealt to whoever is left: so the weights do not depend on deaths."""
+    """Each step trains on the whole of its batch, divided between the surviving ranks: so the weights do not depend on deaths."""
     draw = torch.Generator().manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()
     with torch.no_grad():

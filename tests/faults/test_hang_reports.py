@@ -208,7 +208,7 @@ def marked_line(program: Bug) -> int:
 
 
 def hang(comm: Any, name: str) -> str:
-    """What this rank was told, of a bug on a communicator of its own."""
+    """Return the error of this rank for a bug, on a separate communicator."""
     part, end = comm.dup(), threading.Event()
     part._engine.options = part._engine.options.__class__(part.backend, timeout_s=SHORT_S)
     part._options = part._engine.options

@@ -1,4 +1,4 @@
-"""Survivors go on with a new communicator and lose nothing; newcomers get in; who is stopped is left out."""
+"""Survivors continue with a new communicator and lose nothing; new ranks join; stopped ranks are excluded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eight ranks of whom one dies, and then more: the training goes on within 3 s, and is as good as an unbroken one."""
+"""Eight ranks, of which one dies, and then more: training continues within 3 s, with the result of an unbroken run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def outlives(comm: Any, seed: int) -> list[float]:
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_recovery_time_is_bounded(backend: str) -> None:
-    """Where one does, each rank's threads are printed."""
+    """Recover many times; print the threads of each rank if one takes too long."""
     for seed in range(JOBS):
         ends = un.launch(outlives, SIZE, backend, (seed,), threads=1, on_failure="continue", timeout=20.0)
         took = [found for found in ends if isinstance(found, list)]

@@ -1,4 +1,4 @@
-"""Shared memory where it is hardest: one core for all ranks, ten groups at once, a death in a long sum."""
+"""Shared memory under stress: one core for all ranks, ten concurrent groups, a death in a long sum."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_ten_groups_concurrently() -> None:
 
 
 def dies_in_a_long_sum(comm: un.Communicator) -> tuple[int | None, float]:
-    """Whom this rank was told that it has lost, and how long after that one's death."""
+    """Return the lost rank that this rank's error names, and the time since its death."""
     tensor, control = torch.ones(LONG), comm._engine.control
 
     def die() -> None:

@@ -1,4 +1,4 @@
-"""A rank that is lost while a part is made of a group: the others are told, whether it had come there or not."""
+"""A rank lost while a subgroup forms: the others get an error, whether it had joined or not."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def test_rank_outside_the_subgroup_may_leave() -> None:
 
 
 def told(out: Any, client: int) -> list[Any]:
-    """The failures of which a client is told without having asked."""
+    """Return the failures that a client receives unasked."""
     return [reply[2] for number, reply in out if number == client and reply[0] == 0]
 
 
 @pytest.mark.parametrize("go", ["lost", "bye"])
 @pytest.mark.parametrize("before", [False, True])
 def test_subgroup_names_a_rank_that_left_early(go: str, before: bool) -> None:
-    """Before or after the others have come to the part; who is in no part is not missed."""
+    """The rank leaves before or after the others join the subgroup; a rank in no subgroup is not awaited."""
     state, out = ControlState(), []
     for client in range(4):
         state.handle(client, 1, ("join", "world", client, 4, [0, 1, 2, 3]))

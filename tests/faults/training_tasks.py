@@ -1,4 +1,4 @@
-"""What the small training learns: a line, which is quick, or handwritten digits, of which it may be asked how many."""
+"""Tasks of the small training: a line, which is fast, or handwritten digits, with an accuracy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Task:
 
     @torch.no_grad()
     def accuracy(self, weights: Sequence[float]) -> float:
-        """Of the classes held out, the fraction that a model with these weights names rightly."""
+        """Return the accuracy of a model with these weights on held-out data."""
         model, inputs, right = self.model(), *self.held_out
         torch.nn.utils.vector_to_parameters(torch.tensor(weights, dtype=torch.float64), model.parameters())
         return float((model(inputs).argmax(dim=1) == right).double().mean())

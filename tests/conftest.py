@@ -16,6 +16,6 @@ settings.load_profile("test")
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays: thousands of tests and their modules, which no later look for garbage has to visit."""
+    """Freeze all existing objects: later garbage collections skip thousands of tests and their modules."""
     gc.collect()
     gc.freeze()

@@ -103,7 +103,7 @@ def test_seed_is_reproducible_in_another_process() -> None:
 
 # -- deaths, after which training goes on ----------------------------------------------------------
 def recovering(comm: un.Communicator, hooks: bool) -> torch.Tensor:
-    """Each step trains on the whole of its batch, divided between the surviving ranks: so the weights do not depend on deaths."""
+    """Each step trains on its whole batch, divided between survivors, so the weights do not depend on deaths."""
     draw = torch.Generator().manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()
     with torch.no_grad():

@@ -92,8 +92,13 @@ def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
+def messages_to_users(path: Path) -> list[tuple[int, str]]:
+    """Each message of a file that users see; those of tests are for developers."""
+    return [] if ROOT / "tests" in path.parents else list(messages(ast.parse(path.read_text())))
+
+
 def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line, text, and whether it is a docstring that begins something.."""
+    """Line, text, and whether it is a docstring that begins something."""
     text = path.read_text()
     if path.suffix == ".py":
         tree = ast.parse(text)
@@ -101,7 +106,7 @@ def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
             yield line, found, not found.startswith("Attribute: ")
         for line, found in comments(text):
             yield line, found, False
-        for line, found in messages(tree):
+        for line, found in messages_to_users(path):
             yield line, found, False
     elif path.suffix == ".md":
         text = re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL)
@@ -116,7 +121,7 @@ def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
 def faults(path: Path) -> list[str]:
     name, found = path.relative_to(ROOT), []
     if path.suffix == ".py":
-        for line, text in messages(ast.parse(path.read_text())):
+        for line, text in messages_to_users(path):
             found += [f"{name}:{line}: {m[0]!r}" for rule in (MESSAGES, QUESTION) for m in rule.finditer(text)]
     for line, text, begins in prose(path):
         first = CLAUSES.match(text.lstrip("`* \n"))

@@ -47,9 +47,7 @@ def test_hanging_check_is_a_cross(plant: Callable[..., None], monkeypatch: pytes
         ours.send(b"x")
 
 
-def test_success_and_remarks_exit_with_status_0(
-    plant: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_success_and_remarks_exit_with_status_0(plant: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     plant(lambda: [ok("good"), info("by the way", "look")])
     assert main(["doctor", "planted"]) == 0
     said = capsys.readouterr().out

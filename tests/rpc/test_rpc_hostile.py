@@ -215,7 +215,7 @@ def test_rank_that_sends_invalid_bytes_is_lost_to_the_receiver_only() -> None:
         comm.barrier()
         result = None
         if comm.rank == 0:
-            assert until(lambda: 1 in agent.box.lost)
+            assert wait_until(lambda: 1 in agent.box.lost)
             with pytest.raises(PeerLostError, match="an invalid message"):
                 agent.rpc_sync(1, add, (1,))
             result = agent.rpc_sync(2, add, (1,))

@@ -39,7 +39,7 @@ class FastPath(Protocol):
     def collective(
         self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None, deadline: float
     ) -> Status:
-        """Make the call. `UNSUPPORTED`, with no effect, if it needs the general path; `MISMATCH` if ranks' calls differ.
+        """Make the call. Return `UNSUPPORTED`, with no effect, for the general path; `MISMATCH` if ranks' calls differ.
 
         Args:
             what: The collective.
@@ -59,5 +59,5 @@ class FastPath(Protocol):
         ...
 
     def message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """Send or receive ("send", "recv") a tensor; return `UNSUPPORTED`, with no effect, if it needs the general path."""
+        """Send or receive ("send", "recv") a tensor; return `UNSUPPORTED`, with no effect, for the general path."""
         ...

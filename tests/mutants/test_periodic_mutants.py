@@ -163,19 +163,19 @@ def waits_for_all(patch: Patch) -> None:
 
 def hashes_without_places(patch: Patch) -> None:
     patch.setattr(divergence, "_keys", lambda: torch.tensor([3]).expand(1 << 16))
-    unit("divergence_guard").test_the_hash_sees_places_and_pairs()
+    unit("divergence_guard").test_hash_depends_on_positions_and_pairs()
 
 
 def hashes_by_even_keys(patch: Patch) -> None:
     """Words of 64 bits times keys of 64: two signs that change cancel out."""
     right = divergence._keys()
     patch.setattr(divergence, "_keys", lambda: right << 33)
-    unit("divergence_guard").test_the_hash_sees_places_and_pairs()
+    unit("divergence_guard").test_hash_depends_on_positions_and_pairs()
 
 
 def hashes_chunks_alike(patch: Patch) -> None:
     patch.setattr(divergence, "_odd", lambda source: 1)
-    unit("divergence_guard").test_the_hash_of_long_tensors(65537)
+    unit("divergence_guard").test_hash_of_long_tensors(65537)
 
 
 def hashes_values(patch: Patch) -> None:
@@ -196,7 +196,7 @@ def blames_the_others(patch: Patch) -> None:
         return f"ranks {', '.join(odd)} differ from rank 0" if odd else None
 
     patch.setattr(divergence, "odd_ranks", odd_ranks)
-    unit("divergence_guard").test_who_differs([2.0, 1.0, 1.0, 1.0], "rank 0 differs from ranks 1, 2, 3 (by up to 1)")
+    unit("divergence_guard").test_differing_ranks([2.0, 1.0, 1.0, 1.0], "rank 0 differs from ranks 1, 2, 3 (by up to 1)")
 
 
 def statistics(counts: tuple[int, ...] = (4, 2)) -> None:

@@ -6,7 +6,7 @@ from unisono.core.group import Group
 from unisono.transports.thread import InFlightMessage, ThreadTransport
 
 CHECK = "receive_of_wrong_size_is_rejected"
-ERROR = "a receive of 3 torch.float32 for 4 of float32 said: nothing"
+ERROR = "a receive of 3 torch.float32 for 4 of float32 raised: nothing"
 
 
 class Mutant(ThreadTransport):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unisono.core.transport import Transport
 from unisono.wrappers.base import Wrapper
 
-CHECK = "tags_and_parts_do_not_mix_in_receives_from_any_rank"
+CHECK = "receive_any_separates_tags_and_subgroups"
 ERROR = r"waited 1.0 s for (4 B from rank 1|rank 0 to receive 4 B)"
 
 

@@ -196,7 +196,8 @@ def blames_the_others(patch: Patch) -> None:
         return f"ranks {', '.join(odd)} differ from rank 0" if odd else None
 
     patch.setattr(divergence, "odd_ranks", odd_ranks)
-    unit("divergence_guard").test_differing_ranks([2.0, 1.0, 1.0, 1.0], "rank 0 differs from ranks 1, 2, 3 (by up to 1)")
+    expected = "rank 0 differs from ranks 1, 2, 3 (by up to 1)"
+    unit("divergence_guard").test_differing_ranks([2.0, 1.0, 1.0, 1.0], expected)
 
 
 def statistics(counts: tuple[int, ...] = (4, 2)) -> None:

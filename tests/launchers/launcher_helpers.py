@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from waiting import wait_until
+
 SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "launchers" / "train.py"
 
 # What a batch script of four tasks on four nodes sees, as slurmstepd sets it: a rank, but no step.
@@ -44,6 +46,6 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> str:
     return out
 
 
-def wait_until(true: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
-    """Look again and again, and fail if it never comes true."""
-    assert wait_until(true, timeout_s), f"waited {timeout_s} s in vain: {what}"
+def expect(condition: Callable[[], object], what: str, within_s: float = 30.0) -> None:
+    """Wait for a condition, and fail if it does not hold in time."""
+    assert wait_until(condition, within_s), f"waited {within_s} s for this: {what}"

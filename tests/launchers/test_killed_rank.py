@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launcher_helpers import task, wait_until
+from launcher_helpers import expect, task
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -70,7 +70,7 @@ class Job:
     def kill(self, rank: int, attempt: int = 0) -> None:
         """Kill this rank as soon as all ranks work."""
         paths = [self._folder / f"pid {attempt} {each}" for each in range(2)]
-        wait_until(lambda: all(path.exists() for path in paths) or self._over(), "both ranks work", 60.0)
+        expect(lambda: all(path.exists() for path in paths) or self._over(), "both ranks work", 60.0)
         assert not self._over(), self._words()
         now = [int(path.read_text()) for path in paths]
         self.pids += now
@@ -95,7 +95,7 @@ class Job:
         took_s = time.monotonic() - began
         self.said = "\n".join(err + out for out, err in said)
         assert took_s < within_s, f"took {took_s:.1f} s\n{self.said}"
-        wait_until(lambda: not self._left(), f"{self._left()} are left", within_s - took_s)
+        expect(lambda: not self._left(), f"{self._left()} are left", within_s - took_s)
         return [process.returncode for process in self.processes]
 
     def _left(self) -> list[int]:
@@ -177,7 +177,7 @@ def test_torchrun(job: Job, backend: str, killed: int) -> None:
 def test_torchrun_restarts_ranks(job: Job) -> None:
     job.start(*TORCHRUN, "--max-restarts", "1", backend="gloo")
     job.kill(1)
-    wait_until(lambda: all(job.began(rank, attempt=1) for rank in range(2)), "both were restarted", WITHIN_S)
+    expect(lambda: all(job.began(rank, attempt=1) for rank in range(2)), "both were restarted", WITHIN_S)
     job.kill(0, attempt=1)
     assert job.end() == [1]
     assert job.first_named() == 1
@@ -188,7 +188,7 @@ def test_torchrun_restarts_ranks_and_training_resumes(job: Job) -> None:
     job.start(*TORCHRUN, "--max-restarts", "1", backend="shm")
     job.kill(0)
     job.enough()
-    wait_until(lambda: all(job.began(rank, attempt=1) for rank in range(2)), "both were restarted", WITHIN_S)
+    expect(lambda: all(job.began(rank, attempt=1) for rank in range(2)), "both were restarted", WITHIN_S)
     # They have to start and meet before they see that it is enough.
     assert job.end(within_s=60.0) == [0]
 

@@ -107,7 +107,7 @@ def mpi() -> None:
 
 def test_script_is_short_and_independent_of_launchers() -> None:
     text = SCRIPT.read_text()
-    assert len(text.splitlines()) < 40
+    assert len(text.splitlines()) <= 40
     assert not [word for word in ("environ", "RANK", "torchrun", "mpirun", "slurm") if word in text]
 
 

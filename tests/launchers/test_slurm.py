@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launcher_helpers import BATCH, task, wait_until
+from launcher_helpers import BATCH, expect, task
 
 from unisono.bootstrap import find, slurm
 from unisono.bootstrap.hostlist import MAX_HOSTS, expand
@@ -255,7 +255,7 @@ def test_two_steps_at_one_port_are_separate(start: Start, port: int) -> None:
     same = {"MASTER_PORT": str(port)}
     first = start([sys.executable, "-c", MEET], task(0, 2, **same))
     with socket.socket() as probe:
-        wait_until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, "rank 0 listens")
+        expect(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, "rank 0 listens")
     other = start([sys.executable, "-c", MEET.replace("20.0", "1.0")], task(1, 2, SLURM_STEP_ID="1", **same))
     _, err = other.communicate(timeout=60)
     assert "waited 1.0 s in init for rank 0" in err

@@ -33,7 +33,7 @@ def test_deadlock_names_every_rank() -> None:
         assert "for 4 B from rank 1" in said
         assert "rank 1 waits in recv at test_simulate_failures.py:" in said
         assert "for 4 B from rank 0" in said
-        assert "rank 2 waits in all_reduce at test_simulate_ends.py:" in said
+        assert "rank 2 waits in all_reduce at test_simulate_failures.py:" in said
         assert "for ranks 0, 1 to join" in said
         assert "seed 5" in said
 
@@ -123,7 +123,7 @@ def test_frozen_rank_is_named() -> None:
     assert run.time_s < 10.0
     for error in run.results:
         assert isinstance(error, DeadlockError)
-        assert "rank 1 waits in all_reduce at test_simulate_ends.py" in str(error)
+        assert "rank 1 waits in all_reduce at test_simulate_failures.py" in str(error)
         assert "it is frozen, as configured" in str(error)
 
 

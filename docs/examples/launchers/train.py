@@ -30,9 +30,7 @@ def train(comm, out):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="auto", help="auto, shm, gloo, nccl, mpi")
-    parser.add_argument(
-        "--launch", type=int, help="number of ranks to start here (default: a launcher has started them)"
-    )
+    parser.add_argument("--launch", type=int, help="how many ranks to start here (default: a launcher did)")
     parser.add_argument("--out", default="weights.pt", help="file for the weights, which rank 0 saves")
     given = parser.parse_args()
     if given.launch:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from unisono import errors
 from unisono.core.group import Group
 from unisono.errors import CommError, MismatchError, PeerLostError
 
-__all__ = ["Cause", "error_of", "left_error", "text_of", "to_cause"]
+__all__ = ["Cause", "error_of", "left_error", "signal_name", "text_of", "to_cause"]
 
 _MOST_SAID = 10_000
 
@@ -73,4 +74,12 @@ def text_of(error: BaseException) -> str:
         text = str(error)
     except Exception as another:
         text = f"(its str() failed: {type(another).__name__})"
-    return f"{text[:_MOST_SAID]}... ({len(text)}characters)" if len(text) > _MOST_SAID else text
+    return f"{text[:_MOST_SAID]}... ({len(text)} characters)" if len(text) > _MOST_SAID else text
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

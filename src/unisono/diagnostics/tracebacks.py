@@ -21,7 +21,8 @@ from unisono.errors import AbortedError, MismatchError, PeerLostError
 __all__ = ["format_error", "show_errors"]
 
 _SETTING = "UNISONO_TRACEBACK"
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_ERROR_FILE = "UNISONO_ERROR_FILE"
+_TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 _MOST_LETTERS = 160
 
 
@@ -63,7 +64,7 @@ def _front(rank: int | None, size: int | None) -> str:
 def _hide_frames(report: traceback.TracebackException) -> int:
     """Remove internal frames from a report and its causes, and return how many they were."""
     frames = list(report.stack)
-    kept = [frame for frame in frames if not is_internal(frame.filename)]
+    kept = [frame for frame in frames if not is_internal(frame.filename) and frame.filename != "<frozen runpy>"]
     ours = bool(frames) and is_internal(frames[-1].filename)
     if ours:
         # What calls the user's code, such as runpy or torch's autograd, does not matter to an error of this library.
@@ -98,16 +99,23 @@ class _ErrorDisplay:
         An error that another rank shows in full is one line here: the loss of a peer, and a mismatch, which all ranks
         raise, on other ranks than rank 0.
         """
+        path = os.environ.get(_ERROR_FILE)
         if isinstance(error, KeyboardInterrupt) or not self._concerns(error):
-            sys.__excepthook__(kind, error, trace)
+            # `unisono run` passes an interrupt on to all ranks, and has nothing to show.
+            if not (path and isinstance(error, KeyboardInterrupt)):
+                sys.__excepthook__(kind, error, trace)
             return
         elsewhere = isinstance(error, PeerLostError | AbortedError) or (isinstance(error, MismatchError) and self._rank)
         full = os.environ.get(_SETTING) == "full"
         text = (_brief if elsewhere and not full else format_error)(error, self._rank, self._size)
         self._record(error, text)
         with suppress(AttributeError, OSError, ValueError):
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            if path:
+                # For `unisono run`, which shows the first error of all ranks.
+                Path(path).write_text(json.dumps({"kind": kind.__name__, "text": text, "time": time.time()}))
+            else:
+                sys.stderr.write(text)
+                sys.stderr.flush()
 
     def notebook(self, shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any) -> Any:
         """Show an error of a cell; IPython's handler of custom exceptions."""
@@ -124,7 +132,7 @@ class _ErrorDisplay:
 
     def _record(self, error: BaseException, text: str) -> None:
         """Write the file from which torchrun's report has its text, unless torch's `record` has written it."""
-        path = os.environ.get(_ERROR_FILE)
+        path = os.environ.get(_TORCHRUN_FILE)
         if not path or Path(path).exists():
             return
         # The report calls the earliest error the cause, in whole seconds.

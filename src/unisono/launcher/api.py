@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -56,7 +57,8 @@ def init(
     Args:
         backend: A transport's name, two of them as in "shm+gloo" (within a host, and between hosts), or "auto":
             nccl where each rank has a GPU, shared memory where all ranks are on one host, gloo where no two are,
-            else "shm+gloo"; under mpirun, "mpi" instead of gloo.
+            else "shm+gloo"; under mpirun, "mpi" instead of gloo. The variable UNISONO_BACKEND, which
+            `unisono run --backend` sets, replaces "auto".
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank, world_size: This process's rank, and the number of ranks; from the environment if None.
@@ -88,6 +90,8 @@ def init(
     show_errors()
     timeout_s = positive_timeout(timeout)
     _check_chunk_bytes(chunk_bytes)
+    if backend == "auto":
+        backend = os.environ.get("UNISONO_BACKEND") or backend
     if backend != "auto":
         transport_named(backend)
     place = bootstrap.find(init_method, rank, world_size, timeout_s, secret)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from unisono.core.transport import Options, Transport
 from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableError
 from unisono.transports.hierarchical import Connectable
 
-__all__ = ["GRACE_S", "Job", "Outcome", "conclude", "name_of", "reported", "run_reported"]
+__all__ = ["GRACE_S", "Job", "Outcome", "conclude", "reported", "run_reported"]
 
 GRACE_S = 3.0
 """After a first failure, how long the others may take to end by their own error."""
@@ -113,14 +112,6 @@ def reported(rank: int, data: bytes) -> Outcome:
         error.add_note(f"while reading the {kind} of rank {rank}")
         return Outcome(rank, error=error)
     return Outcome(rank, value) if kind == "result" else Outcome(rank, error=value)
-
-
-def name_of(number: int) -> str:
-    """Return the name of a signal; real-time signals have none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:

@@ -20,10 +20,11 @@ from typing import Any
 import cloudpickle
 
 from unisono.control.server import Server
+from unisono.core.failure import signal_name
 from unisono.errors import PeerLostError, UnavailableError
 from unisono.host.cpu_count import cores
 from unisono.host.mpi_library import find_mpirun, mpirun_environment
-from unisono.launcher.job import GRACE_S, Job, Outcome, name_of, reported
+from unisono.launcher.job import GRACE_S, Job, Outcome, reported
 from unisono.launcher.processes import by_value, share_of_cores
 from unisono.launcher.worker import WorkerSpec
 
@@ -159,7 +160,7 @@ def _no_result(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcom
         process.wait(1.0)
     code = process.returncode
     if code is not None and 128 < code < 128 + signal.NSIG:
-        how = f"was ended by {name_of(code - 128)}"
+        how = f"was ended by {signal_name(code - 128)}"
     else:
         how = "ended before it could report; see its output and mpirun's"
     return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} {how}", peer=rank), reported=False)

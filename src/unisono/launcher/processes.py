@@ -24,9 +24,10 @@ from typing import Any
 import cloudpickle
 
 from unisono.control.server import Server
+from unisono.core.failure import signal_name
 from unisono.errors import CommError, PeerLostError
 from unisono.host.cpu_count import cores
-from unisono.launcher.job import GRACE_S, Job, Outcome, name_of, reported
+from unisono.launcher.job import GRACE_S, Job, Outcome, reported
 from unisono.launcher.worker import WorkerSpec, run_worker
 
 __all__ = ["by_value", "run_processes", "share_of_cores"]
@@ -118,7 +119,7 @@ def _outcome(rank: int, size: int, process: BaseProcess, reader: connection.Conn
 
 def _no_result(rank: int, size: int, code: int | None) -> PeerLostError:
     if code is not None and code < 0:
-        how = f"was ended by {name_of(-code)}"
+        how = f"was ended by {signal_name(-code)}"
     else:
         how = (
             f"ended with exit code {code} before it could report; see its output. (A script that calls launch "

@@ -1,0 +1,76 @@
+"""Start the ranks of a script on this host, or on each of several hosts.
+
+Each line of output begins with its rank. If a rank fails, the others are ended, and the first error is printed. The
+script finds its rank by unisono.init(), or by torchrun's variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT.
+
+  unisono run -n 4 train.py --epochs 3
+  unisono run -n 4 -m package.train --epochs 3
+  unisono run -n 8 --hosts 10.1.1.20,10.1.1.21 train.py     (the same on each of the hosts)
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from unisono.launcher.script import ScriptJob, run_script
+from unisono.tools.cli import UsageError
+from unisono.tools.doctor.network import addresses, is_own
+
+__all__ = ["add_arguments", "run"]
+
+_PORT = 29500
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options, the script, and its own arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks to start on this host")
+    add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
+    add("--backend", help="the backend of unisono.init() where the script passes none")
+    add("--restarts", type=int, default=0, metavar="R", help="start all ranks again after a failure, R times at most")
+    add("--hosts", default="", metavar="A,B", help="names or addresses; run the same command on each of them")
+    add("--host", type=int, metavar="I", help="index of this host in --hosts, from 0 (found by its addresses)")
+    add("--port", type=int, metavar="P", help=f"where rank 0 listens (a free port; {_PORT} with --hosts)")
+    add("--no-prefix", action="store_true", help="pass output on without the rank")
+    add("script", help="a file, or a module with -m")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the script, and return its exit status."""
+    if given.ranks < 1:
+        raise UsageError(f"-n must be at least 1, not {given.ranks}")
+    if given.restarts < 0:
+        raise UsageError(f"--restarts must be at least 0, not {given.restarts}")
+    if given.port is not None and not 0 < given.port < 65536:
+        raise UsageError(f"--port must be from 1 to 65535, not {given.port}")
+    if not given.module and not Path(given.script).is_file():
+        raise UsageError(f"there is no file {given.script!r}; pass -m to run a module")
+    hosts = [host.strip() for host in given.hosts.split(",") if host.strip()]
+    command = [*(["-m"] if given.module else []), given.script, *given.arguments]
+    job = ScriptJob(
+        command,
+        given.ranks,
+        host=_index(hosts, given.host) if hosts else 0,
+        hosts=max(1, len(hosts)),
+        address=hosts[0] if hosts else "127.0.0.1",
+        port=given.port or (_PORT if hosts else None),
+        backend=given.backend,
+        prefix=not given.no_prefix,
+    )
+    return run_script(job, given.restarts)
+
+
+def _index(hosts: list[str], given: int | None) -> int:
+    """Return which of the hosts this one is."""
+    if given is not None:
+        if not 0 <= given < len(hosts):
+            raise UsageError(f"--host {given} is not in 0 to {len(hosts) - 1}, the indices of --hosts")
+        return given
+    own = [index for index, host in enumerate(hosts) if any(map(is_own, addresses(host)))]
+    if len(own) != 1:
+        raise UsageError(f"{len(own)} of --hosts are addresses of this host; pass --host I, the index of this host")
+    return own[0]

@@ -1,0 +1,125 @@
+"""`unisono run`: the ranks of a script, their output, and their end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import wait_until
+
+from unisono.tools.cli import main
+
+SCRIPT = """
+import os
+import sys
+import time
+
+import torch
+import unisono as un
+
+what = sys.argv[1]
+with un.init(timeout=30) as comm:
+    total = torch.tensor([comm.rank + 1])
+    comm.all_reduce(total)
+    print(f"sum {total.item()} backend {comm.backend}", flush=True)
+    if comm.rank == 1:
+        if what == "raise":
+            raise KeyError("lr")
+        if what == "exit":
+            sys.exit(7)
+        if what == "kill":
+            os.kill(os.getpid(), 9)
+        if what == "once" and os.environ["UNISONO_RESTARTS"] == "0":
+            raise KeyError("first time")
+    if what == "wait":
+        open(f"{sys.argv[2]}/{comm.rank}", "w").write(str(os.getpid()))
+        time.sleep(1000)
+    comm.barrier()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "unisono", "run", *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=90)
+
+
+@pytest.mark.parametrize("script", [("train.py",), ("-m", "train")])
+def test_each_line_begins_with_its_rank(script: tuple[str, ...]) -> None:
+    ended = run("-n", "3", "--backend", "gloo", *script, "plain", "--ranks", "5")
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [f"[{rank}] sum 6 backend gloo" for rank in range(3)]
+
+
+def test_the_first_error_is_shown_once_and_the_others_are_counted() -> None:
+    ended = run("-n", "3", "train.py", "raise")
+    assert ended.returncode == 1
+    lines = ended.stderr.splitlines()
+    assert lines[0].startswith("[rank 1 of 3] Traceback (most recent call last")
+    assert lines[1:] == [
+        '  File "train.py", line 16, in <module>',
+        '    raise KeyError("lr")',
+        "KeyError: 'lr'",
+        "(2 other ranks failed too)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "sentence"),
+    [("exit", 7, "[rank 1 of 2] exited with status 7"), ("kill", 128 + 9, "[rank 1 of 2] was ended by SIGKILL")],
+)
+def test_a_rank_without_an_error_is_named(what: str, status: int, sentence: str) -> None:
+    ended = run("-n", "2", "train.py", what)
+    assert ended.returncode == status
+    assert ended.stderr.splitlines()[0] == sentence
+
+
+def test_all_ranks_start_again_after_a_failure() -> None:
+    ended = run("-n", "2", "--restarts", "1", "--no-prefix", "train.py", "once")
+    assert ended.returncode == 0
+    assert "start all ranks again (1 of 1 restarts)" in ended.stderr
+    assert ended.stdout.splitlines() == ["sum 3 backend shm"] * 4
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_end_with_their_launcher(folder: Path, how: signal.Signals) -> None:
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "train.py", "wait", str(folder)]
+    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    files = [folder / str(rank) for rank in range(2)]
+    assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60.0)
+    ranks = [int(file.read_text()) for file in files]
+    launcher.send_signal(how)
+    said = launcher.communicate(timeout=30)[1]
+    assert wait_until(lambda: not any(map(is_running, ranks)))
+    assert "Traceback" not in said
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["-n", "0", "train.py"], "-n must be at least 1, not 0"),
+        (["-n", "2", "absent.py"], "there is no file 'absent.py'"),
+        (["-n", "2", "--restarts", "-1", "train.py"], "--restarts must be at least 0"),
+        (["-n", "2", "--hosts", "203.0.113.9", "train.py"], "0 of --hosts are addresses of this host"),
+        (["-n", "2", "--hosts", "127.0.0.1", "--host", "1", "train.py"], "--host 1 is not in 0 to 0"),
+    ],
+)
+def test_impossible_requests(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words]) == 2
+    assert sentence in capsys.readouterr().err

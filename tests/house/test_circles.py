@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 from import_graph import PACKAGE, SOURCE, Graph, import_graph
 
-EXPECTED = {"rpc": "its parts hold the agent; it is being opened, and then this entry goes"}
-"""Rooms that have circles, each with the reason."""
-
 GRAPH = import_graph()
 
 
@@ -32,11 +29,11 @@ def room(module: str) -> str:
 @pytest.mark.parametrize("name", sorted({room(module) for module in GRAPH} - {""}))
 def test_a_room_has_no_circle(name: str) -> None:
     found = circle({module: near for module, near in GRAPH.items() if room(module) == name})
-    assert bool(found) == (name in EXPECTED), " -> ".join(found) or f"{name} is open: take it out of EXPECTED"
+    assert not found, " -> ".join(found)
 
 
 def test_rooms_have_no_circle() -> None:
-    found = circle({module: near for module, near in GRAPH.items() if room(module) not in EXPECTED})
+    found = circle(GRAPH)
     assert not found, " -> ".join(found)
 
 

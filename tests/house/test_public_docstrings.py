@@ -20,16 +20,13 @@ import pytest
 
 import unisono
 
-ROOMS_LEFT = {
-    "rpc",
-}
-
 _TRANSPORT = "called by communicators, not by users; CONTRIBUTING.md builds a wrapper that runs"
 
 NO_EXAMPLE: dict[str, str] = {
     "un.Communicator.from_mpi": "needs mpirun; docs/how-to/mpi.md has a program",
     "un.errors.UnavailableError": "depends on what the machine lacks",
     "un.gradients.SyncBatchNorm.forward": "called by the layer's `__call__`, which the example of the class shows",
+    "un.rpc.Agent.on_process_exit": "called by the library when the process ends",
     "un.testing.Checksummed.abort": _TRANSPORT,
     "un.testing.Checksummed.begin": _TRANSPORT,
     "un.testing.Checksummed.collective": _TRANSPORT,
@@ -190,7 +187,7 @@ def lacks(path: str) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("path", [path for path, (value, _) in PUBLIC.items() if room(value) not in ROOMS_LEFT])
+@pytest.mark.parametrize("path", PUBLIC)
 def test_docstring(path: str) -> None:
     assert not lacks(path)
 

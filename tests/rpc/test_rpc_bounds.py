@@ -94,7 +94,7 @@ def weigh(tensor: torch.Tensor, depth: int) -> int:
 
 def narrow(comm: un.Communicator, calls: int, nbytes: int) -> Any:
     agent = rpc.init(comm, timeout=LIMIT_S, workers=2)
-    for window in agent.caller._windows:
+    for window in agent.client.calls.windows:
         window._most_calls, window._most_bytes = calls, nbytes
     comm.barrier()
     futures = [rpc.rpc_async(1 - comm.rank, weigh, (torch.ones(20_000), 3)) for _ in range(12)]

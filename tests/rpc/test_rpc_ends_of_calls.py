@@ -121,3 +121,16 @@ def test_rank_logs_exceptions_of_its_functions(caplog: pytest.LogCaptureFixture)
     first = next(record for record in caplog.records if record.name == "unisono.rpc.server")
     assert first.getMessage().startswith("a call by rank 0 failed on rank 1:\nTraceback")
     assert "KeyError: 'far away'" in first.getMessage()
+
+
+def test_an_answer_that_arrives_as_the_time_runs_out_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(comm: un.Communicator) -> Any:
+        agent = rpc.init(comm, expose=[torch.add])
+        # The time is up before the answer is here, and another thread has removed the call to end it.
+        monkeypatch.setattr(agent.receiver, "wait_for_reply", lambda call: None)
+        monkeypatch.setattr(agent.client.calls, "give_up", lambda call, error: False)
+        result = rpc.rpc_sync(0, torch.add, (torch.ones(1), 2))
+        rpc.shutdown()
+        return result.item()
+
+    assert run_ranks(program, 1) == [3.0]

@@ -83,7 +83,7 @@ def leader_dies(comm: un.Communicator) -> Any:
     agent = rpc.init(comm, timeout=30.0)
     if comm.rank == 0:
         assert wait_until(
-            lambda: {1, 2} <= {rank for reports in list(agent.closing._reports.values()) for rank in reports}
+            lambda: {1, 2} <= {rank for reports in list(agent.termination._reports.values()) for rank in reports}
         )
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
@@ -136,7 +136,7 @@ def test_shutdown_waits_for_pending_calls() -> None:
     @rpc.expose
     def chain(depth: int) -> None:
         """No rank waits for the next call. All ranks want to end before the first one is complete."""
-        assert wait_until(lambda: len(agents) == 3 and all(agent.closing._wanted for agent in agents))
+        assert wait_until(lambda: len(agents) == 3 and all(agent.termination._wanted for agent in agents))
         done.append(depth)
         if depth:
             me = rpc.get_worker_info().id
@@ -163,7 +163,7 @@ def test_shutdown_waits_for_callbacks(ends_it: bool) -> None:
 
         def go_on(first: Any) -> None:
             # The other rank has long been waiting for the end by now, and this one too.
-            agent.closing._ended.wait(0.5)
+            agent.termination._ended.wait(0.5)
             if ends_it:
                 rpc.shutdown(timeout=10.0)
             answers.append(first.value() + (0 if ends_it else agent.rpc_sync(1, add, (1,))))
@@ -205,7 +205,7 @@ def test_rank_works_after_a_timed_out_shutdown() -> None:
             comm.barrier()
         if comm.rank == 0:
             # Time for the others to find that all are done, which they are not.
-            assert not agent.closing._ended.wait(0.3)
+            assert not agent.termination._ended.wait(0.3)
             assert agent.rpc_sync(1, add, (1,)) == 2
         rpc.shutdown(timeout=20.0)
 

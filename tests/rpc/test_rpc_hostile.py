@@ -185,10 +185,10 @@ def test_invalid_bytes_in_shared_memory_mark_the_writer_lost() -> None:
 )
 def test_arbitrary_bytes_run_no_code(content: bytes) -> None:
     """Even one of the job's own processes can do no more than call what is exposed, or be taken for lost."""
-    office = _agent().office
-    office.gone.clear()
+    receiver = _agent().receiver
+    receiver.gone.clear()
     _agent().box.lost.clear()
-    found = office.dispatch(Envelope(0, content, ()))
+    found = receiver.dispatch(Envelope(0, content, ()))
     if found is not None and content[0] in (protocol.REQUEST, protocol.REMOTE):
         found[0]()
     assert not RAN
@@ -246,13 +246,13 @@ def test_request_cannot_reach_unexposed_objects() -> None:
         rpc.init(comm)
         texts = []
         if comm.rank == 0:
-            caller = rpc.context.current_agent().caller
+            client = rpc.context.current_agent().client
             for target in ("os:system", "builtins:eval", "test_rpc_hostile:RAN.append", "@call", "@fetch", "", ":"):
                 with pytest.raises((rpc.NotExposedError, rpc.RemoteError)) as caught:
-                    caller.call(1, target, None, (torch.ones(1),), {}, LIMIT_S)
+                    client.call(1, target, None, (torch.ones(1),), {}, LIMIT_S)
                 texts.append(str(caught.value))
             with pytest.raises(PeerLostError, match="freed"):
-                caller.call(1, "@fetch", (0, 99), (), {}, LIMIT_S)
+                client.call(1, "@fetch", (0, 99), (), {}, LIMIT_S)
         rpc.shutdown()
         return texts
 

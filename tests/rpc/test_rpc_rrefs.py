@@ -65,16 +65,16 @@ def test_object_outlives_its_calls(how: str) -> None:
     def program(comm: un.Communicator) -> int | None:
         rpc.init(comm)
         found = None
-        serving, references = rpc.context.current_agent().serving, rpc.context.current_agent().references
-        run = serving._run
+        server, references = rpc.context.current_agent().server, rpc.context.current_agent().references
+        run = server._run
 
-        def after_it_was_dropped(asked: Any, mail: Any, named: bytes) -> Any:
-            if named.endswith(b".add"):
+        def after_it_was_dropped(asked: Any, mail: Any) -> Any:
+            if asked.target.endswith(b".add"):
                 assert wait_until(lambda: not references._protocol.ledger.value(Key(0, 1)))
-            return run(asked, mail, named)
+            return run(asked, mail)
 
         if comm.rank == 1:
-            serving._run = after_it_was_dropped
+            server._run = after_it_was_dropped
         comm.barrier()
         if comm.rank == 0:
             rref = rpc.remote(1, Counter, (5,))

@@ -5,57 +5,63 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from unisono.communicator import Communicator
 from unisono.control.process_exit import close_at_exit
+from unisono.core.mailbox import Envelope
 from unisono.core.types import Timeout
-from unisono.core.work import resolve_timeout
-from unisono.errors import CommError, CommTimeoutError
-from unisono.rpc.autograd.contexts import Contexts
+from unisono.errors import CommError, PeerLostError
+from unisono.rpc import protocol
+from unisono.rpc.channel import Channel, words_of
 from unisono.rpc.client import Client
 from unisono.rpc.context import register, set_agent, unregister
 from unisono.rpc.exported import ExportTable
-from unisono.rpc.pending_calls import CallFuture, FlowControl, PendingCalls
-from unisono.rpc.receiver import Receiver
-from unisono.rpc.router import Router
-from unisono.rpc.rref import OwnedValue, RRef, RRefContext
+from unisono.rpc.pending_calls import CallFuture
+from unisono.rpc.protocol import WorkerInfo
+from unisono.rpc.receiver import Handler, Receiver, Task
+from unisono.rpc.rref import RRef
+from unisono.rpc.rref_context import RRefContext
 from unisono.rpc.server import Server
 from unisono.rpc.termination import TerminationDetector
 from unisono.rpc.thread_pool import Workers
 
-__all__ = ["TIMEOUT_S", "Agent", "WorkerInfo"]
+__all__ = ["TIMEOUT_S", "Agent", "extensions"]
 
 TIMEOUT_S = 60.0
 """Default timeout of a call, in seconds."""
-_MOST_CALLS = 16384
-_MOST_BYTES = 256 << 20
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """Address of a rank for calls.
-
-    Attributes:
-        name: As passed to `init`.
-        id: Its rank.
-    """
-
-    name: str
-    id: int
+extensions: list[Callable[[Agent], None]] = []
+"""Called with each new agent before it receives: autograd, which the agent does not import, registers here."""
 
 
 class Agent:
     """One rank's part in remote calls. Created by `unisono.rpc.init`; its methods are thread-safe.
 
+    Args:
+        comm: Communicator of the ranks; closing it ends the agent.
+        name: Name of this rank for callers.
+        timeout_s: Default timeout of a call, in seconds.
+        trusted: Whether peers may call anything importable here and send pickled values.
+        expose: Functions and classes to expose on this rank only.
+        workers: Maximum number of functions running concurrently here.
+
     Attributes:
         rank, size: This rank, and the number of ranks.
         name: Name of this rank for callers.
         infos: `WorkerInfo` of every rank.
+
+    Example:
+        >>> def program(comm):
+        ...     with un.rpc.init(comm, expose=[torch.add]) as agent:
+        ...         peer = (agent.rank + 1) % agent.size
+        ...         future = agent.rpc_async(agent.rank_of(f"rank{peer}"), torch.add, (torch.ones(1), 2))
+        ...         return agent.alive(), future.wait().item(), agent.idle()
+        >>> un.launch(program, 1, "thread")
+        [([0], 3.0, True)]
     """
 
     rref_class: type[RRef[Any]] = RRef
@@ -63,32 +69,30 @@ class Agent:
     def __init__(
         self, comm: Communicator, name: str, timeout_s: float, trusted: bool, expose: Iterable[Any], workers: int
     ) -> None:
-        self.exposed = ExportTable(trusted, expose)
+        exposed = ExportTable(trusted, expose)
         self.box, cards = comm.mailbox(name)
-        self.rank, self.size, self.name, self.timeout = comm.rank, comm.size, name, timeout_s
+        self.rank, self.size, self.name = comm.rank, comm.size, name
         self.infos = [WorkerInfo(card, rank) for rank, card in enumerate(cards)]
-        self._ranks: dict[Any, int] = {info.name: info.id for info in self.infos}
-        if len(self._ranks) < self.size:
+        twice = [name for name, count in Counter(cards).items() if count > 1]
+        if twice:
             self.box.close()
-            twice = [name for name, count in Counter(cards).items() if count > 1]
             raise ValueError(f"several ranks passed the name {twice[0]!r} to rpc.init; each rank needs its own name")
-        self._ranks.update({info.id: info.id for info in self.infos})
-        self._ranks.update({info: info.id for info in self.infos})
         self.closed = False
-        windows = [FlowControl(_MOST_CALLS, _MOST_BYTES) for _ in range(self.size)]
-        self.calls = PendingCalls(windows, self.box.wake)
-        self.caller = Client(self, windows)
-        self.office = Router(self)
-        self.references = RRefContext(self)
-        self.contexts = Contexts(self)
-        self.serving = Server(self)
-        self.closing = TerminationDetector(self)
-        self.nudge = self.box.wake
-        thread = f"unisono rpc {name}"
+        thread, self._adopt_thread = f"unisono rpc {name}", partial(set_agent, self)
         self.workers = Workers(thread, workers, self._adopt_thread)
-        self.receiver = Receiver(
-            self.box, self.office.dispatch, self.workers.run, self.office.clock, self._adopt_thread, thread
-        )
+        self.receiver = Receiver(self.box, self.workers, self._clock, self._adopt_thread, thread)
+        self.channel = Channel(self.box, exposed, self.receiver, self.workers.run)
+        wait = self.workers.not_counted
+        self.references = RRefContext(self.channel, self.infos, timeout_s, wait, self.rref_class)
+        self.client = Client(self.channel, self.receiver, self.references, self.infos, timeout_s, wait)
+        self.server = Server(self.channel, self.references)
+        self.termination = TerminationDetector(self.box, self.alive, self._counts)
+        self.channel.references, self.references.client = self.references, self.client
+        self.receiver.handlers.update(self._handlers())
+        self.contexts: Any = None
+        self.when_lost: list[Callable[[int], None]] = []
+        for extend in extensions:
+            extend(self)
         register(self)
         close_at_exit(self)
         # The communicator may outlive a closed agent for long, and must not keep its objects alive.
@@ -96,46 +100,118 @@ class Agent:
         # Last, because other ranks may be calling already.
         self.receiver.start()
 
-    def _adopt_thread(self) -> None:
-        set_agent(self)
+    # -- messages ------------------------------------------------------------------------------
+    def _handlers(self) -> dict[int, Handler]:
+        counts = (protocol.ADD, protocol.ADD_ACK, protocol.DROP, protocol.RELEASE)
+        ends = (protocol.IDLE, protocol.CONFIRM, protocol.CLOSE)
+        return {
+            **dict.fromkeys((protocol.REQUEST, protocol.REMOTE), self.server.accept),
+            **dict.fromkeys((protocol.REPLY, protocol.ERROR), self.client.answered),
+            **dict.fromkeys(counts, self._count_references),
+            **dict.fromkeys(ends, self._advance_termination),
+            protocol.CANCEL: lambda mail: self.server.cancel(mail.peer, words_of(mail)[0]),
+            protocol.EXIT: self._note_exit,
+        }
+
+    def _count_references(self, mail: Envelope) -> tuple[Task, bool]:
+        self.references.arrived(mail.peer, mail.head[0], words_of(mail))
+        return self.channel.empty_outbox, True
+
+    def _advance_termination(self, mail: Envelope) -> tuple[Task, bool]:
+        return partial(self.termination.arrived, mail.peer, mail.head[0], words_of(mail)), True
+
+    def _note_exit(self, mail: Envelope) -> None:
+        error = PeerLostError(f"rank {mail.peer} no longer serves calls: {words_of(mail)[0]}", peer=mail.peer)
+        self.box.mark_lost(mail.peer, error)
+
+    def _clock(self) -> tuple[float, list[Task]]:
+        """Return when to check the clock next, and the tasks that are due now."""
+        calls = self.client.calls
+        tasks: list[Task] = [partial(calls.give_up, call, call.late()) for call in calls.late()]
+        for peer in self.box.lost.keys() - self.receiver.gone:
+            self.receiver.gone.add(peer)
+            tasks.append(partial(self._lose, peer))
+        if self.references.waiting:
+            tasks.append(self.references.flush)
+        return calls.next_due, tasks
+
+    def _lose(self, peer: int) -> None:
+        """Handle a lost rank."""
+        self.client.calls.fail(peer, lambda: self.box.lost[peer])
+        self.server.lose(peer)
+        self.references.lose(peer, PeerLostError(f"rank {peer} died before the object was created", peer=peer))
+        for action in self.when_lost:
+            action(peer)
+        self.channel.empty_outbox()
+        self.termination.look()
 
     # -- calls ---------------------------------------------------------------------------------
     def rpc_sync(
         self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: Timeout | None = None
     ) -> Any:
-        """See `unisono.rpc.rpc_sync`."""
-        target, given = self.caller.target(func, args)
-        return self.caller.call(self.rank_of(to), target, None, given, kwargs, timeout)
+        """Call a function on another rank, and return its result; see `unisono.rpc.rpc_sync`.
+
+        Args:
+            to, func, args, kwargs, timeout: As of `unisono.rpc.rpc_sync`.
+
+        Returns: What the function returned.
+        """
+        return self.client.call(*self.client.target(to, func, args), kwargs, timeout)
 
     def rpc_async(
         self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: Timeout | None = None
     ) -> CallFuture:
-        """See `unisono.rpc.rpc_async`."""
-        target, given = self.caller.target(func, args)
-        return self.caller.start(self.rank_of(to), target, None, given, kwargs, timeout)
+        """Call a function on another rank without waiting; see `unisono.rpc.rpc_async`.
+
+        Args:
+            to, func, args, kwargs, timeout: As of `unisono.rpc.rpc_sync`.
+
+        Returns: The future of the result.
+        """
+        return self.client.start(*self.client.target(to, func, args), kwargs, timeout)
 
     def remote(
         self, to: Any, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: Timeout | None = None
     ) -> RRef[Any]:
-        """See `unisono.rpc.remote`."""
-        target, given = self.caller.target(func, args)
-        return self.caller.make(self.rank_of(to), target, None, given, kwargs, timeout)
+        """Call a function on another rank, and keep the result there; see `unisono.rpc.remote`.
+
+        Args:
+            to, func, args, kwargs, timeout: As of `unisono.rpc.rpc_sync`.
+
+        Returns: A reference to the result, immediately.
+        """
+        return self.client.make(*self.client.target(to, func, args), kwargs, timeout)
 
     def rank_of(self, to: Any) -> int:
-        """Return the rank of a name, a rank or a `WorkerInfo`. Raises ValueError for anything else."""
-        rank = self._ranks.get(to) if isinstance(to, Hashable) and not isinstance(to, bool) else None
-        if rank is None:
-            known = ", ".join(f"{info.name!r} ({info.id})" for info in self.infos[:16])
-            raise ValueError(f"unknown rank {to!r}; known: {known}")
-        return rank
+        """Return the number of a rank.
+
+        Args:
+            to: A rank's name or number, or its `WorkerInfo`.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        return self.client.rank_of(to)
 
     # -- life ----------------------------------------------------------------------------------
     def get_worker_info(self, name: Any = None) -> WorkerInfo:
-        """Return the `WorkerInfo` of a name or rank; of this rank if None."""
-        return self.infos[self.rank if name is None else self.rank_of(name)]
+        """Return the name and number of a rank.
+
+        Args:
+            name: A rank's name or number, or its `WorkerInfo`; this rank if None.
+        """
+        return self.infos[self.rank if name is None else self.client.rank_of(name)]
 
     def thread(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> threading.Thread:
-        """Start and return a daemon thread in which the functions of `unisono.rpc` act on this agent."""
+        """Start a daemon thread in which the functions of `unisono.rpc` act on this agent.
+
+        Args:
+            target: Function to run in the thread.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns: The started thread.
+        """
         # Threads that a function starts belong to the call that it serves.
         context = copy_context()
         context.run(self._adopt_thread)
@@ -145,51 +221,66 @@ class Agent:
         thread.start()
         return thread
 
-    def wait_known(self, outcome: OwnedValue, timeout: Timeout | None) -> None:
-        """Wait for an object of this rank that is being created."""
-        limit, known = resolve_timeout(timeout, self.timeout), threading.Event()
-        outcome.when_known(known.set)
-        with self.workers.not_counted():
-            if not known.wait(limit):
-                raise CommTimeoutError(
-                    f"waited {limit:.1f} s for an object that is still being created", waited_s=limit
-                )
-
     def idle(self) -> bool:
         """Return whether no call is in progress, neither made nor served by this rank."""
-        return not len(self.calls) and not len(self.serving)
+        return not len(self.client.calls) and not len(self.server)
+
+    def _counts(self) -> tuple[list[int], list[int]] | None:
+        """Return the numbers of calls sent to and served for each rank; None while a call is in progress."""
+        if not self.idle():
+            return None
+        ranks = range(self.size)
+        return [self.client.calls.sent[rank] for rank in ranks], [self.server.served[rank] for rank in ranks]
 
     def alive(self) -> list[int]:
-        """Ranks that still serve calls."""
-        return [rank for rank in range(self.size) if rank not in self.office.gone and rank not in self.box.lost]
+        """Return the ranks that still serve calls, in ascending order; this rank is one of them."""
+        return [rank for rank in range(self.size) if rank not in self.receiver.gone and rank not in self.box.lost]
 
     def shutdown(self, graceful: bool = True, timeout: Timeout | None = None) -> None:
-        """See `unisono.rpc.shutdown`."""
+        """End this agent; see `unisono.rpc.shutdown`.
+
+        Args:
+            graceful, timeout: As of `unisono.rpc.shutdown`.
+
+        Raises:
+            CommTimeoutError: Not all ranks were done in time; this agent keeps running.
+            CommError: Called from a function that another rank called; that rank's call would never end.
+        """
         if graceful and not self.closed:
-            if self.serving.runs_here():
+            if self.server.runs_here():
                 raise CommError(
                     "rpc.shutdown waits for all calls to end, so a function that another rank called cannot call "
                     "it: its own call would never end. Call it from another thread of this rank"
                 )
-            self.closing.wait(timeout)
+            self.client.calls.leave_callback()
+            with self.workers.not_counted():
+                self.termination.wait(timeout)
         self.close("it shut its agent down")
 
     def close(self, reason: str = "it shut its agent down") -> None:
-        """Stop serving immediately; pending calls fail on both sides. Idempotent."""
+        """Stop serving immediately; pending calls fail on both sides. Idempotent.
+
+        Args:
+            reason: Text for the errors of other ranks.
+        """
         if self.closed:
             return
         self.closed = True
         unregister(self)
-        if not self.closing.over:
-            self.office.announce_exit(reason)
+        if not self.termination.over:
+            self.channel.announce_exit(self.alive(), reason)
         self.receiver.close()
         self.workers.close()
         self.box.close()
-        self.caller.end_all()
-        self.closing.finish()
+        self.client.close()
+        self.termination.finish()
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Close the agent: the process ends."""
+        """Close the agent: the process ends.
+
+        Args:
+            error: Exception that ends the process; None if it ends normally.
+        """
         self.close("its process ended" if error is None else f"it failed: {type(error).__name__}: {error}")
 
     def __enter__(self) -> Agent:

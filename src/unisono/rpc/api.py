@@ -1,21 +1,18 @@
-"""Module-level functions that act on the calling thread's agent."""
+"""Start and end of the agent of the calling thread's rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 from unisono.communicator import Communicator
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
-from unisono.rpc.agent import TIMEOUT_S, Agent, WorkerInfo
+from unisono.rpc.agent import TIMEOUT_S, Agent
 from unisono.rpc.context import current_agent, find_agent, leave_agent, set_agent
-from unisono.rpc.pending_calls import CallFuture
-from unisono.rpc.rref import RRef
+from unisono.rpc.protocol import WorkerInfo
 
-__all__ = ["get_worker_info", "init", "remote", "rpc_async", "rpc_sync", "shutdown"]
-
-_To = str | int | WorkerInfo
+__all__ = ["get_worker_info", "init", "shutdown"]
 
 
 def init(
@@ -43,6 +40,8 @@ def init(
         expose: Functions and classes to expose on this rank only.
         workers: Maximum number of functions running concurrently here; those waiting for other ranks do not count.
 
+    Returns: This rank's agent, which has the same methods as this package has functions.
+
     Raises:
         ValueError: Two ranks passed the same name.
         CommTimeoutError: Not all ranks joined within the communicator's timeout.
@@ -67,69 +66,13 @@ def init(
     return agent
 
 
-def rpc_sync(
-    to: _To,
-    func: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: Timeout | None = None,
-) -> Any:
-    """Call a function on another rank, and return its result.
+def get_worker_info(name: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    """Return the name and number of a rank.
 
     Args:
-        to: A rank's name or number, or its `WorkerInfo`; this rank too.
-        func: Exposed there by `expose`. Only its name is sent.
-        args: Plain values, containers, dataclasses, tensors, `RRef`s, exposed functions.
-        kwargs: Same types as `args`.
-        timeout: Seconds or a `timedelta`; the agent's if None.
-
-    Raises:
-        Exception: What the function raised: of the same class where that is known here, with the remote
-            traceback in its text. It is a `RemoteError` too.
-        NotExposedError: The function cannot be called there, and nothing ran; or what it returned is, or has in it, a
-            function that is not exposed here.
-        CommTimeoutError: No answer in time; the function may run on.
-        PeerLostError: That rank died, or shut down.
-        TypeError: An argument cannot be sent; the message says which.
-        ValueError: There is no such rank, or the timeout is not positive.
-
-    Cost: on shared memory about 30 us and two copies of each tensor's bytes.
+        name: A rank's name or number, or its `WorkerInfo`; this rank if None.
     """
-    return current_agent().rpc_sync(to, func, args, kwargs, timeout)
-
-
-def rpc_async(
-    to: _To,
-    func: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: Timeout | None = None,
-) -> CallFuture:
-    """Call like `rpc_sync`, but return a `torch.futures.Future` immediately, which also has `cancel()`.
-
-    The arguments have been sent when this returns and may be modified. It blocks while too much is pending at
-    that rank (16384 calls, or 256 MiB), until some of these calls are answered.
-    """
-    return current_agent().rpc_async(to, func, args, kwargs, timeout)
-
-
-def remote(
-    to: _To,
-    func: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: Timeout | None = None,
-) -> RRef[Any]:
-    """Call like `rpc_async`, but keep the result on the callee: return an `RRef` to it immediately.
-
-    `RRef.to_here` raises what the function raised.
-    """
-    return current_agent().remote(to, func, args, kwargs, timeout)
-
-
-def get_worker_info(name: _To | None = None) -> WorkerInfo:
-    """Return the name and number of a rank; of this rank if None."""
-    return current_agent().get_worker_info(name)
+    return cast(Agent, current_agent()).get_worker_info(name)
 
 
 def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:

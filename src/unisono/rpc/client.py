@@ -1,59 +1,168 @@
-"""Calls that an agent makes, from the request to the answer."""
+"""Calls that an agent makes: requests are sent here, and answers are received."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
 
 from unisono.core.mailbox import Envelope
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.rpc import protocol
-from unisono.rpc.context import context, request
+from unisono.rpc.channel import SEND_S, Channel, rollback
+from unisono.rpc.context import context, current_agent, request
 from unisono.rpc.exported import name_of
-from unisono.rpc.pending_calls import CallFuture, FlowControl, PendingCall
-from unisono.rpc.protocol import HEADER
-from unisono.rpc.receiver import Task
+from unisono.rpc.pending_calls import CallFuture, PendingCall, PendingCalls
+from unisono.rpc.protocol import CALL, HEADER, WorkerInfo
+from unisono.rpc.receiver import Receiver, Task
+from unisono.rpc.refcount import Key
 from unisono.rpc.remote_errors import rebuilt
-from unisono.rpc.router import SEND_S, rollback
 from unisono.rpc.rref import RRef
-from unisono.rpc.serialize import pack, unpack
+from unisono.rpc.rref_context import RRefContext
 
-if TYPE_CHECKING:
-    from unisono.rpc.agent import Agent
+__all__ = ["Client", "remote", "rpc_async", "rpc_sync"]
 
-__all__ = ["Client"]
+_Args = Sequence[Any]
+_Kwargs = Mapping[str, Any] | None
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: _Args = (),
+    kwargs: _Kwargs = None,
+    timeout: Timeout | None = None,
+) -> Any:
+    """Call a function on another rank, and return its result.
+
+    Args:
+        to: A rank's name or number, or its `WorkerInfo`; this rank too.
+        func: Exposed there by `expose`. Only its name is sent.
+        args: Plain values, containers, dataclasses, tensors, `RRef`s, exposed functions.
+        kwargs: Same types as `args`.
+        timeout: Seconds or a `timedelta`; the agent's if None.
+
+    Returns: What the function returned: tensors are copies, functions and `RRef`s are found by reference.
+
+    Raises:
+        Exception: What the function raised: of the same class where that is known here, with the remote
+            traceback in its text. It is a `RemoteError` too.
+        NotExposedError: The function cannot be called there, and nothing ran; or what it returned is, or has in it, a
+            function that is not exposed here.
+        CommTimeoutError: No answer in time; the function may run on.
+        PeerLostError: That rank died, or shut down.
+        TypeError: An argument cannot be sent; the message says which.
+        ValueError: There is no such rank, or the timeout is not positive.
+
+    Cost: on shared memory about 30 us and two copies of each tensor's bytes.
+    """
+    client = cast(Client, current_agent().client)
+    return client.call(*client.target(to, func, args), kwargs, timeout)
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: _Args = (),
+    kwargs: _Kwargs = None,
+    timeout: Timeout | None = None,
+) -> CallFuture:
+    """Call like `rpc_sync`, but return a `torch.futures.Future` immediately, which also has `cancel()`.
+
+    The arguments have been sent when this returns and may be modified. It blocks while too much is pending at
+    that rank (16384 calls, or 256 MiB), until some of these calls are answered.
+
+    Args:
+        to, func, args, kwargs, timeout: As of `rpc_sync`.
+
+    Returns: The future of the result.
+
+    Example:
+        >>> def program(comm):
+        ...     un.rpc.init(comm, expose=[torch.add])
+        ...     future = un.rpc.rpc_async(1 - comm.rank, torch.add, (torch.ones(1), comm.rank))
+        ...     answer = future.wait().item()
+        ...     un.rpc.shutdown()
+        ...     return answer
+        >>> un.launch(program, 2, "thread")
+        [1.0, 2.0]
+    """
+    client = cast(Client, current_agent().client)
+    return client.start(*client.target(to, func, args), kwargs, timeout)
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: _Args = (),
+    kwargs: _Kwargs = None,
+    timeout: Timeout | None = None,
+) -> RRef[Any]:
+    """Call like `rpc_async`, but keep the result on the callee: return an `RRef` to it immediately.
+
+    `RRef.to_here` raises what the function raised.
+
+    Args:
+        to, func, args, kwargs, timeout: As of `rpc_sync`.
+
+    Returns: A reference, whose owner is the rank that was called.
+    """
+    client = cast(Client, current_agent().client)
+    return client.make(*client.target(to, func, args), kwargs, timeout)
 
 
 class Client:
     """Makes calls.
 
     Args:
-        agent: Agent that makes these calls.
-        windows: Flow control of each rank.
+        channel: Sends the requests.
+        receiver: Receives the answers.
+        references: Counts the references that answers leave on other ranks.
+        infos: Addresses of all ranks.
+        timeout_s: Default timeout, in seconds.
+        not_counted: Context in which this thread waits for another rank.
 
     Attributes:
-        sent: Number of requests sent to each rank.
+        calls: The pending ones.
+        closed: Whether calls are refused.
     """
 
-    def __init__(self, agent: Agent, windows: Sequence[FlowControl]) -> None:
-        self._agent, self._calls, self._windows = agent, agent.calls, windows
-        self.sent: Counter[int] = Counter()
-        self._counting = threading.Lock()
-        self._here = threading.local()
+    def __init__(
+        self,
+        channel: Channel,
+        receiver: Receiver,
+        references: RRefContext,
+        infos: Sequence[WorkerInfo],
+        timeout_s: float,
+        not_counted: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._channel, self._receiver, self._references = channel, receiver, references
+        self._infos, self._timeout_s, self._not_counted = infos, timeout_s, not_counted
+        self._ranks: dict[Any, int] = {key: info.id for info in infos for key in (info, info.id, info.name)}
+        self.calls = PendingCalls(len(infos), channel.box.wake, self._result, self._cancel)
+        self.closed = False
 
-    def target(self, func: Callable[..., Any], args: Any) -> tuple[str, tuple[Any, ...]]:
-        """Return the name to call and its arguments. A nameless function is sent along, if peers are trusted."""
+    def rank_of(self, to: Any) -> int:
+        """Return the rank of a name, a rank or a `WorkerInfo`. Raises ValueError for anything else."""
+        rank = self._ranks.get(to) if isinstance(to, Hashable) and not isinstance(to, bool) else None
+        if rank is None:
+            known = ", ".join(f"{info.name!r} ({info.id})" for info in self._infos[:16])
+            raise ValueError(f"unknown rank {to!r}; known: {known}")
+        return rank
+
+    def target(self, to: Any, func: Callable[..., Any], args: Any) -> tuple[int, str, Key | None, tuple[Any, ...]]:
+        """Return rank, name, object and arguments of a call. Trusted peers are sent a function that has no name."""
         if type(args) is not tuple and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
             # A tensor could be unpacked, but a caller that forgot a comma did not mean that.
             raise TypeError(
                 f"args must be a tuple of arguments, not a {type(args).__name__}; for a single argument pass args=(x,)"
             )
-        exposed = self._agent.exposed
+        exposed, peer = self._channel.exposed, self.rank_of(to)
         try:
             name = name_of(func)
         except TypeError:
@@ -61,180 +170,127 @@ class Client:
                 raise
             name = ""
         if exposed.trusted and not exposed.finds(name, func):
-            return "@call", (func, *args)
-        return name, tuple(args)
+            return peer, "@call", None, (func, *args)
+        return peer, name, None, tuple(args)
 
-    def call(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> Any:
+    def call(
+        self, peer: int, target: str, key: Key | None, args: _Args, kwargs: _Kwargs, timeout: Timeout | None
+    ) -> Any:
         """Call a function, or a method of the object of this key, and wait for the result."""
-        agent = self._agent
-        call = PendingCall(self._calls.number(), peer, target, self._patience(timeout))
-        self._request(call, protocol.REQUEST, (target, key, args, kwargs or {}))
+        call = PendingCall(
+            self.calls.number(), peer, target, self._timeout_s if timeout is None else positive_timeout(timeout)
+        )
+        self._request(call, key, args, kwargs)
         if not call.done:
-            with agent.workers.not_counted():
-                agent.receiver.wait_for_reply(call, call.timeout)
-            if not call.done:
-                self.give_up(call, call.late())
+            self._receiver.wait_for_reply(call)
+            if not call.done and not self.calls.give_up(call, call.late()):
+                # Another thread is about to end it.
+                call.sleep(SEND_S)
         return self._result(call)
 
-    def start(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> CallFuture:
+    def start(
+        self, peer: int, target: str, key: Key | None, args: _Args, kwargs: _Kwargs, timeout: Timeout | None
+    ) -> CallFuture:
         """Start a call and return its future immediately."""
-        call = self._with_future(peer, target, timeout)
-        self._request(call, protocol.REQUEST, (target, key, args, kwargs or {}))
-        assert call.future is not None
-        return call.future
+        future = CallFuture()
+        self._request(self._with_future(peer, target, timeout, future), key, args, kwargs)
+        return future
 
-    def make(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> RRef[Any]:
+    def make(
+        self, peer: int, target: str, key: Key | None, args: _Args, kwargs: _Kwargs, timeout: Timeout | None
+    ) -> RRef[Any]:
         """Start a call that leaves its result on the callee."""
-        call = self._with_future(peer, target, timeout)
-        references = self._agent.references
-        new = references.new_key(peer)
+        future = CallFuture()
+        call = self._with_future(peer, target, timeout, future)
+        new = self._references.new_key(peer)
         try:
-            self._request(call, protocol.REMOTE, (new.number, target, key, args, kwargs or {}))
+            self._request(call, key, args, kwargs, new.number)
         except CommError:
             # It may have reached the owner all the same.
-            references.dropped(peer, new)
+            self._references.dropped(peer, new)
             raise
         except Exception:
-            references.unused(peer, new)
+            self._references.unused(peer, new)
             raise
-        return references.reference(peer, new, call.future)
+        return cast(RRef[Any], self._references.reference(peer, new, future))
 
-    def _with_future(self, peer: int, target: str, timeout: Timeout | None) -> PendingCall:
-        agent, future = self._agent, CallFuture()
-        call = PendingCall(self._calls.number(), peer, target, self._patience(timeout), future)
-
-        def attend() -> None:
-            with agent.workers.not_counted():
-                agent.receiver.wait_for_reply(call, call.timeout)
-
-        future._attend, future._cancel = attend, lambda: self.give_up(call, call.cancelled())
+    def _with_future(self, peer: int, target: str, timeout: Timeout | None, future: CallFuture) -> PendingCall:
+        seconds = self._timeout_s if timeout is None else positive_timeout(timeout)
+        call = PendingCall(self.calls.number(), peer, target, seconds, future)
+        future._attend = lambda: self._receiver.wait_for_reply(call)
+        future._cancel = lambda: self.calls.give_up(call, call.cancelled())
         return call
 
-    def _patience(self, timeout: Timeout | None) -> float:
-        return self._agent.timeout if timeout is None else positive_timeout(timeout)
-
-    def _request(self, call: PendingCall, kind: int, values: Sequence[object]) -> None:
-        agent, peer = self._agent, call.peer
-        if agent.closed:
-            raise self.closed()
-        head, bodies, undo = pack(agent, peer, kind, call.number, context.get(), values)
-        call.nbytes = len(head) + sum([body.numel() for body in bodies])
+    def _request(self, call: PendingCall, key: Key | None, args: _Args, kwargs: _Kwargs, result: int = 0) -> None:
+        if self.closed:
+            raise self.closed_error()
+        channel, calls, peer, name = self._channel, self.calls, call.peer, call.name.encode("utf-8", "surrogatepass")
+        head = protocol.REMOTE if result else protocol.REQUEST, call.number, context.get()
+        call_head = CALL.pack(result, *(key or (-1, 0)), len(name), len(args)) + name
+        values = (*args, kwargs) if kwargs else args
+        content, bodies, undo = channel.pack(peer, head, values, call_head, len(args))
+        call.nbytes = len(content) + sum(map(torch.numel, bodies))
         nested, deadline = request.get() is not None, call.started + call.timeout
-        if not self._windows[peer].enter(call.nbytes, deadline, agent.workers.not_counted, nested):
+        if not calls.windows[peer].enter(call.nbytes, deadline, self._not_counted, nested):
             rollback(undo)
             raise call.late()
-        self._calls.add(call)
+        calls.add(call)
         try:
-            agent.office.post(peer, head, bodies, min(call.timeout, SEND_S))
+            channel.post(peer, content, bodies, min(call.timeout, SEND_S))
         except BaseException as error:
             # Also on an interrupt: no call may stay pending that no peer will answer.
-            self._calls.pop(call.number)
-            self._calls.forget(call)
-            if not agent.office.may_arrive(peer, error):
+            if not channel.may_arrive(peer, error):
+                calls.retract(call)
                 rollback(undo)
                 raise
             # It will be served, or found cancelled.
-            self._count(peer)
-            agent.office.send_control(peer, protocol.CANCEL, call.number)
+            calls.pop(call.number)
+            calls.forget(call)
+            self._cancel(call)
             raise
-        self._count(peer)
-        if (peer in agent.office.gone or agent.closed) and self._calls.pop(call.number) is not None:
+        if (self.closed or peer in self._receiver.gone) and calls.pop(call.number) is not None:
             # The peer left or this agent was closed while this call was in flight, after pending calls were failed.
-            self._end(call, self.closed() if agent.closed else agent.box.lost[peer])
+            calls.end(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
-    def _count(self, peer: int) -> None:
-        with self._counting:
-            self.sent[peer] += 1
+    def _cancel(self, call: PendingCall) -> None:
+        self._channel.send_control(call.peer, protocol.CANCEL, call.number)
 
-    # -- ends ----------------------------------------------------------------------------------
-    def answered(self, number: int, mail: Envelope) -> tuple[Task, bool] | None:
+    def answered(self, mail: Envelope) -> tuple[Task, bool] | None:
         """Handle an answer: return the remaining work, and whether it is short."""
-        call = self._calls.pop(number)
+        call = self.calls.pop(HEADER.unpack_from(mail.head)[1])
         if call is None:
             # No caller waits, but the references in it have to be counted and dropped.
             return lambda: self._drop(mail), True
         call.mail = mail
         if call.future is None:
-            self._calls.forget(call)
             call.end()
             return None
-        return lambda: self._end(call, None), True
+        return lambda: self.calls.end(call), True
 
-    def give_up(self, call: PendingCall, error: CommError) -> bool:
-        """End a call without its answer and send a cancel to its peer; False if it was answered meanwhile."""
-        if self._calls.pop(call.number) is None:
-            return False
-        self._agent.office.send_control(call.peer, protocol.CANCEL, call.number)
-        self._end(call, error)
-        return True
+    def close(self) -> None:
+        """Refuse calls, and fail the pending ones."""
+        self.closed = True
+        self.calls.fail(None, self.closed_error)
 
-    def lose(self, peer: int, error: BaseException) -> None:
-        """Fail the pending calls of a lost rank."""
-        for call in self._calls.of(peer):
-            if self._calls.pop(call.number) is not None:
-                self._end(call, error)
-
-    def end_all(self) -> None:
-        """Fail all pending calls: the agent is closed."""
-        for call in self._calls.all():
-            if self._calls.pop(call.number) is not None:
-                self._end(call, self.closed())
-
-    def closed(self) -> ClosedError:
+    def closed_error(self) -> ClosedError:
         """Return the error of a call after the agent has been closed."""
-        rank, size = self._agent.rank, self._agent.size
+        rank, size = self._channel.rank, len(self._infos)
         return ClosedError("the RPC agent of this rank is shut down", rank=rank, size=size, operation="rpc")
 
-    def _end(self, call: PendingCall, error: BaseException | None) -> None:
-        call.error = error
-        try:
-            if call.future is not None:
-                self._complete(call.future, call)
-        finally:
-            self._calls.forget(call)
-            # Last, so that a woken waiter finds the future complete.
-            call.end()
-
-    def _complete(self, future: CallFuture, call: PendingCall) -> None:
-        """Complete a future and run its callbacks here. A future completed elsewhere is left as it is."""
-        before, self._here.call = getattr(self._here, "call", None), call
-        within, asked = context.set(call.within[0]), request.set(call.within[1])
-        try:
-            value = self._result(call)
-        except Exception as raised:
-            if not future.done():
-                future.set_exception(raised)
-        else:
-            if not future.done():
-                future.set_result(value)
-        finally:
-            context.reset(within)
-            request.reset(asked)
-            self._here.call = before
-
-    def leave_callback(self) -> None:
-        """Stop counting a call as pending if this thread runs its callback."""
-        call = getattr(self._here, "call", None)
-        if call is not None:
-            self._calls.forget(call)
-
     def _result(self, call: PendingCall) -> Any:
+        """Return the value of a call that has ended, or raise its error."""
         if call.mail is None:
             assert call.error is not None
             if isinstance(call.error, PeerLostError):
                 # One error may end many calls, and each is raised with a traceback of its own.
                 raise PeerLostError(call.error.message, peer=call.peer, operation="rpc") from call.error
             raise call.error
-        return self._read(call.mail)
-
-    def _read(self, mail: Envelope) -> Any:
-        kind, _, within, message = HEADER.unpack_from(mail.head)
-        (value,) = unpack(self._agent, mail, within, message, HEADER.size, 1)
-        if kind == protocol.ERROR:
-            raise rebuilt(value, mail.peer)
+        (value,) = self._channel.unpack(call.mail, HEADER.size)
+        if call.mail.head[0] == protocol.ERROR:
+            raise rebuilt(value, call.peer)
         return value
 
     def _drop(self, mail: Envelope) -> None:
         # No caller waits for it, so its errors are ignored; but references in it have to be counted and dropped.
         with contextlib.suppress(Exception):
-            self._read(mail)
+            self._channel.unpack(mail, HEADER.size)

@@ -4,46 +4,45 @@ from __future__ import annotations
 
 import weakref
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.errors import CommError
 
-if TYPE_CHECKING:
-    from unisono.rpc.agent import Agent
-
 __all__ = ["context", "current_agent", "find_agent", "leave_agent", "register", "request", "set_agent", "unregister"]
 
-_agents: ContextVar[tuple[Agent, ...] | None] = ContextVar("unisono_rpc_agents", default=None)
+# Agents are `Any`: the modules that an agent is made of call `current_agent`, and cannot import it.
+_agents: ContextVar[tuple[Any, ...] | None] = ContextVar("unisono_rpc_agents", default=None)
 context: ContextVar[int] = ContextVar("unisono_rpc_autograd_context", default=-1)
 """The context of autograd that this thread is in."""
 request: ContextVar[Any] = ContextVar("unisono_rpc_request", default=None)
 """The call of another rank that this thread serves."""
 
-_open: weakref.WeakSet[Agent] = weakref.WeakSet()
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def set_agent(agent: Agent) -> None:
-    """This thread's rank has this agent, besides those that it has already."""
-    _agents.set((*(other for other in _agents.get() or () if other is not agent and not other.closed), agent))
+def set_agent(agent: Any) -> None:
+    """Make an agent the latest one of this thread's rank."""
+    leave_agent(agent)
+    _agents.set((*(_agents.get() or ()), agent))
 
 
-def leave_agent(agent: Agent) -> None:
-    """This thread's rank has it no more: the one before it counts again, or none, and never another rank's."""
+def leave_agent(agent: Any) -> None:
+    """Remove an agent from those of this thread's rank; the one before it counts again, never another rank's."""
     _agents.set(tuple(other for other in _agents.get() or () if other is not agent and not other.closed))
 
 
-def register(agent: Agent) -> None:
-    """A thread that was started by other means finds it, where it is the only one of its process."""
+def register(agent: Any) -> None:
+    """Add an agent to those of this process: threads started by other means use it if it is the only one."""
     _open.add(agent)
 
 
-def unregister(agent: Agent) -> None:
-    """It serves no more."""
+def unregister(agent: Any) -> None:
+    """Remove an agent from those of this process."""
     _open.discard(agent)
 
 
-def find_agent() -> Agent | None:
-    """The latest agent of this thread's rank; for a thread that never had one, the only one of this process."""
+def find_agent() -> Any:
+    """Return the latest agent of this thread's rank; for other threads the only one of this process; None if none."""
     agents = _agents.get()
     if agents is not None:
         return agents[-1] if agents else None
@@ -51,11 +50,12 @@ def find_agent() -> Agent | None:
     return there[0] if len(there) == 1 else None
 
 
-def current_agent() -> Agent:
-    """The same, or an error that says what to do."""
-    agent = find_agent()
+def current_agent() -> Any:
+    """Return the same agent. Raises CommError if there is none."""
+    agents = _agents.get()
+    agent = agents[-1] if agents else find_agent()
     if agent is None:
-        several = len(_open) > 1 and _agents.get() is None
+        several = len(_open) > 1 and agents is None
         raise CommError(
             "this thread belongs to no rank of this process: use the methods of the agent that rpc.init "
             "returned, or start the thread by its method thread()"

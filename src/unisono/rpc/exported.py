@@ -39,7 +39,23 @@ _exposed = _Table()
 
 
 class NotExposedError(CommError, PermissionError):
-    """A rank called what is not open to calls there, or sent such a function as a value. It did not run."""
+    """Error of a call of a function that is not exposed there, or that carries such a function. It did not run.
+
+    Args:
+        message, group, call, rank, size, operation, peer, nbytes, waited_s: As of `CommError`.
+
+    Example:
+        >>> def program(comm):
+        ...     un.rpc.init(comm)
+        ...     try:
+        ...         un.rpc.rpc_sync(0, torch.add)
+        ...     except un.rpc.NotExposedError:
+        ...         return "refused"
+        ...     finally:
+        ...         un.rpc.shutdown()
+        >>> un.launch(program, 1, "thread")
+        ['refused']
+    """
 
 
 class _Mark:
@@ -61,6 +77,11 @@ def expose(target: T) -> T:
 
     A process has one table of names, shared by ranks that are threads. Pass a function that each rank creates for
     itself, such as a closure over its rank, to `init(expose=[...])` instead, which applies to that rank only.
+
+    Args:
+        target: A function or class.
+
+    Returns: The same function or class.
 
     Raises:
         TypeError: It is not callable, or has no name by which peers could request it.
@@ -91,6 +112,26 @@ def async_execution(function: T) -> T:
     """Mark an exposed function that returns a `torch.futures.Future`: the reply is sent when that completes.
 
     The thread that ran the function is free meanwhile. Usable as a decorator, beneath `expose`.
+
+    Args:
+        function: A function, static method or class method.
+
+    Returns: The same function.
+
+    Example:
+        >>> @un.rpc.expose
+        ... @un.rpc.async_execution
+        ... def later():
+        ...     future = torch.futures.Future()
+        ...     future.set_result(7)
+        ...     return future
+        >>> def program(comm):
+        ...     un.rpc.init(comm)
+        ...     answer = un.rpc.rpc_sync(0, later)
+        ...     un.rpc.shutdown()
+        ...     return answer
+        >>> un.launch(program, 1, "thread")
+        [7]
     """
     inner = function.__func__ if isinstance(function, staticmethod | classmethod) else function
     setattr(inner, _ASYNC, True)

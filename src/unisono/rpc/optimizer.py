@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from unisono.rpc.api import remote
 from unisono.rpc.autograd import get_gradients
+from unisono.rpc.client import remote
 from unisono.rpc.context import current_agent
 from unisono.rpc.exported import expose
 from unisono.rpc.rref import RRef
@@ -120,6 +120,9 @@ class DistributedOptimizer:
 
     def step(self, context_id: int) -> None:
         """Do one step on every rank that has parameters; return when all are done.
+
+        Args:
+            context_id: Number of the autograd context whose gradients are applied.
 
         Raises:
             CommError: The context has ended, and its gradients have been discarded.

@@ -6,21 +6,22 @@ import heapq
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from unisono.errors import AbortedError, CommTimeoutError
+from unisono.core.mailbox import Envelope
+from unisono.errors import AbortedError, CommError, CommTimeoutError
 from unisono.rpc.context import context, request
-
-if TYPE_CHECKING:
-    from unisono.core.mailbox import Envelope
 
 __all__ = ["CallFuture", "FlowControl", "PendingCall", "PendingCalls"]
 
 _WAIT_SLICE_S = 1.0
 _FOREVER_S = threading.TIMEOUT_MAX / 2
+_MOST_CALLS = 16384
+_MOST_BYTES = 256 << 20
 
 
 class PendingCall:
@@ -128,16 +129,16 @@ class FlowControl:
                 does not wait, because calls that wait for each other could otherwise hold all the room.
         """
         with self._room:
-            if nested or self._fits(nbytes):
-                self._count(nbytes)
-                return True
-        with blocked(), self._room:
-            while not self._fits(nbytes):
+            while not nested and self._calls:
+                if self._calls < self._most_calls and self._bytes + nbytes <= self._most_bytes:
+                    break
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                self._room.wait(min(left, _WAIT_SLICE_S))
-            self._count(nbytes)
+                with blocked():
+                    self._room.wait(min(left, _WAIT_SLICE_S))
+            self._calls += 1
+            self._bytes += nbytes
             return True
 
     def leave(self, nbytes: int) -> None:
@@ -147,43 +148,50 @@ class FlowControl:
             self._bytes -= nbytes
             self._room.notify()
 
-    def _fits(self, nbytes: int) -> bool:
-        return self._calls < self._most_calls and (not self._calls or self._bytes + nbytes <= self._most_bytes)
-
-    def _count(self, nbytes: int) -> None:
-        self._calls += 1
-        self._bytes += nbytes
-
 
 class PendingCalls:
-    """Table of calls, and deadlines of the calls that no thread waits for directly.
+    """Table of calls: admits them, ends each once, and keeps the deadlines of those that no thread waits for.
 
     Args:
+        size: Number of ranks.
+        wake: Wakes the thread that checks the deadlines.
+        result: Returns the value of a call that has ended, or raises its error.
+        cancel: Notifies the peer of a call that its answer is not awaited any more.
+
+    Attributes:
         windows: Flow control, one per rank.
-        nudge: Wakes the thread that checks the deadlines.
+        number: Returns the number of a new call.
+        sent: Number of requests sent to each rank.
     """
 
-    def __init__(self, windows: list[FlowControl], nudge: Callable[[], None]) -> None:
-        self._windows, self._nudge = windows, nudge
-        self._numbers = itertools.count(1)
+    def __init__(
+        self,
+        size: int,
+        wake: Callable[[], None],
+        result: Callable[[PendingCall], Any],
+        cancel: Callable[[PendingCall], None],
+    ) -> None:
+        self.windows = [FlowControl(_MOST_CALLS, _MOST_BYTES) for _ in range(size)]
+        self._wake, self._result, self._cancel = wake, result, cancel
+        self.number = itertools.count(1).__next__
+        self.sent: Counter[int] = Counter()
         self._open: dict[int, PendingCall] = {}
         self._unfinished: set[int] = set()
         self._due: list[tuple[float, int]] = []
         self._lock = threading.Lock()
+        self._here = threading.local()
         self.next_due = float("inf")
 
     def __len__(self) -> int:
         """Return the number of pending calls: unanswered, or with running callbacks, which may make more calls."""
         return len(self._unfinished)
 
-    def number(self) -> int:
-        """Return the number of a new call."""
-        return next(self._numbers)
-
     def add(self, call: PendingCall) -> None:
-        """Register a call. A call with a future ends by itself when it times out."""
+        """Register a call that is about to be sent. A call with a future ends by itself when it times out."""
         self._unfinished.add(call.number)
         self._open[call.number] = call
+        with self._lock:
+            self.sent[call.peer] += 1
         if call.future is not None and call.timeout < _FOREVER_S:
             due = call.started + call.timeout
             with self._lock:
@@ -191,26 +199,32 @@ class PendingCalls:
                 earlier = due < self.next_due
                 self.next_due = min(due, self.next_due)
             if earlier:
-                self._nudge()
+                self._wake()
 
     def pop(self, number: int) -> PendingCall | None:
         """Remove and return a call that is about to end; None if it has ended already."""
         call = self._open.pop(number, None)
         if call is not None:
-            self._windows[call.peer].leave(call.nbytes)
+            self.windows[call.peer].leave(call.nbytes)
+            if call.future is None:
+                # It has no callbacks.
+                self._unfinished.discard(number)
         return call
+
+    def retract(self, call: PendingCall) -> None:
+        """Remove a call that was not sent."""
+        with self._lock:
+            self.sent[call.peer] -= 1
+        self.pop(call.number)
+        self.forget(call)
 
     def forget(self, call: PendingCall) -> None:
         """Drop a call that is finished. Idempotent."""
         self._unfinished.discard(call.number)
 
-    def of(self, peer: int) -> list[PendingCall]:
-        """Return the calls pending at this rank."""
-        return [call for call in list(self._open.values()) if call.peer == peer]
-
-    def all(self) -> list[PendingCall]:
-        """Return all pending calls."""
-        return list(self._open.values())
+    def of(self, peer: int | None = None) -> list[PendingCall]:
+        """Return the calls pending at this rank; at any rank if None."""
+        return [call for call in list(self._open.values()) if peer is None or call.peer == peer]
 
     def late(self) -> list[PendingCall]:
         """Return the calls with a future that have timed out; each is reported once."""
@@ -223,3 +237,52 @@ class PendingCalls:
                     found.append(call)
             self.next_due = self._due[0][0] if self._due else float("inf")
         return found
+
+    # -- ends ----------------------------------------------------------------------------------
+    def give_up(self, call: PendingCall, error: CommError) -> bool:
+        """End a call without its answer and send a cancel to its peer; False if it was answered meanwhile."""
+        if self.pop(call.number) is None:
+            return False
+        self._cancel(call)
+        self.end(call, error)
+        return True
+
+    def fail(self, peer: int | None, error: Callable[[], BaseException]) -> None:
+        """End the calls pending at a lost rank, each with an error of its own; at any rank if None."""
+        for call in self.of(peer):
+            if self.pop(call.number) is not None:
+                self.end(call, error())
+
+    def end(self, call: PendingCall, error: BaseException | None = None) -> None:
+        """End a popped call, by its answer or by an error: complete its future, and wake its waiter."""
+        call.error = error
+        try:
+            if call.future is not None:
+                self._complete(call.future, call)
+        finally:
+            self.forget(call)
+            # Last, so that a woken waiter finds the future complete.
+            call.end()
+
+    def _complete(self, future: CallFuture, call: PendingCall) -> None:
+        """Complete a future and run its callbacks here. A future completed elsewhere is left as it is."""
+        before, self._here.call = getattr(self._here, "call", None), call
+        within, asked = context.set(call.within[0]), request.set(call.within[1])
+        try:
+            value = self._result(call)
+        except Exception as raised:
+            if not future.done():
+                future.set_exception(raised)
+        else:
+            if not future.done():
+                future.set_result(value)
+        finally:
+            context.reset(within)
+            request.reset(asked)
+            self._here.call = before
+
+    def leave_callback(self) -> None:
+        """Stop counting a call as pending if this thread runs its callback."""
+        call = getattr(self._here, "call", None)
+        if call is not None:
+            self.forget(call)

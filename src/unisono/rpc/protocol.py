@@ -1,12 +1,14 @@
-"""Messages between agents: kind, number, and payload."""
+"""Messages between agents: their kinds and headers, and the addresses of ranks."""
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 
 __all__ = [
     "ADD",
     "ADD_ACK",
+    "CALL",
     "CANCEL",
     "CLOSE",
     "CONFIRM",
@@ -21,6 +23,7 @@ __all__ = [
     "REMOTE",
     "REPLY",
     "REQUEST",
+    "WorkerInfo",
 ]
 
 HEADER = struct.Struct("<BQqQ")
@@ -28,8 +31,13 @@ HEADER = struct.Struct("<BQqQ")
 
 NO_CONTEXT = -1
 
+CALL = struct.Struct("<QqQII")
+"""Header of a call, after `HEADER`: number of the object to create (0 if the result is returned); creator (-1 if there
+is none) and number of the object whose method is called; length of the function's name in bytes; number of positional
+arguments. The name follows, then the positional arguments, then the keyword arguments, if any."""
+
 REQUEST = 1
-"""A call: its target, arguments and keyword arguments. Answered by a reply or an error."""
+"""A call, answered by a reply or an error."""
 REPLY = 2
 """The result of the call of this number."""
 ERROR = 3
@@ -37,7 +45,7 @@ ERROR = 3
 CANCEL = 4
 """The call of this number is cancelled."""
 REMOTE = 5
-"""A call that leaves its result on the callee, under the key that is sent first."""
+"""A call that leaves its result on the callee."""
 ADD = 6
 """The sender holds one more reference to this key."""
 ADD_ACK = 7
@@ -56,3 +64,20 @@ CLOSE = 13
 """All ranks are done: shut down."""
 DISCARD = 14
 """Forget an autograd context."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Address of a rank for calls.
+
+    Args:
+        name: As passed to `init`.
+        id: Its rank.
+
+    Example:
+        >>> un.rpc.WorkerInfo("worker1", 1).id
+        1
+    """
+
+    name: str
+    id: int

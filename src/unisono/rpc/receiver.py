@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from unisono.core.mailbox import Envelope, Mailbox
-    from unisono.rpc.pending_calls import PendingCall
+from unisono.core.mailbox import Envelope, Mailbox
+from unisono.errors import CommError
+from unisono.rpc.pending_calls import PendingCall
+from unisono.rpc.thread_pool import Workers
 
-__all__ = ["Receiver", "Task"]
+__all__ = ["Handler", "Receiver", "Task"]
 
-Task = Callable[[], None]
+Task = Callable[[], object]
+Handler = Callable[[Envelope], tuple[Task, bool] | None]
+"""Handles a message; quick. Returns the remaining task, if any, and whether it is short."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,23 +44,27 @@ class Receiver:
 
     Args:
         box: The mailbox.
-        dispatch: Called with each message in order, by one thread at a time; quick. Returns the remaining task.
-        aside: Runs such a task in another thread.
+        workers: Other threads, which run long functions.
         clock: Called between messages; returns when it is to be called next, on the monotonic clock, and tasks.
         prepare: Called in each new thread first.
         name: Name of the threads.
+
+    Attributes:
+        handlers: Handler of each kind of message. Called in order, by one thread at a time.
+        gone: Ranks with an end that has been handled, or is about to be: their messages are dropped.
     """
 
     def __init__(
         self,
         box: Mailbox,
-        dispatch: Callable[[Envelope], tuple[Task, bool] | None],
-        aside: Callable[[Task], None],
+        workers: Workers,
         clock: Callable[[], tuple[float, list[Task]]],
         prepare: Callable[[], object],
         name: str,
     ) -> None:
-        self._box, self._dispatch, self._aside = box, dispatch, aside
+        self._box, self._workers = box, workers
+        self.handlers: dict[int, Handler] = {}
+        self.gone: set[int] = set()
         self._clock, self._prepare, self._name = clock, prepare, name
         self._token = threading.Lock()
         self._swap = threading.Lock()
@@ -122,6 +129,18 @@ class Receiver:
             elif not moved:
                 os.sched_yield()
 
+    def dispatch(self, mail: Envelope) -> tuple[Task, bool] | None:
+        """Handle one message, in order. Return the remaining task, and whether it is short."""
+        if mail.peer in self.gone:
+            return None
+        try:
+            return self.handlers[mail.head[0]](mail)
+        except (ValueError, TypeError, LookupError, struct.error) as error:
+            # Not a valid message: receive nothing more from this rank.
+            invalid = CommError(f"rank {mail.peer} sent an invalid message: {error}", peer=mail.peer)
+            self._box.mark_lost(mail.peer, invalid)
+            return None
+
     def _move(self) -> bool:
         """Receive pending messages; return whether there were any."""
         if not self._token.acquire(blocking=False):
@@ -130,7 +149,7 @@ class Receiver:
         self._dispatcher = threading.get_ident()
         try:
             mails = self._box.poll()
-            self._todo.extend(task for mail in mails if (task := self._dispatch(mail)) is not None)
+            self._todo.extend(task for mail in mails if (task := self.dispatch(mail)) is not None)
         finally:
             self._dispatcher = 0
             self._token.release()
@@ -142,7 +161,7 @@ class Receiver:
         while todo:
             task, short = todo.popleft()
             if not short:
-                self._aside(partial(_safely, task))
+                self._workers.run(partial(_safely, task))
             elif not self._run(task, mine):
                 return False
         return True
@@ -190,40 +209,38 @@ class Receiver:
         return True
 
     # -- threads waiting for an answer -----------------------------------------------------------------
-    def wait_for_reply(self, call: PendingCall, seconds: float) -> None:
-        """Wait until the call has ended or the time is up; poll for its answer meanwhile, if that pays."""
-        box = self._box
+    def wait_for_reply(self, call: PendingCall) -> None:
+        """Wait until a call has ended or its time is up; poll for its answer meanwhile, if that pays."""
+        box, spins = self._box, 0
         if box.eager and call.peer != box.group.rank and self._token.acquire(blocking=False):
             box.mute_wakeups()
             self._dispatcher = threading.get_ident()
+            until = time.monotonic() + min(call.timeout, _POLL_S)
             try:
-                self._poll_for(call, time.monotonic() + min(seconds, _POLL_S))
+                while not call.done and (spins <= _SPINS or time.monotonic() <= until):
+                    mails = box.poll()
+                    for mail in mails:
+                        task = self.dispatch(mail)
+                        if task is not None:
+                            self._hand_over(task[0], call.mail is mail)
+                    if not mails:
+                        spins += 1
+                        if spins > _SPINS:
+                            os.sched_yield()
             finally:
                 self._dispatcher = 0
                 self._token.release()
                 box.unmute()
         if not call.done:
-            call.sleep(seconds - (time.monotonic() - call.started))
+            with self._workers.not_counted():
+                call.sleep(call.timeout - (time.monotonic() - call.started))
 
-    def _poll_for(self, call: PendingCall, until: float) -> None:
-        poll, spins = self._box.poll, 0
-        while not call.done:
-            mails = poll()
-            for mail in mails:
-                task = self._dispatch(mail)
-                if task is None:
-                    continue
-                if call.mail is mail:
-                    # This is the awaited answer: no other thread needs to complete its future.
-                    _safely(task[0])
-                else:
-                    self._aside(partial(_safely, task[0]))
-            if not mails:
-                spins += 1
-                if spins > _SPINS:
-                    os.sched_yield()
-                    if time.monotonic() > until:
-                        return
+    def _hand_over(self, task: Task, awaited: bool) -> None:
+        """Run the task of the awaited answer here: no other thread needs to complete its future."""
+        if awaited:
+            _safely(task)
+        else:
+            self._workers.run(partial(_safely, task))
 
 
 def _safely(task: Task) -> None:

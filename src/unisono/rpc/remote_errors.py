@@ -23,6 +23,18 @@ class RemoteError(Exception):
         rank: Rank that raised it.
         remote_text: Its `str` on that rank.
         remote_traceback: Its traceback on that rank.
+
+    Example:
+        >>> def program(comm):
+        ...     un.rpc.init(comm, expose=[torch.zeros])
+        ...     try:
+        ...         un.rpc.rpc_sync(0, torch.zeros, (-1,))
+        ...     except un.rpc.RemoteError as error:
+        ...         return error.rank, isinstance(error, RuntimeError)
+        ...     finally:
+        ...         un.rpc.shutdown()
+        >>> un.launch(program, 1, "thread")
+        [(0, True)]
     """
 
     rank: int | None = None

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from unisono.core.mailbox import Envelope
 from unisono.errors import CommError, PeerLostError
+from unisono.rpc.channel import CallTypeError, Channel
 from unisono.rpc.context import context, request
 from unisono.rpc.exported import changes, is_async
-from unisono.rpc.protocol import ERROR, HEADER, REMOTE, REPLY, REQUEST
+from unisono.rpc.protocol import CALL, ERROR, HEADER, NO_CONTEXT, REMOTE, REPLY, REQUEST
+from unisono.rpc.receiver import Task
 from unisono.rpc.refcount import Key
 from unisono.rpc.remote_errors import packed
-from unisono.rpc.rref import OwnedValue
-from unisono.rpc.serialize import CallTypeError, unpack
-from unisono.serialization.format import take_text
-
-if TYPE_CHECKING:
-    from unisono.rpc.agent import Agent
-    from unisono.rpc.receiver import Task
+from unisono.rpc.rref_context import OwnedValue, RRefContext
 
 __all__ = ["Server", "cancelled"]
 
@@ -35,27 +30,37 @@ _log = logging.getLogger(__name__)
 _SLOW_S = 200e-6
 """A function that took longer than this is run outside the receiving thread the next time."""
 _LONG_BYTES = 64 << 10
-_NUMBER = struct.Struct("<q")
 _KEPT = 1000
-_NONE = ord("N")
-_KEY = struct.Struct("<3sqcq")
-"""An object's key among the values of a call: a tuple of two whole numbers."""
 
 
 class _Request:
     """One call of another rank.
 
     Attributes:
+        target: Name of the function, encoded.
+        at: Offset of the arguments in the message.
+        positional: Number of positional arguments.
+        key: Key of the object whose method is called, if any.
+        result: Number of the object to create; 0 if the result is returned.
         cancelled: Whether its caller has stopped waiting.
         thread: Thread that runs its function.
         outcome: Holder of its result, if that stays here.
         called: Object that the method is called on, if any.
     """
 
-    __slots__ = ("called", "cancelled", "context", "kind", "message", "number", "outcome", "peer", "thread")
+    __slots__ = (
+        "at", "called", "cancelled", "context", "key", "kind", "number", "outcome", "peer", "positional", "result",
+        "target", "thread",
+    )  # fmt: skip
 
     def __init__(self, mail: Envelope) -> None:
-        self.kind, self.number, self.context, self.message = HEADER.unpack_from(mail.head)
+        self.kind, self.number, self.context, _ = HEADER.unpack_from(mail.head)
+        self.result, creator, number, length, self.positional = CALL.unpack_from(mail.head, HEADER.size)
+        self.at = HEADER.size + CALL.size + length
+        self.target = mail.head[HEADER.size + CALL.size : self.at]
+        if len(self.target) < length:
+            raise ValueError("a call that is cut off")
+        self.key = Key(creator, number) if creator >= 0 else None
         self.peer = mail.peer
         self.cancelled = False
         self.outcome: OwnedValue | None = None
@@ -75,10 +80,18 @@ def cancelled() -> bool:
 
 
 class Server:
-    """Calls of other ranks, from their arrival until they are answered."""
+    """Calls of other ranks, from their arrival until they are answered.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    Args:
+        channel: Reads calls and sends answers.
+        references: Holds the objects of this rank.
+
+    Attributes:
+        served: Number of calls served for each rank.
+    """
+
+    def __init__(self, channel: Channel, references: RRefContext) -> None:
+        self._channel, self._references = channel, references
         self._open: dict[tuple[int, int], _Request] = {}
         self._slow: set[bytes] = set()
         self._quick: set[bytes] = set()
@@ -93,30 +106,19 @@ class Server:
     def accept(self, mail: Envelope) -> tuple[Task, bool]:
         """Accept a call. Return its task, and whether that is likely to be short."""
         asked = _Request(mail)
-        start = HEADER.size + (1 + _NUMBER.size if asked.kind == REMOTE else 0)
-        target = mail.head[start : take_text(mail.head, start + 1)[1]]
         if asked.kind == REMOTE:
             # Counted now, because later messages of this rank about the object must follow.
-            key = Key(mail.peer, _NUMBER.unpack_from(mail.head, HEADER.size + 1)[0])
-            asked.outcome = self._agent.references.expect(key, mail.peer)
-        asked.called = self._called(mail.head, start + len(target))
+            asked.outcome = self._references.expect(Key(mail.peer, asked.result), mail.peer)
+        if asked.key is not None:
+            # Resolved before the caller's next message is handled, which may drop the reference. An unknown key is
+            # reported to the caller when the call is served.
+            with contextlib.suppress(PeerLostError):
+                asked.called = self._references.outcome(asked.key)
         long = bool(mail.bodies) and sum([b.numel() for b in mail.bodies]) > _LONG_BYTES
-        short = target in self._quick if long else target not in self._slow
+        short = asked.target in self._quick if long else asked.target not in self._slow
         # Malformed calls have been rejected by now: they would never end.
         self._open[mail.peer, asked.number] = asked
-        return lambda: self._serve(asked, mail, target), short
-
-    def _called(self, head: bytes, at: int) -> OwnedValue | None:
-        """Resolve a call's key before its caller's next message is handled, which may drop the reference."""
-        if head[at : at + 1] == b"N" or len(head) < at + _KEY.size:
-            return None
-        kinds, creator, kind, number = _KEY.unpack_from(head, at)
-        # An invalid or unknown key is reported to the caller when the call is served.
-        if (kinds, kind) != (b"t\2i", b"i"):
-            return None
-        with contextlib.suppress(PeerLostError):
-            return self._agent.references.outcome(Key(creator, number))
-        return None
+        return lambda: self._serve(asked, mail), short
 
     def runs_here(self) -> bool:
         """Return whether this thread runs a function that another rank called."""
@@ -138,19 +140,19 @@ class Server:
                 asked.cancelled = True
 
     # -- running -------------------------------------------------------------------------------
-    def _serve(self, asked: _Request, mail: Envelope, target: bytes) -> None:
+    def _serve(self, asked: _Request, mail: Envelope) -> None:
         asked.thread = threading.get_ident()
         before, within = request.set(asked), context.set(asked.context)
         started = time.perf_counter()
         try:
-            self._answer_with(asked, self._run(asked, mail, target))
+            self._answer_with(asked, self._run(asked, mail))
         except BaseException as error:
             # Including an exit or interrupt raised by the function: it is reported to the caller; this thread goes on.
             self._fail(asked, error)
         finally:
             context.reset(within)
             request.reset(before)
-        self._remember(target, time.perf_counter() - started)
+        self._remember(asked.target, time.perf_counter() - started)
 
     def _remember(self, target: bytes, took: float) -> None:
         if took > _SLOW_S:
@@ -162,40 +164,40 @@ class Server:
             if len(self._quick) < _KEPT:
                 self._quick.add(target)
 
-    def _run(self, asked: _Request, mail: Envelope, named: bytes) -> Any:
-        agent, context, message = self._agent, asked.context, asked.message
-        at = HEADER.size + len(named)
+    def _run(self, asked: _Request, mail: Envelope) -> Any:
+        if asked.kind == REMOTE:
+            # The object is counted, even if creating it fails.
+            self._channel.send(mail.peer, (REPLY, asked.number, NO_CONTEXT), (None,))
+        values = self._channel.unpack(mail, asked.at)
+        args, kwargs = values[: asked.positional], values[asked.positional :] or [{}]
+        if len(args) < asked.positional or len(kwargs) > 1:
+            raise ValueError(f"rank {mail.peer} sent a call with another number of arguments than it declared")
+        if asked.kind == REQUEST and asked.cancelled:
+            raise CommError("this call was cancelled before it began")
+        if asked.key is not None and asked.target == b"@fetch":
+            return _DeferredValue(asked.called or self._references.outcome(asked.key))
+        function = self._function(asked, args)
+        result = function(*args, **kwargs[0])
+        return result if not is_async(function) else _future(result, function)
+
+    def _function(self, asked: _Request, args: list[Any]) -> Callable[..., Any]:
+        """Return the function to call; one that was sent along is removed from the arguments."""
+        exposed, references = self._channel.exposed, self._references
+        if asked.key is not None:
+            outcome = asked.called or references.outcome(asked.key)
+            return exposed.method(references.value_of(outcome, None), asked.target[1:].decode())
+        if asked.target == b"@call":
+            return exposed.given(args.pop(0))
         if self._as_of != changes():
             self._as_of = changes()
             self._functions.clear()
-        function = self._functions.get(named)
-        if asked.kind == REQUEST and function is not None and mail.head[at] == _NONE and not asked.cancelled:
-            # The function was resolved before: only the arguments have to be decoded.
-            args, kwargs = unpack(agent, mail, context, message, at + 1, 2)
-            return self._result(function, args, kwargs)
-        if asked.kind == REMOTE:
-            # The object is counted, even if creating it fails.
-            agent.office.send(mail.peer, REPLY, asked.number, (None,))
-        values = unpack(agent, mail, context, message, HEADER.size, 4 if asked.kind == REQUEST else 5)
-        target, key, args, kwargs = values[-4:]
-        if asked.kind == REQUEST and asked.cancelled:
-            raise CommError("this call was cancelled before it began")
-        if key is not None:
-            outcome = asked.called or agent.references.outcome(Key(*key))
-            if target == "@fetch":
-                return _DeferredValue(outcome)
-            function = agent.exposed.method(agent.references.value_of(outcome, None), target[1:])
-        elif target == "@call":
-            function, args = agent.exposed.given(args[0]), args[1:]
-        else:
-            function = agent.exposed.function(target)
-            if len(self._functions) < _KEPT and agent.exposed.lists(target):
-                self._functions[named] = function
-        return self._result(function, args, kwargs)
-
-    def _result(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        return result if not is_async(function) else _future(result, function)
+        function = self._functions.get(asked.target)
+        if function is None:
+            name = asked.target.decode("utf-8", "surrogatepass")
+            function = exposed.function(name)
+            if len(self._functions) < _KEPT and exposed.lists(name):
+                self._functions[asked.target] = function
+        return function
 
     def _answer_with(self, asked: _Request, result: Any) -> None:
         if isinstance(result, _DeferredValue):
@@ -222,7 +224,7 @@ class Server:
             asked.outcome.settle(value)
         else:
             try:
-                self._agent.office.send(asked.peer, REPLY, asked.number, (value,), asked.context)
+                self._channel.send(asked.peer, (REPLY, asked.number, asked.context), (value,))
             except CommError:
                 # The caller has left, or does not receive.
                 pass
@@ -233,13 +235,13 @@ class Server:
     def _fail(self, asked: _Request, error: BaseException) -> None:
         told = packed(error)
         # The traceback as text: records may be kept, and must not keep what is in its frames.
-        _log.warning("a call by rank %d failed on rank %d:\n%s", asked.peer, self._agent.rank, told[3])
+        _log.warning("a call by rank %d failed on rank %d:\n%s", asked.peer, self._channel.rank, told[3])
         if asked.kind == REMOTE:
             assert asked.outcome is not None
             asked.outcome.settle(None, error)
         else:
             with contextlib.suppress(CommError):
-                self._agent.office.send(asked.peer, ERROR, asked.number, (told,))
+                self._channel.send(asked.peer, (ERROR, asked.number, NO_CONTEXT), (told,))
         self._done(asked)
 
     def _done(self, asked: _Request) -> None:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from unisono import serialization
+from unisono.core.mailbox import Mailbox
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError, CommTimeoutError
-from unisono.rpc.protocol import CLOSE, CONFIRM, HEADER, IDLE, NO_CONTEXT
-
-if TYPE_CHECKING:
-    from unisono.rpc.agent import Agent
+from unisono.rpc.channel import control_message
+from unisono.rpc.protocol import CLOSE, CONFIRM, IDLE
 
 __all__ = ["TerminationDetector"]
 
@@ -31,12 +30,17 @@ _SHORTEST_S, _LONGEST_S = 0.01, 0.2
 class TerminationDetector:
     """One rank's part in termination.
 
+    Args:
+        box: Mailbox of this rank.
+        alive: Returns the ranks that still serve calls.
+        counts: Returns the numbers of calls sent to and served for each rank; None while a call is in progress.
+
     Attributes:
         over: Whether all agreed to end.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, box: Mailbox, alive: Callable[[], list[int]], counts: Callable[[], _Report | None]) -> None:
+        self._box, self._rank, self._alive, self._counts = box, box.group.rank, alive, counts
         self._lock = threading.Lock()
         self._wanted = False
         self._ended = threading.Event()
@@ -47,28 +51,26 @@ class TerminationDetector:
 
     def wait(self, timeout: Timeout | None) -> None:
         """Wait until all ranks are done. Raises CommTimeoutError if that takes too long; all then continue."""
-        self._agent.caller.leave_callback()
         self._wanted = True
         self._summon()
         limit_s = None if timeout is None else resolve_timeout(timeout)
         limit = None if limit_s is None else time.monotonic() + limit_s
         pause = _SHORTEST_S
-        with self._agent.workers.not_counted():
-            while not self._ended.wait(pause if limit is None else min(pause, max(limit - time.monotonic(), 0))):
-                # Polled periodically, not after each call: a rank that only serves waits here all the time.
-                pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
-                if limit is not None and time.monotonic() >= limit:
-                    self._wanted = False
-                    raise CommTimeoutError(
-                        f"waited {limit_s:.1f} s in rpc.shutdown for all ranks to finish their calls"
-                        f"{self._missing()}. Did every rank call shutdown?",
-                        waited_s=limit_s,
-                    )
+        while not self._ended.wait(pause if limit is None else min(pause, max(limit - time.monotonic(), 0))):
+            # Polled periodically, not after each call: a rank that only serves waits here all the time.
+            pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
+            if limit is not None and time.monotonic() >= limit:
+                self._wanted = False
+                raise CommTimeoutError(
+                    f"waited {limit_s:.1f} s in rpc.shutdown for all ranks to finish their calls"
+                    f"{self._missing()}. Did every rank call shutdown?",
+                    waited_s=limit_s,
+                )
 
     def _missing(self) -> str:
         """Describe the ranks that have not reported that they are done, as far as this rank knows."""
-        rank, alive = self._agent.rank, self._agent.alive()
-        if not self._agent.idle():
+        rank, alive = self._rank, self._alive()
+        if self._counts() is None:
             return "; calls of this rank, or of others to it, are still running"
         if rank != min(alive):
             return f", and rank {min(alive)}, which decides, has not reported that they have"
@@ -79,7 +81,7 @@ class TerminationDetector:
 
     def _summon(self) -> None:
         """Query all ranks if this rank, which wants to end, is the deciding one."""
-        rank, alive = self._agent.rank, self._agent.alive()
+        rank, alive = self._rank, self._alive()
         if rank == min(alive):
             with self._lock:
                 self._wave += 1
@@ -96,15 +98,14 @@ class TerminationDetector:
 
     def look(self) -> bool:
         """Report that this rank is idle, if it is; return whether the report was new."""
-        if not self._wanted or self._ended.is_set() or not self._agent.idle():
+        report = self._counts() if self._wanted and not self._ended.is_set() else None
+        if report is None:
             return False
-        size = range(self._agent.size)
-        report = [self._agent.caller.sent[r] for r in size], [self._agent.serving.served[r] for r in size]
-        chief = min(self._agent.alive())
+        chief = min(self._alive())
         with self._lock:
             wave = self._wave
             new, self._told = (chief, wave, report) != self._told, (chief, wave, report)
-        if chief == self._agent.rank:
+        if chief == self._rank:
             self._heard(chief, wave, report)
         elif new:
             self._send(chief, IDLE, wave, *report)
@@ -125,7 +126,7 @@ class TerminationDetector:
 
     def _heard(self, peer: int, wave: int, report: _Report) -> None:
         """Handle a report, as the deciding rank."""
-        rank, alive = self._agent.rank, self._agent.alive()
+        rank, alive = self._rank, self._alive()
         with self._lock:
             verdict, wave = self._judged(peer, wave, report, alive)
         if verdict == CONFIRM:
@@ -156,7 +157,7 @@ class TerminationDetector:
 
     def _send(self, peer: int, kind: int, *words: Any) -> None:
         try:
-            self._agent.box.send(peer, HEADER.pack(kind, 0, NO_CONTEXT, 0) + serialization.encode(words), (), _SEND_S)
+            self._box.send(peer, control_message(kind, words), (), _SEND_S)
         except CommError:
             # The peer is gone, or about to be declared so: then another rank decides, or the peer does not count.
             return

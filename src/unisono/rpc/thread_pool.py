@@ -31,7 +31,7 @@ class Workers:
 
     def __init__(self, name: str, most: int, prepare: Callable[[], object]) -> None:
         self._name, self._most, self._prepare = name, most, prepare
-        self._tasks: deque[Callable[[], None]] = deque()
+        self._tasks: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
         self._running = self._idle = self._ended = self._further = 0
@@ -39,7 +39,7 @@ class Workers:
         self._working: set[int] = set()
         self._closed = False
 
-    def run(self, task: Callable[[], None]) -> None:
+    def run(self, task: Callable[[], object]) -> None:
         """Run a task soon; it handles its own errors."""
         with self._lock:
             self._tasks.append(task)
@@ -120,7 +120,7 @@ class Workers:
                     if self._running < self._most:
                         self._further = 0
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next(self) -> Callable[[], object] | None:
         """Return the next task; None when there has been none for a while. The caller counts as idle."""
         with self._lock:
             while not self._tasks or self._running >= self._most + self._further:

@@ -137,7 +137,7 @@ def _take_recorded(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     tensor, at = read(view, at, depth)
     if not isinstance(view, MessageReader) or not isinstance(tensor, torch.Tensor):
         raise ValueError("a recorded value is not a tensor")
-    return view.agent.contexts.receive(view.context, view.peer, view.message, tensor), at
+    return view.endpoint.recorder.receive(view.context, view.peer, view.message, tensor), at
 
 
 # -- functions and classes -------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _put_function(parts: Parts, target: Any, depth: int) -> None:
         name = name_of(target)
     except TypeError:
         name = ""
-    if parts.agent.exposed.trusted and not parts.agent.exposed.finds(name, target):
+    if parts.endpoint.exposed.trusted and not parts.endpoint.exposed.finds(name, target):
         return put_pickled(parts, target, depth)
     if not name:
         raise UnsendableError(f"{target!r}, which has no name by which another rank could find it")
@@ -161,11 +161,11 @@ def _take_function(view: View, at: int, _depth: int) -> tuple[Any, int]:
     if not isinstance(view, MessageReader):
         raise ValueError(f"the function {name} was sent")
     try:
-        return view.agent.exposed.function(name), at
+        return view.endpoint.exposed.function(name), at
     except NotExposedError:
         view.refused = NotExposedError(
             f"rank {view.peer} sent {name.replace(':', '.')} as a value, which is not exposed on rank "
-            f"{view.agent.rank}: put @unisono.rpc.expose above it in the code of every rank, name it in "
+            f"{view.endpoint.rank}: put @unisono.rpc.expose above it in the code of every rank, name it in "
             "rpc.init(..., expose=[...]), or pass trusted=True to rpc.init on the rank that receives it"
         )
         return None, at
@@ -179,7 +179,7 @@ def register_reference(cls: type[Any]) -> None:
         if not isinstance(parts, MessageWriter):
             raise UnsendableError("an RRef, which only calls carry")
         parts.append(b"r")
-        put_items(parts, parts.agent.references.pass_on(reference, parts), depth)
+        put_items(parts, parts.endpoint.references.pass_on(reference, parts), depth)
 
     encoders[cls] = put_reference
 
@@ -191,7 +191,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
         words.append(word)
     if not isinstance(view, MessageReader) or not all(type(word) is int for word in words):
         raise ValueError("a malformed reference")
-    return view.agent.references.accept(view.peer, *words), at
+    return view.endpoint.references.accept(view.peer, *words), at
 
 
 # -- any object, among ranks that trust each other -------------------------------------------------
@@ -237,7 +237,7 @@ def put_pickled(parts: Parts, value: Any, depth: int) -> None:
 
 
 def _take_pickled(view: View, at: int, depth: int) -> tuple[Any, int]:
-    if not isinstance(view, MessageReader) or not view.agent.exposed.trusted:
+    if not isinstance(view, MessageReader) or not view.endpoint.exposed.trusted:
         raise ValueError(
             "a pickled value was sent, which is accepted only after rpc.init(..., trusted=True) on this rank"
         )

@@ -19,19 +19,23 @@ from contextlib import contextmanager
 
 import torch
 
-from unisono.errors import CommError
 from unisono.rpc import context as current
-from unisono.rpc.autograd.engine import start
+from unisono.rpc.agent import extensions
+from unisono.rpc.autograd.engine import attach, current_contexts, find, start
 
 __all__ = ["backward", "context", "get_gradients"]
+
+extensions.append(attach)
 
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Record tensors that cross ranks, for `backward`. Yields the context's number, which may be sent to other ranks.
+    """Record tensors that cross ranks, for `backward`.
 
     Functions called from within the context run in it too, on any rank, and so do callbacks of the futures of
     `rpc_async`. When the context ends, all ranks discard the record and the gradients.
+
+    Yields: The context's number, which may be sent to other ranks.
 
     Example:
         >>> @un.rpc.expose
@@ -50,14 +54,14 @@ def context() -> Iterator[int]:
         >>> un.launch(program, 2, "thread")
         [2.0, None]
     """
-    contexts = current.current_agent().contexts
-    number = contexts.begin()
+    found = current_contexts()
+    number = found.begin()
     before = current.context.set(number)
     try:
         yield number
     finally:
         current.context.reset(before)
-        contexts.discard(number)
+        found.discard(number)
 
 
 def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
@@ -72,24 +76,22 @@ def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = F
         TypeError: A root is no tensor; a reference has a `backward` of its own.
         ValueError: There is no root, or one has more than one element, or no history.
         CommError: There is no such context.
-        RuntimeError: The graph is gone, for an earlier pass did not retain it; or a tensor came in another context.
+        RuntimeError: The graph is gone, because an earlier pass did not retain it; or a tensor came in another context.
         PeerLostError: A rank that the gradients have to pass has died.
 
     Cost: one call there and back for each message that is passed, and one more to find out which these are.
     """
-    found = current.current_agent().contexts.get(context) if isinstance(context, int) else None
-    if found is None:
-        raise CommError(
-            f"there is no autograd context {context!r} on this rank; pass the number that context() returned"
-        )
-    start(found, roots, retain_graph)
+    start(find(context), roots, retain_graph)
 
 
 def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
     """Return the gradients of this rank's leaves in a context, by leaf. Empty if none received any.
 
+    Args:
+        context: Number of the context.
+
     Raises:
         CommError: The context has ended, and its gradients have been discarded.
     """
-    found = current.current_agent().contexts.ongoing(context)
+    found = current_contexts().ongoing(context)
     return {} if found is None else dict(found.gradients)

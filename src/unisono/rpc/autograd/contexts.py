@@ -5,69 +5,35 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from unisono.errors import CommError
-from unisono.rpc.autograd.functions import RecvRecord, SendRecord, arrival, departure
+from unisono.rpc.autograd.backward_pass import Context
+from unisono.rpc.autograd.functions import RecvRecord, arrival, departure
 from unisono.rpc.autograd.leaves import Leaves
 from unisono.rpc.protocol import DISCARD, NO_CONTEXT
 
-if TYPE_CHECKING:
-    from unisono.rpc.agent import Agent
-    from unisono.rpc.autograd.engine import BackwardPass
-
-__all__ = ["Context", "Contexts"]
+__all__ = ["Contexts"]
 
 _RANK_BITS = 48
 _ENDED_KEPT = 4096
 
 
-class Context:
-    """One rank's part of a context.
-
-    Args:
-        number: Number of the context, the same on every rank.
-        leaves: Leaves of all contexts of this rank.
-
-    Attributes:
-        lock: Held while gradients flow here; serializes backward passes.
-        sent: Sent tensors, by message number.
-        received: Received tensors, by sender and message number.
-        gradients: Gradients of this rank's leaves.
-        peers: Ranks that learned of the context from this rank.
-        passes: Backward passes in progress.
-    """
-
-    def __init__(self, number: int, leaves: Leaves) -> None:
-        self.number, self.leaves = number, leaves
-        self.lock = threading.RLock()
-        self.numbers = itertools.count(1)
-        self.sent: dict[int, SendRecord] = {}
-        self.received: dict[tuple[int, int], RecvRecord] = {}
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.peers: set[int] = set()
-        self.passes: dict[tuple[int, int], BackwardPass] = {}
-
-    def accumulate(self, sums: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Add the gradients that leaves received in one pass, after their hooks."""
-        found = self.leaves.accumulate(sums) if sums else {}
-        with self.lock:
-            for leaf, gradient in found.items():
-                known = self.gradients.get(leaf)
-                self.gradients[leaf] = gradient if known is None else known + gradient
-
-
 class Contexts:
     """Contexts known to an agent.
+
+    Args:
+        rank: This rank.
+        tell: Sends a message of a few numbers to a rank.
 
     Attributes:
         leaves: Leaves of all contexts.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, rank: int, tell: Callable[..., None]) -> None:
+        self._rank, self._tell = rank, tell
         self._lock = threading.Lock()
         self.leaves = Leaves()
         self._numbers = itertools.count(1)
@@ -79,7 +45,7 @@ class Contexts:
 
     def begin(self) -> int:
         """Open a new context; return its number."""
-        number = self._agent.rank << _RANK_BITS | next(self._numbers)
+        number = self._rank << _RANK_BITS | next(self._numbers)
         with self._lock:
             self._open[number] = Context(number, self.leaves)
         return number
@@ -92,7 +58,7 @@ class Contexts:
         """Return a context; None if this rank does not know it yet. Raises CommError if it has ended."""
         found = self._open.get(number) if isinstance(number, int) else None
         if found is None:
-            here = isinstance(number, int) and number >> _RANK_BITS == self._agent.rank
+            here = isinstance(number, int) and number >> _RANK_BITS == self._rank
             if here or not isinstance(number, int) or number in self._ended:
                 raise CommError(
                     f"there is no autograd context {number!r}: it has ended, or context() never returned it"
@@ -106,8 +72,8 @@ class Contexts:
             self._ended[number] = None
             while len(self._ended) > _ENDED_KEPT:
                 self._ended.popitem(last=False)
-        for peer in found.peers - {self._agent.rank} if found is not None else ():
-            self._agent.office.send_control(peer, DISCARD, number)
+        for peer in found.peers - {self._rank} if found is not None else ():
+            self._tell(peer, DISCARD, number)
 
     def lose(self, peer: int) -> None:
         """Discard the contexts that a lost rank began."""

@@ -11,158 +11,65 @@ one returns, everything is done.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from unisono.core.mailbox import Envelope
 from unisono.errors import CommError
-from unisono.rpc.autograd.contexts import Context
-from unisono.rpc.autograd.functions import RecvRecord, SendRecord, reachable
+from unisono.rpc.agent import Agent
+from unisono.rpc.autograd.backward_pass import GRAPH_GONE, BackwardPass, Context, Gradients, Output
+from unisono.rpc.autograd.contexts import Contexts
+from unisono.rpc.autograd.functions import RecvRecord
+from unisono.rpc.channel import words_of
 from unisono.rpc.context import current_agent
 from unisono.rpc.exported import async_execution, expose
+from unisono.rpc.protocol import DISCARD
+from unisono.rpc.receiver import Task
 from unisono.rpc.rref import RRef
 
-__all__ = ["BackwardPass", "Output", "backward_of", "discover", "propagate", "start"]
+__all__ = ["attach", "backward_of", "current_contexts", "discover", "find", "propagate", "start"]
 
-_Gradients = list[torch.Tensor | None]
 _numbers = itertools.count(1)
 
 
-class Output:
-    """Starting point of back-propagation on one rank: the roots, or the tensors of one sent message.
+def attach(agent: Agent) -> None:
+    """Give an agent its autograd contexts."""
+    found = agent.contexts = Contexts(agent.rank, agent.channel.send_control)
 
-    Attributes:
-        record: Record of the message; None for the roots.
-        tensors: Tensors to back-propagate from.
-        leaves: Leaves reached on this rank.
-        received: Received messages that are reached.
-    """
+    def discard(mail: Envelope) -> tuple[Task, bool]:
+        number = words_of(mail)[0]
+        return lambda: found.discard(number), True
 
-    def __init__(self, tensors: list[torch.Tensor], record: SendRecord | None = None) -> None:
-        self.tensors, self.record = tensors, record
-        self.leaves, self.received = reachable(tensors)
-
-
-class BackwardPass:
-    """One backward pass on one rank.
-
-    Args:
-        context: Context that it is part of.
-        retain_graph: Whether the graph is kept for another pass.
-    """
-
-    def __init__(self, context: Context, retain_graph: bool) -> None:
-        self._context, self._retain_graph = context, retain_graph
-        self._outputs: dict[int, Output] = {}
-        self._left = 0
-        self._awaited: Counter[tuple[int, int]] = Counter()
-        self._gathered: dict[tuple[int, int], _Gradients] = {}
-        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
-
-    def join(self, number: int, output: Output) -> list[RecvRecord]:
-        """Add an output that gradients will flow back from. Return the messages not yet queried."""
-        self._outputs[number] = output
-        triggers = {id(trigger) for record in output.received for trigger in record.triggers}
-        self._context.leaves.watch([leaf for leaf in output.leaves if id(leaf) not in triggers])
-        self._left += 1
-        new = []
-        for record in output.received:
-            key = record.peer, record.message
-            if self._context.received.get(key) is not record:
-                raise RuntimeError(
-                    f"a tensor from rank {record.peer} was received in another autograd context than that of this "
-                    "backward pass: call backward in the tensor's context, or detach() it"
-                )
-            if key not in self._gathered:
-                self._gathered[key] = [None] * len(record.triggers)
-                new.append(record)
-            self._awaited[key] += 1
-        return new
-
-    def joined(self, number: int) -> bool:
-        """Return whether this output has joined."""
-        return number in self._outputs
-
-    def flow(
-        self, number: int, gradients: _Gradients | None
-    ) -> tuple[list[tuple[RecvRecord, _Gradients]], dict[torch.Tensor, torch.Tensor] | None]:
-        """Back-propagate from one output. Return the messages with now complete gradients.
-
-        After the last output, also return the summed gradients of this rank's leaves.
-
-        Args:
-            number: Number of the output.
-            gradients: Gradients of its tensors; None for the roots (gradient 1).
-        """
-        context, output = self._context, self._outputs[number]
-        with context.lock:
-            self._left -= 1
-            if gradients is None or any(gradient is not None for gradient in gradients):
-                self._differentiate(output, gradients, self._retain_graph or self._left > 0)
-            complete = []
-            for record in output.received:
-                key = record.peer, record.message
-                self._gather(key, record)
-                self._awaited[key] -= 1
-                if not self._awaited[key]:
-                    complete.append((record, self._gathered.pop(key)))
-            if not self._retain_graph and output.record is not None:
-                # Its part of the graph has been freed.
-                context.sent.pop(number, None)
-            return complete, None if self._left else self._gradients
-
-    def _differentiate(self, output: Output, gradients: _Gradients | None, retain_graph: bool) -> None:
-        if not output.leaves:
-            return
-        starts = None
-        if output.record is not None:
-            assert gradients is not None
-            output.record.gradients = gradients
-            starts = [torch.zeros(())]
-        try:
-            leaves = self._context.leaves
-            found = leaves.differentiate(output.tensors, output.leaves, starts, retain_graph=retain_graph)
-        except RuntimeError as error:
-            if "second time" not in str(error):
-                raise
-            raise RuntimeError(f"{_TWICE} ({error})") from None
-        for leaf, gradient in zip(output.leaves, _apart(found, gradients or ()), strict=True):
-            # A trigger, which stands for a message, has none.
-            if gradient is not None:
-                known = self._gradients.get(leaf)
-                self._gradients[leaf] = gradient if known is None else known + gradient
-
-    def _gather(self, key: tuple[int, int], record: RecvRecord) -> None:
-        found, record.found = record.found, {}
-        gathered = self._gathered[key]
-        for place, gradient in found.items():
-            known = gathered[place]
-            gathered[place] = gradient if known is None else known + gradient
+    agent.channel.recorder = found
+    agent.references.backward = _backward_from
+    agent.receiver.handlers[DISCARD] = discard
+    agent.when_lost.append(found.lose)
 
 
-def _apart(found: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> _Gradients:
-    """Copy gradients to memory of their own: autograd returns one tensor for all terms of a sum, and expanded ones."""
-    taken = {_memory(other) for other in others if other is not None}
-    apart: _Gradients = []
-    for gradient in found:
-        if gradient is not None and gradient.layout == torch.strided:
-            if _memory(gradient) in taken or 0 in gradient.stride():
-                gradient = gradient.clone(memory_format=torch.contiguous_format)
-            taken.add(_memory(gradient))
-        apart.append(gradient)
-    return apart
+def current_contexts() -> Contexts:
+    """Return the contexts of this thread's agent."""
+    return cast(Contexts, current_agent().contexts)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+def find(number: int) -> Context:
+    """Return a context of this rank. Raises CommError if there is none."""
+    found = current_contexts().get(number) if isinstance(number, int) else None
+    if found is None:
+        raise CommError(
+            f"there is no autograd context {number!r} on this rank; pass the number that context() returned"
+        )
+    return found
 
 
-_TWICE = (
-    "this part of the graph was freed by an earlier backward pass: pass retain_graph=True to all backward passes "
-    "of a context but the last"
-)
+def _backward_from(reference: RRef[Any], number: int, retain_graph: bool) -> None:
+    """Back-propagate from the tensor of a reference, on its owner."""
+    if reference.is_owner():
+        start(find(number), [reference.local_value()], retain_graph)
+    else:
+        agent = cast(Agent, current_agent())
+        agent.rpc_sync(reference.owner(), backward_of, (number, reference, retain_graph))
 
 
 def start(context: Context, roots: Any, retain_graph: bool) -> None:
@@ -207,14 +114,14 @@ def discover(
             if not taking_part.joined(message):
                 record = context.sent.get(message)
                 if record is None or record.token is None:
-                    raise RuntimeError(_TWICE)
+                    raise RuntimeError(GRAPH_GONE)
                 new += taking_part.join(message, Output([record.token], record))
     return _all([_ask(number, name, new, retain_graph)])
 
 
 @expose
 @async_execution
-def propagate(number: int, name: tuple[int, int], message: int, gradients: _Gradients) -> torch.futures.Future[Any]:
+def propagate(number: int, name: tuple[int, int], message: int, gradients: Gradients) -> torch.futures.Future[Any]:
     """Pass the gradients of a message's tensors to its sender. Answered when they have been fully back-propagated."""
     return _all(_flow(_known(number), name, message, gradients))
 
@@ -226,7 +133,7 @@ def backward_of(number: int, reference: RRef[torch.Tensor], retain_graph: bool) 
 
 
 def _known(number: int) -> Context:
-    context = current_agent().contexts.reach(number)
+    context = current_contexts().reach(number)
     if context is None:
         raise CommError(f"the autograd context {number} has ended on rank {current_agent().rank}")
     return context
@@ -246,7 +153,7 @@ def _ask(
 
 
 def _flow(
-    context: Context, name: tuple[int, int], message: int, gradients: _Gradients | None
+    context: Context, name: tuple[int, int], message: int, gradients: Gradients | None
 ) -> list[torch.futures.Future[Any]]:
     """Back-propagate from an output here, and send the gradients that are complete."""
     taking_part = context.passes.get(name)

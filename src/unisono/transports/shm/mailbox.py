@@ -35,19 +35,18 @@ _SLEEP_S = 0.0002
 
 
 class _Incoming(NamedTuple):
-    """The ring from a peer, and the messages in it: None if the next one is incomplete."""
+    """The ring from a peer, and its reader, which is resumed by each poll."""
 
     peer: int
     ring: Ring
-    envelopes: Iterator[Envelope | None]
+    reader: Iterator[None]
 
 
-def _messages(peer: int, ring: Ring) -> Iterator[Envelope | None]:
-    """Yield the messages of a peer. A long message is read into new memory as it arrives."""
+def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
+    """Append the messages of a peer as they arrive; yield while there is nothing to read."""
     while True:
-        while not ring.available:
+        while not (available := ring.peek()):
             yield None
-        available = ring.peek()
         length, count = _HEADER.unpack_from(available)
         if count > _MOST_BODIES:
             raise ValueError(f"rank {peer} sent a message with {count} bodies")
@@ -56,8 +55,9 @@ def _messages(peer: int, ring: Ring) -> Iterator[Envelope | None]:
             # The usual message: short, complete, and contiguous.
             head = bytes(available[begin : begin + length])
             ring.skip(begin + length)
-            yield Envelope(peer, head, ())
+            arrived.append(Envelope(peer, head, ()))
             continue
+        # A long message is read into new memory as it arrives.
         frame = memoryview(bytearray(begin + length))
         if (done := ring.read(frame)) < len(frame):
             yield from _rest(frame[done:], ring)
@@ -65,7 +65,7 @@ def _messages(peer: int, ring: Ring) -> Iterator[Envelope | None]:
         bodies = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         for body in bodies:
             yield from _rest(view_of(body), ring)
-        yield Envelope(peer, bytes(frame[begin:]), bodies)
+        arrived.append(Envelope(peer, bytes(frame[begin:]), bodies))
 
 
 def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
@@ -100,7 +100,12 @@ class ShmMailbox(Mailbox):
         self._address = data.data_ptr() + flags
         self._own = rank * _LINE
         self._out, incoming = rings_of(rank, size, content[rings:], _RING_BYTES)
-        self._in = [_Incoming(peer, ring, _messages(peer, ring)) for peer, ring in enumerate(incoming) if peer != rank]
+        self._arrived: list[Envelope] = []
+        self._in = [
+            _Incoming(peer, ring, _read(peer, ring, self._arrived))
+            for peer, ring in enumerate(incoming)
+            if peer != rank
+        ]
         self._locks = [threading.Lock() for _ in range(size)]
         self._fence = threading.Lock()
         self._muted = self._is_waiting = self._woken = False
@@ -111,7 +116,8 @@ class ShmMailbox(Mailbox):
         sizes = struct.pack(f"<{len(bodies)}Q", *[body.numel() for body in bodies]) if bodies else b""
         frame = _HEADER.pack(len(head), len(bodies)) + sizes + head
         with self._locks[peer]:
-            self.check(peer)
+            if self.lost or self.closed:
+                self.check(peer)
             done = ring.write(frame)
             if done < len(frame) or bodies:
                 try:
@@ -150,15 +156,16 @@ class ShmMailbox(Mailbox):
 
     # -- receiving -----------------------------------------------------------------------------
     def poll(self) -> list[Envelope]:
-        envelopes: list[Envelope] = []
         for incoming in self._in:
             try:
-                while incoming.ring.available:
-                    envelope = next(incoming.envelopes)
-                    if envelope is not None:
-                        envelopes.append(envelope)
+                if incoming.ring.available:
+                    next(incoming.reader)
             except (ValueError, RuntimeError, MemoryError, struct.error) as error:
                 self._mark_invalid(incoming, error)
+        if not self._arrived:
+            return []
+        envelopes = self._arrived.copy()
+        self._arrived.clear()
         return envelopes
 
     def _mark_invalid(self, incoming: _Incoming, error: Exception) -> None:
@@ -184,7 +191,10 @@ class ShmMailbox(Mailbox):
         words[own + _SLEEPING] = 0
 
     def _waiting(self) -> bool:
-        return any(incoming.ring.available for incoming in self._in)
+        for incoming in self._in:  # noqa: SIM110  # a generator would cost more than the look
+            if incoming.ring.available:
+                return True
+        return False
 
     def mute_wakeups(self) -> None:
         self._muted = True

@@ -1,0 +1,186 @@
+"""One rank's part of an autograd context, and of the backward passes in it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from unisono.rpc.autograd.functions import RecvRecord, SendRecord, reachable
+from unisono.rpc.autograd.leaves import Leaves
+
+__all__ = ["GRAPH_GONE", "BackwardPass", "Context", "Gradients", "Output"]
+
+Gradients = list[torch.Tensor | None]
+
+GRAPH_GONE = (
+    "this part of the graph was freed by an earlier backward pass: pass retain_graph=True to all backward passes "
+    "of a context but the last"
+)
+
+
+class Context:
+    """One rank's part of a context.
+
+    Args:
+        number: Number of the context, the same on every rank.
+        leaves: Leaves of all contexts of this rank.
+
+    Attributes:
+        lock: Held while gradients flow here; serializes backward passes.
+        sent: Sent tensors, by message number.
+        received: Received tensors, by sender and message number.
+        gradients: Gradients of this rank's leaves.
+        peers: Ranks that learned of the context from this rank.
+        passes: Backward passes in progress.
+    """
+
+    def __init__(self, number: int, leaves: Leaves) -> None:
+        self.number, self.leaves = number, leaves
+        self.lock = threading.RLock()
+        self.numbers = itertools.count(1)
+        self.sent: dict[int, SendRecord] = {}
+        self.received: dict[tuple[int, int], RecvRecord] = {}
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.peers: set[int] = set()
+        self.passes: dict[tuple[int, int], BackwardPass] = {}
+
+    def accumulate(self, sums: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Add the gradients that leaves received in one pass, after their hooks."""
+        found = self.leaves.accumulate(sums) if sums else {}
+        with self.lock:
+            for leaf, gradient in found.items():
+                known = self.gradients.get(leaf)
+                self.gradients[leaf] = gradient if known is None else known + gradient
+
+
+class Output:
+    """Starting point of back-propagation on one rank: the roots, or the tensors of one sent message.
+
+    Attributes:
+        record: Record of the message; None for the roots.
+        tensors: Tensors to back-propagate from.
+        leaves: Leaves reached on this rank.
+        received: Received messages that are reached.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], record: SendRecord | None = None) -> None:
+        self.tensors, self.record = tensors, record
+        self.leaves, self.received = reachable(tensors)
+
+
+class BackwardPass:
+    """One backward pass on one rank.
+
+    Args:
+        context: Context that it is part of.
+        retain_graph: Whether the graph is kept for another pass.
+    """
+
+    def __init__(self, context: Context, retain_graph: bool) -> None:
+        self._context, self._retain_graph = context, retain_graph
+        self._outputs: dict[int, Output] = {}
+        self._left = 0
+        self._awaited: Counter[tuple[int, int]] = Counter()
+        self._gathered: dict[tuple[int, int], Gradients] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+
+    def join(self, number: int, output: Output) -> list[RecvRecord]:
+        """Add an output that gradients will flow back from. Return the messages not yet queried."""
+        self._outputs[number] = output
+        triggers = {id(trigger) for record in output.received for trigger in record.triggers}
+        self._context.leaves.watch([leaf for leaf in output.leaves if id(leaf) not in triggers])
+        self._left += 1
+        new = []
+        for record in output.received:
+            key = record.peer, record.message
+            if self._context.received.get(key) is not record:
+                raise RuntimeError(
+                    f"a tensor from rank {record.peer} was received in another autograd context than that of this "
+                    "backward pass: call backward in the tensor's context, or detach() it"
+                )
+            if key not in self._gathered:
+                self._gathered[key] = [None] * len(record.triggers)
+                new.append(record)
+            self._awaited[key] += 1
+        return new
+
+    def joined(self, number: int) -> bool:
+        """Return whether this output has joined."""
+        return number in self._outputs
+
+    def flow(
+        self, number: int, gradients: Gradients | None
+    ) -> tuple[list[tuple[RecvRecord, Gradients]], dict[torch.Tensor, torch.Tensor] | None]:
+        """Back-propagate from one output. Return the messages with now complete gradients.
+
+        After the last output, also return the summed gradients of this rank's leaves.
+
+        Args:
+            number: Number of the output.
+            gradients: Gradients of its tensors; None for the roots (gradient 1).
+        """
+        context, output = self._context, self._outputs[number]
+        with context.lock:
+            self._left -= 1
+            if gradients is None or any(gradient is not None for gradient in gradients):
+                self._differentiate(output, gradients, self._retain_graph or self._left > 0)
+            complete = []
+            for record in output.received:
+                key = record.peer, record.message
+                self._gather(key, record)
+                self._awaited[key] -= 1
+                if not self._awaited[key]:
+                    complete.append((record, self._gathered.pop(key)))
+            if not self._retain_graph and output.record is not None:
+                # Its part of the graph has been freed.
+                context.sent.pop(number, None)
+            return complete, None if self._left else self._gradients
+
+    def _differentiate(self, output: Output, gradients: Gradients | None, retain_graph: bool) -> None:
+        if not output.leaves:
+            return
+        starts = None
+        if output.record is not None:
+            assert gradients is not None
+            output.record.gradients = gradients
+            starts = [torch.zeros(())]
+        try:
+            leaves = self._context.leaves
+            found = leaves.differentiate(output.tensors, output.leaves, starts, retain_graph=retain_graph)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise RuntimeError(f"{GRAPH_GONE} ({error})") from None
+        for leaf, gradient in zip(output.leaves, _apart(found, gradients or ()), strict=True):
+            # A trigger, which stands for a message, has none.
+            if gradient is not None:
+                known = self._gradients.get(leaf)
+                self._gradients[leaf] = gradient if known is None else known + gradient
+
+    def _gather(self, key: tuple[int, int], record: RecvRecord) -> None:
+        found, record.found = record.found, {}
+        gathered = self._gathered[key]
+        for place, gradient in found.items():
+            known = gathered[place]
+            gathered[place] = gradient if known is None else known + gradient
+
+
+def _apart(found: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> Gradients:
+    """Copy gradients to memory of their own: autograd returns one tensor for all terms of a sum, and expanded ones."""
+    taken = {_memory(other) for other in others if other is not None}
+    apart: Gradients = []
+    for gradient in found:
+        if gradient is not None and gradient.layout == torch.strided:
+            if _memory(gradient) in taken or 0 in gradient.stride():
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            taken.add(_memory(gradient))
+        apart.append(gradient)
+    return apart
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0

@@ -1,4 +1,4 @@
-"""Functions of ours that a remote call runs on the caller's side, and the files that they are in.
+"""Functions of ours that a remote call runs on the caller's side, and the files that they are in."""
 
 from __future__ import annotations
 

@@ -257,6 +257,8 @@ void copy_gradients(const std::vector<uintptr_t>& destinations, const std::vecto
 
 NB_MODULE(_native, module) {
     using namespace unisono;
+    // An uncaught exception keeps frames, and with them communicators, until the interpreter has gone.
+    nb::set_leak_warnings(false);
     module.doc() = "Collectives in shared memory; see src/native.";
     module.attr("BUILD") = UNISONO_BUILD;
     module.def("copy_gradients", &copy_gradients);

@@ -85,7 +85,7 @@ class CommError(RuntimeError):
             where.append(f"rank {self.rank} of {self.size}" if self.size is not None else f"rank {self.rank}")
         if self.operation is not None:
             where.append(f"{self.operation} #{self.call}" if self.call is not None else self.operation)
-        if where and self.group is not None:
+        if self.operation is not None and self.group is not None:
             where[-1] += f" of {self.group}"
         said = f"{self._beginning}{self.message}"
         return f"{', '.join(where)}: {said}" if where else said

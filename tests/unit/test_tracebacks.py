@@ -11,7 +11,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+import unisono as un
 from unisono.diagnostics.tracebacks import format_error
 
 MISMATCH = """
@@ -126,3 +128,24 @@ def test_causes_inside_the_library_are_hidden_and_the_users_own_stay() -> None:
     text = format_error(caught.value)
     assert "KeyError: 'own cause'" in text
     assert text.endswith("ValueError: sentence\n")
+
+
+def test_a_cause_outside_the_users_code_is_hidden() -> None:
+    with pytest.raises(un.errors.CommTimeoutError) as caught:
+        un.init(init_method="tcp://127.0.0.1:1", rank=1, world_size=2, timeout=0.2)
+    assert caught.value.__cause__ is not None
+    assert "direct cause" not in format_error(caught.value)
+
+
+def test_calls_within_the_library_are_at_the_users_line() -> None:
+    def program(comm: un.Communicator) -> None:
+        comm.all_gather_object("some")
+        un.broadcast_parameters(torch.nn.Linear(2, 1 + comm.rank), comm)
+
+    with pytest.raises(un.errors.MismatchError) as caught:
+        un.launch(program, 2, "shm", timeout=20)
+    text = str(caught.value)
+    # The mismatch is of the program, so it has no number of a call.
+    assert text.startswith(f"rank {caught.value.rank} of 2: rank 1 has another model than rank 0")
+    assert text.count(f"at {Path(__file__).name}:") >= 4
+    assert "objects.py" not in text

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import increment_version
 
 from unisono.comm.state import ANY_THREAD, refuses
+from unisono.core.call_site import NOT_THE_USERS
 from unisono.core.fast_path import FastPath, Status, Tensors
 from unisono.core.flight_recorder import Activity, CallRecord
 from unisono.core.work import resolve_timeout
@@ -33,7 +34,7 @@ class FastPathCalls:
 
     Attributes:
         fast_path: The transport's, if it has one.
-        activity, owner, closed: As of `Standing`.
+        activity, owner, closed: As of `CommunicatorState`.
         _inside: Threads that are in a collective; a signal handler there may not start another.
     """
 
@@ -74,6 +75,8 @@ class FastPathCalls:
         assert fast is not None
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         caller, activity = _getframe(2), self.activity
+        while caller.f_code.co_filename.startswith(NOT_THE_USERS) and caller.f_back is not None:
+            caller = caller.f_back
         detail = str(op or "") if root is None else f"root {root}"
         # The caller's record keeps no object alive, and is resolved to a line only on request.
         noted = (what.name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
@@ -111,6 +114,8 @@ class FastPathCalls:
             return False
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         caller, activity = _getframe(2), self.activity
+        while caller.f_code.co_filename.startswith(NOT_THE_USERS) and caller.f_back is not None:
+            caller = caller.f_back
         detail = f"{'to' if name == 'send' else 'from'} rank {peer}{f', tag {tag}' if tag else ''}"
         noted = name, None, f"{detail}, {tensor.nbytes} B", (caller.f_code, caller.f_lasti)
         awaited = activity.post(name, peer, tag)

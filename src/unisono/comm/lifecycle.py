@@ -156,7 +156,7 @@ class LifecycleMixin(CommunicatorBase):
         if self._successor is not None:
             self._successor._fail(error)
             return
-        self._engine.report_failure(error, "the program")
+        self._engine.report_failure(error, None)
         for part in self._open_parts():
             part._fail(error)
         self._engine.ending.fail(error)

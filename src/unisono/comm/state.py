@@ -107,16 +107,21 @@ class CommunicatorState:
         self.activity.note(noted)
         return self.report_failure(error, noted[0], self._calls)
 
-    def report_failure(self, error: BaseException, operation: str, call: int | None = None) -> BaseException:
-        """Break the group for this error, and return the error to raise: the group's first cause."""
+    def report_failure(self, error: BaseException, operation: str | None, call: int | None = None) -> BaseException:
+        """Break the group for this error, and return the error to raise: the group's first cause.
+
+        Args:
+            error: Raised by the operation, or by the program itself.
+            operation: Name of the operation; None for the program.
+            call: Number of the operation; the next one if None.
+        """
+        where = operation or "the program"
         if not self.closed:
-            self.activity.log_event(
-                "error", f"{type(error).__name__} in {operation}: {text_of(error)}".partition("\n")[0]
-            )
+            self.activity.log_event("error", f"{type(error).__name__} in {where}: {text_of(error)}".partition("\n")[0])
         if self._broken is None:
             self.activity.timed_out = isinstance(error, CommTimeoutError)
             error = with_hang_report(error, self.control, self.group)
-        own = to_cause(error, self.group.rank, operation)
+        own = to_cause(error, self.group.rank, where)
         first = self._broken or self._first_cause(own, error)
         if not isinstance(error, CommError):
             return error
@@ -130,9 +135,9 @@ class CommunicatorState:
         self.on_failure(first)
         return first
 
-    def with_context(self, error: CommError, operation: str, call: int | None = None) -> CommError:
+    def with_context(self, error: CommError, operation: str | None, call: int | None = None) -> CommError:
         """Return the error with its context: rank, location, and the call's number (or the next number)."""
-        if call is None:
+        if call is None and operation is not None:
             # Messages are counted by themselves.
             call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
         return error.locate(**self._here, operation=operation, call=call)

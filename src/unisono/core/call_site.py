@@ -8,13 +8,13 @@ import threading
 from importlib.util import find_spec
 from types import CodeType, FrameType
 
-__all__ = ["call_site", "is_installed", "is_internal", "line_of", "nearest", "site_of", "users_frame"]
+__all__ = ["NOT_THE_USERS", "call_site", "is_installed", "is_internal", "line_of", "nearest", "site_of", "users_frame"]
 
 # Torch is found without being loaded: processes that only speak to the control plane need none.
 _TORCH = getattr(find_spec("torch"), "origin", None) or __file__
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OTHERS = (_OURS, os.path.dirname(os.path.abspath(_TORCH)) + os.sep)
-_NOT_THE_USERS = (*_OTHERS, threading.__file__)
+NOT_THE_USERS = (*_OTHERS, threading.__file__)
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
@@ -31,7 +31,7 @@ def site_of(frame: FrameType | None) -> str | None:
 
 def nearest(frame: FrameType | None) -> FrameType | None:
     """The innermost frame outside the library and torch."""
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         frame = frame.f_back
     return frame
 

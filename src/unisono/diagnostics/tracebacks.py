@@ -75,11 +75,15 @@ def _hide_frames(report: traceback.TracebackException) -> int:
     hidden = len(frames) - len(kept)
     for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
         hidden += 0 if other is None else _hide_frames(other)
-    if ours and report.__cause__ is not None and not report.__cause__.stack:
-        report.__cause__ = None
-    if ours and report.__context__ is not None and not report.__context__.stack:
-        report.__context__ = None
+    if ours:
+        # The error of this library says what its cause means; only a cause in the user's code adds to it.
+        report.__cause__ = report.__cause__ if _has_user_frames(report.__cause__) else None
+        report.__context__ = report.__context__ if _has_user_frames(report.__context__) else None
     return hidden
+
+
+def _has_user_frames(report: traceback.TracebackException | None) -> bool:
+    return report is not None and any(not is_installed(frame.filename) for frame in report.stack)
 
 
 class _ErrorDisplay:
@@ -106,8 +110,8 @@ class _ErrorDisplay:
                 sys.__excepthook__(kind, error, trace)
             return
         elsewhere = isinstance(error, PeerLostError | AbortedError) or (isinstance(error, MismatchError) and self._rank)
-        full = os.environ.get(_SETTING) == "full"
-        text = (_brief if elsewhere and not full else format_error)(error, self._rank, self._size)
+        whole = path or os.environ.get(_SETTING) == "full" or not elsewhere
+        text = (format_error if whole else _brief)(error, self._rank, self._size)
         self._record(error, text)
         with suppress(AttributeError, OSError, ValueError):
             if path:

@@ -114,7 +114,7 @@ def one_step(bucket: Bucket, coming: list[int], scale: float, factor: float, for
         assert torch.equal(view, total * (scale * factor))
     came = [slot in coming for slot in range(len(parameters))]
     asks = [0.0, scale * (step == 1)]
-    assert bucket.came == came
+    assert bucket.arrived == came
     assert bucket.words.tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *asks]
     assert bucket.read_header() == [(c, not c) for c in came]
     assert bucket.asked == (False, step == 1)

@@ -120,7 +120,7 @@ class AveragerPasses:
         for bucket, slots in chunks[:-1]:
             free = [slot for slot in slots if bucket.indices[slot] not in self._stays]
             if free:
-                took = partial(self._chunk_came, bucket, free)
+                took = partial(self._on_chunk_ready, bucket, free)
                 last = bucket.parameters[free[-1]]
                 self._chunk_hooks.append(last.register_post_accumulate_grad_hook(took))
         if self._seen is not None:
@@ -128,7 +128,7 @@ class AveragerPasses:
                 note = self._parameters[index].register_post_accumulate_grad_hook(self._seen.append)
                 self._chunk_hooks.append(note)
 
-    def _chunk_came(self, bucket: Bucket, slots: Sequence[int], _parameter: torch.Tensor) -> None:
+    def _on_chunk_ready(self, bucket: Bucket, slots: Sequence[int], _parameter: torch.Tensor) -> None:
         """A hook of the last parameter of a chunk: its gradient has been added to `p.grad`."""
         if self._pass.is_open and self._syncing and not bucket.started:
             bucket.take(slots)
@@ -136,9 +136,9 @@ class AveragerPasses:
 
     def _watch_outputs(self, returned: Any) -> None:
         # Where ranks may lack gradients, a rank also joins the average if its pass reaches no parameter.
-        watch_outputs(returned, self._come if self._find_unused else self._pass.follow)
+        watch_outputs(returned, self._on_output_gradient if self._find_unused else self._pass.follow)
 
-    def _come(self, gradient: torch.Tensor) -> None:
+    def _on_output_gradient(self, gradient: torch.Tensor) -> None:
         """Hook: a backward pass has reached an output of the model."""
         if self._registry.hooked and adds_to_leaves(self._registry.ids):
             self._pass.enter(current_pass())
@@ -160,21 +160,21 @@ class AveragerPasses:
     def _end(self) -> None:
         """Complete the gradients of a pass, and check which ones arrived."""
         self._registry.check()
-        came = self._saved.came() | self._accumulated
+        arrived = self._saved.arrived() | self._accumulated
         # An inner pass may have been in no_sync(); what counts is the outermost one.
         if not self._syncing:
-            self._accumulated = came
+            self._accumulated = arrived
             self._saved.merge()
             return
         thawed = [i for i in self._frozen if self._parameters[i].requires_grad] if self._frozen else []
-        self._reducer.finish(came, asks=bool(thawed))
+        self._reducer.finish(arrived, asks=bool(thawed))
         if self._reducer.uneven and not self._find_unused:
             self._look_at(self._reducer.buckets)
         # Without a bucket there was no message to carry the request.
         if self._reducer.asked or (thawed and not self._reducer.where):
-            self._on_unfrozen(thawed, came)
+            self._on_unfrozen(thawed, arrived)
         if self._sparse:
-            self._average_sparse(came)
+            self._average_sparse(arrived)
         if self._sync_buffers and self._model is not None:
             broadcast_all(self._model.buffers(), self._comms.control)
         self._reducer.begin()
@@ -216,8 +216,8 @@ class AveragerPasses:
         )
 
     # -- the end of a step ----------------------------------------------------------------------
-    def _average_sparse(self, came: set[int]) -> None:
-        lacking = [self._names[i] for i in self._sparse if i not in came and self._weights.here]
+    def _average_sparse(self, arrived: set[int]) -> None:
+        lacking = [self._names[i] for i in self._sparse if i not in arrived and self._weights.here]
         sparse = [self._named[i] for i in self._sparse]
         average_sparse(sparse, self._comms.control, self._weights, None if self._find_unused else lacking)
 
@@ -238,13 +238,13 @@ class AveragerPasses:
         lacking = [
             self._names[i]
             for bucket in buckets
-            for i, came in zip(bucket.indices, bucket.came, strict=True)
-            if not came
+            for i, arrived in zip(bucket.indices, bucket.arrived, strict=True)
+            if not arrived
         ]
         by_rank = self._comms.control.all_gather_object(lacking if self._weights.here else [])
         check_skipped(self._names, by_rank, self._weights.active, self._comms.control)
 
-    def _on_unfrozen(self, thawed: list[int], came: set[int]) -> None:
+    def _on_unfrozen(self, thawed: list[int], arrived: set[int]) -> None:
         """Parameters that were frozen are no more: average what they have now, and from now on."""
         with ErrorContext(
             f"comparing frozen parameters; no longer frozen on rank {self.rank}: {[self._names[i] for i in thawed]}"
@@ -253,6 +253,6 @@ class AveragerPasses:
         self._frozen = [i for i in self._frozen if i not in thawed]
         known = len(self._reducer.buckets)
         self._add_parameters(thawed)
-        self._reducer.finish(came | set(thawed), first=known)
+        self._reducer.finish(arrived | set(thawed), first=known)
         if self._reducer.uneven and not self._find_unused:
             self._look_at(self._reducer.buckets[known:])

@@ -179,7 +179,7 @@ class SavedGradients:
                 self.aside[index] = self._before[index]
                 parameter.grad = None
 
-    def came(self) -> set[int]:
+    def arrived(self) -> set[int]:
         """Indices of the parameters with a p.grad that the pass has added to and that has not been taken since."""
         found = set()
         for index, parameter in enumerate(self._parameters):

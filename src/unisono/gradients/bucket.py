@@ -37,7 +37,7 @@ class Bucket:
         words: The header, sent separately if the gradients are sent in another form.
         chunks: Runs of slots; the gradients of each are worth one copy. The last one is all slots.
         inside: A byte for each slot: whether its gradient has been copied in.
-        came: For each slot, once the bucket is filled, whether this rank has its gradient.
+        arrived: For each slot, once the bucket is filled, whether this rank has its gradient.
         started: Whether the bucket is being reduced, or has been.
         found: The result of `read_header`; empty before that call.
         complete: Its result if every rank had all gradients.
@@ -59,8 +59,8 @@ class Bucket:
         self.memory = allocate(sum(numels) + 2 * len(numels) + _ASKS, like.dtype, like.device)
         self.flat = self.memory[: sum(numels)]
         self.words = self.memory[sum(numels) :]
-        came = [scale] * len(numels) + [0] * (len(numels) + _ASKS)
-        self._all_came = torch.tensor(came, dtype=like.dtype, device=like.device)
+        arrived = [scale] * len(numels) + [0] * (len(numels) + _ASKS)
+        self._all_came = torch.tensor(arrived, dtype=like.dtype, device=like.device)
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
         self.complete = [(True, False)] * len(numels)
         self.shapes = [p.shape for p in parameters]
@@ -74,7 +74,7 @@ class Bucket:
     def begin(self) -> None:
         """Forget the last step's gradients."""
         self.inside = bytearray(len(self.parameters))
-        self.came: list[bool] = []
+        self.arrived: list[bool] = []
         self.started = False
         self._graphs: dict[int, torch.Tensor] = {}
         self._backup: torch.Tensor | None = None
@@ -115,7 +115,7 @@ class Bucket:
 
     def finalize(
         self,
-        came: Set[int],
+        arrived: Set[int],
         earlier: dict[int, torch.Tensor],
         factor: float = 1.0,
         here: bool = True,
@@ -125,19 +125,19 @@ class Bucket:
         """Copy in all remaining gradients, zeros for missing ones; scale by this rank's weight; write the header.
 
         Args:
-            came: Indices of the parameters with a gradient that may not be in the bucket yet.
+            arrived: Indices of the parameters with a gradient that may not be in the bucket yet.
             earlier: p.grad from before the pass, by index; entries that are copied in are removed.
             factor: This rank's weight.
             here: Whether this rank has data: a rank without data neither has a gradient nor lacks it.
             flags: Requests of this rank to all ranks.
             backup: Whether to keep a copy, for `rewind`.
         """
-        first, more = not self.came, []
+        first, more = not self.arrived, []
         for slot, (index, parameter, inside) in enumerate(zip(self.indices, self.parameters, self.inside, strict=True)):
             held = earlier.pop(index, None) if earlier else None
             has = parameter.grad is not None and parameter.requires_grad
             if first:
-                self.came.append(bool(inside) or (index in came and (has or held is not None)))
+                self.arrived.append(bool(inside) or (index in arrived and (has or held is not None)))
             if not (inside or has):
                 self.views[slot].zero_()
             if held is not None:
@@ -153,15 +153,15 @@ class Bucket:
             self.flat.zero_()
         elif factor != 1.0:
             self.flat.mul_(factor)
-        self.words.copy_(self._all_came if all(self.came) else self._some_came(here))
+        self.words.copy_(self._all_came if all(self.arrived) else self._some_came(here))
         for index, ask in enumerate(flags):
             if ask:
                 self.words[index - _ASKS] = self.scale
 
     def _some_came(self, here: bool) -> torch.Tensor:
         """This rank's words where it lacks gradients."""
-        lacks = [here and not came for came in self.came]
-        said = [*self.came, *lacks, *[False] * _ASKS]
+        lacks = [here and not arrived for arrived in self.arrived]
+        said = [*self.arrived, *lacks, *[False] * _ASKS]
         return torch.tensor(said, dtype=self.words.dtype).mul_(self.scale)
 
     def _plain(self, slot: int, grad: torch.Tensor) -> torch.Tensor:

@@ -13,24 +13,24 @@ from unisono.gradients.backward_pass import will_run
 __all__ = ["adds_to_leaves", "watch_outputs"]
 
 
-def watch_outputs(returned: Any, came: Callable[[torch.Tensor], None]) -> None:
-    """Call `came` when a backward pass reaches an output of a model.
+def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> None:
+    """Call `arrived` when a backward pass reaches an output of a model.
 
     Args:
         returned: A tensor, or a list, tuple, dict or dataclass of such.
-        came: A hook of tensors.
+        arrived: A hook of tensors.
     """
     parts: Iterable[Any] = ()
     if isinstance(returned, torch.Tensor):
         # A leaf has a hook of its own, and stays for many steps; what torch.func wraps is no part of a training step.
         if returned.grad_fn is not None and not torch._C._functorch.is_functorch_wrapped_tensor(returned):
-            returned.register_hook(came)
+            returned.register_hook(arrived)
     elif isinstance(returned, (list, tuple, dict)):
         parts = returned.values() if isinstance(returned, dict) else returned
     elif is_dataclass(returned) and not isinstance(returned, type):
         parts = [getattr(returned, field.name, None) for field in fields(returned)]
     for part in parts:
-        watch_outputs(part, came)
+        watch_outputs(part, arrived)
 
 
 def adds_to_leaves(parameters: frozenset[int]) -> bool:

@@ -269,9 +269,9 @@ def agree(comm: Communicator, who: str, facts: Facts) -> None:
     for name in dict.fromkeys(name for table in tables for name in table):
         values = [table.get(name, "not there") for table in tables]
         if len(set(values)) > 1:
-            raise _differ(comm, who, repr(name), values)
+            raise _mismatch_error(comm, who, repr(name), values)
     index = next(i for i, column in enumerate(zip(*lists, strict=True)) if len({name for name, _ in column}) > 1)
-    raise _differ(comm, who, "the order of their parameters", [entry[index][0] for entry in lists])
+    raise _mismatch_error(comm, who, "the order of their parameters", [entry[index][0] for entry in lists])
 
 
 def over_buckets(
@@ -282,7 +282,7 @@ def over_buckets(
         flat_apply(bucket, lambda flat: action(flat.detach()))
 
 
-def _differ(comm: Communicator, who: str, what: str, values: Sequence[str]) -> MismatchError:
+def _mismatch_error(comm: Communicator, who: str, what: str, values: Sequence[str]) -> MismatchError:
     sides: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         sides.setdefault(value if len(value) <= 200 else f"{value[:200]}...", []).append(str(rank))

@@ -149,20 +149,20 @@ class Reducer:
                 # The end of the pass handles it, unless this rank's pass fails by itself before.
                 self._halted = True
 
-    def finish(self, came: Set[int], first: int = 0, *, asks: bool = False) -> None:
+    def finish(self, arrived: Set[int], first: int = 0, *, asks: bool = False) -> None:
         """Start the remaining buckets, wait for all, and assign the means to p.grad.
 
         If another rank's pass has failed, and no mean of this pass was used yet, the reduction is repeated with that
         rank's next pass.
 
         Args:
-            came: Indices of the parameters with a gradient that may be in no bucket yet.
+            arrived: Indices of the parameters with a gradient that may be in no bucket yet.
             first: The first bucket to wait for.
             asks: Whether this rank has a request to all ranks.
         """
         while True:
             try:
-                self._reduce_all(came, first, asks)
+                self._reduce_all(arrived, first, asks)
                 break
             except AbortedError as aborted:
                 if first or not all(bucket.can_rewind() for bucket in self.buckets):
@@ -177,17 +177,17 @@ class Reducer:
             bucket.assign_grads(bucket.found)
             self.uneven = self.uneven or bucket.found is not bucket.complete
 
-    def _reduce_all(self, came: Set[int], first: int, asks: bool) -> None:
+    def _reduce_all(self, arrived: Set[int], first: int, asks: bool) -> None:
         late = any(map(Bucket.is_late, self.buckets[: self._next]))
         while self._next < len(self.buckets):
-            self._start(came, (late, asks))
+            self._start(arrived, (late, asks))
         if self._factor is None:
             self._factor = self._weights.agree()
         for bucket in self.buckets[first:]:
             if bucket.work is not None:
                 self._wait(bucket)
 
-    def _start(self, came: Set[int] = frozenset(), asks: Sequence[bool] = ()) -> None:
+    def _start(self, arrived: Set[int] = frozenset(), asks: Sequence[bool] = ()) -> None:
         """Begin the reduction of the next bucket; its memory belongs to that until `_wait`."""
         bucket, last = self.buckets[self._next], self._next == len(self.buckets) - 1
         if (failure := self._comm.exception()) is not None:
@@ -195,7 +195,9 @@ class Reducer:
             raise failure
         if self._factor is None:
             self._factor = self._weights.agree() if self._weights.uneven else self._weights.factor
-        bucket.finalize(came, self._saved.aside, self._factor, self._weights.here, asks if last else (), self._repeats)
+        bucket.finalize(
+            arrived, self._saved.aside, self._factor, self._weights.here, asks if last else (), self._repeats
+        )
         # Before the reduction, which may end in an error on this rank alone.
         self._next += 1
         self._reduce(bucket)
@@ -229,7 +231,7 @@ class Reducer:
             bucket.found = bucket.read_header()
 
     def _take_late(self) -> None:
-        """A shared parameter under re-entrant checkpointing: a part came when the rest was on its way, on some rank."""
+        """Add parts of shared parameters that arrived, under re-entrant checkpointing, when the rest had been sent."""
         for bucket in self.buckets:
             bucket.add_late()
             self._reduce(bucket)

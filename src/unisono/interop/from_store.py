@@ -65,7 +65,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
     _tell(store, _seat(rank), (host_identity(), why_no_shm(), wishes.transport))
     held = _host(store, size, timeout_s) if rank == 0 else None
     try:
-        done = _come(store, rank, size, timeout_s, wishes, held)
+        done = _join(store, rank, size, timeout_s, wishes, held)
     except BaseException:
         if held is not None:
             held.release()
@@ -78,7 +78,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
     return done
 
 
-def _come(
+def _join(
     store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions, held: Lease | None
 ) -> Connection:
     """Connect to the address that rank 0 publishes, and join all the others there."""

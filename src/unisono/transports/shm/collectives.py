@@ -158,5 +158,5 @@ class ShmCollectives(Reductions):
         self._barrier.arrive_and_wait(deadline)
         rows: list[list[int]] = [view.tolist() for view in views]
         if any(rows[a][b] != rows[b][size + a] for a in range(size) for b in range(size)):
-            self._differ()
+            self._raise_mismatch()
         return max(max(row) for row in rows)

@@ -44,7 +44,7 @@ class Reductions:
         symmetric: SymmetricMemory,
         differ: Callable[[], None],
     ) -> None:
-        self._barrier, self.stages, self._symmetric, self._differ = barrier, stages, symmetric, differ
+        self._barrier, self.stages, self._symmetric, self._raise_mismatch = barrier, stages, symmetric, differ
         self.rank, self.size = barrier.rank, barrier.size
         self.stage_bytes = stages[0][0].numel()
         self.one_shot_bytes = min(self.stage_bytes, (1 << 20) if self.size <= 2 else (128 << 10))
@@ -55,7 +55,7 @@ class Reductions:
     def first(self, signature: Signature, deadline: float) -> None:
         """Arrive in the first round of a call, and compare what all ranks are about to do."""
         if self._barrier.arrive_and_wait(deadline, signature):
-            self._differ()
+            self._raise_mismatch()
 
     def _next_stage(self) -> int:
         return (self._barrier.round + 1) & 1

@@ -85,7 +85,7 @@ class ShmTransport(Transport):
             words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
         self._barrier = SharedBarrier(words[barrier // 8 : stages // 8], data.data_ptr() + barrier, group.rank, size)
         # Memory is unmapped when its last user is freed, so no reference cycle may contain this object.
-        differ = _weak_method(self._differ)
+        differ = _weak_method(self._raise_mismatch)
         queues, core = memoryview(memory)[rings:], None
         if module is not None and _all_native([build for _, build in infos], group):
             begin = data.data_ptr()
@@ -145,7 +145,7 @@ class ShmTransport(Transport):
         digest, pairs = hash_of(fingerprint.compared()[1:]), [*fingerprint.sends, *fingerprint.receives]
         if self._native is not None:
             if self._native.compare(digest, pairs, deadline) is Status.MISMATCH:
-                self._differ()
+                self._raise_mismatch()
         elif pairs:
             self._collectives.check_pairs(pairs, (digest, 0, 0, 0), deadline)
         else:
@@ -158,7 +158,7 @@ class ShmTransport(Transport):
         if self._native is not None:
             status = self._native.carry(call, deadline)
             if status is Status.MISMATCH:
-                self._differ()
+                self._raise_mismatch()
             if status is Status.OK:
                 return
         collectives, signature = self._collectives, signature_of(call)
@@ -169,7 +169,7 @@ class ShmTransport(Transport):
         else:
             getattr(collectives, call.name)(call, signature, deadline)
 
-    def _differ(self, fingerprint: Fingerprint | None = None) -> NoReturn:
+    def _raise_mismatch(self, fingerprint: Fingerprint | None = None) -> NoReturn:
         """Raise the error of ranks with different signatures, quoting the call of each. All ranks raise it."""
         mine = fingerprint or self._fingerprint
         assert mine is not None

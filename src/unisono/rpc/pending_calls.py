@@ -19,7 +19,6 @@ from unisono.rpc.context import context, request
 __all__ = ["CallFuture", "FlowControl", "PendingCall", "PendingCalls"]
 
 _WAIT_SLICE_S = 1.0
-_FOREVER_S = threading.TIMEOUT_MAX / 2
 _MOST_CALLS = 16384
 _MOST_BYTES = 256 << 20
 
@@ -44,7 +43,7 @@ class PendingCall:
 
     def __init__(self, number: int, peer: int, name: str, timeout: float, future: CallFuture | None = None) -> None:
         self.number, self.peer, self.name = number, peer, name
-        self.timeout = min(_FOREVER_S, timeout)
+        self.timeout = timeout
         self.started = time.monotonic()
         self.future = future
         self.within = context.get(), request.get()
@@ -192,7 +191,7 @@ class PendingCalls:
         self._open[call.number] = call
         with self._lock:
             self.sent[call.peer] += 1
-        if call.future is not None and call.timeout < _FOREVER_S:
+        if call.future is not None:
             due = call.started + call.timeout
             with self._lock:
                 heapq.heappush(self._due, (due, call.number))

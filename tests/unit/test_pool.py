@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,12 +11,13 @@ import textwrap
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 import unisono as un
-from unisono.errors import CommTimeoutError, PeerLostError
+from unisono.errors import CommTimeoutError, MismatchError, PeerLostError
 from unisono.testing import RankPool, pool, run_ranks
 
 
@@ -76,9 +78,34 @@ def test_error_is_raised_with_rank_and_traceback(ranks: RankPool) -> None:
         ranks.run(program)
     assert "raised on rank 1 of 3" in caught.value.__notes__
     assert "in program" in "".join(traceback.format_tb(caught.value.__traceback__))
-    # The barrier was not the same on all ranks, so fresh ones take over.
+    # The barrier was not the same on all ranks, so they get a new communicator.
+    assert ranks.run(total) == [3.0] * 3
+    assert ranks.run(total, size=2) == [2.0] * 2
+    assert ranks.run(who) == before
+
+
+def test_error_of_communication_replaces_the_ranks(ranks: RankPool) -> None:
+    before = ranks.run(who)
+    with pytest.raises(MismatchError):
+        ranks.run(lambda comm: comm.all_reduce(torch.ones(1 + comm.rank)))
     after = ranks.run(who)
     assert not {pid for pid, _ in before} & {pid for pid, _ in after}
+
+
+def test_changed_environment_and_folder_reach_the_ranks(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("UNISONO_TESTED", "yes")
+    monkeypatch.chdir(tmp_path)
+    here = [("yes", str(tmp_path))] * 2
+    assert ranks.run(lambda comm: (os.environ["UNISONO_TESTED"], str(Path.cwd())), size=2) == here
+
+
+def test_programs_find_the_random_generator_as_new(ranks: RankPool) -> None:
+    def drawn(comm: un.Communicator) -> float:
+        return torch.rand(1).item()
+
+    assert ranks.run(drawn, size=2) == ranks.run(drawn, size=2)
 
 
 def test_on_failure_continue_returns_errors_in_place(ranks: RankPool) -> None:
@@ -119,15 +146,41 @@ def test_unpicklable_result_is_explained(ranks: RankPool) -> None:
         ranks.run(program, size=1)
 
 
-def test_hanging_program_is_ended_and_reported() -> None:
+@pytest.mark.parametrize("backend", ["thread", "gloo"])
+def test_hanging_program_is_ended_and_reported(backend: str) -> None:
     def for_ever(comm: un.Communicator) -> None:
         while comm.rank == 1:
             pass
 
-    with RankPool(2, "gloo", limit_s=1.0) as ranks:
-        with pytest.raises(CommTimeoutError, match=r"did not end within 1 s on rank 1(.|\n)*in for_ever"):
+    with RankPool(2, backend, limit_s=1.0) as ranks:
+        with pytest.raises(CommTimeoutError, match=r"did not end within 1 s on rank 1(.|\n)*in for_ever") as caught:
             ranks.run(for_ever)
+        assert "unisono" not in str(caught.value)
         assert ranks.run(total) == [2.0] * 2
+
+
+@pytest.mark.parametrize("backend", ["thread", "gloo"])
+def test_interrupted_driver_learns_where_ranks_are(backend: str) -> None:
+    def for_ever(comm: un.Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(driver, signal.SIGALRM)
+        while True:
+            pass
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    driver, before = os.getpid(), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with RankPool(2, backend) as ranks:
+            with pytest.raises(KeyboardInterrupt) as caught:
+                ranks.run(for_ever)
+            (note,) = caught.value.__notes__
+            assert re.match(r"Rank 0 was at:\n(.|\n)* in for_ever(.|\n)*Rank 1 was at:\n(.|\n)* in for_ever", note)
+            assert ranks.run(total) == [2.0] * 2
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_ranks_that_cannot_start_report_why() -> None:
@@ -158,6 +211,17 @@ def test_pools_are_kept_by_their_arguments() -> None:
     assert pool("thread", 4) is pool("thread", 4)
     assert pool("thread", 4) is not pool("thread", 2)
     assert pool("thread", 4) is not pool("thread", 4, chunk_bytes=64)
+    assert pool("thread", 4, hosts=[[0, 1], [2, 3]]) is pool("thread", 4, hosts=[[0, 1], [2, 3]])
+
+
+def test_least_recently_used_pool_ends_its_ranks() -> None:
+    first = pool("gloo", 1)
+    ((pid, _),) = first.run(who)
+    for size in range(2, 10):
+        pool("thread", size)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert pool("gloo", 1) is not first
 
 
 @pytest.mark.soak

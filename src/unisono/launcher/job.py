@@ -20,7 +20,7 @@ from unisono.core.transport import Options, Transport
 from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableError
 from unisono.transports.hierarchical import Connectable
 
-__all__ = ["GRACE_S", "Job", "Outcome", "conclude", "reported", "run_reported"]
+__all__ = ["GRACE_S", "Job", "Outcome", "conclude", "first_failure", "reported", "run_reported"]
 
 GRACE_S = 3.0
 """After a first failure, how long the others may take to end by their own error."""
@@ -128,7 +128,7 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
     failures = [outcome for outcome in ended if outcome.error is not None]
     if on_failure == "continue" or not failures:
         return results
-    first = min(failures, key=_consequence)
+    first = first_failure(ended)
     error = first.error
     assert error is not None
     if isinstance(error, SystemExit | KeyboardInterrupt):
@@ -141,6 +141,11 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
         listed = ", ".join(f"{count} {name}" for name, count in sorted(others.items()))
         error.add_note(f"({others.total()} other {'rank' if others.total() == 1 else 'ranks'} failed too: {listed})")
     raise error
+
+
+def first_failure(ended: Sequence[Outcome]) -> Outcome:
+    """Return the failed outcome that caused the others."""
+    return min((outcome for outcome in ended if outcome.error is not None), key=_consequence)
 
 
 def _consequence(outcome: Outcome) -> int:

@@ -6,10 +6,13 @@ import faulthandler
 import os
 import pickle
 import signal
+import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from unisono.communicator import Communicator
 from unisono.errors import CommError
@@ -33,21 +36,27 @@ class PoolWorker:
 
 
 def serve(comm: Communicator, service: PoolWorker) -> None:
-    """Run programs until the driver closes the connection."""
+    """Run programs until the driver closes the connection.
+
+    Programs get communicators of their own, so that a program that fails does not break `comm`.
+    """
     stacks = (Path(service.folder) / f"stacks-{comm.rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
-    parts: dict[int, Communicator | None] = {comm.size: comm}
+    randomness = torch.get_rng_state()
+    parts: dict[tuple[int, int], Communicator | None] = {}
     with stacks, Client(service.address, authkey=service.key) as link:
         link.send((comm.rank, os.getpid()))
         while True:
             try:
-                size, program = pickle.loads(link.recv_bytes())
+                size, failures, program = pickle.loads(link.recv_bytes())
             except EOFError:
                 return
-            if size not in parts:
-                parts[size] = comm.subgroup(range(size))
-            part = parts[size]
+            if (size, failures) not in parts:
+                parts = {key: part for key, part in parts.items() if key[1] == failures}
+                parts[size, failures] = comm.subgroup(range(size))
+            part = parts[size, failures]
             if part is not None:
+                torch.set_rng_state(randomness)
                 link.send_bytes(_perform(part, program))
 
 
@@ -64,6 +73,7 @@ def _perform(comm: Communicator, program: bytes) -> bytes:
             raise
 
     outcome = run_reported(comm.rank, run)
+    sys.stdout.flush()
     try:
         comm.release_thread()
     except CommError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,145 @@ def test_user_fixture_of_the_same_name_is_kept(inner: pytest.Pytester) -> None:
         """
     )
     inner.runpytest_inprocess().assert_outcomes(passed=1)
+
+
+def test_examples_are_drawn_once_and_shrink(inner: pytest.Pytester) -> None:
+    inner.makepyfile(
+        """
+        import pytest
+        from hypothesis import given, settings, strategies as st
+        from unisono.testing import strategies
+
+        @pytest.mark.ranks(2)
+        @given(x=st.integers(0, 100))
+        def test_below(comm, x):
+            assert comm.all_gather_object(x) == [x, x]
+            assert x < 30 or comm.rank == 0
+
+        class TestAbove:
+            @settings(max_examples=30)
+            @given(x=st.lists(st.integers()))
+            @pytest.mark.parametrize("most", [2])
+            @pytest.mark.ranks(2, "gloo")
+            def test_above(self, comm, most, x):
+                assert len(x) <= most
+
+        @pytest.mark.ranks("inputs", chunk_bytes=64)
+        @given(inputs=strategies.inputs())
+        def test_number_of_ranks_is_drawn(comm, inputs):
+            assert comm.size == len(inputs)
+            assert comm.size < 3 or len(inputs[comm.rank]) < 2
+        """
+    )
+    result = inner.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=3)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*assert (30 < 30 or 1 == 0)*",
+            "*comm=thread-2,*",
+            "*x=30,*",
+            "*raised on rank 1 of 2*",
+            "*x=[[]0, 0, 0[]],*",
+            "*inputs=[[]tensor([[]0, 0[]]), tensor([[]0, 0[]]), tensor([[]0, 0[]])[]],*",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Explanation*")
+
+
+def test_options_multiply_marked_tests(inner: pytest.Pytester) -> None:
+    inner.makepyfile(
+        """
+        import os, pytest
+        @pytest.mark.ranks(4)
+        @pytest.mark.parametrize("x", [1])
+        def test_it(comm, x):
+            assert comm.backend in ("thread", "sim") and comm.size in (2, 3)
+        @pytest.mark.ranks("size")
+        @pytest.mark.parametrize("size", [1])
+        def test_own_size(comm, size):
+            assert comm.size == size
+        def test_unmarked():
+            pass
+        """
+    )
+    result = inner.runpytest_inprocess("-v", "--ranks", "2,3", "--backends", "thread,sim")
+    result.assert_outcomes(passed=7)
+    result.stdout.fnmatch_lines_random(["*test_it[[]*thread-2*", "*test_it[[]*sim-3*", "*test_own_size[[]*sim-size*"])
+    result = inner.runpytest_inprocess("--ranks", "two")
+    assert "--ranks: invalid" in "".join(result.errlines)
+
+
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("-n", "2", "-W", "error"), marks=pytest.mark.soak)], ids=["alone", "xdist"]
+)
+def test_consecutive_tests_reuse_processes_that_end_with_the_session(
+    inner: pytest.Pytester, options: tuple[str, ...]
+) -> None:
+    inner.makepyfile(
+        """
+        import os, pathlib, pytest
+        @pytest.mark.parametrize("fails", [False, True, False, False])
+        @pytest.mark.ranks(2, "gloo")
+        def test_it(comm, fails):
+            pathlib.Path(f"{os.getpid()}-{fails}-{comm.size}").touch()
+            assert not fails
+        """
+    )
+    # Each worker of xdist has ranks of its own.
+    run = inner.runpytest_subprocess if options else inner.runpytest_inprocess
+    run(*options).assert_outcomes(passed=3, failed=1)
+    pids = {int(path.name.partition("-")[0]) for path in inner.path.glob("*-2")}
+    assert len(pids) == (4 if options else 2)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("backend", ["thread", "gloo"])
+def test_hanging_test_ends_and_names_the_rank(inner: pytest.Pytester, backend: str) -> None:
+    inner.makepyfile(
+        f"""
+        import pytest, time
+        @pytest.mark.ranks(2, "{backend}", limit_s=0.5)
+        def test_loop(comm):
+            while comm.rank == 1:
+                pass
+        @pytest.mark.ranks(2, "{backend}", timeout=3)
+        def test_barrier(comm):
+            while comm.rank == 1:
+                pass
+            comm.barrier()
+        @pytest.mark.ranks(2, "{backend}")
+        def test_start(comm):
+            pass
+        @pytest.mark.timeout(1, method="signal")
+        @pytest.mark.ranks(2, "{backend}")
+        def test_plugin_for_timeouts(comm):
+            while comm.rank == 1:
+                pass
+        """
+    )
+    result = inner.runpytest_inprocess("-p", "no:faulthandler")
+    result.assert_outcomes(failed=3, passed=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*did not end within 0.5 s on rank 1. Rank 1 was at:*",
+            "*in test_loop*",
+            "*barrier #1*waited 3.0 s*rank 1, which has not arrived*",
+            "*Timeout (>1.0s)*",
+            "*in test_plugin_for_timeouts*",
+        ]
+    )
+
+
+def test_page_about_testing_shows_tests_that_pass(inner: pytest.Pytester) -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/test-on-threads.md").read_text()
+    blocks = [block.partition("```")[0] for block in page.split("```python")[1:]]
+    code = "".join(block for block in blocks if "@pytest.mark.ranks" in block)
+    inner.makepyfile(code)
+    inner.runpytest_inprocess("--ranks", "2,5").assert_outcomes(passed=3)
+    # The mistake that the page names.
+    inner.makepyfile(code.replace("    comm.broadcast(tensor, 0)\n", ""))
+    result = inner.runpytest_inprocess("--backends", "sim", "-k", "all_reduce")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*inputs=[[]tensor([[]1[]]), tensor([[]0[]])[]],*"])

@@ -6,27 +6,75 @@
         comm.all_reduce(t)
         assert t.tolist() == [4.0] * 3
 
-A failing assertion on any rank fails the test, and a note names the rank. Every run of pytest imports
-this file, so it must not import slow modules.
+A failing assertion on any rank fails the test, and a note names the rank. Hypothesis draws once for all ranks, in the
+process of pytest. Every run of pytest imports this file, so it must not import slow modules.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["comm", "pytest_configure", "pytest_pyfunc_call", "pytest_runtest_makereport"]
+__all__ = [
+    "comm",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_generate_tests",
+    "pytest_pyfunc_call",
+    "pytest_runtest_makereport",
+    "pytest_unconfigure",
+]
 
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MARKER = (
-    "ranks(size, backend='thread', **options): run the test on ranks; it takes `comm`. Options as for unisono.launch"
+    "ranks(size, backend='thread', *, limit_s=60, **options): run the test on ranks; it takes `comm`. `size` may be "
+    "the name of an argument: its value or number of items. Options as for unisono.launch"
 )
+
+
+class _Ranks:
+    """Ranks of a marked test: the value of its argument `comm` in the process of pytest."""
+
+    def __init__(self, size: int | str, backend: str = "thread", **options: Any) -> None:
+        self.size, self.backend, self.options = size, backend, options
+
+    def __repr__(self) -> str:
+        return f"{self.backend}-{self.size}"
+
+    def run(self, test: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a test on ranks that serve later tests, too."""
+        from unisono.testing.pools import pool
+
+        @functools.wraps(test)
+        def on_one_rank(comm: Communicator) -> None:
+            test(*args, comm=comm, **kwargs)
+
+        size = kwargs[self.size] if isinstance(self.size, str) else self.size
+        size = size if isinstance(size, int) else len(size)
+        pool(self.backend, size, **self.options).run(on_one_rank)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that run each marked test on several numbers of ranks, and several backends."""
+    group = parser.getgroup("unisono")
+    group.addoption("--ranks", type=_numbers, help="numbers of ranks for each test marked with `ranks`, such as 2,3")
+    group.addoption("--backends", type=_names, help="backends for each test marked with `ranks`, such as thread,shm")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,11 +82,30 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
 
 
+def pytest_unconfigure() -> None:
+    """End the ranks that tests have used."""
+    if pools := sys.modules.get("unisono.testing.pools"):
+        pools.close_pools()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Multiply a marked test by the options `--ranks` and `--backends`."""
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is None or "comm" not in metafunc.fixturenames:
+        return
+    made = _Ranks(*marker.args, **marker.kwargs)
+    sizes = [made.size] if isinstance(made.size, str) else metafunc.config.getoption("ranks") or [made.size]
+    backends = metafunc.config.getoption("backends") or [made.backend]
+    variants = [_Ranks(size, backend, **made.options) for backend in backends for size in sizes]
+    # Hypothesis refuses arguments of the scope of a function, which examples share.
+    drawn = hasattr(metafunc.function, "hypothesis")
+    metafunc.parametrize("comm", variants, ids=repr, scope="class" if drawn else "function")
+
+
 @pytest.fixture
-def comm(request: pytest.FixtureRequest) -> None:
+def comm() -> None:
     """The communicator of the rank that runs the test, which is marked with `ranks`."""
-    if request.node.get_closest_marker("ranks") is None:
-        pytest.fail("a test that takes `comm` must declare its number of ranks: @pytest.mark.ranks(4)", pytrace=False)
+    pytest.fail("a test that takes `comm` must declare its number of ranks: @pytest.mark.ranks(4)", pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,21 +120,43 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a marked test on its ranks. Other fixtures are created once and shared by all of them."""
-    marker = pyfuncitem.get_closest_marker("ranks")
-    if marker is None:
+    if pyfuncitem.get_closest_marker("ranks") is None:
         return None
-    from unisono.testing.ranks import run_ranks
-
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     if "comm" not in arguments:
         pytest.fail("a test that is marked with `ranks` must take `comm`, the communicator of its rank", pytrace=False)
-    del arguments["comm"]
     test = pyfuncitem.obj
-
-    # Keep the test's own name: it decides whether ranks can import the test.
-    @functools.wraps(test)
-    def on_one_rank(comm: Communicator) -> None:
-        test(**arguments, comm=comm)
-
-    run_ranks(on_one_rank, *marker.args, **marker.kwargs)
+    if hasattr(test, "hypothesis"):
+        _run_examples(test, arguments)
+    else:
+        _on_ranks(test)(**arguments)
     return True
+
+
+def _run_examples(test: Any, arguments: dict[str, Any]) -> None:
+    """Run a test of Hypothesis, which calls the inner test for each example."""
+    from hypothesis import Phase, settings
+
+    inner, function = test.hypothesis.inner_test, getattr(test, "__func__", test)
+    chosen, default = function._hypothesis_internal_use_settings, settings()
+    # The default deadline is some milliseconds, and an example may have to start its ranks.
+    deadline = None if chosen.deadline == default.deadline else chosen.deadline
+    # An explanation would name lines that ran here, which are those of the library. One mistake fails in several ways
+    # on several ranks: one of these is enough.
+    phases = [phase for phase in chosen.phases if phase is not Phase.explain]
+    function._hypothesis_internal_use_settings = settings(
+        chosen, deadline=deadline, phases=phases, report_multiple_bugs=False
+    )
+    test.hypothesis.inner_test = _on_ranks(inner)
+    try:
+        test(**arguments)
+    finally:
+        test.hypothesis.inner_test = inner
+
+
+def _on_ranks(test: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def on_ranks(*args: Any, comm: _Ranks, **kwargs: Any) -> None:
+        comm.run(test, args, kwargs)
+
+    return on_ranks

@@ -31,6 +31,7 @@ __all__ = [
     "cases",
     "counts",
     "dtypes",
+    "inputs",
     "layouts",
     "ops",
     "parts",
@@ -223,6 +224,29 @@ def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStra
         [tensor([0]), tensor([0])]
     """
     return st.lists(tensors(dtype, count), min_size=size, max_size=size)
+
+
+@st.composite
+def inputs(
+    draw: st.DrawFn, max_size: int = 4, dtype: torch.dtype = torch.int64, max_count: int = 16
+) -> list[torch.Tensor]:
+    """Return a strategy of lists of tensors, one for each rank, of equal lengths. Ranks and elements shrink, too.
+
+    With `@pytest.mark.ranks("inputs")`, a test whose argument `inputs` is drawn so runs on as many ranks.
+
+    Args:
+        draw: Passed by Hypothesis.
+        max_size: The largest number of ranks.
+        dtype: As in `tensors`. Sums and products of integers are exact; they wrap.
+        max_count: The largest number of elements.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(inputs(), lambda drawn: len(drawn) > 1 and len(drawn[0]) > 0)
+        [tensor([0]), tensor([0])]
+    """
+    size = draw(worlds(max_size))
+    return draw(tensors_per_rank(size, dtype, draw(st.integers(0, max_count))))
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """Hugging Face's Accelerate: one of the programs that accelerate_after.py converts.
 
-accelerate launch --cpu --num_processes 2 docs/examples/coming_from/accelerate_before.py
+torchrun --nproc-per-node 2 docs/examples/coming_from/accelerate_before.py
 """
 
 from __future__ import annotations

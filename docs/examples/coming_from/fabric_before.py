@@ -1,6 +1,6 @@
 """Lightning Fabric: one of the programs that accelerate_after.py converts.
 
-fabric run --accelerator cpu --strategy ddp --devices 2 docs/examples/coming_from/fabric_before.py
+torchrun --nproc-per-node 2 docs/examples/coming_from/fabric_before.py
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def train(fabric: Fabric, shuffle: bool = True) -> float:
 
 
 if __name__ == "__main__":
-    fabric = Fabric()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     train(fabric, shuffle="--in-order" not in sys.argv)

@@ -93,7 +93,7 @@ def test_deepspeed_program_resumes_on_other_ranks(tmp_path: Path) -> None:
     train = load("deepspeed_after").train
     [whole] = un.launch(train, 1, "thread", (str(tmp_path / "whole"),))
     assert un.launch(train, 2, "thread", (str(tmp_path / "parts"), 9))[0][0] == 9
-    assert un.launch(train, 3, "thread", (str(tmp_path / "parts"),)) == [(16, pytest.approx(whole[1], abs=1e-3))] * 3
+    assert un.launch(train, 3, "thread", (str(tmp_path / "parts"),)) == [(16, pytest.approx(whole[1], abs=1e-5))] * 3
 
 
 def test_torchft_program_loses_a_rank_and_nothing_else() -> None:

@@ -54,4 +54,5 @@ def train(comm: un.Communicator, folder: str, stop: int = 16, shuffle: bool = Tr
 
 if __name__ == "__main__":
     with un.init() as comm:
-        train(comm, *sys.argv[1:2], shuffle="--in-order" not in sys.argv)
+        folder, *stop = sys.argv[1:]
+        train(comm, folder, *map(int, stop))

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import unisono as un
 
 
-def train(comm: un.Communicator, epochs: int = 2, kill: tuple[int, int] | None = None) -> tuple[int, int, float]:
+def train(
+    comm: un.Communicator, epochs: int = 2, kill: tuple[int, int] | None = None, shuffle: bool = True
+) -> tuple[int, int, float]:
     """Train a small model. At the end: ranks, steps, sum of the weights. `kill` is a rank, and the step it dies at."""
     me = comm.rank
     inputs = torch.randn(256, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -24,7 +26,7 @@ def train(comm: un.Communicator, epochs: int = 2, kill: tuple[int, int] | None =
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     averager = un.GradientAverager(model, comm)
-    sampler = un.data.GlobalBatchSampler(samples, comm, batch_size=32)
+    sampler = un.data.GlobalBatchSampler(samples, comm, batch_size=32, shuffle=shuffle)
     training = un.elastic.Recovery(comm, model=model, optimizer=optimizer, averager=averager, sampler=sampler)
     epoch = 0
     while epoch < epochs:

@@ -50,6 +50,7 @@ FOLDERS = (
     "docs/backends.md",
     "docs/coming-from",
     "docs/examples",
+    "docs/gallery",
     "docs/how-to",
     "docs/recipes",
     "docs/reference.md",

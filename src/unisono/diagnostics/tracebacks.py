@@ -86,6 +86,14 @@ def _has_user_frames(report: traceback.TracebackException | None) -> bool:
     return report is not None and any(not is_installed(frame.filename) for frame in report.stack)
 
 
+def _name_cells(text: str, shell: Any) -> str:
+    """Replace the file names that IPython makes for cells by the numbers of the cells."""
+    for path, number in getattr(shell.compile, "_filename_map", {}).items():
+        text = text.replace(f'File "{path}"', f"Cell In[{number}]")
+        text = text.replace(f"{os.path.basename(path)}:", f"In[{number}]:")
+    return text
+
+
 class _ErrorDisplay:
     """Show uncaught errors by `format_error`, in a script and in a notebook."""
 
@@ -125,7 +133,7 @@ class _ErrorDisplay:
         """Show an error of a cell; IPython's handler of custom exceptions."""
         if not self._concerns(error):
             return shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
-        lines = format_error(error, self._rank, self._size).splitlines()
+        lines = _name_cells(format_error(error, self._rank, self._size), shell).splitlines()
         shell._showtraceback(kind, error, lines)
         return lines
 

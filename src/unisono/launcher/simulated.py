@@ -20,6 +20,7 @@ from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
+from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
 from unisono.launcher.job import GRACE_S, Job, Outcome, conclude
 from unisono.simulation import EndedError, Scheduler, interposed, unpatched
@@ -110,6 +111,7 @@ def simulate(
         >>> first.results, first.time_s < 0.01, first.trace == again.trace
         ([12.0, 12.0, 12.0], True, True)
     """
+    show_errors()
     if not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
     timeout_s = positive_timeout(timeout)

@@ -24,6 +24,8 @@ _SETTING = "UNISONO_TRACEBACK"
 _ERROR_FILE = "UNISONO_ERROR_FILE"
 _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 _MOST_LETTERS = 160
+_STARTERS = ("<frozen runpy>", os.path.join("IPython", "core", "interactiveshell.py"))
+"""Ends of the names of files that start a user's program."""
 
 
 def format_error(error: BaseException, rank: int | None = None, size: int | None = None) -> str:
@@ -64,7 +66,7 @@ def _front(rank: int | None, size: int | None) -> str:
 def _hide_frames(report: traceback.TracebackException) -> int:
     """Remove internal frames from a report and its causes, and return how many they were."""
     frames = list(report.stack)
-    kept = [frame for frame in frames if not is_internal(frame.filename) and frame.filename != "<frozen runpy>"]
+    kept = [frame for frame in frames if not is_internal(frame.filename) and not frame.filename.endswith(_STARTERS)]
     ours = bool(frames) and is_internal(frames[-1].filename)
     if ours:
         # What calls the user's code, such as runpy or torch's autograd, does not matter to an error of this library.

@@ -43,8 +43,8 @@ SCRIPTS = {
 """Ranks of `unisono run`, or None for a program that starts its ranks; the result it prints, and its bounds."""
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+def load(name: str, folder: Path = FOLDER) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -60,6 +60,11 @@ def test_page_links_every_program_and_each_is_short() -> None:
     linked = re.findall(r"\(\.\./examples/gallery/(\w+)\.py\)", PAGE.read_text())
     assert sorted(linked) == NAMES
     assert all(len((FOLDER / f"{name}.py").read_text().splitlines()) <= 85 for name in NAMES)
+
+
+def test_picture_is_up_to_date() -> None:
+    drawn = load("draw", PAGE.parent).picture()
+    assert (PAGE.parent / "federated-averaging.svg").read_text() == drawn
 
 
 def test_language_model_learns() -> None:

@@ -24,7 +24,7 @@ _SETTING = "UNISONO_TRACEBACK"
 _ERROR_FILE = "UNISONO_ERROR_FILE"
 _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 _MOST_LETTERS = 160
-_STARTERS = ("<frozen runpy>", os.path.join("IPython", "core", "interactiveshell.py"))
+_STARTERS = ("<frozen runpy>", str(Path("IPython", "core", "interactiveshell.py")))
 """Ends of the names of files that start a user's program."""
 
 

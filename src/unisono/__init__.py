@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
     from unisono.launcher.api import init, launch
     from unisono.launcher.simulated import simulate
-    from unisono.wrappers.trace import trace
+    from unisono.comm.tracing import trace
 
 __version__ = "0.1.0"
 
@@ -64,7 +64,7 @@ _HOME = {
     "join": "unisono.elastic.admission",
     "launch": "unisono.launcher.api",
     "simulate": "unisono.launcher.simulated",
-    "trace": "unisono.wrappers.trace",
+    "trace": "unisono.comm.tracing",
 }
 _PACKAGES = {
     "algorithms": "unisono.collectives.algorithms",

@@ -33,11 +33,11 @@ from unisono.core.lazy_work import Deferred
 from unisono.core.reduce_op import parse_op
 from unisono.core.tensors import Staging
 from unisono.core.threads import SerialWorker
+from unisono.core.tracing import SINK, ObservedWork, profiler, sink_here, span
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout, Work
 from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import ClosedError, CommError
-from unisono.wrappers.trace import SINK
 
 __all__ = ["Engine"]
 
@@ -98,7 +98,14 @@ class Engine(CommunicatorState, FastPathCalls):
         splits: Splits = (None, None),
     ) -> Work | None:
         self.enter(what.name)
-        return self.run(self._plan(what, output, input, op, root, splits), algorithm, async_op, timeout)
+        plan = self._plan(what, output, input, op, root, splits)
+        if sink_here() is None and not profiler._is_profiler_enabled:
+            return self.run(plan, algorithm, async_op, timeout)
+        like = plan.like
+        size = "" if like is None else f"{str(like.dtype).removeprefix('torch.')}{list(like.shape)}"
+        with span("wait", what.name, self.group, 0 if like is None else like.nbytes, size, starts=async_op):
+            work = self.run(plan, algorithm, async_op, timeout)
+        return None if work is None else ObservedWork(work, what.name, self.group)
 
     def _plan(
         self,

@@ -17,6 +17,7 @@ from unisono.comm.state import ANY_THREAD, refuses
 from unisono.core.call_site import NOT_THE_USERS
 from unisono.core.fast_path import FastPath, Status, Tensors
 from unisono.core.flight_recorder import Activity, CallRecord
+from unisono.core.tracing import profiler
 from unisono.core.work import resolve_timeout
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class FastPathCalls:
         """
         fast, here = self.fast_path, get_ident()
         general = fast is None or async_op or algorithm is not None or (self.owner != here and self.owner != ANY_THREAD)
-        busy = self._pending or self._inside or self._broken is not None or self.closed or self._sink.get() is not None
-        if general or busy:
+        busy = self._pending or self._inside or self._broken is not None or self.closed
+        if general or busy or self._sink.get() is not None or profiler._is_profiler_enabled:
             return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
         assert fast is not None
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
@@ -110,7 +111,8 @@ class FastPathCalls:
         fast, here = self.fast_path, get_ident()
         if fast is None or self.owner != here or self._inside or self._broken is not None or self.closed:
             return False
-        if self._sink.get() is not None or not fast.takes(tensor, peer, tag):
+        observed = self._sink.get() is not None or profiler._is_profiler_enabled
+        if observed or not fast.takes(tensor, peer, tag):
             return False
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         caller, activity = _getframe(2), self.activity

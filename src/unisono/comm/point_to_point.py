@@ -14,7 +14,6 @@ from unisono.comm.point_to_point_work import PointToPointWork
 from unisono.core.call_site import call_site
 from unisono.core.flight_recorder import CallRecord, PendingMessage
 from unisono.core.tensors import Staging, check_apart
-from unisono.core.transport import Transport
 from unisono.core.types import MAX_TAG, Message, Recv, Send, Timeout, Work
 from unisono.core.work import format_bytes, resolve_timeout
 from unisono.wrappers.trace import traced
@@ -190,7 +189,7 @@ class PointToPointMixin(CommunicatorBase):
             buffer = staging.target(message.tensor) if receives else staging.source(message.tensor)
             flat.append(type(message)(buffer, message.peer, message.tag))
         noted = self._note(operation, flat)
-        awaited, work = self._start(traced(self._engine.transport), flat, staging)
+        awaited, work = self._start(flat, staging)
         return PointToPointWork(self._engine, noted, awaited, work, staging.after)
 
     def _receive(self, operation: str, tensor: torch.Tensor, src: int | None, tag: int) -> PointToPointWork:
@@ -199,12 +198,10 @@ class PointToPointMixin(CommunicatorBase):
         self._engine.enter(operation)
         self._check_source(None, tag)
         self._check_tensor(tensor, "the tensor", written=True)
-        staging, transport = self._engine.staging(), traced(self._engine.transport)
+        staging = self._engine.staging()
         buffer = staging.target(tensor)
         noted = self._note(operation, [Recv(buffer, -1, tag)])
-        work = self._any_source.join(
-            tag, None, lambda peer: self._start(transport, [Recv(buffer, peer, tag)], staging)[1]
-        )
+        work = self._any_source.join(tag, None, lambda peer: self._start([Recv(buffer, peer, tag)], staging)[1])
         return PointToPointWork(self._engine, noted, (), work, staging.after)
 
     @cached_property
@@ -217,7 +214,7 @@ class PointToPointMixin(CommunicatorBase):
         return noted
 
     def _start(
-        self, transport: Transport, messages: Sequence[Message], staging: Staging
+        self, messages: Sequence[Message], staging: Staging
     ) -> tuple[tuple[PendingMessage, ...], Work]:
         activity = self._engine.activity
         awaited = tuple(activity.post("recv" if isinstance(m, Recv) else "send", m.peer, m.tag) for m in messages)
@@ -226,7 +223,7 @@ class PointToPointMixin(CommunicatorBase):
                 action()
             if self._check == "full":
                 staging.after[:0] = vouch(self._engine, messages)
-            return awaited, transport.post(messages)
+            return awaited, traced(self._engine.transport, awaited).post(messages)
 
     def _check_source(self, src: int | None, tag: int) -> None:
         self._check_tag(tag)

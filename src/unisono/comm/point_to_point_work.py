@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
 from unisono.comm.engine import Engine
 from unisono.core.flight_recorder import CallRecord, PendingMessage
+from unisono.core.tracing import profiler, sink_here, span
 from unisono.core.types import Timeout, Work
 from unisono.core.work import resolve_timeout
 from unisono.diagnostics.hang_report import with_hang_report
@@ -66,8 +67,10 @@ class PointToPointWork(Work):
         """Show to other ranks the messages that this rank waits for."""
         activity = self._engine.activity
         activity.enter(self._noted, self._awaited)
+        observed = sink_here() is not None or profiler._is_profiler_enabled
         try:
-            yield
+            with span("wait", self._operation, self._engine.group) if observed else nullcontext():
+                yield
         finally:
             activity.leave()
 

@@ -42,6 +42,7 @@ class Bucket:
         found: The result of `read_header`; empty before that call.
         complete: Its result if every rank had all gradients.
         asked: Set by that call: whether any rank makes either of the two requests.
+        observed_s: Start of a reduction that is recorded, by `time.perf_counter`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Bucket:
         self.shapes = [p.shape for p in parameters]
         self.chunks = _chunks([p.nbytes for p in parameters])
         self.work: Work | None = None
+        self.observed_s: float | None = None
         self._factor = 1.0
         self._low = self.flat.data_ptr()
         self._high = self._low + self.flat.nbytes

@@ -10,11 +10,13 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.core.reduce_op import HALVES
+from unisono.core.tracing import profiler, sink_here
 from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError
 from unisono.gradients.backward_pass import SavedGradients
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.bucket_plan import Named, plan_buckets
+from unisono.gradients.observed_bucket import observe_bucket
 from unisono.gradients.weights import Weights
 
 if TYPE_CHECKING:
@@ -184,8 +186,11 @@ class Reducer:
         if self._factor is None:
             self._factor = self._weights.agree()
         for bucket in self.buckets[first:]:
-            if bucket.work is not None:
+            if bucket.work is not None and bucket.observed_s is None:
                 self._wait(bucket)
+            elif bucket.work is not None:
+                with observe_bucket(bucket, self._comm._engine.group, self._names):
+                    self._wait(bucket)
 
     def _start(self, arrived: Set[int] = frozenset(), asks: Sequence[bool] = ()) -> None:
         """Begin the reduction of the next bucket; its memory belongs to that until `_wait`."""
@@ -200,7 +205,11 @@ class Reducer:
         )
         # Before the reduction, which may end in an error on this rank alone.
         self._next += 1
-        self._reduce(bucket)
+        if sink_here() is None and not profiler._is_profiler_enabled:
+            self._reduce(bucket)
+        else:
+            with observe_bucket(bucket, self._comm._engine.group, self._names):
+                self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
         codec = None if self._codec is None else self.codec_of(bucket)

@@ -1,50 +1,21 @@
-"""Recording of every call and message as an event, in a file that trace viewers open."""
+"""Recording of every collective and message of a transport as an event."""
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from unisono.core.combined_work import ChainedWork
 from unisono.core.fingerprint import Fingerprint
+from unisono.core.flight_recorder import PendingMessage
+from unisono.core.tracing import SINK, Event, Sink
 from unisono.core.transport import Transport
 from unisono.core.types import CollectiveCall, Message, Send, Work
 from unisono.wrappers.base import Wrapper
 
-__all__ = ["SINK", "Event", "Sink", "Traced", "sink_here", "trace", "traced"]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One recorded action of a rank.
-
-    Attributes:
-        kind: "begin" (a collective is called), "collective" (native), "send" or "recv".
-        name: Name of the operation; for messages, sender and receiver.
-        group, rank: Group, and rank in it.
-        start_s, end_s: By `time.perf_counter`; equal where only the moment is known.
-        nbytes: Bytes moved.
-        detail: Further information.
-    """
-
-    kind: str
-    name: str
-    group: str
-    rank: int
-    start_s: float
-    end_s: float
-    nbytes: int
-    detail: dict[str, Any]
-
-
-Sink = Callable[[Event], None]
+__all__ = ["Traced", "traced"]
 
 
 class Traced(Wrapper):
@@ -53,6 +24,8 @@ class Traced(Wrapper):
     Args:
         inner: The transport to record.
         sink: Called with each event, in the thread that completes it.
+        called_s: When the program made the call, if the wrapper is of a single call.
+        posted: The messages of that call, as counted since the group was made.
 
     Example:
         >>> events = []
@@ -63,96 +36,74 @@ class Traced(Wrapper):
         64
     """
 
-    def __init__(self, inner: Transport, sink: Sink) -> None:
+    def __init__(
+        self, inner: Transport, sink: Sink, called_s: float | None = None, posted: Sequence[PendingMessage] = ()
+    ) -> None:
         super().__init__(inner)
-        self.native, self._sink = inner.native, sink
+        self.native, self._sink, self._called_s = inner.native, sink, called_s
+        self._posted, self._sent, self._call = posted, Counter[tuple[str, int, int]](), 0
+        self._starts: dict[int, float] = {}
 
     def wrap_child(self, inner: Transport) -> Traced:
         return Traced(inner, self._sink)
 
     def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
         start = time.perf_counter()
+        self._call = fingerprint.call
+        self._starts[fingerprint.call] = self._called_s or start
+        self._sent.clear()
         self.inner.begin(fingerprint, timeout_s)
-        detail = {"call": fingerprint.call, "algorithm": fingerprint.algorithm, "site": fingerprint.site}
-        self._tell("begin", fingerprint.operation, start, time.perf_counter(), 0, detail)
+        self._report("begin", fingerprint.operation, start, 0, _detail(fingerprint))
+
+    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout_s: float) -> None:
+        self.inner.end(fingerprint, call, timeout_s)
+        nbytes = max(sum(t.nbytes for t in call.inputs), sum(t.nbytes for t in call.outputs))
+        start = self._starts.pop(fingerprint.call)
+        self._report("collective", fingerprint.operation, start, nbytes, _detail(fingerprint))
 
     def post(self, batch: Sequence[Message]) -> Work:
-        start = time.perf_counter()
-        return ChainedWork(self.inner.post(batch), lambda: self._messages(batch, start))
+        start, details = time.perf_counter(), [self._message(place, m) for place, m in enumerate(batch)]
+        return ChainedWork(self.inner.post(batch), lambda: self._messages(batch, details, start))
 
     def collective(self, call: CollectiveCall) -> Work:
-        start = time.perf_counter()
-        nbytes = max(sum(t.nbytes for t in call.inputs), sum(t.nbytes for t in call.outputs))
-        detail = {"op": call.op, "root": call.root}
-        return ChainedWork(
-            self.inner.collective(call),
-            lambda: self._tell("collective", call.name, start, time.perf_counter(), nbytes, detail),
-        )
+        return self.inner.collective(call)
 
-    def _messages(self, batch: Sequence[Message], start: float) -> None:
-        for message in batch:
+    def _message(self, place: int, message: Message) -> dict[str, Any]:
+        """Return a message's peer and tag, and its identity, which sender and receiver know without a message."""
+        here, peer, tag = self.rank, message.peer, message.tag
+        sends = isinstance(message, Send)
+        if self._posted:
+            number = f"{self._posted[place][3]}"
+        else:
+            key = "send" if sends else "recv", peer, tag
+            self._sent[key] += 1
+            number = f"{self._call}.{self._sent[key]}"
+        ends = f"{here}>{peer}" if sends else f"{peer}>{here}"
+        return {"peer": peer, "tag": tag, "flow": f"{self.group.name} {ends} tag {tag} #{number}"}
+
+    def _messages(self, batch: Sequence[Message], details: Sequence[dict[str, Any]], start: float) -> None:
+        for message, detail in zip(batch, details, strict=True):
             kind, arrow = ("send", "to") if isinstance(message, Send) else ("recv", "from")
-            name = f"{kind} {arrow} {message.peer}"
-            detail = {"peer": message.peer, "tag": message.tag}
-            self._tell(kind, name, start, time.perf_counter(), message.tensor.nbytes, detail)
+            self._report(kind, f"{kind} {arrow} {message.peer}", start, message.tensor.nbytes, detail)
 
-    def _tell(self, kind: str, name: str, start: float, end: float, nbytes: int, detail: dict[str, Any]) -> None:
-        self._sink(Event(kind, name, self.group.name, self.rank, start, end, nbytes, detail))
-
-
-SINK: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
-
-sink_here = SINK.get
-"""The sink of the `trace` that is open in this context, or None. Read at each call, so it runs no Python frame."""
+    def _report(self, kind: str, name: str, start: float, nbytes: int, detail: dict[str, Any]) -> None:
+        group, end = self.group, time.perf_counter()
+        self._sink(Event(kind, name, group.name, group.rank, start, end, nbytes, detail, group.members[group.rank]))
 
 
-def traced(transport: Transport) -> Transport:
-    """Return the transport, traced if a `trace` is open in this context."""
-    sink = SINK.get()
-    return transport if sink is None else Traced(transport, sink)
-
-
-@contextmanager
-def trace(path: str | os.PathLike[str]) -> Iterator[list[Event]]:
-    """Record the calls and messages of communicators inside the `with`, and write them to `path` at its end.
-
-    The file is JSON in the trace-event format that Perfetto and chrome://tracing open. Calls of other threads
-    are not recorded.
-
-    Args:
-        path: File to write, replaced if it exists; each rank needs one of its own.
-
-    Yields:
-        The list of events, which grows as they end.
-
-    Raises:
-        OSError: The file cannot be written, found at the end of the `with`.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.json"
-        >>> with un.init() as comm, un.trace(path) as events:
-        ...     comm.all_reduce(torch.ones(4))
-        >>> events[0].name, json.loads(path.read_text())["traceEvents"][0]["name"]
-        ('all_reduce', 'all_reduce')
-    """
-    events: list[Event] = []
-    token = SINK.set(events.append)
-    try:
-        yield events
-    finally:
-        SINK.reset(token)
-        Path(path).write_text(json.dumps({"traceEvents": [_viewed(event) for event in events]}))
-
-
-def _viewed(event: Event) -> dict[str, Any]:
+def _detail(fingerprint: Fingerprint) -> dict[str, Any]:
     return {
-        "name": event.name,
-        "cat": event.kind,
-        "ph": "X",
-        "ts": event.start_s * 1e6,
-        "dur": (event.end_s - event.start_s) * 1e6,
-        "pid": event.rank,
-        "tid": event.group,
-        "args": {"nbytes": event.nbytes, **event.detail},
+        "call": fingerprint.call,
+        "algorithm": fingerprint.algorithm,
+        "site": fingerprint.site,
+        "op": fingerprint.op,
+        "root": fingerprint.root,
+        "dtype": fingerprint.dtype,
+        "shape": fingerprint.shape,
     }
+
+
+def traced(transport: Transport, posted: Sequence[PendingMessage] = ()) -> Transport:
+    """Return the transport for one call, traced if a recording is open in this context."""
+    sink = SINK.get()
+    return transport if sink is None else Traced(transport, sink, time.perf_counter(), posted)

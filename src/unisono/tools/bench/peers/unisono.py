@@ -9,7 +9,7 @@ from pathlib import Path
 from unisono.communicator import Communicator
 from unisono.tools.bench.peers import Peer
 from unisono.tools.bench.workload import Slot, Workload
-from unisono.wrappers.trace import trace
+from unisono.comm.tracing import trace
 
 __all__ = ["PEER", "UnisonoPeer"]
 
@@ -34,7 +34,7 @@ class UnisonoPeer(Peer):
         """Make a call, and return the name of its algorithm. Collective."""
         with trace(self._folder / f"trace of rank {self._comm.rank}.json") as events:
             call()
-        return next(str(event.detail["algorithm"]) for event in events if event.kind == "begin")
+        return next(str(event.detail["algorithm"]) for event in events if event.kind == "collective")
 
 
 def _gather(comm: Communicator, workload: Workload, slot: Slot) -> Callable[..., object]:

@@ -1,0 +1,138 @@
+"""Traces of a program: one file for all ranks, with their clocks aligned."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from unisono.core.tracing import Event, recording
+from unisono.diagnostics.trace_file import Json, merged, rank_events
+
+__all__ = ["trace"]
+
+_ROUNDS = 16
+
+
+class _Ranks(Protocol):
+    """The part of a communicator that a trace needs."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor) -> Any: ...
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None: ...
+
+
+@contextmanager
+def trace(path: str | os.PathLike[str], comm: _Ranks | None = None) -> Iterator[list[Event]]:
+    """Record the collectives, messages, buckets and waits inside the `with`, and write them to `path` at its end.
+
+    With `comm`, this is collective: rank 0 writes one file for all ranks, with their clocks aligned at both ends, and
+    an arrow for each message. The file is JSON in the trace-event format that Perfetto and chrome://tracing open;
+    `unisono trace summary` reads it. If the program of a rank raises, this rank writes its own part instead:
+    `run.rank3.json` beside `run.json`, and `unisono trace merge` joins such parts.
+
+    Calls of other threads are not recorded. Inside, calls take the general path, as with an algorithm that is named.
+
+    Args:
+        path: File to write, replaced if it exists. Without `comm`, each rank needs one of its own.
+        comm: The ranks that are traced together, all of them inside the `with`; None for this rank alone.
+
+    Yields:
+        The list of this rank's events, which grows as they end.
+
+    Raises:
+        OSError: The file cannot be written, found at the end of the `with`.
+        CommError: A rank did not reach the beginning or the end of the `with`.
+
+    Cost: about 10 us a call, and two times 17 short collectives for the clocks.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.json"
+        >>> def program(comm):
+        ...     with un.trace(path, comm):
+        ...         comm.all_reduce(torch.ones(4))
+        >>> _ = un.launch(program, nprocs=2, backend="thread")
+        >>> found = json.loads(path.read_text())["traceEvents"]
+        >>> sorted(event["pid"] for event in found if event["name"] == "all_reduce" and event["cat"] == "collective")
+        [0, 1]
+    """
+    events: list[Event] = []
+    clocks = [] if comm is None else [_Reading(comm)]
+    whole = False
+    try:
+        with recording(events.append):
+            yield events
+        if comm is not None:
+            clocks.append(_Reading(comm))
+            parts = comm.gather_object(json.dumps(_part(events, clocks)))
+            if parts is not None:
+                uncertainty = max(clock.uncertainty_s for clock in clocks)
+                _write(Path(path), [json.loads(part) for part in parts], uncertainty)
+            whole = True
+    finally:
+        if not whole:
+            own = Path(path)
+            own = own if comm is None else own.with_suffix(f".rank{comm.rank}{own.suffix}")
+            _write(own, [_part(events, clocks)], max((clock.uncertainty_s for clock in clocks), default=0.0))
+
+
+class _Reading:
+    """This rank's clock beside that of rank 0. Collective.
+
+    In each round all ranks gather their times. No rank can have all of them before the last one has passed its own, so
+    what a rank passes is earlier than the end of the round on any other; over the rounds this bounds the offset from
+    both sides. Clocks that may be equal by these bounds are: ranks of one host read one clock, and clocks of two hosts
+    count from different moments.
+
+    Attributes:
+        at_s: Time of the reading, on this rank's clock.
+        offset_s: This rank's clock minus that of rank 0.
+        uncertainty_s: Greatest error of an offset, over all ranks.
+    """
+
+    def __init__(self, comm: _Ranks) -> None:
+        starts = torch.empty(_ROUNDS, comm.size, dtype=torch.float64, device=comm.device)
+        ends, all_ends = torch.empty(_ROUNDS, dtype=torch.float64), starts.new_empty(comm.size * _ROUNDS)
+        for number in range(_ROUNDS):
+            comm.all_gather_single(starts[number], starts.new_tensor([time.perf_counter()]))
+            if starts.is_cuda:
+                torch.cuda.synchronize()
+            ends[number] = time.perf_counter()
+        comm.all_gather_single(all_ends, ends.to(starts))
+        begun, ended = starts.cpu(), all_ends.cpu().view(comm.size, _ROUNDS).T
+        least = (begun - ended[:, :1]).amax(0)
+        most = (ended - begun[:, :1]).amin(0)
+        same = (least <= 0) & (most >= 0)
+        self.at_s = time.perf_counter()
+        self.offset_s = (least + most).div(2).masked_fill(same, 0.0)[comm.rank].item()
+        self.uncertainty_s = (most - least).div(2).masked_fill(same, 0.0).max().item()
+
+
+def _aligned(clocks: list[_Reading]) -> Callable[[float], float]:
+    """Return the map from this rank's clock to that of rank 0; the offset drifts linearly between two readings."""
+    if not clocks:
+        return lambda moment: moment
+    first, last = clocks[0], clocks[-1]
+    drift = (last.offset_s - first.offset_s) / max(last.at_s - first.at_s, 1e-9)
+    return lambda moment: moment - first.offset_s - drift * (moment - first.at_s)
+
+
+def _part(events: list[Event], clocks: list[_Reading]) -> list[Json]:
+    return rank_events(events, socket.gethostname(), os.getpid(), _aligned(clocks))
+
+
+def _write(path: Path, parts: list[list[Json]], uncertainty_s: float) -> None:
+    path.write_text(json.dumps(merged(parts, {"clock_uncertainty_us": round(uncertainty_s * 1e6, 3)})))

@@ -1,0 +1,110 @@
+"""Events of a trace, the sink that is open in a context, and the spans that torch's profiler shows too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch.autograd import profiler
+
+from unisono.core.combined_work import ChainedWork
+from unisono.core.group import Group
+from unisono.core.types import Timeout, Work
+
+__all__ = ["SINK", "Event", "ObservedWork", "Sink", "profiler", "recording", "sink_here", "span"]
+
+
+@dataclass(slots=True)
+class Event:
+    """One recorded action of a rank.
+
+    Attributes:
+        kind: "begin" (the check before a collective), "collective", "send", "recv", "bucket", or "wait": a time that
+            the program spends in a call or a wait.
+        name: Name of the operation; for messages, sender and receiver.
+        group, rank: Group, and rank in it.
+        start_s, end_s: By `time.perf_counter`; equal where only the moment is known.
+        nbytes: Bytes moved.
+        detail: Further information.
+        world_rank: The rank in the first group of the job.
+    """
+
+    kind: str
+    name: str
+    group: str
+    rank: int
+    start_s: float
+    end_s: float
+    nbytes: int
+    detail: dict[str, Any]
+    world_rank: int = 0
+
+
+Sink = Callable[[Event], None]
+
+SINK: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
+
+sink_here = SINK.get
+"""The sink that is open in this context, or None. Read at each call, so it runs no Python frame.
+
+Torch's profiler is checked beside it: `profiler._is_profiler_enabled` is one global read.
+"""
+
+
+@contextmanager
+def recording(sink: Sink) -> Iterator[None]:
+    """Pass the events of this thread's calls to `sink`, and to the sinks of recordings around this one."""
+    outer = SINK.get()
+
+    def both(event: Event) -> None:
+        sink(event)
+        if outer is not None:
+            outer(event)
+
+    token = SINK.set(sink if outer is None else both)
+    try:
+        yield
+    finally:
+        SINK.reset(token)
+
+
+@contextmanager
+def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **detail: Any) -> Iterator[None]:
+    """Record the block as an event, and as `unisono::name size` in torch's profiler, whichever is active.
+
+    The event is recorded also if the block raises, with the error's name.
+    """
+    sink, start = SINK.get(), time.perf_counter()
+    shown = f"unisono::{name} {size}".rstrip()
+    try:
+        with profiler.record_function(shown) if profiler._is_profiler_enabled else nullcontext():
+            yield
+    except BaseException as error:
+        detail["error"] = type(error).__name__
+        raise
+    finally:
+        if sink is not None:
+            end, rank = time.perf_counter(), group.rank
+            sink(Event(kind, name, group.name, rank, start, end, nbytes, detail, group.members[rank]))
+
+
+class ObservedWork(ChainedWork):
+    """A work whose waits are recorded.
+
+    Args:
+        inner: The work.
+        name: Name of its operation.
+        group: Group of the call.
+    """
+
+    def __init__(self, inner: Work, name: str, group: Group) -> None:
+        super().__init__(inner)
+        self._name, self._group = f"wait for {name}", group
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        with span("wait", self._name, self._group):
+            super().wait(timeout)

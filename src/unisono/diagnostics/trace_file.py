@@ -1,0 +1,108 @@
+"""Events of ranks as one document in the trace-event format, which Perfetto and chrome://tracing open.
+
+The format: "Trace Event Format", Google, 2016. Complete events ("X") are the spans, metadata events ("M") name the
+processes (ranks) and threads (rows), flow events ("s", "f") are the arrows from a send to its receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from unisono.core.tracing import Event
+
+__all__ = ["ROWS", "Json", "merged", "rank_events"]
+
+Json = dict[str, Any]
+
+ROWS = ("wait", "bucket", "collective", "message")
+"""Rows of a rank, from the top; spans that overlap without being nested continue in further rows of the same name."""
+
+_TITLES = {"wait": "calls and waits", "bucket": "buckets", "collective": "collectives", "message": "messages"}
+_OF_KIND = {"begin": "collective", "send": "message", "recv": "message"}
+_MOST_LANES = 1000
+
+
+def rank_events(events: Iterable[Event], host: str, pid: int, clock: Callable[[float], float]) -> list[Json]:
+    """Return the spans of one rank, with the names of its rows.
+
+    Args:
+        events: Of one rank.
+        host, pid: Its host and process, for its name.
+        clock: Maps seconds of this rank's clock to those of rank 0.
+    """
+    found: list[Json] = []
+    lanes: dict[str, list[list[float]]] = {row: [] for row in ROWS}
+    for event in sorted(events, key=lambda event: (event.start_s, -event.end_s)):
+        row = _OF_KIND.get(event.kind, event.kind)
+        lane = _lane(lanes[row], event)
+        name = f"begin {event.name}" if event.kind == "begin" else event.name
+        start, end = clock(event.start_s) * 1e6, clock(event.end_s) * 1e6
+        found.append(
+            {
+                "name": name,
+                "cat": event.kind,
+                "ph": "X",
+                "ts": round(start, 3),
+                "dur": round(max(0.0, end - start), 3),
+                "pid": event.world_rank,
+                "tid": ROWS.index(row) * _MOST_LANES + lane,
+                "args": {"group": event.group, "nbytes": event.nbytes, **event.detail},
+            }
+        )
+    for rank in sorted({event["pid"] for event in found}):
+        found.append(_named("process_name", rank, 0, f"rank {rank} ({host}, process {pid})"))
+        for tid in sorted({event["tid"] for event in found if event["pid"] == rank and event["ph"] == "X"}):
+            found.append(_named("thread_name", rank, tid, _TITLES[ROWS[tid // _MOST_LANES]]))
+    return found
+
+
+def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
+    """Return the document of several ranks' events, with an arrow for each message of which both ends are known.
+
+    Args:
+        parts: Results of `rank_events`, or the events of documents.
+        other: Further information about the trace.
+    """
+    spans = [event for part in parts for event in part if event["ph"] in "XM"]
+    sends, receives = (
+        {event["args"]["flow"]: event for event in spans if event["ph"] == "X" and event["cat"] == kind}
+        for kind in ("send", "recv")
+    )
+    flows: list[Json] = []
+    for number, (flow, send) in enumerate(sends.items(), 1):
+        if (receive := receives.get(flow)) is not None:
+            # An arrow belongs to the span around its end; a moment before the end of a receive is inside.
+            end = receive["ts"] + max(0.0, receive["dur"] - 0.001)
+            flows.append(_end_of_flow("s", number, send, send["ts"]))
+            flows.append(_end_of_flow("f", number, receive, round(end, 3)) | {"bp": "e"})
+    return {"traceEvents": [*spans, *flows], "displayTimeUnit": "ms", "otherData": other or {}}
+
+
+def _lane(lanes: list[list[float]], event: Event) -> int:
+    """Return the first row where the event follows, or is inside, the open spans; add it there."""
+    for number, ends in enumerate(lanes):
+        while ends and ends[-1] <= event.start_s:
+            ends.pop()
+        if not ends or event.end_s <= ends[-1]:
+            ends.append(event.end_s)
+            return number
+    lanes.append([event.end_s])
+    return len(lanes) - 1
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> Json:
+    return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _end_of_flow(ph: str, number: int, at: Json, ts: float) -> Json:
+    return {
+        "name": "message",
+        "cat": "flow",
+        "ph": ph,
+        "id": number,
+        "ts": ts,
+        "pid": at["pid"],
+        "tid": at["tid"],
+        "args": {},
+    }

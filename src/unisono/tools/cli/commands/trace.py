@@ -1,0 +1,63 @@
+"""Read files of un.trace: exposed communication, overlap, and which ranks the others wait for.
+
+    unisono trace summary run.json
+    unisono trace merge run.json run.rank0.json run.rank1.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from unisono.diagnostics.trace_file import merged
+from unisono.diagnostics.trace_summary import format_summary, summarize
+from unisono.tools.cli import UsageError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the two actions: a summary of one file, and one file of several."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="<action>", required=True)
+    summary = actions.add_parser("summary", help="print exposed communication, overlap, skew and the last ranks")
+    summary.add_argument("file", type=Path, help="file of un.trace")
+    summary.add_argument("--json", action="store_true", help="print the figures as JSON, with times in seconds")
+    merge = actions.add_parser("merge", help="join the parts that ranks wrote by themselves because one failed")
+    merge.add_argument("output", type=Path, help="file to write; it must not exist")
+    merge.add_argument("parts", type=Path, nargs="+", help="files to join, such as run.rank0.json")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print a summary, or write the joined file."""
+    if given.action == "merge":
+        documents = [_read(path) for path in given.parts]
+        uncertainty = max(one["otherData"].get("clock_uncertainty_us", 0.0) for one in documents)
+        document = merged([one["traceEvents"] for one in documents], {"clock_uncertainty_us": uncertainty})
+        try:
+            with given.output.open("x") as file:
+                json.dump(document, file)
+        except OSError as error:
+            raise UsageError(f"{given.output} cannot be written: {error.strerror}") from error
+        return 0
+    try:
+        found = summarize(_read(given.file))
+    except ValueError as error:
+        raise UsageError(f"{given.file}: {error}") from error
+    print(json.dumps(found, indent=1) if given.json else format_summary(found))
+    return 0
+
+
+def _read(path: Path) -> Any:
+    """Return the document in a file; raise `UsageError` if there is none."""
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON ({error}); pass a file of un.trace") from error
+    if not isinstance(document, dict) or not isinstance(document.get("otherData"), dict):
+        raise UsageError(f"{path} is not a file of un.trace")
+    return document

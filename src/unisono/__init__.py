@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono import checkpoint, compression, data, elastic, errors, gradients, interop, rpc, testing, transports
     from unisono.collectives import algorithms as algorithms
+    from unisono.comm.tracing import trace
     from unisono.communicator import Communicator
     from unisono.core.types import ReduceOp, Work
+    from unisono.diagnostics.metrics import Metrics
     from unisono.elastic.admission import join
     from unisono.errors import CommError
     from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
     from unisono.launcher.api import init, launch
     from unisono.launcher.simulated import simulate
-    from unisono.comm.tracing import trace
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "CommError",
     "Communicator",
     "GradientAverager",
+    "Metrics",
     "ReduceOp",
     "Work",
     "algorithms",
@@ -56,6 +58,7 @@ _HOME = {
     "CommError": "unisono.errors",
     "Communicator": "unisono.communicator",
     "GradientAverager": "unisono.gradients",
+    "Metrics": "unisono.diagnostics.metrics",
     "ReduceOp": "unisono.core.types",
     "Work": "unisono.core.types",
     "average_gradients": "unisono.gradients",

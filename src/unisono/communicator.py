@@ -16,6 +16,7 @@ from unisono.comm.state import FailureRelay
 from unisono.comm.subgroups import SubgroupMixin
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
+from unisono.core.notebook import html_table
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
@@ -229,6 +230,13 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
 
     def __repr__(self) -> str:
         return f"<Communicator {self.backend} rank {self.rank} of {self.size}>"
+
+    def _repr_html_(self) -> str:
+        failure = self.exception()
+        state = "open" if failure is None else f"{type(failure).__name__}: {failure}"
+        group = self._engine.group
+        rows = {"rank": f"{self.rank} of {self.size}", "backend": self.backend, "device": self.device}
+        return html_table("Communicator", {**rows, "group": group.name, "state": state})
 
     def __reduce__(self) -> Any:
         raise TypeError("a Communicator belongs to one process; create a Communicator in each rank with init or launch")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import increment_version
 
+from unisono.comm.observed_calls import record_collective, record_message
 from unisono.comm.state import ANY_THREAD, refuses
 from unisono.core.call_site import NOT_THE_USERS
 from unisono.core.fast_path import FastPath, Status, Tensors
@@ -68,10 +69,10 @@ class FastPathCalls:
         Returns:
             None when it is done, or else the work in flight.
         """
-        fast, here = self.fast_path, get_ident()
+        fast, here, sink = self.fast_path, get_ident(), self._sink.get()
         general = fast is None or async_op or algorithm is not None or (self.owner != here and self.owner != ANY_THREAD)
         busy = self._pending or self._inside or self._broken is not None or self.closed
-        if general or busy or self._sink.get() is not None or profiler._is_profiler_enabled:
+        if general or busy or profiler._is_profiler_enabled:
             return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
         assert fast is not None
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
@@ -93,6 +94,8 @@ class FastPathCalls:
                     increment_version(output)
                 activity.calls = self._calls = self._calls + 1
                 activity.keep(noted)
+                if sink is not None:
+                    record_collective(sink, activity, what, (output, input), op, root)
         except BaseException as error:
             # Interrupts, too: others have seen a part of the call.
             told = self._report_collective(error, noted)
@@ -111,8 +114,7 @@ class FastPathCalls:
         fast, here = self.fast_path, get_ident()
         if fast is None or self.owner != here or self._inside or self._broken is not None or self.closed:
             return False
-        observed = self._sink.get() is not None or profiler._is_profiler_enabled
-        if observed or not fast.takes(tensor, peer, tag):
+        if profiler._is_profiler_enabled or not fast.takes(tensor, peer, tag):
             return False
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         caller, activity = _getframe(2), self.activity
@@ -125,6 +127,8 @@ class FastPathCalls:
         self._inside.add(here)
         try:
             status = fast.message(name, tensor, peer, tag, monotonic() + limit)
+            if status is Status.OK and (sink := self._sink.get()) is not None:
+                record_message(sink, activity, awaited, tag, tensor.nbytes)
         except BaseException as error:
             if refuses(error):
                 activity.posted[awaited[:3]] -= 1

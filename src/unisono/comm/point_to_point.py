@@ -213,9 +213,7 @@ class PointToPointMixin(CommunicatorBase):
         self._engine.activity.note(noted)
         return noted
 
-    def _start(
-        self, messages: Sequence[Message], staging: Staging
-    ) -> tuple[tuple[PendingMessage, ...], Work]:
+    def _start(self, messages: Sequence[Message], staging: Staging) -> tuple[tuple[PendingMessage, ...], Work]:
         activity = self._engine.activity
         awaited = tuple(activity.post("recv" if isinstance(m, Recv) else "send", m.peer, m.tag) for m in messages)
         with torch.no_grad():

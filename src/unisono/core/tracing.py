@@ -23,8 +23,8 @@ class Event:
     """One recorded action of a rank.
 
     Attributes:
-        kind: "begin" (the check before a collective), "collective", "send", "recv", "bucket", or "wait": a time that
-            the program spends in a call or a wait.
+        kind: "begin" (the check before a collective), "collective", "send", "recv", "bucket"; "wait" for the time
+            that the program spends in a call or its wait, and "bucket_wait" around those of a bucket.
         name: Name of the operation; for messages, sender and receiver.
         group, rank: Group, and rank in it.
         start_s, end_s: By `time.perf_counter`; equal where only the moment is known.

@@ -7,9 +7,10 @@ processes (ranks) and threads (rows), flow events ("s", "f") are the arrows from
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono.core.tracing import Event
+if TYPE_CHECKING:
+    from unisono.core.tracing import Event
 
 __all__ = ["ROWS", "Json", "merged", "rank_events"]
 
@@ -19,7 +20,7 @@ ROWS = ("wait", "bucket", "collective", "message")
 """Rows of a rank, from the top; spans that overlap without being nested continue in further rows of the same name."""
 
 _TITLES = {"wait": "calls and waits", "bucket": "buckets", "collective": "collectives", "message": "messages"}
-_OF_KIND = {"begin": "collective", "send": "message", "recv": "message"}
+_OF_KIND = {"bucket_wait": "wait", "begin": "collective", "send": "message", "recv": "message"}
 _MOST_LANES = 1000
 
 
@@ -52,8 +53,8 @@ def rank_events(events: Iterable[Event], host: str, pid: int, clock: Callable[[f
         )
     for rank in sorted({event["pid"] for event in found}):
         found.append(_named("process_name", rank, 0, f"rank {rank} ({host}, process {pid})"))
-        for tid in sorted({event["tid"] for event in found if event["pid"] == rank and event["ph"] == "X"}):
-            found.append(_named("thread_name", rank, tid, _TITLES[ROWS[tid // _MOST_LANES]]))
+        tids = sorted({event["tid"] for event in found if event["pid"] == rank and event["ph"] == "X"})
+        found += [_named("thread_name", rank, tid, _TITLES[ROWS[tid // _MOST_LANES]]) for tid in tids]
     return found
 
 

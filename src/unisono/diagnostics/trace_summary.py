@@ -46,7 +46,9 @@ def summarize(document: _Json) -> _Json:
         buckets = _matched(e for e in spans if e["cat"] == "bucket")
         ranks = [_rank(rank, found) for rank, found in sorted(by_rank.items())]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"an event lacks a field, or has a wrong one ({error}); pass a file of unisono.trace") from error
+        raise ValueError(
+            f"an event lacks a field, or has a wrong one ({error}); pass a file of unisono.trace"
+        ) from error
     if not ranks:
         raise ValueError("no span of unisono is in it; pass a file of unisono.trace")
     uncertainty = (document.get("otherData") or {}).get("clock_uncertainty_us", 0.0)
@@ -60,7 +62,7 @@ def summarize(document: _Json) -> _Json:
 
 
 def _rank(rank: int, events: Sequence[_Json]) -> _Json:
-    waits = _union(e for e in events if e["cat"] == "wait")
+    waits = _union(e for e in events if e["cat"] in ("wait", "bucket_wait"))
     communication = _union(e for e in events if e["cat"] in ("collective", "send", "recv"))
     both = _length(waits) + _length(communication) - _length(_joined([*waits, *communication]))
     total = _length(communication)
@@ -154,12 +156,12 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
 
 def format_summary(found: _Json) -> str:
     """Return a summary as text."""
-    lines = ["rank      time  communication   exposed  overlap  collectives       bytes"]
-    for rank in found["ranks"]:
-        lines.append(
-            f"{rank['rank']:4} {_ms(rank['time_s'])} {_ms(rank['communication_s']):>14} {_ms(rank['exposed_s'])} "
-            f"{rank['overlap']:7.0%} {rank['calls']:12} {rank['nbytes']:11}"
-        )
+    lines = ["rank       time  communication    exposed  overlap  collectives        bytes"]
+    lines += [
+        f"{rank['rank']:4} {_ms(rank['time_s'])} {_ms(rank['communication_s']):>14} {_ms(rank['exposed_s'])} "
+        f"{rank['overlap']:8.0%} {rank['calls']:12} {rank['nbytes']:12}"
+        for rank in found["ranks"]
+    ]
     for title in ("buckets", "collectives"):
         rows = sorted(found[title], key=lambda row: -row["count"] * row["mean_skew_s"])[:12]
         if rows:
@@ -180,4 +182,4 @@ def format_summary(found: _Json) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:6.1f} ms"
+    return f"{seconds * 1e3:7.1f} ms"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.communicator import Communicator
+from unisono.core.notebook import html_table
+from unisono.core.work import format_bytes
 from unisono.gradients.averager_comms import AveragerComms
 from unisono.gradients.backward_pass import BackwardPass, SavedGradients, current_pass
 from unisono.gradients.bucket import Bucket
@@ -214,6 +216,15 @@ class AveragerPasses:
             f"p.grad of {self._names[index]!r} is memory of the averager for other gradients: it was taken from "
             "another parameter, or is a slice or transpose of its own. Assign a clone() instead"
         )
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self._parameters)} parameters in {len(self._reducer.buckets)} buckets"
+        return f"<GradientAverager of {sizes}, rank {self.rank} of {self.size}>"
+
+    def _repr_html_(self) -> str:
+        numbered = enumerate(self._reducer.buckets)
+        rows = {f"bucket {i}": f"{format_bytes(b.memory.nbytes)}: {b.name}" for i, b in numbered}
+        return html_table(repr(self)[1:-1], rows)
 
     # -- the end of a step ----------------------------------------------------------------------
     def _average_sparse(self, arrived: set[int]) -> None:

@@ -67,7 +67,6 @@ class Bucket:
         self.shapes = [p.shape for p in parameters]
         self.chunks = _chunks([p.nbytes for p in parameters])
         self.work: Work | None = None
-        self.observed_s: float | None = None
         self._factor = 1.0
         self._low = self.flat.data_ptr()
         self._high = self._low + self.flat.nbytes
@@ -78,6 +77,7 @@ class Bucket:
         self.inside = bytearray(len(self.parameters))
         self.arrived: list[bool] = []
         self.started = False
+        self.observed_s: float | None = None
         self._graphs: dict[int, torch.Tensor] = {}
         self._backup: torch.Tensor | None = None
         self.found: list[tuple[bool, bool]] = []

@@ -15,11 +15,17 @@ __all__ = ["observe_bucket"]
 
 @contextmanager
 def observe_bucket(bucket: Bucket, group: Group, names: Sequence[str]) -> Iterator[None]:
-    """Record the block as the start of a bucket's reduction, or its wait; report the bucket once it is reduced."""
+    """Record the block as the start of a bucket's reduction, or its wait; report the bucket once it is reduced.
+
+    Args:
+        bucket: The block starts its reduction, or waits for it.
+        group: Group of the communicator that reduces it.
+        names: Names of all parameters of the model.
+    """
     nbytes, detail = bucket.memory.nbytes, {"parameters": [names[index] for index in bucket.indices]}
     if bucket.observed_s is None:
         bucket.observed_s = time.perf_counter()
-    with span("wait", f"bucket {bucket.name}", group, nbytes, starts=bucket.work is None):
+    with span("bucket_wait", f"bucket {bucket.name}", group, nbytes, starts=bucket.work is None):
         yield
     if bucket.work is None:
         start, bucket.observed_s = bucket.observed_s, None

@@ -17,6 +17,7 @@ import torch
 from unisono.communicator import Check
 from unisono.control.simulated import SimulatedHub
 from unisono.core.group import Group
+from unisono.core.notebook import html_table
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
@@ -51,6 +52,10 @@ class Simulated:
     seed: int
     trace: list[str] = field(repr=False)
     digest: str
+
+    def _repr_html_(self) -> str:
+        results = {f"rank {rank}": repr(result) for rank, result in enumerate(self.results)}
+        return html_table(f"{self.time_s:.6g} virtual seconds, seed {self.seed}", results)
 
 
 def simulate(

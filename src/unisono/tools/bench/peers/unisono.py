@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from unisono.comm.tracing import trace
 from unisono.communicator import Communicator
 from unisono.tools.bench.peers import Peer
 from unisono.tools.bench.workload import Slot, Workload
-from unisono.comm.tracing import trace
 
 __all__ = ["PEER", "UnisonoPeer"]
 

@@ -1,7 +1,7 @@
 """Read files of un.trace: exposed communication, overlap, and which ranks the others wait for.
 
-    unisono trace summary run.json
-    unisono trace merge run.json run.rank0.json run.rank1.json
+unisono trace summary run.json
+unisono trace merge run.json run.rank0.json run.rank1.json
 """
 
 from __future__ import annotations

@@ -1,0 +1,134 @@
+"""Counters and histograms of calls, bytes and waits, as Prometheus' text and as scalars for TensorBoard."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Any, Protocol
+
+from unisono.core.tracing import Event, recording
+
+__all__ = ["Metrics", "ScalarWriter"]
+
+_BOUNDS_S = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
+_HELP = {
+    "unisono_calls_total": ("counter", "Collectives and messages of this rank."),
+    "unisono_bytes_total": ("counter", "Bytes of their tensors."),
+    "unisono_call_seconds": ("histogram", "Time from the call to its end."),
+    "unisono_wait_seconds": ("histogram", "Time that the program spent in the call or its wait."),
+}
+
+
+class ScalarWriter(Protocol):
+    """The part of torch.utils.tensorboard.SummaryWriter that scalars need."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
+        """Write one value."""
+        ...
+
+
+class _Totals:
+    """Sums of one operation."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.counts = [0] * (len(_BOUNDS_S) + 1)
+        self.seconds = 0.0
+
+    def add(self, event: Event) -> None:
+        seconds = event.end_s - event.start_s
+        self.nbytes += event.nbytes
+        self.counts[bisect_left(_BOUNDS_S, seconds)] += 1
+        self.seconds += seconds
+
+    def histogram(self) -> Iterator[tuple[str, int]]:
+        """Return each upper bound, and the number of values up to it."""
+        return zip([*map(str, _BOUNDS_S), "+Inf"], accumulate(self.counts), strict=True)
+
+
+class Metrics:
+    """Totals of this rank's calls, bytes and waits, by operation.
+
+    Example:
+        >>> metrics = un.Metrics()
+        >>> with un.init() as comm, metrics.recording():
+        ...     comm.all_reduce(torch.ones(4))
+        >>> print(metrics.prometheus().splitlines()[2])
+        unisono_calls_total{operation="all_reduce",rank="0"} 1
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[tuple[str, int], _Totals] = defaultdict(_Totals)
+        self._waits: dict[tuple[str, int], _Totals] = defaultdict(_Totals)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Return a context that counts the calls of this thread; it may be entered again later.
+
+        Inside, calls take the general path, as in `unisono.trace`.
+        """
+        return recording(self._add)
+
+    def _add(self, event: Event) -> None:
+        place = {"collective": self._calls, "wait": self._waits}.get(event.kind)
+        key = event.name
+        if event.kind in ("send", "recv"):
+            place, key = self._calls, event.kind
+        if place is not None:
+            with self._lock:
+                place[key, event.world_rank].add(event)
+
+    def prometheus(self) -> str:
+        """Return all totals in Prometheus' text format, for a file or a server of the program."""
+        lines = list[str]()
+        with self._lock:
+            calls, waits = sorted(self._calls.items()), sorted(self._waits.items())
+            for name, (kind, text) in _HELP.items():
+                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+                for (operation, rank), totals in waits if name == "unisono_wait_seconds" else calls:
+                    labels = f'operation="{operation}",rank="{rank}"'
+                    count = sum(totals.counts)
+                    if kind == "counter":
+                        lines.append(f"{name}{{{labels}}} {count if 'calls' in name else totals.nbytes}")
+                        continue
+                    lines += [f'{name}_bucket{{{labels},le="{le}"}} {number}' for le, number in totals.histogram()]
+                    lines += [f"{name}_sum{{{labels}}} {totals.seconds!r}", f"{name}_count{{{labels}}} {count}"]
+        return "\n".join(lines) + "\n"
+
+    def write_scalars(self, writer: ScalarWriter, step: int) -> None:
+        """Write the totals as scalars: `unisono/all_reduce/calls`, `.../bytes`, `.../seconds` and `.../wait_seconds`.
+
+        Args:
+            writer: A SummaryWriter of TensorBoard, or any object with its `add_scalar`.
+            step: The training step.
+
+        Example:
+            >>> class Printer:
+            ...     def add_scalar(self, tag, value, step):
+            ...         if tag.endswith("calls"):
+            ...             print(tag, value, step)
+            >>> metrics = un.Metrics()
+            >>> with un.init() as comm, metrics.recording():
+            ...     comm.barrier()
+            >>> metrics.write_scalars(Printer(), step=5)
+            unisono/barrier/calls 1 5
+        """
+        with self._lock:
+            found = {
+                f"unisono/{operation}/{what}": value
+                for (operation, _), totals in sorted(self._calls.items())
+                for what, value in (
+                    ("calls", sum(totals.counts)),
+                    ("bytes", totals.nbytes),
+                    ("seconds", totals.seconds),
+                )
+            }
+            waits = {
+                f"unisono/{name}/wait_seconds": totals.seconds for (name, _), totals in sorted(self._waits.items())
+            }
+        for tag, value in {**found, **waits}.items():
+            writer.add_scalar(tag, value, step)

@@ -19,6 +19,7 @@ from unisono.diagnostics.trace_file import Json, merged, rank_events
 __all__ = ["trace"]
 
 _ROUNDS = 16
+_now = time.perf_counter
 
 
 class _Ranks(Protocol):
@@ -107,16 +108,16 @@ class _Reading:
         starts = torch.empty(_ROUNDS, comm.size, dtype=torch.float64, device=comm.device)
         ends, all_ends = torch.empty(_ROUNDS, dtype=torch.float64), starts.new_empty(comm.size * _ROUNDS)
         for number in range(_ROUNDS):
-            comm.all_gather_single(starts[number], starts.new_tensor([time.perf_counter()]))
+            comm.all_gather_single(starts[number], starts.new_tensor([_now()]))
             if starts.is_cuda:
                 torch.cuda.synchronize()
-            ends[number] = time.perf_counter()
+            ends[number] = _now()
         comm.all_gather_single(all_ends, ends.to(starts))
         begun, ended = starts.cpu(), all_ends.cpu().view(comm.size, _ROUNDS).T
         least = (begun - ended[:, :1]).amax(0)
         most = (ended - begun[:, :1]).amin(0)
         same = (least <= 0) & (most >= 0)
-        self.at_s = time.perf_counter()
+        self.at_s = _now()
         self.offset_s = (least + most).div(2).masked_fill(same, 0.0)[comm.rank].item()
         self.uncertainty_s = (most - least).div(2).masked_fill(same, 0.0).max().item()
 

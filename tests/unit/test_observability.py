@@ -1,0 +1,114 @@
+"""Collectives and buckets in torch's profiler, metrics, and tables in notebooks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from contextlib import nullcontext
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import unisono as un
+from unisono.testing import run_ranks
+
+
+def profiled(comm: un.Communicator) -> Counter[str]:
+    """Return the names that rank 0's profiler sees of a training step and of other calls: it sees its own thread."""
+    un.GradientAverager(model := torch.nn.Sequential(torch.nn.Linear(4, 2)), comm)
+    comm.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) if comm.rank == 0 else nullcontext() as seen:
+        model(torch.ones(1, 4)).sum().backward()
+        comm.broadcast(torch.ones(3, 5, dtype=torch.float64), 0)
+        comm.all_reduce(torch.ones(7), async_op=True).wait()
+        comm.send(torch.ones(2), 1) if comm.rank == 0 else comm.recv(torch.ones(2), 0)
+        comm.barrier()
+    comm.broadcast(torch.ones(3), 0)
+    events = [] if seen is None else seen.events()
+    return Counter(event.name for event in events if event.name.startswith("unisono::"))
+
+
+def test_profiler_shows_collectives_and_buckets() -> None:
+    seen = run_ranks(profiled, 2, timeout=60)[0]
+    assert seen["unisono::broadcast float64[3, 5]"] == 1
+    assert seen["unisono::all_reduce float32[7]"] == seen["unisono::wait for all_reduce"] == 1
+    assert sum(name.startswith("unisono::bucket '0.") for name in seen) == 1, seen
+    assert seen["unisono::send"] == seen["unisono::barrier"] == 1
+    assert "unisono::broadcast float32[3]" not in seen
+
+
+def test_profiler_shows_calls_of_the_fast_path() -> None:
+    with un.init() as comm:
+        comm.barrier()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            comm.all_reduce(torch.ones(2))
+        comm.barrier()
+    assert [event.name for event in seen.events() if "unisono" in event.name] == ["unisono::all_reduce float32[2]"]
+
+
+def test_metrics_are_prometheus_text() -> None:
+    def program(comm: un.Communicator) -> str:
+        metrics = un.Metrics()
+        with metrics.recording():
+            for _ in range(3):
+                comm.all_reduce(torch.ones(4))
+        comm.all_reduce(torch.ones(4))
+        return metrics.prometheus()
+
+    text = run_ranks(program, 2)[1]
+    sample = re.compile(r'unisono_[a-z_]+\{operation="[a-z_]+",rank="1"(,le="[^"]+")?\} [-+.e0-9]+')
+    for line in text.splitlines():
+        assert line.startswith(("# HELP ", "# TYPE ")) or sample.fullmatch(line), line
+    assert 'unisono_calls_total{operation="all_reduce",rank="1"} 3\n' in text
+    assert 'unisono_bytes_total{operation="all_reduce",rank="1"} 48\n' in text
+    assert 'unisono_wait_seconds_bucket{operation="all_reduce",rank="1",le="+Inf"} 3\n' in text
+    for name in ("call", "wait"):
+        label = f'unisono_{name}_seconds_bucket{{operation="all_reduce"'
+        counts = [int(line.split()[-1]) for line in text.splitlines() if line.startswith(label)]
+        assert counts == sorted(counts)
+        assert counts[-1] == 3
+
+
+def test_metrics_are_scalars() -> None:
+    found: list[tuple[str, float, int | None]] = []
+
+    class Writer:
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
+            found.append((tag, scalar_value, global_step))
+
+    metrics = un.Metrics()
+    with un.init() as comm, metrics.recording():
+        comm.barrier()
+        comm.broadcast(torch.ones(2), 0)
+    metrics.write_scalars(Writer(), 7)
+    assert ("unisono/broadcast/bytes", 8, 7) in found
+    assert ("unisono/barrier/calls", 1, 7) in found
+    assert {tag.rpartition("/")[2] for tag, *_ in found} == {"calls", "bytes", "seconds", "wait_seconds"}
+
+
+def test_trace_and_metrics_record_together() -> None:
+    metrics, inner = un.Metrics(), un.Metrics()
+    with un.init() as comm, metrics.recording(), inner.recording():
+        comm.barrier()
+    assert metrics.prometheus() == inner.prometheus() != un.Metrics().prometheus()
+
+
+def test_notebooks_show_tables() -> None:
+    def program(comm: un.Communicator) -> tuple[str, str]:
+        averager = un.GradientAverager(torch.nn.Linear(2, 1), comm)
+        return comm._repr_html_(), averager._repr_html_()
+
+    run = un.simulate(program, 2, seed=3)
+    comm, averager = run.results[1]
+    assert "<th>rank</th><td>1 of 2</td>" in comm
+    assert "<td>open</td>" in comm
+    assert "GradientAverager of 2 parameters in 1 buckets" in averager
+    assert "&#x27;bias&#x27;" in averager
+    assert "<th>rank 1</th>" in run._repr_html_()
+    assert "seed 3" in run._repr_html_()
+
+
+def test_communicator_shows_its_failure() -> None:
+    with un.init() as comm:
+        comm.abort("a <test>")
+        assert "a &lt;test&gt;" in comm._repr_html_()

@@ -29,7 +29,7 @@ def summarize(document: _Json) -> _Json:
     Example:
         >>> def call(rank, ts):
         ...     return {"name": "barrier", "cat": "collective", "ph": "X", "pid": rank, "ts": ts, "dur": 9e6 - ts,
-        ...             "args": {"group": "world", "call": 1, "site": "train.py:7"}}
+        ...             "args": {"group": "world", "nbytes": 0, "call": 1, "site": "train.py:7"}}
         >>> found = summarize({"traceEvents": [call(0, 0.0), call(1, 2e6)]})
         >>> found["collectives"][0]["last"], found["straggler"]
         ({'1': 1}, {'rank': 1, 'last': 1, 'of': 1, 'waited_s': 2.0})

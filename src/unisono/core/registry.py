@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Collection
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 __all__ = ["Registry"]
@@ -78,6 +81,17 @@ class Registry(Generic[T]):
         if name in self._foreign:
             return cast(T, self._foreign[name].load())
         raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+
+    def summary(self, name: str) -> str:
+        """Return the first line of an entry's docstring; of a file of the package, without importing it."""
+        if name in self._modules and name not in self._registered:
+            spec = importlib.util.find_spec(f"{self._package}.{name}")
+            assert spec is not None
+            assert spec.origin is not None
+            text = ast.get_docstring(ast.parse(Path(spec.origin).read_bytes()))
+        else:
+            text = self[name].__doc__
+        return (text or "").partition("\n")[0]
 
     @property
     def _modules(self) -> tuple[str, ...]:

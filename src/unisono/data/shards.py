@@ -12,6 +12,7 @@ from unisono.data.feistel import IndexShuffle
 from unisono.data.persistent_workers import WorkerEpochCheck
 from unisono.data.rank_info import ranks_of
 from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 
 __all__ = ["ShardPartition", "read_lines"]
 
@@ -48,7 +49,7 @@ def read_lines(url: str) -> Iterator[str]:
     try:
         import fsspec
     except ImportError as error:
-        raise UnavailableError(f"{url} needs fsspec: pip install 'unisono[remote]'") from error
+        raise UnavailableError(f"{url} needs fsspec: {install_command('remote')}") from error
     with fsspec.open(url, "rt", encoding="utf-8") as file:
         yield from (line.rstrip("\n") for line in file)
 

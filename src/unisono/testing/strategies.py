@@ -16,6 +16,7 @@ from unisono.collectives.algorithms import ALGORITHMS
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 from unisono.testing.cases import CALLS, Case
 from unisono.testing.memory_layouts import LAYOUTS
 from unisono.testing.reference import DTYPES, ops_for
@@ -23,7 +24,7 @@ from unisono.testing.reference import DTYPES, ops_for
 try:
     from hypothesis import strategies as st
 except ImportError as error:
-    raise UnavailableError("strategies need Hypothesis: pip install 'unisono[testing]'") from error
+    raise UnavailableError(f"strategies need Hypothesis: {install_command('testing')}") from error
 
 __all__ = [
     "algorithms",

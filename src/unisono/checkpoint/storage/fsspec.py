@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 
 __all__ = ["FsspecSink", "FsspecSource", "FsspecStorage"]
 
@@ -25,7 +26,7 @@ class FsspecStorage:
             import fsspec
         except ImportError as error:
             raise UnavailableError(
-                f"{url!r} needs fsspec; pip install 'unisono[remote]', or pass a local path"
+                f"{url!r} needs fsspec: {install_command('remote')}, or pass a local path"
             ) from error
         self.where = url.rstrip("/")
         self._fs, self._root = fsspec.core.url_to_fs(self.where)

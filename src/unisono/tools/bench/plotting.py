@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 from unisono.tools.bench.result import Result
 
 __all__ = ["check_plot", "plot"]
@@ -14,7 +15,7 @@ __all__ = ["check_plot", "plot"]
 def check_plot() -> None:
     """Raise `UnavailableError` if plots cannot be drawn."""
     if find_spec("matplotlib") is None:
-        raise UnavailableError("a plot needs matplotlib: pip install 'unisono[plot]'")
+        raise UnavailableError(f"a plot needs matplotlib: {install_command('plot')}")
 
 
 def plot(results: list[Result], path: Path) -> None:

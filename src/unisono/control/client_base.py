@@ -136,6 +136,9 @@ class ControlClient(ControlPlane, ABC):
     def on_process_exit(self, error: BaseException | None) -> None:
         """Close because the process ends: cleanly, or reporting the error that ends it to every group."""
         self._patience_s = min(self._patience_s, _GRACE_S)
+        if self._record is not None and self._members:
+            group, (kind, text) = next(iter(self._members.values())).group, _end_of(error)
+            self._record.put(kind, group.name, group.rank, None, text)
         for membership in list(self._members.values()):
             if error is not None and self._ended is None:
                 group = membership.group
@@ -281,6 +284,11 @@ class ControlClient(ControlPlane, ABC):
             self._ask("enough", waiter.number, within_s=_GRACE_S)
         pairs = self._finish(waiter, _GRACE_S, group)
         return {tuple(who): None if content is None else serialization.decode(content) for who, content in pairs}
+
+
+def _end_of(error: BaseException | None) -> tuple[str, str]:
+    """Return the kind and the text of the event of a program that ends with open communicators."""
+    return ("exit", "not closed") if error is None else ("error", f"{type(error).__name__}: {text_of(error)}")
 
 
 def _as_seen_in(group: Group, cause: Cause, culprit: int | None) -> Cause:

@@ -6,21 +6,25 @@ user connects; only the same user (or root) gets an answer.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import select
 import socket
 import struct
 import sys
+from pathlib import Path
 
 from unisono import serialization
 from unisono.errors import CommError, UnavailableError
 
-__all__ = ["InspectSocket", "find_control"]
+__all__ = ["InspectSocket", "find_control", "find_jobs"]
 
 _MOST = 16
 _WITHIN_S = 2.0
 _MAX_BYTES = 4096
 _LENGTH = struct.Struct("<I")
+_LISTED = re.compile(r"@unisono/(\d+)/(\d+)")
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -95,28 +99,72 @@ def _is_this_user(other: socket.socket) -> bool:
 
 
 def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
-    """Return address and secret of the control plane that a process of this host belongs to.
+    """Return address and secret of the control plane that a process of this host, or one that it started, belongs to.
 
     Raises:
         CommError: There is no such process, or it takes no part in a job, or it belongs to another user.
         UnavailableError: Not on Linux.
     """
-    if sys.platform != "linux":
-        raise UnavailableError("querying a running process needs Linux")
-    for number in range(_MOST):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-            line.settimeout(_WITHIN_S)
-            try:
-                line.connect(_name(pid, number))
-            except OSError:
-                continue
-            # Any process may bind a name in this namespace; the kernel knows which one did.
-            if _peer(line)[0] == pid and _is_this_user(line):
-                return _read(line, pid)
+    _check_platform()
+    own = [(pid, number) for number in range(_MOST)]
+    for other, number in [*own, *(name for name in _names() if pid in _ancestors(name[0]))]:
+        found = _ask(other, number)
+        if found is not None:
+            return found
     raise CommError(
         f"process {pid} is in no unisono job that this user may query (ranks that are threads of one process have "
         "no control plane that other processes can reach)"
     )
+
+
+def find_jobs() -> dict[tuple[tuple[str, int], bytes], list[int]]:
+    """Return all control planes that processes of this user on this host belong to, and these processes.
+
+    Raises:
+        UnavailableError: Not on Linux.
+    """
+    _check_platform()
+    jobs: dict[tuple[tuple[str, int], bytes], list[int]] = {}
+    for pid, number in _names():
+        with contextlib.suppress(CommError):
+            found = _ask(pid, number)
+            if found is not None and pid not in jobs.setdefault(found, []):
+                jobs[found].append(pid)
+    return jobs
+
+
+def _check_platform() -> None:
+    if sys.platform != "linux":
+        raise UnavailableError("querying a running process needs Linux")
+
+
+def _names() -> list[tuple[int, int]]:
+    """Return process and number of every such socket of this host, as the kernel lists them."""
+    names = {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
+    matches = filter(None, map(_LISTED.fullmatch, names))
+    return sorted((int(match[1]), int(match[2])) for match in matches)
+
+
+def _ancestors(pid: int) -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while pid and pid not in found:
+            # The name in parentheses may hold any character.
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            found.add(pid)
+    return found
+
+
+def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
+    """Return what a socket of a process says; None if there is none that may answer this user."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.settimeout(_WITHIN_S)
+        try:
+            line.connect(_name(pid, number))
+        except OSError:
+            return None
+        # Any process may bind a name in this namespace; the kernel knows which one did.
+        return _read(line, pid) if _peer(line)[0] == pid and _is_this_user(line) else None
 
 
 def _read(line: socket.socket, pid: int) -> tuple[tuple[str, int], bytes]:

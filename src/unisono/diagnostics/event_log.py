@@ -1,11 +1,13 @@
 """Log of a rank's last events, in a file that survives however the rank ends; and its reader.
 
+The header also identifies the process, so that a later process of the same number is not taken for it.
 A file is a header of 64 bytes and a ring of 256-byte records, in mapped memory: the kernel writes it out when the
 process is gone, whatever ended it. A record's number is written last, so a partial record is detected.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import mmap
 import os
@@ -14,11 +16,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Event", "EventLog", "read_events", "record_of"]
+__all__ = ["Event", "EventLog", "process_state", "read_events", "record_of"]
 
 _VARIABLE = "UNISONO_EVENTS"
 _MAGIC = b"unisono events 1"
-_HEAD = struct.Struct("<16sqqq24x")
+_HEAD = struct.Struct("<16sqqq16sQ")
 _NUMBER = struct.Struct("<Q")
 _BODY = struct.Struct("<dqI12s48s168s")
 _RECORD_BYTES = 256
@@ -37,7 +39,8 @@ class Event:
     Attributes:
         number: Counts the events of a rank, from 1.
         time_s: Wall-clock time.
-        kind: "enter" and "leave" a call, "error" in it, or clean "end" of the rank.
+        kind: "enter" and "leave" a call, "error" in it or of the program, clean "end" of the
+            rank, or "exit": the program ended without closing its communicators.
         group, rank: Group and rank of the communicator.
         call: The collective's number in the group, if the call is a collective.
         text: The call, with its line; or the error.
@@ -70,7 +73,7 @@ class EventLog:
             self._memory = mmap.mmap(descriptor, nbytes)
         finally:
             os.close(descriptor)
-        _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, kept)
+        _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, kept, _host(), _started(os.getpid()))
 
     def put(self, kind: str, group: str, rank: int, number: int | None, text: str) -> None:
         """Write an event; it overwrites the oldest one."""
@@ -129,7 +132,7 @@ def read_events(path: Path) -> tuple[int, int, list[Event]]:
     data = path.read_bytes() if path.stat().st_size <= _HEAD.size + _MOST_KEPT * _RECORD_BYTES else b""
     if len(data) < _HEAD.size:
         raise ValueError(f"{path} holds no events of unisono")
-    magic, pid, rank, kept = _HEAD.unpack_from(data)
+    magic, pid, rank, kept, _, _ = _HEAD.unpack_from(data)
     if magic != _MAGIC or not 0 < kept <= _MOST_KEPT or len(data) != _HEAD.size + kept * _RECORD_BYTES:
         raise ValueError(f"{path} holds no events of unisono")
     events = []
@@ -144,6 +147,43 @@ def read_events(path: Path) -> tuple[int, int, list[Event]]:
                 continue
             events.append(Event(number, time_s, kind_said, group_said, of, None if call < 0 else call, text_said))
     return pid, rank, sorted(events, key=lambda event: event.number)
+
+
+def process_state(path: Path) -> str | None:
+    """Return whether the process that wrote a file is "running", "stopped" by a signal, or "gone".
+
+    None if that cannot be known here: it ran on another host, or in another container.
+    """
+    with path.open("rb") as file:
+        _, pid, _, _, host, started = _HEAD.unpack(file.read(_HEAD.size))
+    if not started or host != _host():
+        return None
+    if _started(pid) != started:
+        return "gone"
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(_stat(pid)[0], "running")
+
+
+def _host() -> bytes:
+    """Identify where a process number is valid: this boot of this host, and the namespace of process numbers."""
+    try:
+        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text(), Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return bytes(16)
+    return hashlib.blake2b(f"{boot}{space}".encode(), digest_size=16).digest()
+
+
+def _started(pid: int) -> int:
+    """Return when a process started, in ticks since the host did; 0 if it is gone, or not known."""
+    return int(_stat(pid)[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of Linux's stat file from the state on."""
+    try:
+        # The name before them, in parentheses, may hold any character.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X", *["0"] * 19]
 
 
 def _text(field: bytes) -> str:

@@ -152,11 +152,12 @@ class _Attempt:
         front = f"[{rank}] " if self._job.prefix else ""
         if front and target.isatty() and not os.environ.get("NO_COLOR"):
             front = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{front}\x1b[0m"
-        for line in source:
-            text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
-            with self._writing:
-                target.write(f"{front}{text}\n")
-                target.flush()
+        with source:
+            for line in source:
+                text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
+                with self._writing:
+                    target.write(f"{front}{text}\n")
+                    target.flush()
 
     def _wait(self, ranks: list[subprocess.Popen[bytes]]) -> None:
         """Wait until all ranks have ended, or the grace after a failure is over."""

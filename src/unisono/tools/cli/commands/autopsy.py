@@ -1,54 +1,120 @@
-"""Report every rank's last call and line from the files of $UNISONO_EVENTS, and the rank that stopped first."""
+"""Report every rank's last call and line from the files of $UNISONO_EVENTS, and the rank that stopped first.
+
+It tells a killed rank (its process is gone, without an error) from one that failed, and from one that still runs.
+
+  UNISONO_EVENTS=/tmp/events torchrun --nproc-per-node 4 train.py
+  unisono autopsy /tmp/events
+"""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from unisono.diagnostics.event_log import Event, read_events
+from unisono.diagnostics.event_log import Event, process_state, read_events
 from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]
+
+_ORDER = ("killed", "failed", "unknown", "stopped", "running", "left", "consequence")
+"""States of ranks that did not end normally, from the most to the least likely first one."""
+_CONSEQUENCES = ("PeerLostError", "AbortedError", "CommTimeoutError", "DeadlockError")
+_TEXTS = {
+    "ended": "ended normally",
+    "killed": "was killed or crashed: its process is gone without an error,",
+    "unknown": "recorded no end",
+    "stopped": "is stopped by a signal (SIGSTOP, SIGTSTP)",
+    "running": "still runs",
+    "left": "left without closing its communicator",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
     rank: int
     pid: int
+    process: str | None
     events: list[Event]
 
     @property
     def last(self) -> Event:
         return self.events[-1]
 
+    @property
+    def error(self) -> Event | None:
+        return next((event for event in self.events if event.kind == "error"), None)
+
+    @property
+    def state(self) -> str:
+        """How it ended: "ended" normally, or one of `_ORDER`."""
+        if self.error is not None:
+            return "consequence" if self.error.text.startswith(_CONSEQUENCES) else "failed"
+        ends = {"end": "ended", "exit": "left"}
+        processes = {"gone": "killed", "running": "running", "stopped": "stopped", None: "unknown"}
+        return ends.get(self.last.kind) or processes[self.process]
+
+    @property
+    def text(self) -> str:
+        """State and place, for people."""
+        if self.error is not None:
+            return f"failed: {self.error.text}"
+        calls = [event for event in self.events if event.kind in {"enter", "leave"}]
+        if self.state == "ended" or not calls:
+            return _TEXTS[self.state]
+        last = calls[-1]
+        where = "in" if last.kind == "enter" else "outside of any call, after"
+        return f"{_TEXTS[self.state]} {where} {last.text} of {last.group}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "pid": self.pid,
+            "state": self.state,
+            "text": self.text,
+            "events": [asdict(event) for event in self.events],
+        }
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options: the folder of the files, and the number of events."""
     parser.add_argument("directory", type=Path, help="folder that UNISONO_EVENTS named")
     parser.add_argument(
-        "--last", type=int, default=12, help="number of last events to list, over all ranks (%(default)s)"
+        "--last", type=int, default=12, metavar="N", help="number of last events to list, over all ranks (%(default)s)"
     )
+    parser.add_argument("--json", action="store_true", help="print all ranks and events as JSON")
 
 
 def run(given: argparse.Namespace) -> int:
     """Merge the files and print a summary; return 1 if a rank did not end normally."""
     ranks = _ranks(given.directory)
+    first = min(
+        (rank for rank in ranks if rank.state != "ended"),
+        key=lambda rank: (_ORDER.index(rank.state), (rank.error or rank.last).time_s),
+        default=None,
+    )
+    if given.json:
+        told = {"first": first and first.rank, "ranks": [rank.to_dict() for rank in ranks]}
+        print(json.dumps(told, indent=2))
+    else:
+        _print(ranks, first, given.last)
+    return 0 if first is None or all(rank.state in {"ended", "left"} for rank in ranks) else 1
+
+
+def _print(ranks: list[_Rank], first: _Rank | None, count: int) -> None:
     end = max(rank.last.time_s for rank in ranks)
     for rank in ranks:
-        print(
-            f"rank {rank.rank} (process {rank.pid}) {_state(rank.last)}, {end - rank.last.time_s:.3f} s before the end"
-        )
-    stopped = [rank for rank in ranks if rank.last.kind != "end"]
-    if stopped:
-        print(f"look at {_suspect(ranks)}")
+        print(f"rank {rank.rank} (process {rank.pid}) {rank.text}, {end - rank.last.time_s:.3f} s before the end")
+    if first is not None:
+        print(f"look at rank {first.rank}, the first to stop: it {first.text}")
     merged = sorted(((rank, event) for rank in ranks for event in rank.events), key=lambda pair: pair[1].time_s)
     print("the last events:")
-    for rank, event in merged[max(0, len(merged) - given.last) :]:
+    for rank, event in merged[max(0, len(merged) - count) :]:
         clock = datetime.fromtimestamp(event.time_s, UTC).strftime("%H:%M:%S.%f")
         print(f"  {clock} rank {rank.rank} {event.kind:5} {event.text} [{event.group}]")
-    return 1 if stopped else 0
 
 
 def _ranks(directory: Path) -> list[_Rank]:
@@ -58,35 +124,10 @@ def _ranks(directory: Path) -> list[_Rank]:
     for path in sorted(directory.glob("*.events")):
         try:
             pid, rank, events = read_events(path)
+            if events:
+                found.append(_Rank(rank, pid, process_state(path), events))
         except (ValueError, OSError) as error:
             raise UsageError(str(error)) from error
-        if events:
-            found.append(_Rank(rank, pid, events))
     if not found:
         raise UsageError(f"{directory} holds no events; run the job with UNISONO_EVENTS={directory}")
     return sorted(found, key=lambda rank: (rank.rank, rank.last.time_s))
-
-
-def _state(event: Event) -> str:
-    if event.kind == "enter":
-        return f"ended in {event.text} of {event.group}"
-    if event.kind == "leave":
-        return f"ended outside of any call, after {event.text} of {event.group}"
-    if event.kind == "error":
-        return f"failed: {event.text}"
-    return "ended normally"
-
-
-def _suspect(ranks: list[_Rank]) -> str:
-    """Describe the rank that stopped first, or that is behind the others."""
-    first = min((rank for rank in ranks if rank.last.kind != "end"), key=lambda rank: (_failed(rank), _last_done(rank)))
-    return f"rank {first.rank}, the first to stop: it {_state(first.last)}"
-
-
-def _failed(rank: _Rank) -> bool:
-    """Return whether the rank still reported an error: then another rank most likely stopped earlier."""
-    return any(event.kind == "error" for event in rank.events)
-
-
-def _last_done(rank: _Rank) -> float:
-    return rank.last.time_s

@@ -1,44 +1,109 @@
-"""Show the current call, line and stack of every rank of a running job."""
+"""Show what every rank of this user's running jobs is doing: its current call, line and stack.
+
+It finds the ranks of any launcher, unless they are threads of one process.
+
+  unisono status
+  unisono status 12345 --stacks      (the job of a process: a rank, or what started the ranks)
+  unisono status --json
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from unisono.control.client import SocketControl
-from unisono.control.inspect_socket import find_control
+from unisono.control.inspect_socket import find_control, find_jobs
 from unisono.diagnostics.hang_report import lines_of
+from unisono.errors import CommError
 
 __all__ = ["add_arguments", "run"]
 
 _REACH_WITHIN_S = 5.0
+_COMMAND_WIDTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    address: tuple[str, int]
+    processes: list[int]
+    ranks: dict[tuple[str, int], dict[str, Any] | None]
+
+    @property
+    def title(self) -> str:
+        where = f"control plane {self.address[0]}:{self.address[1]}"
+        return f"{_command(self.processes[0]) or 'a job'}: {len(self.ranks)} ranks at the {where}"
+
+    def to_dict(self) -> dict[str, Any]:
+        ranks = [{"group": group, "rank": rank, "report": told} for (group, rank), told in sorted(self.ranks.items())]
+        return {"control": list(self.address), "title": self.title, "processes": self.processes, "ranks": ranks}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: the job to query."""
-    parser.add_argument("pid", type=int, help="pid of a process of the job: any rank, or the launching process")
-    parser.add_argument("--patience", type=float, default=0.5, help="seconds to wait for a rank's answer (%(default)s)")
+    parser.add_argument("pid", type=int, nargs="?", help="a process of one job, or its launcher (default: all jobs)")
+    parser.add_argument(
+        "--timeout", type=float, default=0.5, metavar="S", help="seconds to wait for a rank's answer (%(default)s)"
+    )
     parser.add_argument("--stacks", action="store_true", help="print the whole stack of each rank")
+    parser.add_argument("--json", action="store_true", help="print the jobs as JSON")
 
 
 def run(given: argparse.Namespace) -> int:
     """Query the control-plane threads of all ranks, and print their answers."""
-    address, secret = find_control(given.pid)
-    control = SocketControl(address, secret, _REACH_WITHIN_S)
-    try:
-        found = control.query(None, given.patience)
-    finally:
-        control.close()
-    print(f"{len(found)} ranks at the control plane {address[0]}:{address[1]}")
-    for (group, rank), report in sorted(found.items()):
-        process = "" if report is None else f" (process {report['pid']})"
-        print(*lines_of(f"rank {rank} of {group}{process}", report), sep="\n")
-        if report is not None:
-            print(*_more(report, given.stacks), sep="\n")
+    if given.pid is None:
+        jobs = []
+        for control, processes in find_jobs().items():
+            # A job may end while it is queried.
+            with contextlib.suppress(CommError):
+                jobs.append(_query(*control, processes, given.timeout))
+    else:
+        control = find_control(given.pid)
+        jobs = [_query(*control, find_jobs().get(control, [given.pid]), given.timeout)]
+    if given.json:
+        print(json.dumps([job.to_dict() for job in jobs], indent=2))
+    elif jobs:
+        print("\n\n".join("\n".join(_lines(job, given.pid is not None, given.stacks)) for job in jobs))
+    else:
+        print("this user runs no job on this host (ranks that are threads of one process cannot be queried)")
     return 0
 
 
-def _more(report: dict[str, Any], stacks: bool) -> list[str]:
-    called = [entry for entry in report["groups"] if entry["last"]]
+def _query(address: tuple[str, int], secret: bytes, processes: list[int], timeout: float) -> _Job:
+    control = SocketControl(address, secret, _REACH_WITHIN_S)
+    try:
+        return _Job(address, processes, control.query(None, timeout))
+    finally:
+        control.close()
+
+
+def _lines(job: _Job, at_length: bool, stacks: bool) -> list[str]:
+    lines = [job.title]
+    for (group, rank), report in sorted(job.ranks.items()):
+        process = "" if report is None else f" (process {report['pid']})"
+        said = lines_of(f"rank {rank} of {group}{process}", report)
+        lines += said if at_length else said[:1]
+        if report is not None:
+            lines += _more(report, at_length, stacks)
+    return lines
+
+
+def _more(report: dict[str, Any], at_length: bool, stacks: bool) -> list[str]:
+    called = [entry for entry in report["groups"] if entry["last"] and at_length]
     lines = [f"    its last calls in {entry['group']}: {', then '.join(entry['last'])}" for entry in called]
     return lines + ([f"      {line}" for line in report["stack"]] if stacks else [])
+
+
+def _command(pid: int) -> str:
+    """Return the command line of a process, from its script on."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    script = next((index for index, word in enumerate(words) if word.endswith(".py")), 0)
+    text = " ".join(words[script:]).strip()
+    return text if len(text) <= _COMMAND_WIDTH else f"{text[:_COMMAND_WIDTH]}..."
